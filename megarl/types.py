@@ -1,0 +1,172 @@
+"""What flows through megarl: Prompt -> Group of Samples -> Shard -> MicroBatch.
+
+The index law: every per-token vector has ``len(tokens)`` entries and index t describes token t.
+The shift by one between a logit and the token it predicts happens once, in megatron/step.py.
+
+Control and data are apart. A `Sample` is what the controller decides from (lengths, reward,
+version): a few hundred bytes. Its token vectors (`SampleTokens`) stay where they were made,
+behind a `DataRef`, until the trainer that needs them asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a prompt data set, ready to be sampled from.
+
+    Example: ``Prompt(uid="openai/gsm8k/17", tokens=(5, 80, 9), text="Question: ...",
+    data_source="openai/gsm8k", ground_truth="72")``.
+    """
+
+    uid: str  # stable over runs: names the row
+    tokens: tuple[int, ...]
+    text: str  # what `tokens` says, for people
+    data_source: str  # selects the scorer
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an engine samples; names and meanings are vLLM's. ``temperature=0`` is greedy."""
+
+    n: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One prompt to be sampled ``sampling.n`` times. Sample i draws from seed + i."""
+
+    group: int  # names the group over the whole run
+    prompt: Prompt
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returns for one sample.
+
+    ``log_probs[i]`` is the log-probability of ``tokens[i]`` under the distribution before any
+    top-p or top-k filter, at the sampling temperature.
+    """
+
+    tokens: np.ndarray  # int32 [response]
+    log_probs: np.ndarray  # float32 [response]
+    finish_reason: str  # "stop" | "length"
+
+
+@dataclass
+class SampleTokens:
+    """The token vectors of one sample, prompt and response in one piece (all of length L)."""
+
+    tokens: np.ndarray  # int32 [L]
+    loss_mask: np.ndarray  # bool [L]: tokens that the policy chose and that the loss counts
+    rollout_log_probs: np.ndarray  # float32 [L]: the engine's own; 0 where it sampled nothing
+    text: str = ""  # the response as text, for people
+
+
+class DataRef(Protocol):
+    """Where a group's token vectors lie. Ray's form is an object reference, the local one holds them."""
+
+    def get(self) -> list[SampleTokens]: ...
+
+
+@dataclass(frozen=True)
+class InlineData:
+    """A DataRef to vectors in this process."""
+
+    samples: list[SampleTokens]
+
+    def get(self) -> list[SampleTokens]:
+        return self.samples
+
+
+@dataclass
+class Sample:
+    """What the controller knows of one sample. Its vectors are ``data.get()[index]``."""
+
+    group: int
+    index: int  # position within the group
+    data: DataRef
+    prompt_length: int
+    response_length: int
+    loss_tokens: int  # tokens with loss_mask set
+    reward: float = 0.0
+    reward_parts: dict[str, float] = field(default_factory=dict)
+    finish_reason: str = "stop"
+    version: int = 0  # of the weights that sampled it
+
+    @property
+    def length(self) -> int:
+        return self.prompt_length + self.response_length
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@dataclass
+class Group:
+    """Samples of one prompt, in the order of their seeds. Groups are numbered in admission order."""
+
+    number: int
+    prompt_uid: str
+    data_source: str
+    version: int
+    samples: list[Sample]
+
+
+@dataclass(frozen=True)
+class ShardSample:
+    """One sample as a trainer needs it: where its vectors are, and the controller's scalars for it.
+
+    ``loss_weight`` is what each of its masked tokens weighs in the loss: normalisers are counted
+    over the whole mini batch by the controller, so a sum over tokens is all that workers do.
+    """
+
+    data: DataRef
+    index: int
+    length: int
+    advantage: float = 0.0
+    loss_weight: float = 0.0
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one data-parallel rank trains on in one controller step.
+
+    ``mini_batches[m]`` lists the micro batches of optimizer step m; a micro batch lists indices
+    into ``samples``. Every data-parallel rank has the same number of micro batches. ``loss_tokens[m]``
+    counts the masked tokens of mini batch m over all ranks: the normaliser of token-mean metrics.
+    """
+
+    samples: list[ShardSample]
+    mini_batches: list[list[list[int]]]
+    loss_tokens: list[int]
+
+
+Metrics = dict[str, float]
+
+
+def fetch(samples: Sequence[ShardSample]) -> list[SampleTokens]:
+    """The token vectors of `samples`, each group's fetched once."""
+    groups: dict[int, list[SampleTokens]] = {}
+    vectors = []
+    for sample in samples:
+        if id(sample.data) not in groups:
+            groups[id(sample.data)] = sample.data.get()
+        vectors.append(groups[id(sample.data)][sample.index])
+    return vectors
