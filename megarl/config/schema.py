@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
 
-def key(default: Any, doc: str, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None) -> Any:
+def key(
+    default: Any, doc: str, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None
+) -> Any:
     """One recipe key: its default, its text, and the bounds that `validate` holds it to."""
     bounds = {"at_least": at_least, "above": above, "at_most": at_most}
     metadata = {"doc": doc, **{name: bound for name, bound in bounds.items() if bound is not None}}
@@ -29,7 +31,10 @@ class ModelConfig:
 
     path: str = key("", "Hugging Face directory with config.json, safetensors and tokenizer. Required.")
     tokenizer: Optional[str] = key(None, "Tokenizer directory, where it is not `model.path`.")
-    dtype: Literal["float32", "bfloat16"] = key("bfloat16", "Data type of the trainer's weights and activations. With bfloat16 the optimizer keeps float32 master weights.")
+    dtype: Literal["float32", "bfloat16"] = key(
+        "bfloat16",
+        "Data type of the trainer's weights and activations. With bfloat16 the optimizer keeps float32 master weights.",
+    )
 
 
 @dataclass
@@ -37,19 +42,39 @@ class MegatronConfig:
     """How the trainer's model is laid out and computed. Data parallel size is what the processes leave: processes / (tensor x pipeline x context)."""
 
     tensor_parallel: int = key(1, "Tensor-parallel size (TP).", at_least=1)
-    sequence_parallel: Optional[bool] = key(None, "Sequence parallel (SP). Unset: on when TP > 1. MoE with TP > 1 needs it.")
+    sequence_parallel: Optional[bool] = key(
+        None, "Sequence parallel (SP). Unset: on when TP > 1. MoE with TP > 1 needs it."
+    )
     pipeline_parallel: int = key(1, "Pipeline-parallel size (PP).", at_least=1)
-    virtual_pipeline: Optional[int] = key(None, "Model chunks a pipeline stage (VPP, interleaved 1F1B). Needs PP > 1.", at_least=2)
-    first_stage_layers: Optional[int] = key(None, "Layers on the first pipeline stage, where stages are uneven.", at_least=1)
-    last_stage_layers: Optional[int] = key(None, "Layers on the last pipeline stage, where stages are uneven.", at_least=1)
+    virtual_pipeline: Optional[int] = key(
+        None, "Model chunks a pipeline stage (VPP, interleaved 1F1B). Needs PP > 1.", at_least=2
+    )
+    first_stage_layers: Optional[int] = key(
+        None, "Layers on the first pipeline stage, where stages are uneven.", at_least=1
+    )
+    last_stage_layers: Optional[int] = key(
+        None, "Layers on the last pipeline stage, where stages are uneven.", at_least=1
+    )
     context_parallel: int = key(1, "Context-parallel size (CP): sequences are cut over this many devices.", at_least=1)
-    expert_parallel: int = key(1, "Expert-parallel size (EP), taken out of data x tensor x context parallel.", at_least=1)
-    expert_tensor_parallel: Optional[int] = key(None, "Tensor-parallel size inside an expert (ETP). Unset: 1.", at_least=1)
+    expert_parallel: int = key(
+        1, "Expert-parallel size (EP), taken out of data x tensor x context parallel.", at_least=1
+    )
+    expert_tensor_parallel: Optional[int] = key(
+        None, "Tensor-parallel size inside an expert (ETP). Unset: 1.", at_least=1
+    )
     distributed_optimizer: bool = key(True, "Shard the optimizer's states over data-parallel ranks (ZeRO-1).")
-    recompute: Literal["none", "selective", "full"] = key("none", "Activations to compute again in the backward pass: none, selective (core attention), full (every layer).")
+    recompute: Literal["none", "selective", "full"] = key(
+        "none",
+        "Activations to compute again in the backward pass: none, selective (core attention), full (every layer).",
+    )
     moe_aux_loss_coef: float = key(0.0, "Coefficient of the MoE load-balancing loss. 0 switches it off.", at_least=0)
-    offload: bool = key(False, "Colocated: gradients, optimizer states and weights leave the device while the engines run.")
-    extra: dict[str, Any] = key({}, "Further fields of Megatron's TransformerConfig, under Megatron's own names (verl: override_transformer_config).")
+    offload: bool = key(
+        False, "Colocated: gradients, optimizer states and weights leave the device while the engines run."
+    )
+    extra: dict[str, Any] = key(
+        {},
+        "Further fields of Megatron's TransformerConfig, under Megatron's own names (verl: override_transformer_config).",
+    )
 
 
 @dataclass
@@ -60,7 +85,9 @@ class OptimizerConfig:
     min_lr_ratio: float = key(0.0, "Where the decay ends, as a share of `lr`.", at_least=0, at_most=1)
     warmup_steps: int = key(0, "Optimizer steps of linear warm-up.", at_least=0)
     decay: Literal["constant", "linear", "cosine"] = key("constant", "Shape after warm-up.")
-    decay_steps: Optional[int] = key(None, "Optimizer steps until the end of the decay. Unset: all of the run's.", at_least=1)
+    decay_steps: Optional[int] = key(
+        None, "Optimizer steps until the end of the decay. Unset: all of the run's.", at_least=1
+    )
     betas: tuple[float, float] = key((0.9, 0.999), "Adam's beta1 and beta2.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0)
     weight_decay: float = key(0.01, "Decoupled weight decay.", at_least=0)
@@ -71,8 +98,14 @@ class OptimizerConfig:
 class ActorConfig:
     """The policy's update."""
 
-    mini_batches: int = key(1, "Optimizer steps a controller step: the batch's groups are cut into this many mini batches.", at_least=1)
-    max_tokens_per_micro_batch: int = key(16384, "Tokens a device computes in one forward pass. Sequences are packed up to it; a longer one goes alone.", at_least=1)
+    mini_batches: int = key(
+        1, "Optimizer steps a controller step: the batch's groups are cut into this many mini batches.", at_least=1
+    )
+    max_tokens_per_micro_batch: int = key(
+        16384,
+        "Tokens a device computes in one forward pass. Sequences are packed up to it; a longer one goes alone.",
+        at_least=1,
+    )
     optimizer: OptimizerConfig = key(OptimizerConfig, "")
 
 
@@ -81,17 +114,32 @@ class DynamicSamplingConfig:
     """DAPO's dynamic sampling: groups whose samples all score the same carry no gradient and are sampled anew."""
 
     enabled: bool = key(False, "Filter groups without spread and sample others in their place.")
-    metric: str = key("reward", "What must differ within a group: `reward`, or the name of a reward part such as `accuracy`.")
-    max_attempts: int = key(3, "Bound on sampling, in batches: at most this many times `data.prompts_per_step` prompts are tried a step.", at_least=1)
-    when_exhausted: Literal["smaller", "fail"] = key("smaller", "At the bound: train on the groups that were found (counted in `rollout/groups_missing`), or stop the run.")
+    metric: str = key(
+        "reward", "What must differ within a group: `reward`, or the name of a reward part such as `accuracy`."
+    )
+    max_attempts: int = key(
+        3,
+        "Bound on sampling, in batches: at most this many times `data.prompts_per_step` prompts are tried a step.",
+        at_least=1,
+    )
+    when_exhausted: Literal["smaller", "fail"] = key(
+        "smaller",
+        "At the bound: train on the groups that were found (counted in `rollout/groups_missing`), or stop the run.",
+    )
 
 
 @dataclass
 class OverlongConfig:
     """DAPO's treatment of responses that reach the length limit."""
 
-    filter: bool = key(False, "Leave truncated samples out of the loss (their reward still counts in the group's mean).")
-    penalty_buffer: int = key(0, "Soft punishment: over the last so many tokens before `rollout.max_response_length` the reward falls linearly. 0 switches it off.", at_least=0)
+    filter: bool = key(
+        False, "Leave truncated samples out of the loss (their reward still counts in the group's mean)."
+    )
+    penalty_buffer: int = key(
+        0,
+        "Soft punishment: over the last so many tokens before `rollout.max_response_length` the reward falls linearly. 0 switches it off.",
+        at_least=0,
+    )
     penalty_factor: float = key(1.0, "What is taken from the reward at the full length.", at_least=0)
 
 
@@ -104,9 +152,15 @@ class AlgorithmConfig:
     loss: str = key("ppo_clip", "Policy loss. `sft` is the negative log-likelihood of the masked tokens.")
     clip_low: float = key(0.2, "Lower clip bound of the importance ratio: 1 - clip_low.", at_least=0, at_most=1)
     clip_high: float = key(0.2, "Upper clip bound: 1 + clip_high. DAPO's clip-higher: 0.28.", at_least=0)
-    dual_clip: Optional[float] = key(None, "Dual clip's c: with negative advantages the loss is at most c times -advantage. Unset: off.", above=1)
-    aggregation: str = key("token_mean", "How per-token losses become one number; normalisers are counted over the whole mini batch.")
-    kl_coef: float = key(0.0, "KL loss to the reference policy (the starting weights). 0: no reference policy is kept.", at_least=0)
+    dual_clip: Optional[float] = key(
+        None, "Dual clip's c: with negative advantages the loss is at most c times -advantage. Unset: off.", above=1
+    )
+    aggregation: str = key(
+        "token_mean", "How per-token losses become one number; normalisers are counted over the whole mini batch."
+    )
+    kl_coef: float = key(
+        0.0, "KL loss to the reference policy (the starting weights). 0: no reference policy is kept.", at_least=0
+    )
     kl_estimator: str = key("low_var_kl", "Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3).")
     entropy_coef: float = key(0.0, "Entropy bonus.", at_least=0)
     dynamic_sampling: DynamicSamplingConfig = key(DynamicSamplingConfig, "")
@@ -121,9 +175,14 @@ class DataConfig:
     eval_files: list[str] = key([], "Held-out rows for evaluation.")
     prompts_per_step: int = key(32, "Prompts a controller step (for SFT: examples).", at_least=1)
     max_prompt_length: int = key(1024, "Longest prompt, in tokens.", at_least=1)
-    overlong_prompts: Literal["error", "filter"] = key("error", "Prompts past that length: refuse the data set, or leave them out and say how many.")
+    overlong_prompts: Literal["error", "filter"] = key(
+        "error", "Prompts past that length: refuse the data set, or leave them out and say how many."
+    )
     shuffle: bool = key(True, "Draw rows in a new random order each epoch.")
-    chat_template: bool = key(True, "Apply the tokenizer's chat template to `prompt`'s messages. Off: their contents are joined as they stand.")
+    chat_template: bool = key(
+        True,
+        "Apply the tokenizer's chat template to `prompt`'s messages. Off: their contents are joined as they stand.",
+    )
     chat_template_args: dict[str, Any] = key({}, "Arguments of the chat template, e.g. {enable_thinking: false}.")
 
 
@@ -131,7 +190,10 @@ class DataConfig:
 class RewardConfig:
     """How samples are scored."""
 
-    function: Optional[str] = key(None, "A scorer for every row: a registered name, or `module:function`. Unset: chosen by each row's `data_source`.")
+    function: Optional[str] = key(
+        None,
+        "A scorer for every row: a registered name, or `module:function`. Unset: chosen by each row's `data_source`.",
+    )
 
 
 @dataclass
@@ -141,15 +203,28 @@ class RolloutConfig:
     engine: str = key("vllm", "Rollout engine.")
     engines: int = key(1, "Engines, each a replica of the policy.", at_least=1)
     tensor_parallel: int = key(1, "Tensor-parallel size inside an engine.", at_least=1)
-    dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(None, "The engine's data type. Unset: `model.dtype`.")
+    dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(
+        None, "The engine's data type. Unset: `model.dtype`."
+    )
     samples_per_prompt: int = key(8, "Samples of each prompt: the group.", at_least=1)
     max_response_length: int = key(1024, "Longest response, in tokens.", at_least=1)
-    temperature: float = key(1.0, "Sampling temperature; the trainer's log-probs are taken at the same temperature.", above=0)
+    temperature: float = key(
+        1.0, "Sampling temperature; the trainer's log-probs are taken at the same temperature.", above=0
+    )
     top_p: float = key(1.0, "Nucleus sampling; 1 samples the whole distribution.", above=0, at_most=1)
     top_k: int = key(-1, "Top-k sampling; -1 samples the whole distribution.", at_least=-1)
-    max_staleness: int = key(0, "Versions that a sample may lag behind the policy it trains. 0: synchronous. 1: one-step-off, engines sample the next batch while the actor learns.", at_least=0)
-    admission: Literal["wave", "continuous"] = key("wave", "When replacements of filtered groups start: all at once when the running ones are done (repeatable to the last bit), or each at once (busier engines).")
-    engine_args: dict[str, Any] = key({}, "Further arguments of the engine, under the engine's own names, e.g. {max_num_seqs: 256}.")
+    max_staleness: int = key(
+        0,
+        "Versions that a sample may lag behind the policy it trains. 0: synchronous. 1: one-step-off, engines sample the next batch while the actor learns.",
+        at_least=0,
+    )
+    admission: Literal["wave", "continuous"] = key(
+        "wave",
+        "When replacements of filtered groups start: all at once when the running ones are done (repeatable to the last bit), or each at once (busier engines).",
+    )
+    engine_args: dict[str, Any] = key(
+        {}, "Further arguments of the engine, under the engine's own names, e.g. {max_num_seqs: 256}."
+    )
     start_timeout: float = key(1800.0, "Seconds an engine may take to load.", above=0)
 
 
@@ -172,13 +247,20 @@ class EvaluationConfig:
 class TrainConfig:
     """The run."""
 
-    source: Literal["rollout", "sft"] = key("rollout", "Where samples come from: engines (RL) or the data set's own answers (SFT).")
+    source: Literal["rollout", "sft"] = key(
+        "rollout", "Where samples come from: engines (RL) or the data set's own answers (SFT)."
+    )
     steps: int = key(1, "Controller steps.", at_least=1)
     seed: int = key(0, "Seed of everything random.", at_least=0)
-    save_every: int = key(0, "Checkpoint every so many steps; 0: only at the end where `train.save_at_end`.", at_least=0)
+    save_every: int = key(
+        0, "Checkpoint every so many steps; 0: only at the end where `train.save_at_end`.", at_least=0
+    )
     save_at_end: bool = key(True, "Checkpoint after the last step.")
     keep_checkpoints: int = key(2, "Newest checkpoints kept; older ones are deleted.", at_least=1)
-    resume: str = key("never", "`never`, `auto` (newest whole checkpoint of the run's directory, if there is one) or a checkpoint's path.")
+    resume: str = key(
+        "never",
+        "`never`, `auto` (newest whole checkpoint of the run's directory, if there is one) or a checkpoint's path.",
+    )
 
 
 @dataclass
@@ -186,10 +268,17 @@ class ClusterConfig:
     """Machines and processes."""
 
     device: Literal["auto", "cpu", "cuda", "npu"] = key("auto", "Accelerator. auto: npu, else cuda, else cpu.")
-    transport: Literal["auto", "ray", "torchrun"] = key("auto", "How worker processes are reached. auto: torchrun when started by it, else Ray.")
+    transport: Literal["auto", "ray", "torchrun"] = key(
+        "auto", "How worker processes are reached. auto: torchrun when started by it, else Ray."
+    )
     trainers: int = key(1, "Trainer processes, one a device. Under torchrun: --nproc-per-node.", at_least=1)
-    placement: Literal["colocated", "disaggregated"] = key("colocated", "Engines on the trainers' devices in turn with them, or on devices of their own.")
-    ray_address: Optional[str] = key(None, "Ray cluster to join (`auto` or host:port). Unset: RAY_ADDRESS if set, else a private one on this machine.")
+    placement: Literal["colocated", "disaggregated"] = key(
+        "colocated", "Engines on the trainers' devices in turn with them, or on devices of their own."
+    )
+    ray_address: Optional[str] = key(
+        None,
+        "Ray cluster to join (`auto` or host:port). Unset: RAY_ADDRESS if set, else a private one on this machine.",
+    )
     threads: int = key(1, "CPU threads of each process (OMP_NUM_THREADS).", at_least=1)
     timeout: float = key(1800.0, "Seconds until a collective that does not move is given up.", above=0)
 
@@ -198,7 +287,9 @@ class ClusterConfig:
 class ExchangeConfig:
     """Weights from the trainer to the engines."""
 
-    transport: Literal["auto", "shared_memory", "collective"] = key("auto", "auto: shared memory for engines on the sending trainer's host, a collective for others.")
+    transport: Literal["auto", "shared_memory", "collective"] = key(
+        "auto", "auto: shared memory for engines on the sending trainer's host, a collective for others."
+    )
     bucket_mb: int = key(256, "Size of a bucket in MiB; a larger tensor has a bucket of its own.", at_least=1)
     timeout: float = key(600.0, "Seconds until a silent peer fails the update.", above=0)
 
@@ -207,7 +298,9 @@ class ExchangeConfig:
 class ObserveConfig:
     """What a person sees. metrics.jsonl is always written."""
 
-    console: Literal["auto", "live", "plain"] = key("auto", "A live display, or a line a step. auto: live on a terminal.")
+    console: Literal["auto", "live", "plain"] = key(
+        "auto", "A live display, or a line a step. auto: live on a terminal."
+    )
     tensorboard: bool = key(True, "Write TensorBoard events.")
     trackers: list[str] = key([], "Any of wandb, swanlab, mlflow; each must be installed and logged in.")
     project: str = key("megarl", "Project name in these trackers.")
