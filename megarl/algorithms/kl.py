@@ -1,0 +1,44 @@
+"""Estimators of KL(policy || reference) from the log-probs of sampled tokens (Schulman, joschu.net/blog/kl-approx).
+
+Each takes log_probs [T] and reference_log_probs [T] and returns [T]. The log-ratio is clamped to
++-20 before exp, so that a planted extreme gives a large number, not inf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megarl.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+
+KL_ESTIMATORS: Registry[Callable[[Tensor, Tensor], Tensor]] = Registry("KL estimator")
+
+
+@KL_ESTIMATORS.register("kl")
+def kl(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """k1: log p - log q. Unbiased, may be negative."""
+    return log_probs - reference_log_probs
+
+
+@KL_ESTIMATORS.register("abs")
+def absolute(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """|log p - log q|."""
+    return (log_probs - reference_log_probs).abs()
+
+
+@KL_ESTIMATORS.register("mse")
+def mse(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """k2: (log p - log q)^2 / 2."""
+    return 0.5 * (log_probs - reference_log_probs).square()
+
+
+@KL_ESTIMATORS.register("low_var_kl")
+def low_var_kl(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
+    """k3: q/p - log(q/p) - 1. Unbiased, never negative, low variance."""
+    log_ratio = (reference_log_probs - log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return log_ratio.exp() - log_ratio - 1.0

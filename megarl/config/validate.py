@@ -1,0 +1,230 @@
+"""What is refused before any process starts: values out of bounds and options that contradict each other.
+
+Only what the recipe itself shows is checked here; model files, data and layout against the model are
+checked where they are read (megarl/preflight.py), still before any process starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable
+from typing import Any
+
+from megarl.config.errors import RecipeError
+
+if typing.TYPE_CHECKING:
+    from megarl.config.schema import Recipe
+
+CHECKS: list[Callable[[Recipe], None]] = []
+
+
+def check(function: Callable[[Recipe], None]) -> Callable[[Recipe], None]:
+    CHECKS.append(function)
+    return function
+
+
+def validate(recipe: Recipe) -> None:
+    """Raise RecipeError for the first thing in `recipe` that cannot work."""
+    _check_bounds(recipe, "")
+    for function in CHECKS:
+        function(recipe)
+
+
+def _check_bounds(section: Any, prefix: str) -> None:
+    for field in dataclasses.fields(section):
+        value, name = getattr(section, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            _check_bounds(value, f"{name}.")
+            continue
+        if value is None or isinstance(value, (str, bool, list, dict, tuple)):
+            continue
+        for bound, holds, words in (
+            ("at_least", lambda value, limit: value >= limit, "at least"),
+            ("above", lambda value, limit: value > limit, "above"),
+            ("at_most", lambda value, limit: value <= limit, "at most"),
+        ):
+            limit = field.metadata.get(bound)
+            if limit is not None and not holds(value, limit):
+                raise RecipeError(name, f"must be {words} {limit}", f"set {name} {words} {limit}", value=value)
+
+
+@check
+def _names_are_registered(recipe: Recipe) -> None:
+    from megarl.algorithms.advantages import ADVANTAGES
+    from megarl.algorithms.aggregation import AGGREGATIONS
+    from megarl.algorithms.kl import KL_ESTIMATORS
+    from megarl.algorithms.losses import LOSSES
+
+    algorithm = recipe.algorithm
+    for name, value, registry in (
+        ("algorithm.advantage", algorithm.advantage, ADVANTAGES),
+        ("algorithm.loss", algorithm.loss, LOSSES),
+        ("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS),
+        ("algorithm.kl_estimator", algorithm.kl_estimator, KL_ESTIMATORS),
+    ):
+        if value not in registry:
+            raise RecipeError(
+                name, registry.unknown(value), f"choose one of: {', '.join(registry.names())}", value=value
+            )
+
+
+@check
+def _required_keys(recipe: Recipe) -> None:
+    if not recipe.model.path:
+        raise RecipeError(
+            "model.path", "no model is named", "give the Hugging Face directory of the starting model", value=""
+        )
+    if not recipe.name or "/" in recipe.name or recipe.name in (".", ".."):
+        raise RecipeError("name", "a run's name is one folder name", "use letters, digits, - and _", value=recipe.name)
+    if any(beta < 0 or beta >= 1 for beta in recipe.actor.optimizer.betas):
+        raise RecipeError(
+            "actor.optimizer.betas",
+            "each beta lies in [0, 1)",
+            "e.g. [0.9, 0.98]",
+            value=list(recipe.actor.optimizer.betas),
+        )
+
+
+@check
+def _source_and_loss_agree(recipe: Recipe) -> None:
+    sft = recipe.train.source == "sft"
+    if sft != (recipe.algorithm.loss == "sft"):
+        remedy = "algorithm.loss=sft" if sft else "train.source=sft, or another algorithm.loss"
+        raise RecipeError(
+            "algorithm.loss", f"train.source is '{recipe.train.source}'", f"set {remedy}", value=recipe.algorithm.loss
+        )
+    if sft and (recipe.evaluation.every or recipe.evaluation.at_start or recipe.evaluation.at_end):
+        raise RecipeError(
+            "evaluation", "SFT runs start no engine to evaluate with", "leave evaluation off here and use `megarl eval`"
+        )
+
+
+@check
+def _groups_carry_a_signal(recipe: Recipe) -> None:
+    if (
+        recipe.train.source == "rollout"
+        and recipe.algorithm.advantage == "grpo"
+        and recipe.rollout.samples_per_prompt < 2
+    ):
+        raise RecipeError(
+            "rollout.samples_per_prompt",
+            "grpo compares a prompt's samples with each other; one alone always has advantage 0",
+            "set rollout.samples_per_prompt to 2 or more",
+            value=recipe.rollout.samples_per_prompt,
+        )
+
+
+@check
+def _mini_batches_fit(recipe: Recipe) -> None:
+    if recipe.data.prompts_per_step % recipe.actor.mini_batches:
+        raise RecipeError(
+            "actor.mini_batches",
+            f"data.prompts_per_step = {recipe.data.prompts_per_step} does not divide into {recipe.actor.mini_batches} mini batches",
+            "choose a divisor of data.prompts_per_step",
+            value=recipe.actor.mini_batches,
+        )
+
+
+@check
+def _sampling_keeps_the_whole_distribution(recipe: Recipe) -> None:
+    filtered = recipe.rollout.top_p < 1 or recipe.rollout.top_k > 0
+    if filtered and recipe.rollout.temperature != 1:
+        raise RecipeError(
+            "rollout.temperature",
+            "with top_p or top_k the engine can return unfiltered log-probs at temperature 1 only; "
+            "filtered ones would leak their renormalisation into the importance ratio",
+            "set rollout.temperature=1, or rollout.top_p=1 and rollout.top_k=-1",
+            value=recipe.rollout.temperature,
+        )
+    if recipe.rollout.top_k == 0:
+        raise RecipeError("rollout.top_k", "0 would keep no token", "use -1 for the whole distribution", value=0)
+
+
+@check
+def _overlong_fits(recipe: Recipe) -> None:
+    buffer, longest = recipe.algorithm.overlong.penalty_buffer, recipe.rollout.max_response_length
+    if buffer > longest:
+        raise RecipeError(
+            "algorithm.overlong.penalty_buffer",
+            f"the buffer is longer than rollout.max_response_length = {longest}",
+            "make it shorter",
+            value=buffer,
+        )
+
+
+@check
+def _evaluation_is_possible(recipe: Recipe) -> None:
+    evaluation = recipe.evaluation
+    if (evaluation.every or evaluation.at_start or evaluation.at_end) and not recipe.data.eval_files:
+        raise RecipeError(
+            "data.eval_files",
+            "evaluation is on and there is nothing to evaluate on",
+            "name held-out files, or switch evaluation off",
+            value=[],
+        )
+    for k in evaluation.ks:
+        if not 1 <= k <= evaluation.samples:
+            raise RecipeError(
+                "evaluation.ks",
+                f"k = {k} needs between 1 and evaluation.samples = {evaluation.samples} samples",
+                "raise evaluation.samples or drop it",
+                value=list(evaluation.ks),
+            )
+
+
+@check
+def _placement_and_staleness(recipe: Recipe) -> None:
+    if recipe.cluster.placement == "colocated" and recipe.rollout.max_staleness > 0:
+        raise RecipeError(
+            "rollout.max_staleness",
+            "colocated engines and trainers take turns on the same devices, so nothing can be sampled ahead",
+            "set cluster.placement=disaggregated, or rollout.max_staleness=0",
+            value=recipe.rollout.max_staleness,
+        )
+
+
+@check
+def _parallel_sizes(recipe: Recipe) -> None:
+    megatron = recipe.megatron
+    model_parallel = megatron.tensor_parallel * megatron.pipeline_parallel * megatron.context_parallel
+    if recipe.cluster.trainers % model_parallel:
+        raise RecipeError(
+            "cluster.trainers",
+            f"{recipe.cluster.trainers} processes do not divide by tensor {megatron.tensor_parallel} x pipeline "
+            f"{megatron.pipeline_parallel} x context {megatron.context_parallel} = {model_parallel}",
+            f"use a multiple of {model_parallel}",
+            value=recipe.cluster.trainers,
+        )
+    if megatron.virtual_pipeline and megatron.pipeline_parallel == 1:
+        raise RecipeError(
+            "megatron.virtual_pipeline",
+            "interleaving needs pipeline stages",
+            "set megatron.pipeline_parallel > 1, or unset it",
+            value=megatron.virtual_pipeline,
+        )
+
+
+@check
+def _files_are_named(recipe: Recipe) -> None:
+    for name in ("train_files", "eval_files"):
+        for file in getattr(recipe.data, name):
+            if not file.endswith((".parquet", ".jsonl")):
+                raise RecipeError(
+                    f"data.{name}",
+                    f"{file} is neither .parquet nor .jsonl",
+                    "convert it with `python -m megarl data`",
+                    value=file,
+                )
+
+
+@check
+def _trackers_are_known(recipe: Recipe) -> None:
+    for tracker in recipe.observe.trackers:
+        if tracker not in ("wandb", "swanlab", "mlflow"):
+            raise RecipeError(
+                "observe.trackers",
+                f"there is no tracker '{tracker}'",
+                "choose from wandb, swanlab, mlflow",
+                value=list(recipe.observe.trackers),
+            )
