@@ -106,6 +106,7 @@ class Sample:
     loss_tokens: int  # tokens with loss_mask set
     reward: float = 0.0
     reward_parts: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None  # what the scorer took for the answer: majority votes count it
     finish_reason: str = "stop"
     version: int = 0  # of the weights that sampled it
 

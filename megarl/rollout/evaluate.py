@@ -1,0 +1,108 @@
+"""Evaluation on held-out problems: pass@k, maj@k and greedy accuracy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import comb
+
+import numpy as np
+
+from megarl.config.schema import EvaluationConfig, Recipe
+from megarl.rollout.engines_source import Service, attach, group_seed
+from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling
+
+EVALUATION_SEED = 0x5EED  # apart from training's seeds, the same at every evaluation
+FIRST_EVALUATION_GROUP = 1 << 48  # evaluation groups are numbered apart from training's
+
+
+@dataclass
+class EvaluationResult:
+    metrics: Metrics
+    groups: list[Group] = field(default_factory=list)  # the sampled answers, problem by problem
+
+
+def is_correct(sample: Sample) -> bool:
+    """A scorer that reports `accuracy` decides by it, any other by a positive reward."""
+    return sample.reward_parts.get("accuracy", sample.reward) > 0
+
+
+def pass_at_k(correct: int, samples: int, k: int) -> float:
+    """Probability that one of k of the samples, drawn without return, is correct (Codex paper, arXiv 2107.03374)."""
+    return 1.0 - comb(samples - correct, k) / comb(samples, k)
+
+
+def majority_is_correct(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
+    """Whether the most frequent answer is right; ties share the vote. Samples without an answer do not vote."""
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    right = {answer for answer, good in zip(answers, correct, strict=True) if good}
+    return sum(answer in right for answer in winners) / len(winners)
+
+
+def accuracy_metrics(groups: Sequence[Group], ks: Sequence[int]) -> Metrics:
+    """pass@k over all samples of each problem; maj@k over its first k."""
+    metrics: Metrics = {}
+    for k in ks:
+        passes, majorities = [], []
+        for group in groups:
+            correct = [is_correct(sample) for sample in group.samples]
+            passes.append(pass_at_k(sum(correct), len(correct), k))
+            answers = [sample.answer for sample in group.samples[:k]]
+            majorities.append(majority_is_correct(answers, correct[:k]))
+        metrics[f"eval/pass@{k}"] = float(np.mean(passes))
+        if k > 1 and any(sample.answer is not None for group in groups for sample in group.samples):
+            metrics[f"eval/maj@{k}"] = float(np.mean(majorities))
+    samples = [sample for group in groups for sample in group.samples]
+    metrics["eval/rewards/mean"] = float(np.mean([sample.reward for sample in samples]))
+    metrics["eval/response_length/mean"] = float(np.mean([sample.response_length for sample in samples]))
+    metrics["eval/response_length/clip_ratio"] = float(np.mean([sample.truncated for sample in samples]))
+    return metrics
+
+
+def evaluate(
+    recipe: Recipe, prompts: Sequence[Prompt], services: Sequence[Service], stop_token_ids: Sequence[int]
+) -> EvaluationResult:
+    """Sample every problem and score it. The engines must be idle, so that batches are repeatable."""
+    settings = recipe.evaluation
+    problems = list(prompts)[: settings.limit]
+    sampling = _sampling(recipe, settings, stop_token_ids)
+    groups = _run(problems, sampling, services)
+    metrics = accuracy_metrics(groups, settings.ks)
+    if settings.greedy:
+        greedy = Sampling(n=1, max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
+        answers = _run(problems, greedy, services)
+        metrics["eval/greedy"] = float(np.mean([is_correct(group.samples[0]) for group in answers]))
+    return EvaluationResult(metrics, groups)
+
+
+def _sampling(recipe: Recipe, settings: EvaluationConfig, stop_token_ids: Sequence[int]) -> Sampling:
+    return Sampling(
+        n=settings.samples,
+        max_tokens=recipe.rollout.max_response_length,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        stop_token_ids=tuple(stop_token_ids),
+    )
+
+
+def _run(problems: Sequence[Prompt], sampling: Sampling, services: Sequence[Service]) -> list[Group]:
+    """One message an engine, problems dealt in turn; the answers in the problems' order."""
+    shares: list[list[GenerationRequest]] = [[] for _ in services]
+    for number, prompt in enumerate(problems):
+        seed = group_seed(EVALUATION_SEED, number)
+        shares[number % len(services)].append(
+            GenerationRequest(FIRST_EVALUATION_GROUP + number, prompt, sampling, seed)
+        )
+    submitted = [service.call("submit", share) for service, share in zip(services, shares, strict=True) if share]
+    collected = [
+        services[number % len(services)].call_with_data("collect", FIRST_EVALUATION_GROUP + number)
+        for number in range(len(problems))
+    ]
+    for future in submitted:
+        future.result()
+    return [attach(future.result()) for future in collected]

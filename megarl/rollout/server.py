@@ -1,0 +1,131 @@
+"""A rollout process: one engine, and the scorers of what it samples.
+
+The controller submits requests and collects groups; a group comes back scored, as control data
+(lengths, rewards) beside the token vectors, so that the controller need not touch the latter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from megarl import engines, rewards
+from megarl.data.tokenizer import load_tokenizer
+from megarl.engines.base import EngineSpec
+from megarl.exchange.session import ExchangeSession
+from megarl.types import Completion, GenerationRequest, Group, InlineData, Sample, SampleTokens
+
+
+class RolloutServer:
+    """Runs inside a service process (see cluster/): async methods answer while others are in flight."""
+
+    def __init__(self, engine: str, spec: EngineSpec, tokenizer: str, reward_function: str | None, sources: list[str]):
+        self.engine = engines.create(engine, spec)
+        self.tokenizer = load_tokenizer(tokenizer)
+        self.scorers = rewards.resolve(reward_function, sources)
+        self.scoring = ThreadPoolExecutor(max_workers=4, thread_name_prefix="scorer")
+        self.version = 0  # of the weights the engine holds
+        self._results: dict[int, asyncio.Future[tuple[Group, list[SampleTokens]]]] = {}
+
+    async def start(self) -> dict[str, Any]:
+        """Load the engine; returns its description."""
+        return await asyncio.to_thread(self.engine.start)
+
+    async def submit(self, requests: list[GenerationRequest]) -> None:
+        """Admit `requests` all at once, in their order. Each group is then to be collected."""
+        loop = asyncio.get_running_loop()
+        by_group = {request.group: request for request in requests}
+
+        def finished(group: int, completions: list[Completion]) -> None:  # in the engine's thread
+            scored = self.scoring.submit(self._score, by_group[group], completions)
+            scored.add_done_callback(lambda result: loop.call_soon_threadsafe(self._settle, group, result))
+
+        await asyncio.to_thread(self.engine.generate, requests, finished)
+
+    async def collect(self, group: int) -> tuple[Group, list[SampleTokens]]:
+        """Wait for one submitted group: its control data and, sample by sample, its token vectors.
+
+        Where `submit` fails the group never comes: the caller watches both.
+        """
+        try:
+            return await self._result(group)
+        finally:
+            del self._results[group]
+
+    def _result(self, group: int) -> asyncio.Future[tuple[Group, list[SampleTokens]]]:
+        """Calls may overtake each other on their way here, so whoever is first makes the future."""
+        if group not in self._results:
+            self._results[group] = asyncio.get_running_loop().create_future()
+        return self._results[group]
+
+    async def connect_exchange(self, session: ExchangeSession) -> None:
+        await asyncio.to_thread(self.engine.connect_exchange, session)
+
+    async def update_weights(self, version: int) -> Any:
+        """Receive the weights of `version` from the trainers; returns the engine's report of what arrived."""
+        report = await asyncio.to_thread(self.engine.update_weights, version)
+        self.version = version
+        return report
+
+    async def sleep(self) -> None:
+        await asyncio.to_thread(self.engine.sleep)
+
+    async def wake(self) -> None:
+        await asyncio.to_thread(self.engine.wake)
+
+    async def shutdown(self) -> None:
+        await asyncio.to_thread(self.engine.shutdown)
+
+    def _settle(self, group: int, scored: Future[tuple[Group, list[SampleTokens]]]) -> None:
+        error = scored.exception()
+        if error is not None:
+            self._result(group).set_exception(error)
+        else:
+            self._result(group).set_result(scored.result())
+
+    def _score(self, request: GenerationRequest, completions: list[Completion]) -> tuple[Group, list[SampleTokens]]:
+        prompt, vectors, samples = request.prompt, [], []
+        for index, completion in enumerate(completions):
+            text = self.tokenizer.decode(completion.tokens.tolist())
+            scored = rewards.score(
+                self.scorers[prompt.data_source],
+                rewards.ScoreRequest(
+                    response=text,
+                    ground_truth=prompt.ground_truth,
+                    data_source=prompt.data_source,
+                    extra_info=prompt.extra_info,
+                    prompt_text=prompt.text,
+                    uid=prompt.uid,
+                ),
+            )
+            vectors.append(_join(prompt.tokens, completion, text))
+            samples.append(
+                Sample(
+                    group=request.group,
+                    index=index,
+                    data=InlineData([]),  # replaced by the caller with where the vectors lie
+                    prompt_length=len(prompt.tokens),
+                    response_length=len(completion.tokens),
+                    loss_tokens=len(completion.tokens),
+                    reward=scored.value,
+                    reward_parts=scored.parts,
+                    answer=scored.answer,
+                    finish_reason=completion.finish_reason,
+                    version=self.version,
+                )
+            )
+        return Group(request.group, prompt.uid, prompt.data_source, self.version, samples), vectors
+
+
+def _join(prompt: tuple[int, ...], completion: Completion, text: str) -> SampleTokens:
+    """Prompt and response in one piece, exactly as sampled: nothing is tokenised again."""
+    blank = np.zeros(len(prompt), dtype=np.float32)
+    return SampleTokens(
+        tokens=np.concatenate([np.asarray(prompt, dtype=np.int32), completion.tokens.astype(np.int32)]),
+        loss_mask=np.concatenate([blank.astype(bool), np.ones(len(completion.tokens), dtype=bool)]),
+        rollout_log_probs=np.concatenate([blank, completion.log_probs.astype(np.float32)]),
+        text=text,
+    )

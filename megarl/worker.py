@@ -1,0 +1,186 @@
+"""A trainer process: the calls it answers.
+
+Every rank runs the same calls in the same order. What a call computes for the rank's shard (old
+log-probs, reference log-probs) stays here, beside the micro batches it belongs to, until the update.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl import platform as platforms
+from megarl.algorithms.losses import objective
+from megarl.config.schema import Recipe
+from megarl.exchange.session import ExchangeSession, host_id
+from megarl.types import Metrics, SampleTokens, Shard, ShardSample, fetch
+
+
+class TrainerWorker:
+    """One device's share of the actor. Made inside its own process; rank and world size come from the environment."""
+
+    def __init__(self, recipe: Recipe, total_optimizer_steps: int):
+        self.recipe = recipe
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.platform = platforms.select(recipe.cluster.device)
+        self.platform.prepare()  # before megatron is imported, below and in the modules that this imports
+
+        import torch
+
+        torch.set_num_threads(recipe.cluster.threads)
+        self.platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.distributed.init_process_group(
+            self.platform.process_group_backend, timeout=timedelta(seconds=recipe.cluster.timeout)
+        )
+        _seed_everything(recipe.train.seed)
+
+        from megarl.megatron.trainer import PolicyTrainer
+
+        self.trainer = PolicyTrainer(recipe, self.platform, total_optimizer_steps)
+        self.sender: Any = None
+        self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
+        self.loss_tokens: list[int] = []
+        if recipe.algorithm.kl_coef:
+            self.trainer.keep_reference()
+
+    def describe(self) -> dict[str, Any]:
+        """Where this rank stands in the layout, and what it holds."""
+        return {**asdict(self.trainer.coordinates), "host": host_id(), "pid": os.getpid(), **self.trainer.info()}
+
+    # --- one step -------------------------------------------------------------------------------
+
+    def load_shard(self, shard: Shard) -> None:
+        """Fetch the vectors of this rank's samples and lay out its micro batches."""
+        vectors = fetch(shard.samples)
+        self.loss_tokens = shard.loss_tokens
+        self.batches = [
+            [
+                self._micro_batch([(shard.samples[i], vectors[i]) for i in members], loss_tokens)
+                for members in mini_batch
+            ]
+            for mini_batch, loss_tokens in zip(shard.mini_batches, shard.loss_tokens, strict=True)
+        ]
+
+    def compute_old_log_probs(self) -> dict[str, float] | None:
+        """Log-probs before this step's updates. Returns sums for the train/rollout gap, on reporting ranks."""
+        flat = [batch for mini_batch in self.batches for batch in mini_batch]
+        results = self.trainer.log_probs(flat, temperature=self.recipe.rollout.temperature)
+        if results is None:
+            return None
+        for batch, (log_probs, _) in zip(flat, results, strict=True):
+            batch.vectors["old_log_probs"] = log_probs
+        return _gap_sums([batch.vectors for batch in flat]) if self.trainer.coordinates.reports else None
+
+    def compute_reference_log_probs(self) -> None:
+        flat = [batch for mini_batch in self.batches for batch in mini_batch]
+        results = self.trainer.log_probs(flat, temperature=self.recipe.rollout.temperature, reference=True)
+        for batch, (log_probs, _) in zip(flat, results or [], strict=results is not None):
+            batch.vectors["reference_log_probs"] = log_probs
+
+    def update_actor(self) -> list[Metrics] | None:
+        """One optimizer step a mini batch. Returns each one's metrics, on reporting ranks."""
+        settings = self.recipe.algorithm
+        metrics = [
+            self.trainer.train_step(
+                mini_batch,
+                lambda inputs: objective(inputs, settings),
+                temperature=self.recipe.rollout.temperature,
+                with_entropy=self.recipe.train.source == "rollout",
+            )
+            for mini_batch in self.batches
+        ]
+        self.batches = []
+        return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
+
+    def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
+        import torch
+
+        from megarl.megatron.batch import MicroBatch
+
+        def join(pieces: list[np.ndarray]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(pieces).astype(np.float32)).to(self.platform.device())
+
+        # A sample of weight 0 (filtered, or filling an empty micro batch) is computed and counts nowhere.
+        masks = [vectors.loss_mask * float(sample.loss_weight > 0) for sample, vectors in members]
+        return MicroBatch(
+            tokens=torch.from_numpy(np.concatenate([vectors.tokens for _, vectors in members]).astype(np.int64)).to(
+                self.platform.device()
+            ),
+            lengths=[len(vectors.tokens) for _, vectors in members],
+            vectors={
+                "loss_mask": join(masks),
+                "loss_weights": join(
+                    [mask * sample.loss_weight for mask, (sample, _) in zip(masks, members, strict=True)]
+                ),
+                "token_share": join([mask / max(loss_tokens, 1) for mask in masks]),
+                "advantages": join([np.full(len(vectors.tokens), sample.advantage) for sample, vectors in members]),
+                "rollout_log_probs": join([vectors.rollout_log_probs for _, vectors in members]),
+            },
+        )
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def open_exchange(self, receivers: list[tuple[str, str]]) -> ExchangeSession | None:
+        """Rank 0 becomes the sender to `receivers` (name, host) and returns what they need to connect."""
+        from megarl.exchange.sender import WeightSender
+
+        self.sender = WeightSender(self.recipe.exchange, receivers) if self.rank == 0 else None
+        return self.sender.session if self.sender else None
+
+    def send_weights(self, version: int) -> Any:
+        """Export the weights through mbridge (all ranks) and send them (rank 0). Returns rank 0's report."""
+        weights = self.trainer.export_weights()
+        if self.sender is not None:
+            return self.sender.send(version, weights)
+        for _ in weights:
+            pass
+        return None
+
+    def save(self, directory: str) -> None:
+        self.trainer.save(Path(directory))
+
+    def load(self, directory: str) -> None:
+        self.trainer.load(Path(directory))
+
+    def save_hf(self, directory: str) -> None:
+        self.trainer.save_hf(Path(directory))
+
+    def offload(self) -> None:
+        self.trainer.offload()
+
+    def onload(self) -> None:
+        self.trainer.onload()
+
+    def close(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+
+
+def _seed_everything(seed: int) -> None:
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _gap_sums(micro_batches: list[dict[str, Any]]) -> dict[str, float]:
+    """Sums over masked tokens of |d|, and of k3 = exp(d) - d - 1, with d = old - rollout log-prob; their count; max |d|."""
+    import torch
+
+    total = absolute = k3 = largest = 0.0
+    for vectors in micro_batches:
+        mask = vectors["loss_mask"] > 0
+        gap = (vectors["old_log_probs"] - vectors["rollout_log_probs"])[mask].double()
+        if gap.numel():
+            total += gap.numel()
+            absolute += gap.abs().sum().item()
+            k3 += (torch.expm1(gap) - gap).sum().item()
+            largest = max(largest, gap.abs().max().item())
+    return {"tokens": total, "absolute": absolute, "k3": k3, "max": largest}
