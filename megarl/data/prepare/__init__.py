@@ -1,0 +1,1 @@
+"""Data sets and small models made ready for recipes: ``python -m megarl data``."""

@@ -1,0 +1,171 @@
+"""Rows of .parquet and .jsonl files, in the columns that verl's users already have."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Layouts = Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row, and the place in the files that errors name."""
+
+    where: str  # "train.parquet, row 17"
+    values: dict[str, Any]
+
+    def get(self, column: str, kind: type) -> Any:
+        """The value of a column, held to its type; None where the column is missing or empty.
+
+        Raises:
+            ValueError: the value has another type.
+        """
+        value = self.values.get(column)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f"{self.where}: column {column!r} is {_short(value)}, not a {kind.__name__}")
+        return value
+
+    def need(self, column: str, kind: type) -> Any:
+        """Like `get`, but an empty value is refused."""
+        value = self.get(column, kind)
+        if value is None:
+            raise ValueError(f"{self.where}: column {column!r} is empty")
+        return value
+
+
+def read_rows(files: Sequence[str | Path], *layouts: Sequence[str], optional: Sequence[str] = ()) -> list[Row]:
+    """The rows of all `files` in order, with only the columns named.
+
+    Each of `layouts` is a set of columns that a file may have; one of them must be there in full.
+
+    Raises:
+        ValueError: no files were named, one is missing, unreadable, empty or of an unknown kind, or
+            lacks a required column (the message lists those it has).
+    """
+    if not files:
+        raise ValueError("no data files were named: set data.train_files (or data.eval_files)")
+    rows: list[Row] = []
+    for file in map(Path, files):
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file{_neighbours(file)}")
+        if file.suffix == ".parquet":
+            found = list(_parquet_rows(file, layouts, optional))
+        elif file.suffix == ".jsonl":
+            found = list(_jsonl_rows(file, layouts, optional))
+        else:
+            raise ValueError(f"{file}: data files are .parquet or .jsonl, not {file.suffix or 'without a suffix'}")
+        if not found:
+            raise ValueError(f"{file}: the file has no rows")
+        rows += found
+    return rows
+
+
+def unique_uids(rows: Sequence[Row], fallback_source: str) -> list[str]:
+    """A name for each row that is the same in every run: ``data_source/index``.
+
+    The index is ``extra_info.index``, else the row's position. Where two rows would share a name
+    (several files with one numbering), the later ones get ``#2``, ``#3``, ...
+    """
+    names = []
+    for position, row in enumerate(rows):
+        index = (row.get("extra_info", dict) or {}).get("index")
+        names.append(f"{row.get('data_source', str) or fallback_source}/{position if index is None else index}")
+    taken, seen = set(names), Counter[str]()
+    uids = []
+    for name in names:
+        seen[name] += 1
+        uid = name
+        while seen[name] > 1 and (uid := f"{name}#{seen[name]}") in taken:
+            seen[name] += 1
+        taken.add(uid)
+        uids.append(uid)
+    return uids
+
+
+def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
+    """The messages of a column: a list of ``{role, content}``, or plain text (one user message).
+
+    Raises:
+        ValueError: it is neither, or it is empty.
+    """
+    value = row.need(column, object)
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{row.where}: column {column!r} is {_short(value)}, not messages or text")
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+            raise ValueError(f"{row.where}: a message in {column!r} is {_short(message)}, not {{role, content}}")
+        # Parquet gives every message the fields of all others, as None.
+        messages.append({name: part for name, part in message.items() if part is not None or name == "content"})
+    return messages
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write rows to one parquet file; the same rows give the same bytes."""
+    import pyarrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path, compression="zstd")
+
+
+def _parquet_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        there = pyarrow.parquet.read_schema(file).names
+        _check_columns(file, layouts, there)
+        wanted = [name for name in there if name in _columns(layouts, optional)]
+        table = pyarrow.parquet.read_table(file, columns=wanted)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{file} is not a readable parquet file: {error}") from error
+    for number, values in enumerate(table.to_pylist()):
+        yield Row(f"{file}, row {number}", values)
+
+
+def _jsonl_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[Row]:
+    wanted = _columns(layouts, optional)
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
+            if not isinstance(values, dict):
+                raise ValueError(f"{file}, line {number} is {_short(values)}, not an object of columns")
+            _check_columns(f"{file}, line {number}", layouts, values)
+            yield Row(f"{file}, line {number}", {name: values[name] for name in wanted & values.keys()})
+
+
+def _columns(layouts: Layouts, optional: Sequence[str]) -> set[str]:
+    return {*optional, *(name for layout in layouts for name in layout)}
+
+
+def _check_columns(where: str | Path, layouts: Layouts, there: Iterable[str]) -> None:
+    there = list(there)
+    missing = [[name for name in layout if name not in there] for layout in layouts]
+    if all(missing):
+        lacks = ", or ".join(" and ".join(map(repr, names)) for names in missing)
+        raise ValueError(f"{where}: no column {lacks}; there are {', '.join(there) or 'none'}")
+
+
+def _neighbours(file: Path) -> str:
+    if not file.parent.is_dir():
+        return f" (nor a directory {file.parent})"
+    there = sorted(path.name for path in file.parent.iterdir() if path.suffix in (".parquet", ".jsonl"))
+    return f"; {file.parent} has {', '.join(there) or 'no .parquet or .jsonl files'}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

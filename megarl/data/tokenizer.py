@@ -1,0 +1,227 @@
+"""Text to token ids and back: a Hugging Face tokenizer directory, or a bare sentencepiece ``tokenizer.model``."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Messages = Sequence[dict[str, Any]]
+
+
+class Tokenizer(ABC):
+    """What megarl needs of a tokenizer.
+
+    Attributes:
+        directory: where it was loaded from.
+        vocab_size: largest id + 1.
+        eos_id: the token that ends a response.
+        pad_id: the padding token; `eos_id` where the tokenizer names none.
+        stop_ids: every token that ends generation: `eos_id` first, then what the model's
+            generation_config.json adds.
+        bos_ids: what plain text begins with, () or (bos,). A chat template writes its own.
+        end_ids: every token that may close a turn of a chat template: the special ones.
+    """
+
+    directory: Path
+    vocab_size: int
+    eos_id: int
+    pad_id: int
+    stop_ids: tuple[int, ...]
+    bos_ids: tuple[int, ...] = ()
+    end_ids: frozenset[int]
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text as it stands: no token is added."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, special tokens left out."""
+
+    @abstractmethod
+    def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool) -> str:
+        """`messages` as the chat template writes them, with the head of a new answer where `generate`."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` as it stands: no token is added."""
+        return self.encode_batch([text])[0]
+
+    def render_text(
+        self, messages: Messages, chat_template: bool, args: dict[str, Any] | None = None, generate: bool = True
+    ) -> str:
+        """`messages` as one text: through the chat template, or their contents joined as they stand.
+
+        Raises:
+            ValueError: there is no chat template, it refuses the messages, it has no such argument,
+                or (without it) a content is not text.
+        """
+        if chat_template:
+            return self.apply_chat_template(messages, args or {}, generate)
+        if args:
+            raise ValueError(f"data.chat_template_args {args} need data.chat_template: true")
+        for message in messages:
+            if not isinstance(message["content"], str):
+                raise ValueError(
+                    f"without a chat template a message's content must be text, not {message['content']!r}"
+                )
+        return "".join(message["content"] for message in messages)
+
+    def render(
+        self, messages: Messages, chat_template: bool, args: dict[str, Any] | None = None, generate: bool = True
+    ) -> tuple[str, list[int]]:
+        """`render_text` and its ids, with `bos_ids` in front of plain text."""
+        text = self.render_text(messages, chat_template, args, generate)
+        return text, self.leading_ids(chat_template) + self.encode(text)
+
+    def leading_ids(self, chat_template: bool) -> list[int]:
+        """The ids to put in front of a rendered text."""
+        return [] if chat_template else list(self.bos_ids)
+
+
+def load_tokenizer(directory: str | Path, model_directory: str | Path | None = None) -> Tokenizer:
+    """The tokenizer in `directory`; no code from the directory is run.
+
+    A Hugging Face tokenizer is taken where there is one, else a bare sentencepiece
+    ``tokenizer.model``. The model's own stop tokens are read from generation_config.json (else
+    config.json) in `model_directory`, by default the same directory.
+
+    Raises:
+        ValueError: there is no tokenizer, it cannot be read, or it has no end token.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory: a tokenizer is a local Hugging Face directory")
+    model_stops = _model_stop_ids(Path(model_directory or directory))
+    if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return HuggingFaceTokenizer(directory, model_stops)
+    if (directory / "tokenizer.model").is_file():
+        return SentencePieceTokenizer(directory, model_stops)
+    there = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
+    raise ValueError(
+        f"{directory} has no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model): {there}"
+    )
+
+
+def check_vocabulary(tokenizer: Tokenizer, hf_config: Any) -> None:
+    """Refuse a tokenizer that can produce ids for which the model has no embedding.
+
+    `hf_config` is a transformers configuration, or anything with `vocab_size`; of a multi-modal
+    one, its text part counts.
+
+    Raises:
+        ValueError: the largest id is past the model's vocabulary.
+    """
+    text_config = hf_config if hasattr(hf_config, "vocab_size") else hf_config.get_text_config()
+    if tokenizer.vocab_size > text_config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {tokenizer.directory} has ids up to {tokenizer.vocab_size - 1}, but the model's "
+            f"vocab_size is {text_config.vocab_size}: they do not belong together. Set model.tokenizer to the model's own"
+        )
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer loaded by transformers."""
+
+    def __init__(self, directory: Path, model_stops: list[int]) -> None:
+        from transformers import AutoTokenizer
+
+        self.directory = directory
+        try:
+            self._hf = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # transformers raises whatever its parsers raise
+            raise ValueError(f"{directory}: transformers cannot load the tokenizer: {error}") from error
+        self.vocab_size = max(self._hf.get_vocab().values()) + 1
+        self.stop_ids = _stop_ids(directory, self._hf.eos_token_id, model_stops)
+        self.eos_id = self.stop_ids[0]
+        self.pad_id = self.eos_id if self._hf.pad_token_id is None else int(self._hf.pad_token_id)
+        special = {number for number, token in self._hf.added_tokens_decoder.items() if token.special}
+        self.end_ids = frozenset(special | set(self.stop_ids))
+        bos = self._hf.bos_token_id
+        if bos is not None and self._hf("")["input_ids"][:1] == [bos]:
+            self.bos_ids = (int(bos),)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        if not texts:
+            return []
+        return self._hf(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        numbers = [int(number) for number in ids]
+        return self._hf.decode(numbers, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool) -> str:
+        template = self._hf.chat_template
+        if template is None:
+            raise ValueError(
+                f"the tokenizer in {self.directory} has no chat template: set data.chat_template: false, or add one"
+            )
+        for name in args:  # a template ignores what it does not know, so a misspelt argument would go unseen
+            if not re.search(rf"\b{re.escape(name)}\b", str(template)):
+                raise ValueError(f"data.chat_template_args: the template in {self.directory} never reads {name!r}")
+        try:
+            return self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate, **args)
+        except Exception as error:  # a template may raise anything of its own
+            raise ValueError(
+                f"the chat template in {self.directory} refuses the messages {messages!r}: {error}"
+            ) from error
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A bare sentencepiece model. It says nothing of a leading bos token, so plain text gets none."""
+
+    def __init__(self, directory: Path, model_stops: list[int]) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        self.directory = directory
+        path = directory / "tokenizer.model"
+        try:
+            self._model = SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"{path} is not a sentencepiece model: {error}") from error
+        self.vocab_size = self._model.get_piece_size()
+        eos, pad = self._model.eos_id(), self._model.pad_id()
+        self.stop_ids = _stop_ids(directory, eos if eos >= 0 else None, model_stops)
+        self.eos_id = self.stop_ids[0]
+        self.pad_id = pad if pad >= 0 else self.eos_id
+        self.end_ids = frozenset(self.stop_ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._model.encode(list(texts))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        skipped = self.end_ids | {self.pad_id}
+        return self._model.decode([int(number) for number in ids if int(number) not in skipped])
+
+    def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool) -> str:
+        raise ValueError(
+            f"the bare sentencepiece model in {self.directory} has no chat template: set data.chat_template: false"
+        )
+
+
+def _stop_ids(directory: Path, eos: int | None, model_stops: list[int]) -> tuple[int, ...]:
+    stops = tuple(dict.fromkeys(([] if eos is None else [int(eos)]) + model_stops))
+    if not stops:
+        raise ValueError(
+            f"the tokenizer in {directory} has no end token: name eos_token in tokenizer_config.json "
+            f"or eos_token_id in generation_config.json"
+        )
+    return stops
+
+
+def _model_stop_ids(directory: Path) -> list[int]:
+    """`eos_token_id` of generation_config.json, else of config.json: one id, a list, or none."""
+    for name in ("generation_config.json", "config.json"):
+        path = directory / name
+        if not path.is_file():
+            continue
+        try:
+            stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is not JSON: {error}") from error
+        if stops is not None:
+            return [int(stop) for stop in (stops if isinstance(stops, list) else [stops])]
+    return []

@@ -1,0 +1,21 @@
+"""How a response becomes a number: one scorer a file, all of them found by themselves.
+
+A new scorer is one decorated function in a new file of this folder::
+
+    @scorer("echo", sources=("me/echo",))
+    def echo(request: ScoreRequest) -> dict[str, float]:
+        return {"score": float(request.response == request.ground_truth)}
+
+Every module of this folder is imported with the package, so a scorer imports what is heavy
+(sympy, a sandbox) inside its function.
+"""
+
+import importlib
+import pkgutil
+
+from megarl.rewards.base import RewardError, Score, Scorer, ScoreRequest, resolve, score, scorer
+
+for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
+    importlib.import_module(f"{__name__}.{_module}")
+
+__all__ = ["RewardError", "Score", "ScoreRequest", "Scorer", "resolve", "score", "scorer"]

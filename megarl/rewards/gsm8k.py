@@ -1,0 +1,35 @@
+"""GSM8K: the number after the last ``####``, compared as text (the rule of the data set's authors)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from megarl.rewards.base import ScoreRequest, scorer
+
+ANSWER = re.compile(r"#### (-?[0-9.,]+)")
+TAIL = 300  # characters at the end of the response in which an answer counts
+
+
+@scorer("gsm8k", sources=("openai/gsm8k", "megarl/word_problems"))
+def gsm8k(request: ScoreRequest) -> dict[str, float]:
+    """1 where the last answer in the response's tail is the ground truth, else 0.
+
+    Thousands separators do not matter; anything else does: ``72.0`` is not ``72``.
+    """
+    expected = _plain(_text(request.ground_truth))
+    if not expected:
+        raise ValueError("the row's ground_truth is empty")
+    answers = ANSWER.findall(request.response[-TAIL:])
+    correct = float(bool(answers) and _plain(answers[-1]) == expected)
+    return {"score": correct, "accuracy": correct}
+
+
+def _text(ground_truth: Any) -> str:
+    if isinstance(ground_truth, bool) or not isinstance(ground_truth, (str, int)):
+        raise TypeError(f"ground_truth is {ground_truth!r}, not text or a whole number")
+    return str(ground_truth)
+
+
+def _plain(number: str) -> str:
+    return number.replace(",", "").replace("$", "").strip()
