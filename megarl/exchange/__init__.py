@@ -1,0 +1,11 @@
+"""Weights from the trainer to the engines.
+
+The trainer's rank 0 owns a `WeightSender`; every engine worker owns a `WeightReceiver`. They meet
+in an `ExchangeSession` (plain values, so it travels through any transport). A version travels in
+buckets; it counts when every receiver has acknowledged every bucket with the sender's fingerprint
+and has finished loading: both sides then hold equal `UpdateReport`s.
+
+    sender = WeightSender.open(host, endpoints, bucket_bytes=..., timeout=...)
+    engine.connect_exchange(sender.session)
+    sender.send(1, weights)          # at the same time as engine.update_weights(1)
+"""

@@ -1,0 +1,91 @@
+"""Buckets: many tensors in one piece of memory, and the words that describe it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_ALIGNMENT = 64  # bytes; every data type's alignment, and a cache line
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where one tensor lies in its bucket."""
+
+    name: str
+    dtype: str  # torch's name: "bfloat16"
+    shape: tuple[int, ...]
+    offset: int  # bytes from the bucket's start
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together, before they are packed. `nbytes` counts alignment."""
+
+    entries: list[Entry]
+    tensors: list[torch.Tensor]
+    nbytes: int
+    last: bool  # of its version
+
+
+def fill_buckets(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
+    """Cut `weights` into buckets of at most `bucket_bytes`; a larger tensor has one of its own.
+
+    Tensors are held, not copied, until their bucket is full: the iterator must not reuse their
+    memory meanwhile. Raises ValueError for no weights at all and for a name that comes twice.
+    """
+    entries: list[Entry] = []
+    tensors: list[torch.Tensor] = []
+    used = 0
+    names: set[str] = set()
+    for name, tensor in weights:
+        if name in names:
+            raise ValueError(f"weight {name!r} was exported twice in one version")
+        names.add(name)
+        size = _aligned(tensor.numel() * tensor.element_size())
+        if entries and used + size > bucket_bytes:
+            yield Bucket(entries, tensors, used, last=False)
+            entries, tensors, used = [], [], 0
+        entries.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), used))
+        tensors.append(tensor)
+        used += size
+    if not entries:
+        raise ValueError("an update without weights: the trainer's export yielded nothing")
+    yield Bucket(entries, tensors, used, last=True)
+
+
+def pack(bucket: Bucket, memory: torch.Tensor) -> None:
+    """Copy the bucket's tensors into `memory` (uint8, at least `bucket.nbytes`). Gaps become zero."""
+    ends = [entry.offset for entry in bucket.entries[1:]] + [bucket.nbytes]
+    with torch.no_grad():
+        for entry, tensor, end in zip(bucket.entries, bucket.tensors, ends, strict=True):
+            view = tensor_in(memory, entry)
+            view.copy_(tensor)
+            memory[entry.offset + view.numel() * view.element_size() : end].zero_()
+
+
+def tensor_in(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The tensor that `entry` describes, as a view into `memory` (uint8)."""
+    dtype = getattr(torch, entry.dtype)
+    size = dtype.itemsize
+    for length in entry.shape:
+        size *= length
+    return memory[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
+
+
+def describe(entries: list[Entry]) -> str:
+    """Canonical text of what a bucket holds; `parse` reads it back."""
+    return json.dumps([[e.name, e.dtype, list(e.shape), e.offset] for e in entries], separators=(",", ":"))
+
+
+def parse(text: str) -> list[Entry]:
+    rows: list[Any] = json.loads(text)
+    return [Entry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in rows]
+
+
+def _aligned(size: int) -> int:
+    return max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT  # at least one: memory of no bytes cannot be mapped

@@ -1,0 +1,81 @@
+"""One side's line to the session's key-value store: JSON values, and waits that can be ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.exchange.session import ExchangeError, ExchangeSession
+
+_ABORT_POLL_SECONDS = 0.2
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
+
+
+class Channel:
+    """Used by one thread at a time.
+
+    Waiting polls, for a key and now and then for an abort: the store can block on keys that must
+    all appear, not on the first of several, and its own time-outs print warnings.
+    """
+
+    def __init__(self, session: ExchangeSession, store: Any = None) -> None:
+        self.session = session
+        self.store = session.open_store() if store is None else store
+
+    def publish(self, key: str, value: Any) -> None:
+        self._call(self.store.set, self.session.key(key), json.dumps(value))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._call(self.store.delete_key, self.session.key(key))
+
+    def wait(self, keys: Sequence[str], awaited: str) -> list[Any]:
+        """The values of all `keys`, once each is there. `awaited` says in errors what they stand for."""
+        missing = list(keys)
+
+        def arrived() -> bool:
+            while missing and self._call(self.store.check, [self.session.key(missing[0])]):
+                missing.pop(0)
+            return not missing
+
+        self.wait_until(arrived, lambda: f"{awaited} ({', '.join(missing)})")
+        return [json.loads(value) for value in self._call(self.store.multi_get, [self.session.key(k) for k in keys])]
+
+    def wait_until(self, done: Callable[[], bool], awaited: Callable[[], str]) -> None:
+        """Poll `done`. Raises ExchangeError on an abort of the session or after its time-out."""
+        start = time.monotonic()
+        next_abort_poll, pause = start + _ABORT_POLL_SECONDS, _FIRST_PAUSE
+        while not done():
+            now = time.monotonic()
+            if now >= next_abort_poll:
+                self.raise_if_aborted()
+                next_abort_poll = now + _ABORT_POLL_SECONDS
+            if now - start > self.session.timeout:
+                raise ExchangeError(
+                    f"waited {self.session.timeout:g} s for {awaited()}; a peer is dead or stuck "
+                    f"(if it is only slow, raise exchange.timeout)"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, _LONGEST_PAUSE)
+
+    def raise_if_aborted(self) -> None:
+        key = self.session.key("abort")
+        if self._call(self.store.check, [key]):
+            raise ExchangeError(f"the weight exchange was aborted: {self._call(self.store.get, key).decode()}")
+
+    def abort(self, reason: str) -> None:
+        """As `ExchangeSession.abort`, over this connection."""
+        self._call(self.store.compare_set, self.session.key("abort"), "", reason)
+
+    def _call(self, operation: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return operation(*arguments)
+        except dist.DistError as error:
+            raise ExchangeError(
+                f"the connection to the weight sender at {self.session.host}:{self.session.port} broke "
+                f"({error}); its process is gone or the network between is down"
+            ) from error

@@ -1,0 +1,63 @@
+"""Buckets over the network: one gloo group of the sender (rank 0) and the remote receivers.
+
+gloo works from host memory on every platform, next to whatever collective library training uses.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.exchange.channel import Channel
+from megarl.exchange.session import ExchangeError
+
+
+class BroadcastGroup:
+    """Forms the group; every member must do so at about the same time."""
+
+    def __init__(self, channel: Channel, rank: int) -> None:
+        self._channel = channel
+        session = channel.session
+        size = len(session.remote) + 1
+        # A client of its own: forming the group blocks inside the store, and the channel must stay
+        # free to notice an abort.
+        store = dist.PrefixStore(session.key("gloo"), session.open_store())
+        made: list[Any] = []
+        failed: list[BaseException] = []
+
+        def form() -> None:
+            try:
+                made.append(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=session.timeout)))
+            except Exception as error:  # noqa: BLE001 - handed to the waiting thread
+                failed.append(error)
+
+        thread = threading.Thread(target=form, name="megarl-gloo", daemon=True)
+        thread.start()
+        channel.wait_until(
+            lambda: not thread.is_alive(), lambda: f"the gloo group of {size} processes to form (rank {rank})"
+        )
+        if failed:
+            raise ExchangeError(
+                f"the gloo group of {size} processes could not form (rank {rank}): {failed[0]}. "
+                f"Check that the hosts reach each other; GLOO_SOCKET_IFNAME selects the network interface"
+            ) from failed[0]
+        self._group = made[0]
+
+    def start(self, memory: torch.Tensor) -> Any:
+        """Begin to broadcast rank 0's `memory` (uint8, on the CPU) into everyone's. `finish` ends it."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        return self._group.broadcast([memory], options)
+
+    def finish(self, work: Any, awaited: str) -> None:
+        """Wait for a broadcast. Raises ExchangeError where a member died, fell silent or aborted."""
+        self._channel.wait_until(work.is_completed, lambda: awaited)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._channel.raise_if_aborted()
+            raise ExchangeError(f"{awaited} failed: {error}") from error

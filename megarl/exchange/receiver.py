@@ -1,0 +1,98 @@
+"""An engine worker's side of the weight exchange."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from megarl.exchange.buckets import parse, tensor_in
+from megarl.exchange.channel import Channel
+from megarl.exchange.collective import BroadcastGroup
+from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
+from megarl.exchange.sender import mismatch
+from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport
+from megarl.exchange.slots import MappedSlots
+
+
+class WeightReceiver:
+    """Takes versions in, one after the other. Not thread-safe.
+
+    For each version: iterate `weights(version)` to its end, load what it yields, then `finish()`;
+    on any error call `fail(reason)`, which ends the update everywhere.
+    """
+
+    def __init__(self, session: ExchangeSession, name: str) -> None:
+        """`name` is this receiver's in `session.receivers` (ValueError if it is not)."""
+        transports = dict(session.receivers)
+        if name not in transports:
+            raise ValueError(f"receiver {name!r} is not part of this weight exchange; it has {sorted(transports)}")
+        self.name = name
+        self._session = session
+        self._remote = transports[name] == "collective"
+        self._channel = Channel(session)
+        self._group: BroadcastGroup | None = None
+        self._slots = MappedSlots(session.shm_dir)
+        self._next_bucket = 0
+        self._pending: UpdateReport | None = None  # received, not yet loaded
+        self._started = 0.0
+        self._channel.publish(f"hello/{name}", True)
+
+    def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every (name, tensor) of `version`, on the CPU, in the sender's order.
+
+        Tensors stay valid: they lie in a copy of their bucket that no one writes to again. Raises
+        ExchangeError for another version, changed bytes, an abort, or a sender that died or fell silent.
+        """
+        self._started, self._pending = time.perf_counter(), None
+        if self._remote and self._group is None:
+            self._channel.wait(["form"], "the sender and all other receivers to connect")
+            self._group = BroadcastGroup(self._channel, rank=1 + self._session.remote.index(self.name))
+        total = VersionFingerprint()
+        nbytes = tensors = buckets = 0
+        last = False
+        while not last:
+            number = self._next_bucket
+            (header,) = self._channel.wait([f"bucket/{number}"], f"bucket {number} from the sender")
+            if header["version"] != version:
+                raise ExchangeError(f"receiver {self.name!r} expects version {version}, got {header['version']}")
+            entries = parse(header["tensors"])
+            memory = self._take(number, header)
+            value = fingerprint(memory.numpy())
+            if value != header["fingerprint"]:
+                names = [entry.name for entry in entries]
+                raise ExchangeError(mismatch(self.name, number, names, header["fingerprint"], value))
+            self._channel.publish(f"ack/{number}/{self.name}", value)
+            self._next_bucket += 1
+            total.add(header["tensors"], value)
+            nbytes, tensors, buckets = nbytes + len(memory), tensors + len(entries), buckets + 1
+            last = header["last"]
+            for entry in entries:
+                yield entry.name, tensor_in(memory, entry)
+        self._pending = UpdateReport(version, total.hexdigest(), nbytes, tensors, buckets, 0.0)
+
+    def _take(self, number: int, header: dict) -> torch.Tensor:
+        """A private copy of the bucket's bytes."""
+        memory = torch.empty(header["nbytes"], dtype=torch.uint8)
+        if self._group is None:
+            return memory.copy_(self._slots.memory(header["slot"], header["file"])[: header["nbytes"]])
+        self._group.finish(self._group.start(memory), f"the broadcast of bucket {number}")
+        return memory
+
+    def finish(self) -> UpdateReport:
+        """Tell the sender that the version is loaded. Raises ExchangeError where not all of it was taken."""
+        if self._pending is None:
+            raise ExchangeError(f"receiver {self.name!r} stopped before the end of the version's weights")
+        seconds = time.perf_counter() - self._started
+        report = UpdateReport(**{**self._pending.to_dict(), "seconds": seconds})
+        self._channel.publish(f"done/{report.version}/{self.name}", report.to_dict())
+        self._pending = None
+        return report
+
+    def fail(self, reason: str) -> None:
+        """End the update everywhere: this receiver could not take or load it."""
+        self._channel.abort(f"receiver {self.name!r}: {reason}")
+
+    def close(self) -> None:
+        self._slots.close()

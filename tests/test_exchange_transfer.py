@@ -1,0 +1,281 @@
+"""Weights go from a sender to receivers, whole and proven, or everyone learns why not."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from megarl.exchange import receiver as receiver_module
+from megarl.exchange.receiver import WeightReceiver
+from megarl.exchange.sender import WeightSender
+from megarl.exchange.session import ExchangeError, ExchangeSession, compare_reports, host_id, resolve_transports
+from megarl.exchange.slots import SharedSlot, remove_stale_files
+
+KIB = 1024
+
+
+def make_weights(seed):
+    """Odd shapes and types, one tensor larger than the bucket, one not contiguous, one empty."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        "embed": torch.randn(30, 17, generator=generator),
+        "transposed": torch.randn(9, 31, generator=generator).t(),
+        "half": torch.randn(5, 3, generator=generator).bfloat16(),
+        "big": torch.randn(70, 64, generator=generator),
+        "scalar": torch.randn((), generator=generator),
+        "empty": torch.zeros(0, 4),
+    }
+    return weights | {f"layer.{i}": torch.randn(33, generator=generator) for i in range(60)}
+
+
+@contextmanager
+def exchange(endpoints, shm_dir, transport="auto", bucket_bytes=4 * KIB, timeout=20.0):
+    sender = WeightSender.open(
+        "127.0.0.1", endpoints, transport=transport, bucket_bytes=bucket_bytes, timeout=timeout, shm_dir=str(shm_dir)
+    )
+    try:
+        yield sender
+    finally:
+        sender.close()
+
+
+def receive(receiver, version, slow=0.0):
+    """What an engine worker does; keeps every tensor until all have come."""
+    try:
+        got = {}
+        for name, tensor in receiver.weights(version):
+            got[name] = tensor
+            time.sleep(slow)
+        return got, receiver.finish()
+    except BaseException as error:
+        receiver.fail(str(error))
+        raise
+
+
+def assert_same(got, weights):
+    assert list(got) == list(weights)
+    for name, tensor in weights.items():
+        assert got[name].dtype == tensor.dtype
+        assert torch.equal(got[name], tensor), name
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective", "mixed"])
+def test_versions_arrive(tmp_path, transport):
+    here = host_id(str(tmp_path))
+    endpoints = [("e0/0", here), ("e1/0", "elsewhere" if transport == "mixed" else here)]
+    asked = "auto" if transport == "mixed" else transport
+    with exchange(endpoints, tmp_path, asked) as sender, ThreadPoolExecutor(2) as pool:
+        session = ExchangeSession.from_json(sender.session.to_json())
+        assert session == sender.session
+        kinds = {"auto": {"shared_memory"}, "collective": {"collective"}, "mixed": {"shared_memory", "collective"}}
+        assert {kind for _, kind in session.receivers} == kinds[transport]
+        receivers = [WeightReceiver(session, name) for name, _ in endpoints]
+        seen = []
+        for version in (1, 2, 3):
+            weights = make_weights(version)
+            # the second engine holds its tensors for long: slots must not be reused under it
+            waiting = [pool.submit(receive, r, version, slow) for r, slow in zip(receivers, (0.0, 0.002), strict=True)]
+            sent = sender.send(version, weights.items())
+            results = [w.result(20) for w in waiting]
+            compare_reports(sent, {r.name: report for r, (_, report) in zip(receivers, results, strict=True)})
+            for got, _ in results:
+                assert_same(got, weights)
+            assert sent.tensors == len(weights)
+            assert sent.buckets > 4
+            seen.append(sent.fingerprint)
+            assert os.listdir(tmp_path) == []  # mapped by everyone: no name is left to leak
+        assert len(set(seen)) == 3
+
+
+def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
+    here = host_id(str(tmp_path))
+    take = WeightReceiver._take
+
+    def corrupt(self, number, header):
+        memory = take(self, number, header)
+        if self.name == "bad" and number == 1:
+            memory[100] ^= 4
+        return memory
+
+    monkeypatch.setattr(receiver_module.WeightReceiver, "_take", corrupt)
+    with exchange([("good", here), ("bad", here)], tmp_path) as sender, ThreadPoolExecutor(2) as pool:
+        receivers = [WeightReceiver(sender.session, name) for name in ("good", "bad")]
+        waiting = [pool.submit(receive, r, 1) for r in receivers]
+        drained = []
+
+        def weights():
+            for item in make_weights(0).items():
+                drained.append(item[0])
+                yield item
+
+        for failing in (lambda: sender.send(1, weights()), waiting[0].result, waiting[1].result):
+            with pytest.raises(ExchangeError, match=r"receiver 'bad' got other bytes .* bucket 1 \(big") as error:
+                failing()
+            assert "fingerprint" in str(error.value)
+        assert drained == list(make_weights(0))  # other ranks of the export are not left hanging
+        with pytest.raises(ExchangeError, match="aborted"):
+            sender.send(2, make_weights(1).items())
+
+
+def test_receiver_that_stops_early_or_expects_another_version(tmp_path):
+    here = host_id(str(tmp_path))
+    with exchange([("e", here)], tmp_path) as sender, ThreadPoolExecutor(1) as pool:
+        receiver = WeightReceiver(sender.session, "e")
+        future = pool.submit(receive, receiver, 7)
+        with pytest.raises(ExchangeError, match="expects version 7, got 1"):
+            sender.send(1, make_weights(0).items())
+        with pytest.raises(ExchangeError, match="expects version 7, got 1"):
+            future.result(5)
+    with exchange([("e", here)], tmp_path) as sender, ThreadPoolExecutor(1) as pool:
+        receiver = WeightReceiver(sender.session, "e")
+        sending = pool.submit(sender.send, 1, make_weights(0).items())
+        next(receiver.weights(1))
+        with pytest.raises(ExchangeError, match="stopped before the end"):
+            receiver.finish()
+        receiver.fail("its loader stopped")
+        with pytest.raises(ExchangeError, match="receiver 'e': its loader stopped"):
+            sending.result(5)
+
+
+def test_abort_ends_every_wait_with_its_reason(tmp_path):
+    """The sender waits for receivers that never come, one receiver for weights, one for its gloo group."""
+    here = host_id(str(tmp_path))
+    endpoints = [("waits", here), ("remote", "elsewhere"), ("absent", here)]
+    with exchange(endpoints, tmp_path, timeout=60) as sender, ThreadPoolExecutor(3) as pool:
+        receivers = [WeightReceiver(sender.session, name) for name in ("waits", "remote")]
+        futures = [pool.submit(receive, r, 1) for r in receivers]
+        futures.append(pool.submit(sender.send, 1, make_weights(0).items()))
+        time.sleep(0.3)
+        start = time.monotonic()
+        sender.session.abort("engine 3 was killed")
+        sender.session.abort("a later reason")
+        for future in futures:
+            with pytest.raises(ExchangeError, match="engine 3 was killed"):
+                future.result(5)
+        assert time.monotonic() - start < 2
+
+
+def test_silent_peers_are_named_after_the_timeout(tmp_path):
+    here = host_id(str(tmp_path))
+    with exchange([("here", here), ("silent", here)], tmp_path, timeout=0.5) as sender:
+        WeightReceiver(sender.session, "here")
+        with pytest.raises(ExchangeError, match=r"waited 0.5 s for receivers to connect \(hello/silent\)"):
+            sender.send(1, make_weights(0).items())
+    with exchange([("e", here)], tmp_path, timeout=0.5) as sender:
+        receiver = WeightReceiver(sender.session, "e")
+        with pytest.raises(ExchangeError, match=r"waited 0.5 s for bucket 0 from the sender"):
+            next(receiver.weights(1))
+
+
+def test_unusable_sessions(tmp_path):
+    with pytest.raises(ValueError, match="one of auto"):
+        resolve_transports("rdma", "a", [("e", "a")])
+    with pytest.raises(ValueError, match="'e' does not share /dev/shm"):
+        resolve_transports("shared_memory", "a", [("e", "b")])
+    with pytest.raises(ValueError, match="two receivers"):
+        resolve_transports("auto", "a", [("e", "b"), ("e", "a")])
+    with pytest.raises(ValueError, match="at least one"):
+        resolve_transports("auto", "a", [])
+    here = host_id(str(tmp_path))
+    with exchange([("e", here)], tmp_path) as sender:
+        with pytest.raises(ValueError, match="'f' is not part"):
+            WeightReceiver(sender.session, "f")
+        with pytest.raises(ValueError, match="'w' was exported twice"):
+            sender.send(1, [("w", torch.zeros(1)), ("w", torch.zeros(1))])
+    with exchange([("e", here)], tmp_path) as sender, pytest.raises(ValueError, match="yielded nothing"):
+        sender.send(1, [])
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path):
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a tmpfs needs root")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs here: {mounted.stderr.decode()}")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_full_shared_memory_is_an_error_with_the_arithmetic(small_tmpfs):
+    with exchange([("e", host_id(str(small_tmpfs)))], small_tmpfs, bucket_bytes=1 << 20) as sender:
+        receiver = WeightReceiver(sender.session, "e")
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(receive, receiver, 1)
+            with pytest.raises(OSError, match=r"needs 400,000 bytes and 65,536 are free.*--shm-size"):
+                sender.send(1, [("w", torch.zeros(100_000))])
+            with pytest.raises(ExchangeError, match="is full: a weight bucket needs 400,000 bytes"):
+                future.result(5)
+    assert os.listdir(small_tmpfs) == []
+
+
+def test_sweep_takes_dead_owners_files_only(tmp_path):
+    slot = SharedSlot(str(tmp_path))
+    slot.reserve(100)
+    (tmp_path / "megarl-weights-left-behind").write_bytes(b"x")
+    (tmp_path / "someone-elses").write_bytes(b"x")
+    assert remove_stale_files(str(tmp_path)) == ["megarl-weights-left-behind"]
+    assert sorted(os.listdir(tmp_path)) == sorted([slot.name, "someone-elses"])
+    slot.close()
+    assert os.listdir(tmp_path) == ["someone-elses"]
+
+
+def test_killed_sender(tmp_path):
+    """The sender's process is killed mid-version: the receiver notices at once, the next sender tidies up."""
+    script = textwrap.dedent("""
+        import sys, time, torch
+        from megarl.exchange.sender import WeightSender
+        from megarl.exchange.session import host_id
+        shm = sys.argv[1]
+        sender = WeightSender.open("127.0.0.1", [("e", host_id(shm))], bucket_bytes=1024, timeout=60, shm_dir=shm)
+        print(sender.session.to_json(), flush=True)
+        def weights():
+            yield "a", torch.zeros(200)
+            yield "b", torch.zeros(200)
+            time.sleep(60)
+            yield "c", torch.zeros(200)
+        sender.send(1, weights())
+    """)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, env=environment)
+    try:
+        assert process.stdout is not None
+        session = ExchangeSession.from_json(process.stdout.readline().decode())
+        receiver = WeightReceiver(session, "e")
+        weights = receiver.weights(1)
+        assert next(weights)[0] == "a"
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        start = time.monotonic()
+        with pytest.raises(ExchangeError, match=r"weight sender at 127.0.0.1:.* broke"):
+            next(weights)
+        assert time.monotonic() - start < 2
+    finally:
+        process.kill()
+        process.wait(10)
+    assert len(os.listdir(tmp_path)) <= 1  # its file had not been acknowledged yet
+    with exchange([("e", host_id(str(tmp_path)))], tmp_path):
+        assert os.listdir(tmp_path) == []
+
+
+def test_small_update_is_quick(tmp_path):
+    """1 MB in well under 50 ms, measured over versions so that connecting does not count."""
+    weights = {f"w{i}": torch.randn(64, 64) for i in range(64)}
+    here = host_id(str(tmp_path))
+    with exchange([("e", here)], tmp_path, bucket_bytes=64 << 20) as sender, ThreadPoolExecutor(1) as pool:
+        receiver = WeightReceiver(sender.session, "e")
+        seconds = []
+        for version in range(6):
+            future = pool.submit(receive, receiver, version)
+            seconds.append(sender.send(version, weights.items()).seconds)
+            future.result(10)
+    assert min(seconds[1:]) < 0.05, json.dumps(seconds)
