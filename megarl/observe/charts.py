@@ -1,0 +1,101 @@
+"""Which curves report.html draws, and in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart. ``series`` are (metric or pattern, label); a pattern's ``*`` is the label where that is empty.
+
+    ``band``: the metrics of a shaded range. ``tick``: a d3 format of the axis. ``log``: logarithmic.
+    """
+
+    title: str
+    series: tuple[tuple[str, str], ...]
+    note: str = ""
+    band: tuple[str, str] | None = None
+    tick: str = ""
+    log: bool = False
+
+
+CHARTS = (
+    Chart(
+        "Reward",
+        (("critic/rewards/mean", "mean"),),
+        "Mean over the batch; shaded: least to greatest.",
+        band=("critic/rewards/min", "critic/rewards/max"),
+    ),
+    Chart("Evaluation", (("eval/*", ""),), "On the held-out problems."),
+    Chart("Reward parts", (("critic/score/*/mean", ""),), "Mean of each part of the reward."),
+    Chart("Response length", (("response_length/mean", "mean"), ("response_length/max", "longest")), "Tokens."),
+    Chart(
+        "Truncated responses",
+        (("response_length/clip_ratio", "share"),),
+        "Share of samples that reached the length limit.",
+        tick=".0%",
+    ),
+    Chart("Entropy", (("actor/entropy", "entropy"),), "Of the policy, mean a token, in nats."),
+    Chart("Policy loss", (("actor/pg_loss", "loss"),)),
+    Chart("Gradient norm", (("actor/grad_norm", "norm"),), "Before clipping."),
+    Chart("Clip fraction", (("actor/clipfrac", "share"), ("actor/pg_clipfrac", "share")), tick=".2~%"),
+    Chart("KL to the reference", (("actor/kl_loss", "KL"),)),
+    Chart("Learning rate", (("actor/lr", "lr"),), tick=".1e"),
+    Chart(
+        "Train/rollout gap",
+        (
+            ("rollout/logprob_gap_mean", "mean"),
+            ("rollout/logprob_gap_max", "largest"),
+            ("rollout/logprob_gap_k3", "KL (k3)"),
+        ),
+        "Difference of the trainer's and the engine's log-probs of the same tokens; log scale.",
+        tick=".0e",
+        log=True,
+    ),
+    Chart("Staleness", (("rollout/staleness_mean", "mean"), ("rollout/staleness_max", "most")), "Versions behind."),
+    Chart(
+        "Dynamic sampling",
+        (
+            ("rollout/prompts_tried", "prompts tried"),
+            ("rollout/groups_filtered", "groups filtered"),
+            ("rollout/groups_missing", "groups missing"),
+        ),
+    ),
+    Chart("Throughput", (("perf/throughput", "tokens/s"),), "Tokens a second and device, prompts included."),
+    Chart("Tokens a step", (("perf/total_num_tokens", "tokens"),)),
+)
+
+
+def present(metrics: Iterable[str]) -> list[dict[str, object]]:
+    """The charts that the run has metrics for, as the page draws them."""
+    names = sorted(metrics)
+    drawn: list[dict[str, object]] = []
+    for chart in CHARTS:
+        found = [
+            (name, label or _star(name, pattern)) for pattern, label in chart.series for name in _match(names, pattern)
+        ]
+        if found:
+            band = chart.band if chart.band and set(chart.band) <= set(names) else None
+            drawn.append(
+                {
+                    "title": chart.title,
+                    "note": chart.note if band or not chart.band else chart.note.split(";")[0],
+                    "series": found[:8],
+                    "band": band,
+                    "tick": chart.tick,
+                    "log": chart.log,
+                }
+            )
+    return drawn
+
+
+def _match(names: list[str], pattern: str) -> list[str]:
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def _star(name: str, pattern: str) -> str:
+    before, _, after = pattern.partition("*")
+    return name[len(before) : len(name) - len(after)]

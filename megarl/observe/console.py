@@ -1,0 +1,226 @@
+"""What the terminal shows while a run goes on: a live display, or a line a step."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol, TextIO
+
+from rich.console import Console as RichConsole
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from megarl.config.schema import Recipe
+
+_NOT_PHASES = ("timing_s/step",)
+
+
+class Console(Protocol):
+    """Shows a run. All calls come from the controller."""
+
+    def phase(self, name: str | None) -> None:
+        """`name` is running now; None: nothing is."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`step` is done."""
+
+    def notice(self, text: str, warning: bool) -> None:
+        """Something to be read, and kept on the screen."""
+
+    def close(self) -> None:
+        """Leave the terminal as it was found. May be called again."""
+
+
+def make_console(recipe: Recipe, steps_done: int, total_steps: int, stream: TextIO | None = None) -> Console:
+    """The console that ``observe.console`` asks for, on `stream` (stdout). auto: live on a terminal, else plain."""
+    stream = stream or sys.stdout
+    kind = recipe.observe.console
+    live = kind == "live" or (kind == "auto" and stream.isatty())
+    return (LiveConsole if live else PlainConsole)(recipe.name, steps_done, total_steps, stream)
+
+
+class Pace:
+    """Estimates the time left from the last steps."""
+
+    def __init__(self, steps_done: int, total_steps: int) -> None:
+        self.step, self.total = steps_done, total_steps
+        self._seconds: deque[float] = deque(maxlen=20)
+
+    def done(self, step: int, seconds: float) -> None:
+        self.step = step
+        self._seconds.append(seconds)
+
+    def left(self) -> float | None:
+        """Seconds until the last step; None before the first one is done."""
+        if not self._seconds:
+            return None
+        return (self.total - self.step) * sum(self._seconds) / len(self._seconds)
+
+
+def clock(seconds: float | None) -> str:
+    """``75 -> "1:15"``, ``3700 -> "1:01:40"``, ``100000 -> "1d 3:46:40"``, ``None -> "-"``."""
+    if seconds is None:
+        return "-"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    day = f"{days}d " if days else ""
+    return f"{day}{hour}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+
+
+def short(value: float) -> str:
+    """Four significant digits at most, and k / M / G for large numbers."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.4g}{unit}"
+    return f"{value:.4g}"
+
+
+# (label, metric, how it is written)
+_COLUMNS = (
+    ("reward", "critic/rewards/mean", "{:.3f}"),
+    ("length", "response_length/mean", "{:.0f}"),
+    ("cut", "response_length/clip_ratio", "{:.0%}"),
+    ("loss", "actor/pg_loss", "{:.3g}"),
+    ("entropy", "actor/entropy", "{:.3f}"),
+    ("grad", "actor/grad_norm", "{:.3g}"),
+    ("gap", "rollout/logprob_gap_mean", "{:.1e}"),
+)
+
+
+def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """(label, text) of what one watches, as far as the step has it; evaluations come first."""
+    found = [(name, f"{value:.3f}") for name, value in sorted(metrics.items()) if name.startswith("eval/")]
+    found += [(label, how.format(metrics[name])) for label, name, how in _COLUMNS if name in metrics]
+    if "perf/throughput" in metrics:
+        found.append(("tok/s/device", short(metrics["perf/throughput"])))
+    return found
+
+
+def phase_times(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """(phase, seconds) of one step, longest first."""
+    times = [
+        (name.removeprefix("timing_s/"), seconds)
+        for name, seconds in metrics.items()
+        if name.startswith("timing_s/") and name not in _NOT_PHASES
+    ]
+    return sorted(times, key=lambda item: -item[1])
+
+
+class PlainConsole:
+    """One compact line a step, for logs and CI."""
+
+    def __init__(self, name: str, steps_done: int, total_steps: int, stream: TextIO) -> None:
+        self._stream = stream
+        self._pace = Pace(steps_done, total_steps)
+        self._say(f"{name}: step {steps_done} of {total_steps} done")
+
+    def phase(self, name: str | None) -> None:
+        """A line a step says enough."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        seconds = metrics.get("timing_s/step", 0.0)
+        self._pace.done(step, seconds)
+        parts = [f"step {step}/{self._pace.total}", *(f"{label} {text}" for label, text in figures(metrics))]
+        phases = " ".join(f"{phase} {time:.1f}" for phase, time in phase_times(metrics)[:4])
+        parts.append(f"{seconds:.1f} s" + (f" ({phases})" if phases else ""))
+        parts.append(f"left {clock(self._pace.left())}")
+        self._say(" | ".join(parts))
+
+    def notice(self, text: str, warning: bool) -> None:
+        self._say(f"WARNING: {text}" if warning else text)
+
+    def close(self) -> None:
+        """Nothing was changed."""
+
+    def _say(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+class LiveConsole:
+    """A display that stays at the bottom; notices and whatever others print scroll by above it.
+
+    It never hides the cursor and never takes over the screen, so that even a run killed outright leaves a
+    usable terminal; on every other way out, `close` (or the end of the interpreter) stops it.
+    """
+
+    def __init__(self, name: str, steps_done: int, total_steps: int, stream: TextIO) -> None:
+        self._name = name
+        self._pace = Pace(steps_done, total_steps)
+        self._metrics: dict[str, float] = {}
+        self._phase: str | None = None
+        self._since = self._began = time.monotonic()
+        self._warnings = 0
+        # force_terminal: `live` was asked for, or the stream is a terminal
+        self._console = RichConsole(file=stream, force_terminal=True)
+        self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4)
+        atexit.register(self.close)
+        self._live.start()
+        self._console.show_cursor(True)
+
+    def phase(self, name: str | None) -> None:
+        self._phase, self._since = name, time.monotonic()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._pace.done(step, metrics.get("timing_s/step", 0.0))
+        self._metrics = dict(metrics)
+
+    def notice(self, text: str, warning: bool) -> None:
+        self._warnings += warning
+        style = "bold yellow" if warning else "cyan"
+        # Text, not markup: square brackets in a message are a message's
+        self._console.print(Text("warning  " if warning else "notice   ", style=style) + Text(text, style=""))
+
+    def close(self) -> None:
+        if self._live.is_started:
+            self._phase = None
+            self._live.stop()
+        atexit.unregister(self.close)
+
+    def _render(self) -> RenderableType:
+        pace = self._pace
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(ratio=1)
+        head.add_column(justify="right")
+        elapsed = clock(time.monotonic() - self._began)
+        head.add_row(
+            ProgressBar(total=max(pace.total, 1), completed=pace.step),
+            f"step {pace.step}/{pace.total}  elapsed {elapsed}  left {clock(pace.left())}",
+        )
+        rows: list[RenderableType] = [head, self._now()]
+        if self._metrics:
+            rows.append(_pairs(figures(self._metrics)))
+            rows.append(_phase_bars(self._metrics))
+        title = Text(f" {self._name} ")
+        warned = f" {self._warnings} warning{'s' * (self._warnings > 1)} " if self._warnings else None
+        return Panel(Group(*rows), title=title, title_align="left", subtitle=warned, border_style="dim")
+
+    def _now(self) -> Text:
+        if self._phase is None:
+            return Text("between phases", style="dim")
+        return Text.assemble(("now ", "dim"), (self._phase, "bold"), f"  {clock(time.monotonic() - self._since)}")
+
+
+def _pairs(figures: list[tuple[str, str]]) -> RenderableType:
+    line = Text()
+    for label, text in figures:
+        line.append(f"{label} ", style="dim").append(text, style="bold").append("   ")
+    return line
+
+
+def _phase_bars(metrics: Mapping[str, float]) -> RenderableType:
+    """The last step's phases, with bars as long as their share of it."""
+    grid = Table.grid(padding=(0, 1))
+    whole = max(metrics.get("timing_s/step", 0.0), 1e-9)
+    for phase, seconds in phase_times(metrics)[:6]:
+        share = min(1.0, seconds / whole)
+        bar = Text("━" * max(1, round(24 * share)), style="blue")
+        grid.add_row(Text(phase, style="dim"), Text(f"{seconds:.2f} s"), Text(f"{share:.0%}"), bar)
+    return grid

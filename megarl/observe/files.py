@@ -1,0 +1,155 @@
+"""Writing files that survive a crash, and saying plainly when the disk is full."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskFullError(OSError):
+    """A write failed for want of space (or of quota). The text names the file and what to do."""
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn "no space left" (ENOSPC) and "quota exceeded" (EDQUOT) inside the block into a `DiskFullError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL or isinstance(error, DiskFullError):
+            raise
+        raise DiskFullError(error.errno, _full_text(path, error)) from error
+
+
+def _full_text(path: Path, error: OSError) -> str:
+    folder = path if path.is_dir() else path.parent
+    free = shutil.disk_usage(folder).free
+    cause = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
+    return (
+        f"{path} could not be written: {cause} ({free:,} bytes free on that file system). Everything written before "
+        "it is whole. Free some space there (old checkpoints are the largest files of a run; train.keep_checkpoints "
+        "says how many are kept) or set runs_dir to another disk, then resume with train.resume=auto."
+    )
+
+
+class AppendFile:
+    """A file that grows by whole pieces: a piece that cannot be written in full leaves nothing behind.
+
+    Each `write` goes to the operating system before it returns, so another process sees it at once; with
+    ``sync=True`` it also survives a power cut.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        self.path = path
+        with disk_errors(path):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0)
+            self._descriptor: int | None = os.open(path, flags, 0o644)
+
+    def write(self, data: bytes, *, sync: bool = False) -> None:
+        """Append `data`. Raises `DiskFullError`, with the file as it was before."""
+        assert self._descriptor is not None, f"{self.path} is closed"
+        before = os.fstat(self._descriptor).st_size
+        with disk_errors(self.path):
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+                if sync:
+                    os.fsync(self._descriptor)
+            except OSError:
+                os.ftruncate(self._descriptor, before)
+                raise
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` in one stroke: a reader, or a crash, sees the old file or the new one."""
+    part = path.with_name(path.name + ".part")
+    try:
+        file = AppendFile(part, fresh=True)
+        try:
+            file.write(data, sync=True)
+        finally:
+            file.close()
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def drop_torn_line(path: Path) -> bytes:
+    """Cut what follows the last newline of `path` (a line that a crash cut short); returns what was cut."""
+    if not path.exists():
+        return b""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+    return data[whole:]
+
+
+def json_line(record: dict[str, Any]) -> bytes:
+    """`record` as one line of strict JSON. Floats keep every bit.
+
+    JSON has no NaN and no infinities, and null would not say which of the three it was. They are written as
+    the strings "NaN", "Infinity" and "-Infinity" (protobuf's JSON mapping does the same): every JSON parser
+    reads the line, and ``float(...)`` in Python or ``Number(...)`` in JavaScript gives the number back.
+    numpy's scalars and arrays become numbers and lists; what JSON does not know is written as its ``str``.
+    """
+    text = json.dumps(strict(record), ensure_ascii=False, allow_nan=False, default=str)
+    return text.encode("utf-8", "backslashreplace") + b"\n"  # a lone surrogate becomes its JSON escape
+
+
+def strict(value: Any) -> Any:
+    """`value` with nothing in it that strict JSON lacks; see `json_line`."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    if isinstance(value, dict):
+        return {str(name): strict(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    return value
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """(records, bad): the JSON objects of `path`, one a line, and how many lines were none. No file: none."""
+    records: list[dict[str, Any]] = []
+    bad = 0
+    if not path.exists():
+        return records, bad
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict):
+                records.append(record)
+            elif line.strip():
+                bad += 1
+    return records, bad

@@ -1,0 +1,246 @@
+"""RunLog: the one object through which the controller speaks to people."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megarl.config import Recipe, to_yaml
+from megarl.observe.console import Console, make_console
+from megarl.observe.files import AppendFile, drop_torn_line, json_line, strict, write_whole
+from megarl.observe.metrics import MetricsLog, read_metrics
+from megarl.observe.report import write_report
+from megarl.observe.run_dir import RunDirectory
+from megarl.observe.samples import discard_samples_after, write_samples
+from megarl.observe.sinks import make_sinks
+from megarl.observe.trace import Trace
+
+_open_phases: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("open_phases", default=())
+
+
+class RunLog:
+    """Metrics, trace, samples, notices and console of one session of a run.
+
+    Use as a context manager: an exception closes it as "failed", with the terminal and the files in order. ::
+
+        with RunLog(recipe, run_dir, first_step=1, total_steps=100) as log:
+            for step in range(1, 101):
+                with log.phase("gen"):
+                    ...
+                log.add({"critic/rewards/mean": 0.5})
+                log.step(step)
+
+    Everything added belongs to the step that comes next. Opening it locks the directory (ValueError where
+    another run holds it) and takes back what an earlier session wrote after ``first_step - 1``.
+    """
+
+    def __init__(self, recipe: Recipe, run_dir: RunDirectory | Path, first_step: int, total_steps: int) -> None:
+        self.run_dir = run_dir if isinstance(run_dir, RunDirectory) else RunDirectory(run_dir)
+        self.next_step = first_step
+        self._recipe, self._total_steps = recipe, total_steps
+        self._guard = threading.RLock()
+        self._pending: dict[str, Any] = {}
+        self._non_finite: set[str] = set()
+        self._closed = False
+        self._parts = contextlib.ExitStack()  # what must be undone should a later part fail to start
+        with self._parts:
+            self._open(first_step)
+            self._parts = self._parts.pop_all()
+        self._clock = time.perf_counter()
+
+    def _open(self, first_step: int) -> None:
+        unlockable = self.run_dir.lock()
+        self._parts.callback(self.run_dir.unlock)
+        self.run_dir.write_recipe(to_yaml(self._recipe))
+        drop_torn_line(self.run_dir.notices)
+        self._notices = AppendFile(self.run_dir.notices)
+        self._parts.callback(self._notices.close)
+        sinks = make_sinks(self._recipe, self.run_dir, first_step, self.warn)
+        self._metrics = MetricsLog(self.run_dir, sinks)
+        discarded = self._metrics.truncate_after(first_step - 1)
+        discard_samples_after(self.run_dir, first_step - 1)
+        self.trace = Trace(self.run_dir.trace)
+        self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps)
+        self._parts.callback(self._console.close)
+        self._sessions = _read_sessions(self.run_dir.summary)
+        self._sessions.append({"first_step": first_step, "began": time.time(), "status": "running"})
+        self._write_summary("running", None)
+        if unlockable:
+            self.warn(unlockable)
+        if self._metrics.torn:
+            self.notice(f"{self.run_dir.metrics} ended in half a line, from a crash; it was dropped.")
+        if discarded:
+            self.notice(f"{discarded} later steps of an earlier session moved to {self.run_dir.discarded_metrics}.")
+        if self._metrics.last_step is not None and self._metrics.last_step < first_step - 1:
+            self.warn(
+                f"metrics.jsonl goes to step {self._metrics.last_step}, the checkpoint to step {first_step - 1}: the "
+                "earlier session ended before it could write the metrics in between. They are missing for good."
+            )
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as ``timing_s/<name>`` of the coming step. Phases nest and repeat; times add up."""
+        outer = _open_phases.get()
+        assert name not in outer, f"phase {name!r} inside itself would be counted twice"
+        token = _open_phases.set((*outer, name))
+        self._console.phase(name)
+        began, clock = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - clock
+            _open_phases.reset(token)
+            self._console.phase(outer[-1] if outer else None)
+            with self._guard:
+                key, step = f"timing_s/{name}", self.next_step
+                self._pending[key] = self._pending.get(key, 0.0) + seconds
+            inside = {"inside": outer[-1]} if outer else {}
+            thread = threading.current_thread().name
+            self.trace.add(name, "controller", thread, began, seconds, step=step, **inside)
+
+    def call(self, name: str, process: str, thread: str, began: float, seconds: float, **args: Any) -> None:
+        """A worker's or engine's call, for the trace alone: `began` in seconds since the epoch."""
+        self.trace.add(name, process, thread, began, seconds, **args)
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Metrics of the coming step. A key that is already there is replaced."""
+        with self._guard:
+            self._pending.update(metrics)
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Results of an evaluation after `step` (0: before the first), as ``eval/<name>`` of that step's line.
+
+        `step` is the coming step, or one that is done. For a step without a line (0) the line is written
+        now, with the times that have been added so far.
+        """
+        assert step <= self.next_step, f"evaluation of step {step}, but step {self.next_step} is still to come"
+        named = {name if name.startswith("eval/") else f"eval/{name}": value for name, value in metrics.items()}
+        if step == self.next_step:
+            self.add(named)
+        elif step == self._metrics.last_step:
+            self._metrics.merge(step, named)
+        else:
+            with self._guard:
+                times = {name: self._pending.pop(name) for name in list(self._pending) if name.startswith("timing_s/")}
+            self._write_line(step, {**named, **times})
+
+    def samples(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Write samples of `step` (see `SampleRecord`), up to ``observe.samples_per_step``; the metrics say of how many."""
+        if self._recipe.observe.samples_per_step:
+            written = write_samples(self.run_dir, step, records, self._recipe.observe.samples_per_step)
+            self.add({"samples/written": written, "samples/total": len(records)})
+
+    def step(self, step: int) -> None:
+        """`step` is done: its line is written and synced, with ``timing_s/step`` since the last one."""
+        assert step == self.next_step, f"step {step} is not the coming one, {self.next_step}"
+        with self._guard:
+            metrics, self._pending = self._pending, {}
+            self.next_step = step + 1
+        self._write_line(step, metrics)
+
+    def notice(self, text: str) -> None:
+        """Tell the user something; kept in notices.jsonl and in the report."""
+        self._say(text, "notice")
+
+    def warn(self, text: str) -> None:
+        """Tell the user that something needs a look; kept like a notice."""
+        self._say(text, "warning")
+
+    def close(self, status: str, error: str | None = None) -> None:
+        """End the session as "finished", "failed" or "stopped". Later calls do nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        with self._parts:  # terminal, notices and lock are released even where one of these fails
+            self._metrics.close(status)
+            self.trace.close()
+            self._sessions[-1].update(status=status, ended=time.time())
+            self._write_summary(status, error)
+            if self._recipe.observe.report:
+                self._write_report()
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self.close("finished")
+        elif isinstance(error, KeyboardInterrupt):
+            self.close("stopped", "interrupted from the keyboard")
+        else:
+            self.close("failed", f"{type(error).__name__}: {error}")
+
+    def _write_line(self, step: int, metrics: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        metrics = {**metrics, "timing_s/step": now - self._clock}
+        self._clock = now
+        self._metrics.write(step, metrics)
+        self._warn_of_non_finite(step, metrics)
+        self._console.step(step, metrics)
+
+    def _warn_of_non_finite(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A NaN is easily overlooked in a curve: the first of each metric is said aloud."""
+        for name, value in metrics.items():
+            if not math.isfinite(value) and name not in self._non_finite:
+                self._non_finite.add(name)
+                self.warn(f"{name} is {float(value)} at step {step} (said once for each metric).")
+
+    def _say(self, text: str, level: str) -> None:
+        line = json_line({"time": time.time(), "step": self.next_step, "level": level, "text": text})
+        with self._guard:
+            self._notices.write(line)
+            self._console.notice(text, level == "warning")
+
+    def _write_report(self) -> None:
+        """The report is worth having, but no reason to call a run failed whose results are safe."""
+        try:
+            write_report(self.run_dir.path)
+        except Exception as error:  # noqa: BLE001 - see above; said aloud, with the way to try again
+            self.warn(
+                f"report.html could not be written ({type(error).__name__}: {error}). "
+                f"Try again with: python -m megarl report {self.run_dir.path}"
+            )
+
+    def _write_summary(self, status: str, error: str | None) -> None:
+        lines = read_metrics(self.run_dir.metrics)
+        summary = {
+            "name": self._recipe.name,
+            "model": self._recipe.model.path,
+            "status": status,
+            "error": error,
+            "steps": int(lines[-1]["step"]) if lines else 0,
+            "total_steps": self._total_steps,
+            "seconds": sum(line.get("timing_s/step", 0.0) for line in lines),
+            "evaluation": _before_and_after(lines),
+            "sessions": self._sessions,
+        }
+        write_whole(self.run_dir.summary, json.dumps(strict(summary), indent=1).encode())
+
+
+def _before_and_after(lines: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The first and the last evaluation: ``{"first": {"step": 0, "eval/pass@1": 0.1}, "last": {...}}``."""
+    evaluations = [
+        {name: value for name, value in line.items() if name == "step" or name.startswith("eval/")}
+        for line in lines
+        if any(name.startswith("eval/") for name in line)
+    ]
+    return {"first": evaluations[0], "last": evaluations[-1]} if evaluations else {}
+
+
+def _read_sessions(summary: Path) -> list[dict[str, Any]]:
+    """Sessions of this run so far; one that never said how it ended was killed."""
+    if not summary.exists():
+        return []
+    sessions = json.loads(summary.read_text())["sessions"]
+    for session in sessions:
+        if session["status"] == "running":
+            session["status"] = "killed"
+    return sessions

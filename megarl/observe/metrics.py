@@ -1,0 +1,118 @@
+"""metrics.jsonl: one line a step, flat keys, written so that a crash costs at most the step it hits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.observe.files import AppendFile, drop_torn_line, json_line, write_whole
+from megarl.observe.run_dir import RunDirectory
+from megarl.observe.sinks import Sink
+
+_NON_FINITE = {"NaN", "Infinity", "-Infinity"}
+
+
+def plain_number(name: str, value: Any) -> float | int:
+    """`value` as a Python number: numpy scalars and tensors of one element are taken apart, bools become 0 or 1."""
+    if hasattr(value, "item"):
+        value = value.item()
+    assert isinstance(value, (int, float)), f"metric {name!r} is no number: {value!r}"
+    return int(value) if isinstance(value, bool) else value
+
+
+class MetricsLog:
+    """Writes metrics.jsonl and hands every line on to the sinks.
+
+    Opening it repairs the file: a last line that a crash cut short is dropped (`torn` holds it).
+    Steps rise from line to line; a step has one line.
+    """
+
+    def __init__(self, run_dir: RunDirectory, sinks: Sequence[Sink] = ()) -> None:
+        self._run_dir = run_dir
+        self._sinks = list(sinks)
+        self.torn = drop_torn_line(run_dir.metrics)
+        lines = read_metrics(run_dir.metrics)
+        self.last_step: int | None = int(lines[-1]["step"]) if lines else None
+        self._file = AppendFile(run_dir.metrics)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write the line of `step`, synced to the disk before this returns; then the sinks have it."""
+        assert "step" not in metrics, "the step is its own column"
+        assert self.last_step is None or step > self.last_step, f"step {step} after step {self.last_step}"
+        numbers = {name: plain_number(name, value) for name, value in metrics.items()}
+        self._file.write(json_line({"step": step, **numbers}), sync=True)
+        self.last_step = step
+        for sink in self._sinks:
+            sink.write(step, numbers)
+
+    def merge(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Add keys to the last line, which is that of `step`. The line is replaced in one stroke."""
+        assert step == self.last_step, f"step {step} is not the last one ({self.last_step})"
+        numbers = {name: plain_number(name, value) for name, value in metrics.items()}
+        lines = self._run_dir.metrics.read_bytes().splitlines(keepends=True)
+        last = read_metrics(self._run_dir.metrics)[-1]
+        self._rewrite([*lines[:-1], json_line({**last, **numbers})])
+        for sink in self._sinks:
+            sink.write(step, numbers)
+
+    def truncate_after(self, step: int) -> int:
+        """For a resume after `step`: later lines move to metrics.discarded.jsonl. Returns how many."""
+        kept: list[bytes] = []
+        dropped: list[bytes] = []
+        for line in self._run_dir.metrics.read_bytes().splitlines(keepends=True):
+            (kept if _step_of(line) <= step else dropped).append(line)
+        if dropped:
+            discarded = AppendFile(self._run_dir.discarded_metrics)
+            try:  # first to their new place, then out of the old one: a crash in between doubles, never loses
+                discarded.write(b"".join(dropped), sync=True)
+            finally:
+                discarded.close()
+            self._rewrite(kept)
+        self.last_step = _step_of(kept[-1]) if kept else None
+        return len(dropped)
+
+    def close(self, status: str) -> None:
+        """Close the file, and the sinks with the run's `status`."""
+        self._file.close()
+        for sink in self._sinks:
+            sink.close(status)
+
+    def _rewrite(self, lines: list[bytes]) -> None:
+        self._file.close()
+        write_whole(self._run_dir.metrics, b"".join(lines))
+        self._file = AppendFile(self._run_dir.metrics)
+
+
+def _step_of(line: bytes) -> int:
+    return int(json.loads(line)["step"])
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """The lines of a metrics.jsonl, oldest first, NaN and infinities as numbers again. No file: no lines.
+
+    A torn last line (of a run that is writing, or crashed) is left out. Raises ValueError on any other
+    line that is not a metrics line, with its number.
+    """
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    metrics = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            record["step"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number} is no line of metrics ({error}): {line[:80]!r}") from error
+        metrics.append(numbers_again(record))
+    return metrics
+
+
+def numbers_again(record: Mapping[str, Any]) -> dict[str, float]:
+    """A line as read from JSON, with its NaN and infinities as numbers again; see `json_line`."""
+    return {
+        name: float(value) if isinstance(value, str) and value in _NON_FINITE else value
+        for name, value in record.items()
+    }

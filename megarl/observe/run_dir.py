@@ -1,0 +1,140 @@
+"""The directory of a run: what lies where, and whose it is."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from megarl.observe.files import disk_errors, write_whole
+
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+class RunDirectory:
+    """The files of one run.
+
+    ::
+
+        recipe.resolved.yaml     every setting, as the run has it
+        metrics.jsonl            a line a step, flat keys (metrics.discarded.jsonl: what a resume took back)
+        notices.jsonl            notices and warnings, with their times and steps
+        samples/                 step_000123.jsonl: what was generated, with rewards
+        tensorboard/             event files
+        trace.json               a timeline for Perfetto or chrome://tracing
+        checkpoints/
+        report.html  summary.json
+        run.lock                 held while a run lives
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.recipe = self.path / "recipe.resolved.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.discarded_metrics = self.path / "metrics.discarded.jsonl"
+        self.notices = self.path / "notices.jsonl"
+        self.samples = self.path / "samples"
+        self.tensorboard = self.path / "tensorboard"
+        self.trace = self.path / "trace.json"
+        self.checkpoints = self.path / "checkpoints"
+        self.report = self.path / "report.html"
+        self.summary = self.path / "summary.json"
+        self.tracker_ids = self.path / "trackers.json"
+        self._lock_path = self.path / "run.lock"
+        self._lock: int | None = None
+
+    def holds_a_run(self) -> bool:
+        """Whether a run has left anything here that a fresh one would mix with."""
+        if self.metrics.exists() and self.metrics.stat().st_size > 0:
+            return True
+        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+
+    def is_a_run(self) -> bool:
+        """Whether this is the directory of a run at all, even of one that has not finished a step."""
+        return any(path.exists() for path in (self.recipe, self.metrics, self.summary))
+
+    def lock(self) -> str | None:
+        """Make the directory (if need be) and hold it until `unlock` or the end of this process.
+
+        Returns None, or a warning where the file system has no locks. Raises ValueError at once where
+        another live run holds it, naming that run's process.
+        """
+        if self._lock is not None:
+            return None
+        with disk_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ValueError(self._held_text()) from None
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in _NO_LOCKS:
+                raise
+            return (
+                f"{self.path} is on a file system without file locks ({error.strerror}): nothing stops a second run "
+                "from writing into this directory at the same time. See to it that none does."
+            )
+        self._lock = descriptor
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with disk_errors(self._lock_path):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        return None
+
+    def unlock(self) -> None:
+        """Let go of the directory. The lock file stays: deleting it would race with a run that opens it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def holder(self) -> dict[str, Any] | None:
+        """Who holds the directory now: ``{pid, host, since}`` (empty where unknown), or None."""
+        if not self._lock_path.exists():
+            return None
+        descriptor = os.open(self._lock_path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return self._read_holder()
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        finally:
+            os.close(descriptor)
+        return None
+
+    def write_recipe(self, text: str) -> None:
+        """Write the resolved recipe. An older one that differs is kept beside it as recipe.resolved.<n>.yaml."""
+        data = text.encode()
+        if self.recipe.exists():
+            old = self.recipe.read_bytes()
+            if old == data:
+                return
+            number = 1
+            while (kept := self.path / f"recipe.resolved.{number}.yaml").exists():
+                number += 1
+            write_whole(kept, old)
+        write_whole(self.recipe, data)
+
+    def _held_text(self) -> str:
+        holder = self._read_holder()
+        who = f"process {holder.get('pid', '?')} on {holder.get('host', '?')}, since {holder.get('since', '?')}"
+        return (
+            f"{self.path} is in use by another run ({who}). Wait for it or stop it, "
+            "or give this run a name of its own (name=...)."
+        )
+
+    def _read_holder(self) -> dict[str, Any]:
+        try:
+            holder = json.loads(self._lock_path.read_text())
+        except ValueError:  # the other process has the lock, but has not written its name yet
+            return {}
+        return holder if isinstance(holder, dict) else {}

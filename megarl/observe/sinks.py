@@ -1,0 +1,203 @@
+"""Where metrics go beside metrics.jsonl: TensorBoard, wandb, SwanLab, MLflow.
+
+TensorBoard's events are files of the run and are held to the same standard as the others. The trackers
+speak to servers that may be away: one that fails in mid-run warns once and is left out from then on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, Protocol
+
+from megarl.config.schema import Recipe
+from megarl.observe.files import disk_errors, write_whole
+from megarl.observe.run_dir import RunDirectory
+
+
+class Sink(Protocol):
+    """Takes the metrics of each step, in order. A step may come twice, with other keys (a late evaluation)."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self, status: str) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files under tensorboard/, one a session.
+
+    Written with the `tensorboard` package's own records, not through torch, and flushed at every step. Values
+    are float32, as TensorBoard has them; metrics.jsonl keeps all bits. ``first_step`` lets TensorBoard hide
+    what an earlier session wrote at or after it: the steps that a resume does again.
+    """
+
+    def __init__(self, run_dir: RunDirectory, first_step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{first_step}"
+        self._path = run_dir.tensorboard / name
+        with disk_errors(self._path):
+            run_dir.tensorboard.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("wb", buffering=0)
+        self._writer = RecordWriter(self._file)
+        self._record(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._record(event_pb2.Event(wall_time=time.time(), step=first_step, session_log=start))
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._record(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
+
+    def close(self, status: str) -> None:
+        self._file.close()
+
+    def _record(self, event: Any) -> None:
+        with disk_errors(self._path):
+            self._writer.write(event.SerializeToString())
+
+
+class WandbSink:
+    """Weights & Biases. A resumed run continues under its id, kept in trackers.json."""
+
+    def __init__(self, recipe: Recipe, run_dir: RunDirectory) -> None:
+        wandb = _tracker_package("wandb")
+        self._run = wandb.init(
+            project=recipe.observe.project,
+            name=recipe.name,
+            dir=str(run_dir.path),
+            config=dataclasses.asdict(recipe),
+            id=_tracker_id(run_dir, "wandb"),
+            resume="allow",
+        )
+        # wandb's own step may never go back, which a resume does: ours is a column, and every chart's x axis.
+        self._run.define_metric("*", step_metric="step")
+        _keep_tracker_id(run_dir, "wandb", self._run.id)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+class SwanlabSink:
+    """SwanLab. A resumed run continues under its id, kept in trackers.json."""
+
+    def __init__(self, recipe: Recipe, run_dir: RunDirectory) -> None:
+        self._swanlab = _tracker_package("swanlab")
+        known = _tracker_id(run_dir, "swanlab")
+        run = self._swanlab.init(
+            project=recipe.observe.project,
+            experiment_name=recipe.name,
+            logdir=str(run_dir.path / "swanlab"),
+            config=dataclasses.asdict(recipe),
+            **({"id": known, "resume": "allow"} if known else {}),
+        )
+        _keep_tracker_id(run_dir, "swanlab", run.id)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._swanlab.log(dict(metrics), step=step)
+
+    def close(self, status: str) -> None:
+        if status == "finished":
+            self._swanlab.finish()
+        else:
+            self._swanlab.finish(state="crashed", error=status)
+
+
+class MlflowSink:
+    """MLflow; its server is MLFLOW_TRACKING_URI. A resumed run continues under its id, kept in trackers.json."""
+
+    def __init__(self, recipe: Recipe, run_dir: RunDirectory) -> None:
+        self._mlflow = _tracker_package("mlflow")
+        self._mlflow.set_experiment(recipe.observe.project)
+        known = _tracker_id(run_dir, "mlflow")
+        run = self._mlflow.start_run(run_id=known) if known else self._mlflow.start_run(run_name=recipe.name)
+        _keep_tracker_id(run_dir, "mlflow", run.info.run_id)
+        self._mlflow.log_dict(dataclasses.asdict(recipe), "recipe.resolved.json")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        # MLflow refuses "@" in names
+        self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+
+    def close(self, status: str) -> None:
+        self._mlflow.end_run(status="FINISHED" if status == "finished" else "FAILED")
+
+
+class Guarded:
+    """A tracker that cannot end the run: its first failure is a warning, and it is left out from then on."""
+
+    def __init__(self, name: str, sink: Sink, warn: Callable[[str], None]) -> None:
+        self._name, self._sink, self._warn = name, sink, warn
+        self._failed = False
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._attempt(lambda: self._sink.write(step, metrics), f"at step {step}")
+
+    def close(self, status: str) -> None:
+        self._attempt(lambda: self._sink.close(status), "when closing")
+
+    def _attempt(self, call: Callable[[], None], when: str) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - a foreign package's network client may raise anything
+            self._failed = True
+            self._warn(
+                f"{self._name} failed {when} and gets no more metrics in this session "
+                f"({type(error).__name__}: {error}). metrics.jsonl has them all."
+            )
+
+
+TRACKERS: dict[str, Callable[[Recipe, RunDirectory], Sink]] = {
+    "wandb": WandbSink,
+    "swanlab": SwanlabSink,
+    "mlflow": MlflowSink,
+}
+
+
+def make_sinks(recipe: Recipe, run_dir: RunDirectory, first_step: int, warn: Callable[[str], None]) -> list[Sink]:
+    """The sinks that ``recipe.observe`` asks for.
+
+    Raises ValueError for an unknown tracker or one whose package is not installed. A tracker that cannot
+    start (no login, no server) raises its own error: a run that would not be tracked as asked does not begin.
+    """
+    unknown = [name for name in recipe.observe.trackers if name not in TRACKERS]
+    if unknown:
+        raise ValueError(f"observe.trackers: {unknown[0]!r} is not known. Choose from {', '.join(TRACKERS)}.")
+    sinks: list[Sink] = [TensorBoardSink(run_dir, first_step)] if recipe.observe.tensorboard else []
+    sinks += [Guarded(name, TRACKERS[name](recipe, run_dir), warn) for name in recipe.observe.trackers]
+    return sinks
+
+
+def _tracker_package(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:  # installed, but broken: its own error says more
+            raise
+        raise ValueError(
+            f"observe.trackers asks for {name}, which is not installed. "
+            f"Install it (pip install {name}) or take it out of observe.trackers."
+        ) from error
+
+
+def _tracker_id(run_dir: RunDirectory, tracker: str) -> str | None:
+    """The id under which `tracker` knows this run, from an earlier session."""
+    if not run_dir.tracker_ids.exists():
+        return None
+    return json.loads(run_dir.tracker_ids.read_text()).get(tracker)
+
+
+def _keep_tracker_id(run_dir: RunDirectory, tracker: str, run_id: str) -> None:
+    ids = json.loads(run_dir.tracker_ids.read_text()) if run_dir.tracker_ids.exists() else {}
+    write_whole(run_dir.tracker_ids, json.dumps({**ids, tracker: run_id}).encode())

@@ -1,0 +1,140 @@
+"""trace.json: spans of phases and calls, for https://ui.perfetto.dev or chrome://tracing.
+
+The format is Chrome's "JSON array": one event a line, each followed by a comma. Its readers accept a file
+whose closing bracket is missing, so a run that is alive or was killed can be looked at too; a closed file
+is valid JSON. A resumed run goes on in the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.observe.files import AppendFile, json_line
+
+_TAIL = 4 << 20  # bytes read back for the report's timeline
+
+
+class Trace:
+    """Appends complete spans. A track is a (process, thread) pair of names; ids are given as they come.
+
+    Times are seconds since the epoch (``time.time()``); the file has microseconds.
+    """
+
+    def __init__(self, path: Path) -> None:
+        continued = _prepare_to_append(path)
+        self._tracks = _known_tracks(path) if continued else {}
+        self._guard = threading.Lock()
+        self._file = AppendFile(path)
+        if not continued:
+            self._file.write(b"[\n")
+
+    def add(self, name: str, process: str, thread: str, began: float, seconds: float, **args: Any) -> None:
+        """One finished span: `name` ran on `process` / `thread` from `began` for `seconds`."""
+        with self._guard:
+            pid, tid = self._track(process, thread)
+            span = {"name": name, "ph": "X", "ts": round(began * 1e6, 1), "dur": round(seconds * 1e6, 1)}
+            self._event({**span, "pid": pid, "tid": tid, "args": args})
+
+    @contextlib.contextmanager
+    def span(self, name: str, process: str, thread: str, **args: Any) -> Iterator[None]:
+        """A span around a block, written when the block ends, however it ends."""
+        began, clock = time.time(), time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, process, thread, began, time.perf_counter() - clock, **args)
+
+    def close(self) -> None:
+        """Finish the file: from here it is valid JSON as a whole."""
+        with self._guard:
+            end = {"name": "closed", "ph": "i", "s": "g", "ts": round(time.time() * 1e6, 1), "pid": 0, "tid": 0}
+            self._file.write(json_line(end) + b"]\n")
+            self._file.close()
+
+    def _track(self, process: str, thread: str) -> tuple[int, int]:
+        if (process, thread) not in self._tracks:
+            processes = {known: ids[0] for (known, _), ids in self._tracks.items()}
+            if process not in processes:
+                processes[process] = len(processes) + 1
+                self._event(_naming("process_name", process, processes[process], 0))
+            tid = len(self._tracks) + 1
+            self._event(_naming("thread_name", thread, processes[process], tid))
+            self._tracks[process, thread] = (processes[process], tid)
+        return self._tracks[process, thread]
+
+    def _event(self, event: dict[str, Any]) -> None:
+        self._file.write(json_line(event)[:-1] + b",\n")
+
+
+def _naming(kind: str, name: str, pid: int, tid: int) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _prepare_to_append(path: Path) -> bool:
+    """Make an earlier session's file ready for more events; False where there is none to continue."""
+    if not path.exists() or path.stat().st_size < 2:
+        path.unlink(missing_ok=True)
+        return False
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - 65536)
+        file.seek(start)
+        tail = file.read()
+        if tail.endswith(b"\n]\n"):  # closed: the last event lacks its comma
+            file.truncate(size - len(b"\n]\n"))
+            file.seek(0, os.SEEK_END)
+            file.write(b",\n")
+        else:  # killed: drop a line that was cut short
+            file.truncate(start + tail.rfind(b"\n") + 1)
+    return True
+
+
+def read_trace_tail(path: Path) -> list[dict[str, Any]]:
+    """The last spans of a trace, oldest first: dicts as written, with ``process`` and ``thread`` names.
+
+    Reads at most the last 4 MiB; lines that are cut short are passed over. No file: no spans.
+    """
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        names = _track_names(path)
+        file.seek(max(0, size - _TAIL))
+        lines = file.read().split(b"\n")
+    events = [event for line in lines if (event := _parse(line)) is not None]
+    spans = [event for event in events if event.get("ph") == "X"]
+    for span in spans:
+        span["process"] = names.get((span["pid"], 0), str(span["pid"]))
+        span["thread"] = names.get((span["pid"], span["tid"]), str(span["tid"]))
+    return spans
+
+
+def _known_tracks(path: Path) -> dict[tuple[str, str], tuple[int, int]]:
+    """The tracks an earlier session named, so that this one gives no id twice."""
+    names = _track_names(path)
+    return {(names[pid, 0], thread): (pid, tid) for (pid, tid), thread in names.items() if tid != 0}
+
+
+def _track_names(path: Path) -> dict[tuple[int, int], str]:
+    """Names by (pid, tid); a process has tid 0."""
+    names = {}
+    with path.open("rb") as file:
+        for line in file:
+            if b'"ph": "M"' in line and (event := _parse(line)) is not None:
+                names[event["pid"], event["tid"]] = event["args"]["name"]
+    return names
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line.rstrip(b",\r\n "))
+    except ValueError:  # the file's brackets, or a line cut short by the window or by a crash
+        return None
+    return event if isinstance(event, dict) else None
