@@ -1,0 +1,71 @@
+"""AdamW with the state layout that Megatron's distributed optimizer expects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+class Adam(torch.optim.Optimizer):
+    """AdamW whose `step` stands in the parameter group; `exp_avg` and `exp_avg_sq` stand per parameter.
+
+    That is the layout of apex's and Transformer Engine's fused Adam, which Megatron's checkpoints of a
+    distributed optimizer assume: they cannot be written with the per-parameter `step` tensors of
+    torch.optim.AdamW. `adam_w_mode=False` adds the decay to the gradient instead (L2 regularisation).
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """One update of every parameter that has a gradient."""
+        assert closure is None, "Megatron computes gradients before the step"
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            params = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
+            if params:
+                self._update(group, params)
+
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        beta1, beta2 = group["betas"]
+        lr, decay, step = group["lr"], group["weight_decay"], group["step"]
+        grads = [p.grad for p in params]
+        means = [self.state[p]["exp_avg"] for p in params]
+        squares = [self.state[p]["exp_avg_sq"] for p in params]
+        if decay and self.adam_w_mode:
+            torch._foreach_mul_(params, 1 - lr * decay)
+        elif decay:
+            grads = torch._foreach_add(grads, params, alpha=decay)
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_div_(denominators, correction2**0.5)
+        torch._foreach_add_(denominators, group["eps"])
+        torch._foreach_addcdiv_(params, means, denominators, -lr / correction1)

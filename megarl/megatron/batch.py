@@ -1,0 +1,114 @@
+"""A micro batch, and its packing into one stream that Megatron computes at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass
+class MicroBatch:
+    """Sequences one after the other, and what is known of each token.
+
+    Index t of every vector describes token t (the index law). Example: two sequences of 3 and 2 tokens:
+    ``MicroBatch(tokens=tensor([5, 8, 2, 7, 2]), lengths=[3, 2], vectors={"advantages": tensor([...])})``.
+    """
+
+    tokens: torch.Tensor  # int64 [T]
+    lengths: list[int]  # of the sequences; they sum to T
+    vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # each [T]
+
+    def __post_init__(self) -> None:
+        assert sum(self.lengths) == len(self.tokens), (self.lengths, len(self.tokens))
+        for name, vector in self.vectors.items():
+            assert len(vector) == len(self.tokens), (name, len(vector), len(self.tokens))
+
+
+@dataclass(frozen=True)
+class PackedStream:
+    """A micro batch as the model reads it on one context-parallel rank.
+
+    The stream is the sequences, each padded to `padded_lengths`. Under context parallel a rank holds of
+    each sequence, cut into 2n chunks, chunks r and 2n-1-r: the causal work is the same on all ranks.
+    `sources` and `targets` pair each logit row (over all ranks, in their order) with the token it predicts.
+    """
+
+    tokens: torch.Tensor  # int64 [share]: this rank's part of the stream
+    positions: torch.Tensor  # int64 [share]: position within the sequence
+    labels: torch.Tensor  # int64 [share]: the token that follows; 0 where none does
+    cu_seqlens: torch.Tensor  # int32 [sequences + 1]: offsets of the padded sequences in the whole stream
+    longest: int  # padded length of the longest sequence
+    sources: torch.Tensor  # int64 [T - sequences]
+    targets: torch.Tensor  # int64 [T - sequences]: index into the micro batch
+    total: int  # T
+
+    @property
+    def share(self) -> int:
+        return len(self.tokens)
+
+
+def padded_lengths(lengths: list[int], *, context_parallel: int, sequence_parallel: int) -> list[int]:
+    """Each sequence's length in the stream: as it is, but for what cutting it over ranks needs.
+
+    Context parallel cuts each sequence into 2 x ranks chunks. Sequence parallel cuts a rank's part of the
+    stream into `sequence_parallel` pieces: the last sequence takes that padding.
+    """
+    unit = 2 * context_parallel if context_parallel > 1 else 1
+    padded = [math.ceil(length / unit) * unit for length in lengths]
+    whole = math.lcm(unit, context_parallel * sequence_parallel)
+    padded[-1] += -sum(padded) % whole
+    return padded
+
+
+def pack(
+    batch: MicroBatch, *, context_parallel: int, context_rank: int, sequence_parallel: int, device: torch.device
+) -> PackedStream:
+    """Lay `batch` out for one context-parallel rank. `sequence_parallel` is TP's size where SP is on, else 1."""
+    lengths = torch.tensor(batch.lengths)
+    padded = torch.tensor(
+        padded_lengths(batch.lengths, context_parallel=context_parallel, sequence_parallel=sequence_parallel)
+    )
+    cu_seqlens = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
+    size, total = int(cu_seqlens[-1]), len(batch.tokens)
+
+    # Where each of the micro batch's tokens stands in the stream, and in its sequence.
+    starts = lengths.cumsum(0) - lengths
+    within = torch.arange(total) - starts.repeat_interleave(lengths)
+    places = cu_seqlens[:-1].repeat_interleave(lengths) + within
+    stream = torch.zeros(size, dtype=torch.int64)
+    stream[places] = batch.tokens.cpu()
+    positions = torch.arange(size) - cu_seqlens[:-1].repeat_interleave(padded)
+
+    targets = torch.nonzero(within > 0).squeeze(1)  # every token but the first of a sequence is predicted
+    sources = places[targets] - 1  # by the logits one place before it
+    labels = torch.zeros(size, dtype=torch.int64)
+    labels[sources] = stream[sources + 1]
+
+    if context_parallel > 1:
+        cuts = [_share(padded, cu_seqlens, context_parallel, rank) for rank in range(context_parallel)]
+        gathered = torch.empty(size, dtype=torch.int64)
+        gathered[torch.cat(cuts)] = torch.arange(size)
+        sources = gathered[sources]
+        stream, positions, labels = (x[cuts[context_rank]] for x in (stream, positions, labels))
+    return PackedStream(
+        tokens=stream.to(device),
+        positions=positions.to(device),
+        labels=labels.to(device),
+        cu_seqlens=cu_seqlens.to(device, torch.int32),
+        longest=int(padded.max()),
+        sources=sources.to(device),
+        targets=targets.to(device),
+        total=total,
+    )
+
+
+def _share(padded: torch.Tensor, cu_seqlens: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+    """Places in the stream that `rank` holds, in its own order."""
+    pieces = []
+    for start, length in zip(cu_seqlens[:-1].tolist(), padded.tolist(), strict=True):
+        chunk = length // (2 * ranks)
+        for number in (rank, 2 * ranks - 1 - rank):
+            pieces.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+    return torch.cat(pieces)

@@ -1,0 +1,128 @@
+"""Whether a model and a number of processes divide as a recipe's `megatron` section asks. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config.schema import MegatronConfig
+
+
+def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size: int) -> None:
+    """Refuse a layout that does not divide.
+
+    `hf_config` is the model's config.json; `world_size` counts trainer processes. Raises ValueError with
+    the arithmetic and the recipe's key.
+    """
+    data_parallel = _check_world(megatron, world_size)
+    _check_heads(hf_config, megatron)
+    _check_pipeline(hf_config, megatron)
+    _check_experts(hf_config, megatron, data_parallel)
+
+
+def number_of_experts(hf_config: dict[str, Any]) -> int:
+    """Routed experts of a layer; 0 for a dense model."""
+    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
+        if hf_config.get(name):
+            return int(hf_config[name])
+    return 0
+
+
+def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
+    """Unset means: on when tensor parallel cuts anything."""
+    if megatron.sequence_parallel is None:
+        return megatron.tensor_parallel > 1
+    return megatron.sequence_parallel and megatron.tensor_parallel > 1
+
+
+def vocab_divisor(hf_config: dict[str, Any], megatron: MegatronConfig) -> int | None:
+    """What the vocabulary must be padded to a multiple of; None where it divides as it is."""
+    return None if hf_config["vocab_size"] % megatron.tensor_parallel == 0 else megatron.tensor_parallel
+
+
+def _check_world(megatron: MegatronConfig, world_size: int) -> int:
+    """Returns the data-parallel size."""
+    tp, pp, cp = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.context_parallel
+    if world_size % (tp * pp * cp):
+        raise ValueError(
+            f"{world_size} trainer processes cannot be laid out as tensor x pipeline x context parallel = "
+            f"{tp} x {pp} x {cp} = {tp * pp * cp}: {world_size} is no multiple of {tp * pp * cp}. Change "
+            "cluster.trainers, megatron.tensor_parallel, megatron.pipeline_parallel or megatron.context_parallel."
+        )
+    return world_size // (tp * pp * cp)
+
+
+def _check_heads(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
+    tp = megatron.tensor_parallel
+    heads = hf_config["num_attention_heads"]
+    if heads % tp:
+        raise ValueError(
+            f"megatron.tensor_parallel={tp} does not divide the model's {heads} attention heads "
+            f"({heads} / {tp} = {heads / tp:g})."
+        )
+    latent = bool(hf_config.get("kv_lora_rank"))  # MLA has no key/value heads to cut
+    groups = hf_config.get("num_key_value_heads") or heads
+    if not latent and groups % tp:
+        raise ValueError(
+            f"megatron.tensor_parallel={tp} does not divide the model's {groups} key/value heads "
+            f"({groups} / {tp} = {groups / tp:g})."
+        )
+    if hf_config["vocab_size"] % tp and hf_config.get("model_type") == "deepseek_v3":
+        raise ValueError(
+            f"megatron.tensor_parallel={tp} does not divide the vocabulary of {hf_config['vocab_size']}, "
+            "and mbridge cannot pad deepseek_v3's."
+        )
+
+
+def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
+    pp, vpp, layers = megatron.pipeline_parallel, megatron.virtual_pipeline, hf_config["num_hidden_layers"]
+    first, last = megatron.first_stage_layers, megatron.last_stage_layers
+    if pp == 1:
+        for name, value in (("virtual_pipeline", vpp), ("first_stage_layers", first), ("last_stage_layers", last)):
+            if value is not None:
+                raise ValueError(f"megatron.{name}={value} needs megatron.pipeline_parallel > 1.")
+        return
+    rest = layers - (first or 0) - (last or 0)
+    stages = pp - (first is not None) - (last is not None)
+    fixed = f"{layers} layers - first {first or 0} - last {last or 0} = {rest}"
+    keys = "megatron.pipeline_parallel, megatron.first_stage_layers or megatron.last_stage_layers"
+    if stages == 0 and rest:
+        raise ValueError(f"Every pipeline stage has its layers given, and {fixed} layers remain. Change {keys}.")
+    if stages and (rest <= 0 or rest % stages):
+        raise ValueError(f"{fixed} layers do not divide over the remaining {stages} pipeline stages. Change {keys}.")
+    if vpp is None:
+        return
+    for what, count in (("first", first), ("last", last), ("other", rest // stages if stages else None)):
+        if count is not None and count % vpp:
+            raise ValueError(
+                f"megatron.virtual_pipeline={vpp} does not divide the {count} layers of the {what} pipeline stage"
+                f"{'s' if what == 'other' else ''}."
+            )
+
+
+def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_parallel: int) -> None:
+    experts, ep, etp = number_of_experts(hf_config), megatron.expert_parallel, megatron.expert_tensor_parallel or 1
+    tp, cp = megatron.tensor_parallel, megatron.context_parallel
+    if not experts:
+        for name, size in (("expert_parallel", ep), ("expert_tensor_parallel", etp)):
+            if size > 1:
+                raise ValueError(f"megatron.{name}={size} needs a mixture of experts; this model is dense.")
+        if megatron.moe_aux_loss_coef:
+            raise ValueError("megatron.moe_aux_loss_coef needs a mixture of experts; this model is dense.")
+        return
+    if experts % ep:
+        raise ValueError(f"megatron.expert_parallel={ep} does not divide the model's {experts} experts.")
+    stage = data_parallel * tp * cp
+    if stage % (ep * etp):
+        raise ValueError(
+            f"expert x expert-tensor parallel = {ep} x {etp} = {ep * etp} does not divide the processes of a pipeline "
+            f"stage, data x tensor x context = {data_parallel} x {tp} x {cp} = {stage}. Change "
+            "megatron.expert_parallel, megatron.expert_tensor_parallel or cluster.trainers."
+        )
+    width = hf_config.get("moe_intermediate_size") or hf_config.get("intermediate_size")
+    if width and width % etp:
+        raise ValueError(f"megatron.expert_tensor_parallel={etp} does not divide the experts' width of {width}.")
+    if tp > 1 and megatron.sequence_parallel is False:
+        raise ValueError(
+            f"megatron.sequence_parallel=false with tensor_parallel={tp}: Megatron's mixture of experts needs sequence "
+            "parallel where TP > 1. Leave megatron.sequence_parallel unset."
+        )

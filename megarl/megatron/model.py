@@ -1,0 +1,186 @@
+"""The model: a Hugging Face directory, built as Megatron chunks through mbridge."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import json
+import random
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.config.schema import MegatronConfig, Recipe
+from megarl.megatron.layout import check_layout, number_of_experts, uses_sequence_parallel, vocab_divisor
+from megarl.platform import Platform
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass
+class Model:
+    """What `build` makes. `chunks` are DDP-wrapped: one, or one a virtual pipeline stage."""
+
+    bridge: Any
+    chunks: list[Any]
+    config: Any  # Megatron's TransformerConfig, shared by the chunks
+    dtype: torch.dtype
+    vocab_size: int  # without padding
+
+
+def build(recipe: Recipe, platform: Platform) -> Model:
+    """Lay processes out, build this rank's part of the model, and load the weights of `recipe.model.path`.
+
+    Needs an initialised torch.distributed and a prepared platform. All ranks call it together. Raises
+    ValueError for a layout that does not divide and for a model that cannot be trained as asked.
+    """
+    check_layout(read_hf_config(recipe.model.path), recipe.megatron, torch.distributed.get_world_size())
+    _initialize_parallel(recipe.megatron, recipe.cluster.timeout)
+    seed_everything(recipe.train.seed)
+
+    if platform.uses_native_layers:
+        from megarl.megatron import native_layers
+
+        native_layers.install()
+    bridge = _bridge(recipe, platform)
+    dtype = DTYPES[recipe.model.dtype]
+    with contextlib.redirect_stdout(None):  # mbridge prints counts
+        chunks = bridge.get_model(
+            wrap_with_ddp=True,
+            bf16=dtype == torch.bfloat16,
+            post_model_creation_callbacks=[_mark_experts],
+            ddp_config={
+                "grad_reduce_in_fp32": True,
+                "use_distributed_optimizer": recipe.megatron.distributed_optimizer,
+            },
+        )
+    bridge.load_weights(chunks, recipe.model.path)
+    return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size)
+
+
+def read_hf_config(path: str) -> dict[str, Any]:
+    """The model's config.json. Raises ValueError where there is none."""
+    file = Path(path) / "config.json"
+    if not path or not file.is_file():
+        raise ValueError(f"model.path is {path!r}, which has no config.json: give a Hugging Face model directory.")
+    return json.loads(file.read_text())
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator of this process; Megatron's own are offset by the rank's coordinates."""
+    from megatron.core import tensor_parallel
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _initialize_parallel(megatron: MegatronConfig, timeout: float) -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=megatron.tensor_parallel,
+        pipeline_model_parallel_size=megatron.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline,
+        context_parallel_size=megatron.context_parallel,
+        expert_model_parallel_size=megatron.expert_parallel,
+        expert_tensor_parallel_size=megatron.expert_tensor_parallel or 1,
+        distributed_timeout_minutes=max(1, round(timedelta(seconds=timeout).total_seconds() / 60)),
+    )
+
+
+def _mark_experts(chunk: Any, *, config: Any, **_: Any) -> None:
+    """Let experts' gradients be summed over the ranks that hold the same experts.
+
+    Megatron sums them over data-parallel ranks alone unless expert parallel is on. With expert-tensor
+    parallel smaller than tensor parallel, tensor-parallel ranks hold the same experts too, each has seen
+    its own tokens, and the gradient would be a part of itself.
+    """
+    if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False
+
+
+def _bridge(recipe: Recipe, platform: Platform) -> Any:
+    from mbridge import AutoBridge
+    from transformers import AutoConfig
+
+    from megarl.megatron import mbridge_fixes
+
+    mbridge_fixes.install()
+    hf_config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=False)
+    mbridge_fixes.mend_config(hf_config)
+    supported = AutoBridge.list_supported_models()
+    if hf_config.model_type not in supported:
+        raise ValueError(
+            f"model.path holds a {hf_config.model_type!r} model, which mbridge does not know; it knows {sorted(supported)}."
+        )
+    bridge = AutoBridge.from_config(
+        hf_config,
+        dtype=DTYPES[recipe.model.dtype],
+        make_vocab_size_divisible_by=vocab_divisor(hf_config.to_dict(), recipe.megatron),
+    )
+    settings = _transformer_settings(recipe, hf_config, platform)
+    _check_names(recipe.megatron.extra, bridge)
+    bridge.set_extra_args(**settings)
+    return bridge
+
+
+def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) -> dict[str, Any]:
+    """Fields of Megatron's TransformerConfig beyond what mbridge sets from the model; `megatron.extra` wins."""
+    from megarl.megatron import mbridge_fixes
+
+    megatron = recipe.megatron
+    settings: dict[str, Any] = {
+        "sequence_parallel": uses_sequence_parallel(megatron),
+        "variable_seq_lengths": True,
+        "calculate_per_token_loss": True,  # DDP then adds gradients up and scales nothing: see step.py
+        "masked_softmax_fusion": False,
+        # The fused kernel is apex's or Transformer Engine's.
+        "gradient_accumulation_fusion": platform.name == "cuda"
+        and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        "num_layers_in_first_pipeline_stage": megatron.first_stage_layers,
+        "num_layers_in_last_pipeline_stage": megatron.last_stage_layers,
+        **mbridge_fixes.config_overrides(hf_config),
+    }
+    if megatron.recompute == "full":
+        settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif megatron.recompute == "selective":
+        settings.update(recompute_granularity="selective")
+    if number_of_experts(hf_config.to_dict()):
+        balanced = megatron.moe_aux_loss_coef > 0
+        settings.update(
+            moe_aux_loss_coeff=megatron.moe_aux_loss_coef,
+            moe_router_load_balancing_type="aux_loss" if balanced else "none",
+            # Routing biases that drift by themselves would change the policy without a gradient.
+            moe_router_bias_update_rate=0.0,
+        )
+        if recipe.model.dtype == "bfloat16":
+            settings["moe_router_dtype"] = "fp32"
+    return {**settings, **megatron.extra}
+
+
+def _check_names(extra: dict[str, Any], bridge: Any) -> None:
+    """Refuse fields that TransformerConfig does not have. MindSpeed adds fields of its own at run time."""
+    if "mindspeed.megatron_adaptor" in sys.modules:
+        return
+    names = [field.name for field in dataclasses.fields(bridge.TransformerConfigClass)]
+    for name in extra:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            hint = f" Nearest: {near[0]}." if near else ""
+            raise ValueError(f"megatron.extra.{name} is no field of Megatron's TransformerConfig.{hint}")
+
+
+def parameters_on_rank(model: Model) -> int:
+    """Parameters that this rank holds."""
+    return sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())

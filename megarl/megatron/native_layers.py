@@ -1,0 +1,241 @@
+"""Layers on torch's own kernels where Transformer Engine is absent (CPU, and CUDA without it).
+
+They carry Transformer Engine's parameter names (``linear_qkv.layer_norm_weight``,
+``experts.linear_fc1.weight0``), so mbridge's weight mappings apply to them as they stand. `install` puts
+them where Megatron looks for Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from megarl.megatron.adam import Adam
+from megarl.megatron.native_attention import Attention
+
+
+def _device() -> Any:
+    """Where Megatron would allocate. `current_device` is a device on the CPU platform, a number on CUDA."""
+    return torch.cuda.current_device()
+
+
+def _norm_weight(config: Any, size: int) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=_device()))
+    weight.sequence_parallel = config.sequence_parallel  # tells finalize_model_grads to sum over TP
+    return weight
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        if config.normalization != "RMSNorm":
+            raise ValueError(f"The native layers know RMSNorm, not {config.normalization}; install transformer_engine.")
+        self.weight = _norm_weight(config, hidden_size)
+        self.shape, self.eps = (hidden_size,), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm and the column-parallel linear after it, as one module with both weights."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = _norm_weight(config, input_size)
+        self.eps = config.layernorm_epsilon
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(F.rms_norm(x, (self.input_size,), self.layer_norm_weight, self.eps), *args, **kwargs)
+
+
+class Linear(torch.nn.Module):
+    """A linear that every TP rank holds in full: MLA's down projections."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[torch.Tensor], Any],
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype, device=_device())
+        )
+        with torch.no_grad():
+            init_method(self.weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return F.linear(x, self.weight), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=parallel_state.get_tensor_model_parallel_group(),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class _GroupedLinear(torch.nn.Module):
+    """The same linear of every local expert: parameters ``weight0``, ``weight1``, ..., one a local expert."""
+
+    axis: int  # cut over the expert tensor-parallel ranks
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Callable[[torch.Tensor], Any],
+        pg_collection: Any = None,
+        is_expert: bool = True,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if pg_collection is None:  # Megatron before 0.16
+            pg_collection = types.SimpleNamespace(
+                ep=parallel_state.get_expert_model_parallel_group(),
+                expt_tp=parallel_state.get_expert_tensor_parallel_group(),
+                expt_dp=parallel_state.get_expert_data_parallel_group(),
+            )
+        self.num_gemms, self.groups = num_gemms, pg_collection
+        shards = pg_collection.expt_tp.size()
+        shape = [output_size, input_size]
+        shape[self.axis] //= shards
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=_device()))
+            with torch.no_grad(), get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+                init_method(weight)
+            # As in Transformer Engine: an expert that is not cut is no tensor-parallel parameter.
+            set_tensor_model_parallel_attributes(weight, shards > 1, self.axis, 1)
+            weight.allreduce = not (is_expert and config.expert_model_parallel_size > 1)
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+        parts = torch.split(x, tokens_per_expert)
+        return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        result = {}
+        experts = self.groups.ep.size() * self.num_gemms
+        for i in range(self.num_gemms):
+            expert = self.groups.ep.rank() * self.num_gemms + i
+            shard = make_sharded_tensors_for_checkpoint(
+                {f"{i}.weight": getattr(self, f"weight{i}")},
+                "",
+                {f"{i}.weight": self.axis},
+                (*sharded_offsets, (len(sharded_offsets), expert, experts)),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(shard, f"{i}.", prefix)
+            tensor = shard[f"{i}.weight"]
+            tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
+            result[f"{prefix}weight{i}"] = tensor
+        return result
+
+    def backward_dw(self) -> None:
+        """Megatron may ask for a delayed weight gradient; autograd has computed it already."""
+
+
+class ColumnParallelGroupedLinear(_GroupedLinear):
+    axis = 0
+
+
+class RowParallelGroupedLinear(_GroupedLinear):
+    axis = 1
+
+
+class NativeSpecProvider(BackendSpecProvider):
+    """Megatron's question which class plays which part, answered with the classes above."""
+
+    def linear(self) -> type:
+        return Linear
+
+    def column_parallel_linear(self) -> type:
+        return ColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        return RowParallelLinear
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return LayerNormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return Norm
+
+    def core_attention(self) -> type:
+        return Attention
+
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
+        return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear)
+
+    def activation_func(self) -> None:
+        return None
+
+
+def install() -> None:
+    """Let Megatron's Transformer Engine specs resolve to the layers above. Idempotent."""
+    import megatron.core.models.gpt.gpt_layer_specs as layer_specs
+    import megatron.core.models.gpt.moe_module_specs as moe_specs
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
+    import megatron.core.transformer.multi_latent_attention as mla
+
+    if layer_specs.HAVE_TE:  # installed before, or Transformer Engine itself
+        return
+    layer_specs.TESpecProvider = moe_specs.TESpecProvider = NativeSpecProvider
+    layer_specs.TENorm, layer_specs.HAVE_TE = Norm, True
+    mla.TELinear = Linear
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
+    distributed_optimizer.Adam = Adam
+    distributed_optimizer.HAVE_APEX_OR_TE = distributed_optimizer.USING_APEX_OPTIMIZER = True
+    _mend_missing_names(mla)
+
+
+def _mend_missing_names(mla: Any) -> None:
+    """Names that Megatron 0.16.1 uses on paths that do not need Transformer Engine, but imports only with it."""
+    import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.utils as utils
+    from packaging.version import Version
+
+    mla.HAVE_TE = False  # says True without it, and then asks isinstance(x, None)
+    if not hasattr(random, "FP8GlobalStateManager"):  # asked whenever a layer is recomputed
+        random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
+        random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
+        random.fp8_autocast = lambda **_: contextlib.nullcontext()
+    if not hasattr(moe_utils, "te_general_gemm"):  # asked when the router computes in float32
+        moe_utils.te_general_gemm = None
+    utils._te_version = utils._te_version or Version("0")  # compared with a version, None is not comparable

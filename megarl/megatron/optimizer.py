@@ -1,0 +1,69 @@
+"""The optimizer: its schedule, and one guarded step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from megarl.config.schema import OptimizerConfig
+
+
+def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 1.
+
+    Warm-up is linear and reaches `lr` at step `warmup_steps`. The decay then falls to
+    `lr * min_lr_ratio` at step `decay_steps` (unset: `total_steps`) and stays there.
+    Example: lr 1, warmup_steps 2, linear, decay_steps 6: 0.5, 1, 0.75, 0.5, 0.25, 0, 0.
+    """
+    assert step >= 1, step
+    if step <= config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    if config.decay == "constant":
+        return config.lr
+    span = (config.decay_steps or total_steps) - config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / span) if span > 0 else 1.0
+    share = 1.0 - progress if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+
+
+def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.dtype, distributed: bool) -> Any:
+    """Megatron's AdamW over the DDP-wrapped `chunks`; float32 master weights where `dtype` is bfloat16."""
+    from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    megatron_config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.betas[0],
+        adam_beta2=config.betas[1],
+        adam_eps=config.eps,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=distributed,
+    )
+    return get_megatron_optimizer(megatron_config, chunks)
+
+
+def guarded_step(optimizer: Any, *, lr: float, clip_grad: float) -> tuple[float, bool]:
+    """Clip and update with what the gradient buffers hold. Returns the global gradient norm before
+    clipping, and whether the weights were updated: a norm that is not finite skips the update.
+    """
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return norm, False
+    if clip_grad > 0:
+        for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+            parameters = [] if getattr(member, "is_stub_optimizer", False) else member.get_parameters()
+            if parameters:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
+    optimizer.step_with_ready_grads()
+    return norm, True

@@ -1,0 +1,247 @@
+"""The policy's trainer on one rank: log-probs, optimizer steps, weights out, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megarl.config.schema import Recipe
+from megarl.megatron import checkpoint, export
+from megarl.megatron.batch import MicroBatch
+from megarl.megatron.model import Model, build, parameters_on_rank
+from megarl.megatron.offload import Offloader
+from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
+from megarl.megatron.step import Forward, Objective, configure, run
+from megarl.platform import Platform
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in the layout."""
+
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    is_last_stage: bool
+    reports: bool  # one rank for each dp_rank: what it returns counts, the others' is the same or None
+
+
+class PolicyTrainer:
+    """Model and optimizer of one rank. Every method that computes is collective: all ranks call it alike.
+
+    torch.distributed is initialised and `platform.prepare()` has run before this module is imported.
+    All ranks with the same `coordinates.dp_rank` are given the same micro batches.
+    """
+
+    def __init__(self, recipe: Recipe, platform: Platform, total_optimizer_steps: int) -> None:
+        self.recipe, self.platform, self.total_steps = recipe, platform, total_optimizer_steps
+        self.model: Model = build(recipe, platform)
+        configure(self.model.config)
+        self.optimizer = build_optimizer(
+            recipe.actor.optimizer,
+            self.model.chunks,
+            dtype=self.model.dtype,
+            distributed=recipe.megatron.distributed_optimizer,
+        )
+        self.coordinates = _coordinates()
+        self.step = 0  # optimizer steps asked for so far, skipped ones included
+        self._reference: list[torch.Tensor] | None = None
+        self._offloader = Offloader(self.model.chunks, self.optimizer)
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for the log: the layout and this rank's parameters."""
+        return {
+            **self._layout(),
+            "dtype": self.recipe.model.dtype,
+            "parameters_on_rank": parameters_on_rank(self.model),
+        }
+
+    def log_probs(
+        self, micro_batches: list[MicroBatch], *, temperature: float, reference: bool = False
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Log-probs [T] and entropy [T] (float32) of each micro batch at token index, without gradients.
+
+        The first token of a sequence is predicted by nothing: 0. With `reference`, those of the weights
+        that `keep_reference` kept. On ranks of the last pipeline stage; elsewhere None.
+        """
+
+        def keep(_: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            return log_probs.new_zeros(()), (log_probs, entropy)
+
+        for chunk in self.model.chunks:
+            chunk.eval()
+        with torch.no_grad(), self._reference_weights() if reference else contextlib.nullcontext():
+            return self._run(micro_batches, keep, temperature, with_entropy=True, forward_only=True)
+
+    def train_step(
+        self,
+        micro_batches: list[MicroBatch],
+        objective: Objective,
+        *,
+        temperature: float,
+        with_entropy: bool,
+        make_inputs: Callable[..., Any] | None = None,
+    ) -> dict[str, float] | None:
+        """One optimizer step on this rank's part of a mini batch.
+
+        `objective` is given `make_inputs(log_probs=, entropy=, **vectors)` of each micro batch (by default
+        megarl.algorithms.inputs.LossInputs) and returns a loss that is normalised over the whole mini batch,
+        and metrics that add up over it. Returns the sums of the metrics over micro batches and data-parallel
+        ranks, with actor/grad_norm (before clipping), actor/lr and actor/skipped_updates (1 where the gradient
+        norm was not finite: the weights are then unchanged); None off the last pipeline stage.
+        """
+        make_inputs = make_inputs or _loss_inputs()
+
+        def loss(batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+            return objective(make_inputs(log_probs=log_probs, entropy=entropy, **self._on_device(batch.vectors)))
+
+        for chunk in self.model.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        contributions = self._run(micro_batches, loss, temperature, with_entropy=with_entropy, forward_only=False)
+        self.step += 1
+        config = self.recipe.actor.optimizer
+        rate = learning_rate(self.step, config, self.total_steps)
+        norm, updated = guarded_step(self.optimizer, lr=rate, clip_grad=config.clip_grad)
+        if not updated:
+            logger.warning("optimizer step %d skipped: the gradient norm is %s", self.step, norm)
+        if contributions is None:
+            return None
+        own = {"actor/grad_norm": norm, "actor/lr": rate, "actor/skipped_updates": float(not updated)}
+        return {**_sum_metrics(contributions, self.platform.device()), **own}
+
+    def keep_reference(self) -> None:
+        """Keep a copy of the current weights on the host: the reference policy."""
+        self._reference = [weight.to("cpu", copy=True) for weight in self._weights()]
+
+    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight under its Hugging Face name, whole, on every rank. Collective: take all of them."""
+        with torch.no_grad():
+            yield from self.model.bridge.export_weights(self.model.chunks)
+
+    def save_hf(self, directory: Path) -> None:
+        """Write a Hugging Face directory, with the configuration and tokenizer of the model's own."""
+        export.save_hf(directory, Path(self.recipe.model.path), self.export_weights())
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint that `load` continues from, bit for bit. The caller makes it atomic."""
+        checkpoint.save(directory, self.model, self.optimizer, step=self.step, layout=self._layout())
+
+    def load(self, directory: Path) -> None:
+        """Continue from a checkpoint of the same layout. Raises ValueError for another one."""
+        self.step = checkpoint.load(directory, self.model, self.optimizer, layout=self._layout())
+
+    def offload(self) -> None:
+        """Give device memory back while the engines run."""
+        if self.platform.name == "cpu":
+            logger.info("offload: nothing to do, weights are in host memory")
+            return
+        self._offloader.offload()
+        self.platform.empty_cache()
+
+    def onload(self) -> None:
+        """Undo `offload`."""
+        if self.platform.name != "cpu":
+            self._offloader.onload()
+
+    def _run(
+        self, micro_batches: list[MicroBatch], loss: Any, temperature: float, *, with_entropy: bool, forward_only: bool
+    ) -> list[Any] | None:
+        return run(
+            self.model.chunks,
+            self.model.config,
+            micro_batches,
+            loss,
+            Forward(temperature, with_entropy, self.model.vocab_size),
+            device=self.platform.device(),
+            forward_only=forward_only,
+        )
+
+    def _on_device(self, vectors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: vector.to(self.platform.device()) for name, vector in vectors.items()}
+
+    def _layout(self) -> dict[str, int]:
+        m = self.recipe.megatron
+        return {
+            "processes": dist.get_world_size(),
+            "tensor_parallel": m.tensor_parallel,
+            "pipeline_parallel": m.pipeline_parallel,
+            "virtual_pipeline": m.virtual_pipeline or 1,
+            "context_parallel": m.context_parallel,
+            "expert_parallel": m.expert_parallel,
+            "expert_tensor_parallel": m.expert_tensor_parallel or 1,
+            "distributed_optimizer": int(m.distributed_optimizer),
+        }
+
+    def _weights(self) -> list[torch.Tensor]:
+        """Parameters, and routing biases, which are buffers."""
+        return [
+            value.data
+            for chunk in self.model.chunks
+            for name, value in [*chunk.named_parameters(), *chunk.named_buffers()]
+            if isinstance(value, torch.nn.Parameter) or name.endswith("expert_bias")
+        ]
+
+    @contextlib.contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        assert self._reference is not None, "keep_reference() comes first"
+        self._swap(self._reference)
+        try:
+            yield
+        finally:
+            self._swap(self._reference)
+
+    def _swap(self, held: list[torch.Tensor]) -> None:
+        """Exchange weights and `held`, tensor by tensor, so that one more tensor is all it takes."""
+        for weight, other in zip(self._weights(), held, strict=True):
+            current = weight.to("cpu", copy=True)
+            weight.copy_(other)
+            other.copy_(current)
+
+
+def _coordinates() -> Coordinates:
+    ps = parallel_state
+    last = ps.is_pipeline_last_stage(ignore_virtual=True)
+    tp, cp = ps.get_tensor_model_parallel_rank(), ps.get_context_parallel_rank()
+    return Coordinates(
+        dp_rank=ps.get_data_parallel_rank(),
+        dp_size=ps.get_data_parallel_world_size(),
+        tp_rank=tp,
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        cp_rank=cp,
+        is_last_stage=last,
+        reports=last and tp == 0 and cp == 0,
+    )
+
+
+def _loss_inputs() -> Callable[..., Any]:
+    from megarl.algorithms.inputs import LossInputs
+
+    return LossInputs
+
+
+def _sum_metrics(contributions: list[dict[str, torch.Tensor]], device: torch.device) -> dict[str, float]:
+    """Sum over micro batches and data-parallel ranks. Context-parallel ranks all see whole sequences, so
+    each of them has the sum already."""
+    names = sorted(contributions[0])
+    rows = [
+        torch.stack([torch.as_tensor(c[name]).detach().float().to(device) for name in names]) for c in contributions
+    ]
+    sums = torch.stack(rows).sum(0) if names else torch.zeros(0, device=device)
+    group = parallel_state.get_data_parallel_group()
+    if names and dist.get_world_size(group) > 1:
+        dist.all_reduce(sums, group=group)
+    return dict(zip(names, sums.tolist(), strict=True))

@@ -1,0 +1,66 @@
+"""What megarl asks of a device."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Platform(ABC):
+    """One kind of device: its names, its environment, and the few calls that differ between kinds.
+
+    A trainer process calls `prepare`, then `set_device`, and only then imports Megatron.
+    Engine processes take `rollout_env` and nothing else: what `prepare` patches is process-wide
+    and would break an engine.
+    """
+
+    name: str  # "cpu" | "cuda" | "npu": the value of cluster.device
+    device_type: str  # torch's name of the device type
+    process_group_backend: str  # for torch.distributed.init_process_group
+    ray_resource: str | None  # what Ray counts; None where processes need no device
+    visible_devices_env: str  # variable that restricts a process to some devices; "" where there is none
+
+    @property
+    @abstractmethod
+    def uses_native_layers(self) -> bool:
+        """True where Transformer Engine is absent and megarl/megatron/native_layers.py stands in for it."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Patch what must be patched before Megatron is imported. Idempotent; trainer processes only."""
+
+    def trainer_env(self) -> dict[str, str]:
+        """Environment of a trainer process, to be set before it starts."""
+        return {}
+
+    def rollout_env(self) -> dict[str, str]:
+        """Environment of an engine process, to be set before it starts."""
+        return {}
+
+    @abstractmethod
+    def set_device(self, local_rank: int) -> None:
+        """Make device number `local_rank` (among the visible ones) this process's own."""
+
+    @abstractmethod
+    def device(self) -> torch.device:
+        """This process's device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything that was queued on the device is done."""
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give cached, unused device memory back."""
+
+    @abstractmethod
+    def memory(self) -> dict[str, float]:
+        """Memory of this process in GiB, by kind (`peak` on every platform)."""
+
+    @staticmethod
+    def _assert_before_megatron() -> None:
+        assert "megatron.core" not in sys.modules, "Platform.prepare() must run before megatron is imported"

@@ -1,0 +1,252 @@
+"""The CPU as a device: Megatron and gloo on cores.
+
+Megatron names its accelerator ``torch.cuda`` and ``"cuda"``. Where there is none, `CPUPlatform.prepare`
+gives these names a CPU meaning, in this process and before Megatron is imported: what
+torch_npu's ``transfer_to_npu`` does for Ascend. Each function below is one such name, with its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._device
+
+from megarl.platform.base import Platform
+
+CPU = torch.device("cpu")
+
+
+class CPUPlatform(Platform):
+    """CPU cores with gloo: the same code path as on accelerators, at a small scale."""
+
+    name = "cpu"
+    device_type = "cpu"
+    process_group_backend = "gloo"
+    ray_resource = None
+    visible_devices_env = ""
+
+    @property
+    def uses_native_layers(self) -> bool:
+        return True
+
+    def prepare(self) -> None:
+        if getattr(torch, "_megarl_cpu", False):
+            return
+        self._assert_before_megatron()
+        torch._megarl_cpu = True
+        os.environ.update(self.trainer_env())
+        _device_queries()
+        _streams()
+        _random_states()
+        _factories()
+        _moves()
+        _type_names()
+        _split_sizes()
+        _rng_warning()
+
+    def trainer_env(self) -> dict[str, str]:
+        # Megatron compiles small functions with torch.compile, which would call a C++ compiler at run time.
+        return {"TORCHDYNAMO_DISABLE": "1"}
+
+    def set_device(self, local_rank: int) -> None:
+        """Nothing to choose: every process computes on the machine's cores."""
+
+    def device(self) -> torch.device:
+        return CPU
+
+    def synchronize(self) -> None:
+        """Nothing to wait for: work on a CPU is done when the call returns."""
+
+    def empty_cache(self) -> None:
+        """Nothing is cached."""
+
+    def memory(self) -> dict[str, float]:
+        unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux
+        return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+
+
+def _give(owner: Any, names: str, result: Any = None) -> None:
+    """Make each of `names` a function that returns `result`. One function object a name: torch._dynamo
+    keeps a table from functions to rules and refuses an object that stands under two names."""
+    for name in names.split():
+        setattr(owner, name, lambda *_, _result=result, **__: _result)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    if isinstance(device, str):
+        return device.split(":")[0] == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def _device_queries() -> None:
+    """Megatron passes `torch.cuda.current_device()` straight on as ``device=``: a device, not a number."""
+    _give(torch.cuda, "current_device", CPU)
+    _give(torch.cuda, "device_count", 0)
+    _give(torch.cuda, "set_device synchronize empty_cache reset_peak_memory_stats _lazy_init")
+    _give(torch.cuda, "memory_allocated max_memory_allocated memory_reserved", 0)
+
+
+class _Stream:
+    """A stream whose work is always complete; waits and records do nothing."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.cuda_stream = 0
+
+    def __getattr__(self, name: str) -> Callable[..., _Event]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: _Event()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
+
+class _Event:
+    """An event that has always happened."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: _Event) -> float:
+        return 0.0
+
+
+def _streams() -> None:
+    """Gradient buckets, the MoE dispatcher and shared experts use side streams."""
+    cuda = torch.cuda
+    cuda.Stream, cuda.Event = _Stream, _Event
+    _give(cuda, "current_stream default_stream", _Stream())
+    cuda.stream = lambda _=None: contextlib.nullcontext()
+    _give(torch.Tensor, "record_stream")
+    _give(cuda.nvtx, "range_push range_pop")
+    cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
+
+
+def _random_states() -> None:
+    """Megatron's tracker of random states works on CUDA generators: here on the one CPU generator."""
+    cuda = torch.cuda
+    for owner in (cuda, cuda.random):
+        owner.get_rng_state = lambda device=None: torch.get_rng_state()
+        owner.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.default_generators = {CPU: torch.default_generator}
+    # Without a GPU torch would queue this call until CUDA starts, that is, for ever and without a word.
+    cuda._lazy_call = lambda function, **_: function()
+
+
+_FACTORIES = (
+    "tensor as_tensor zeros ones empty full arange rand randn randint randperm eye "
+    "empty_like zeros_like ones_like full_like rand_like randn_like"
+)
+
+
+def _factories() -> None:
+    """``device="cuda"`` stands as a literal in many calls; and there is no pinned memory."""
+
+    def on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if kwargs:
+                kwargs.pop("pin_memory", None)
+                if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
+                    kwargs["device"] = CPU
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    # torch caches the set of factories at first use; it must hold the originals or
+    # ``with torch.device("meta")`` no longer recognises them.
+    torch.utils._device._device_constructors()
+    for name in _FACTORIES.split():
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _moves() -> None:
+    """``.cuda()``, ``.to("cuda")`` and ``.pin_memory()`` stay where they are."""
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.nn.Module.cuda = lambda self, *_, **__: self
+    tensor_to = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args and not isinstance(args[0], (torch.Tensor, torch.dtype)) and _is_cuda(args[0]):
+            args = (CPU, *args[1:])
+        if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
+            kwargs["device"] = CPU
+        return tensor_to(self, *args, **kwargs)
+
+    torch.Tensor.to = to
+
+
+def _type_names() -> None:
+    """Megatron's optimizers sort parameters by `Tensor.type()`, compared with 'torch.cuda.FloatTensor'."""
+    tensor_type = torch.Tensor.type
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = tensor_type(self, *args, **kwargs)
+        if args or kwargs or self.device.type != "cpu":
+            return result
+        return result.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = type_
+
+
+def _split_sizes() -> None:
+    """The MoE dispatcher turns split sizes into lists only where they are CUDA tensors."""
+    exchange = torch.distributed.all_to_all_single
+
+    def as_list(sizes: Any) -> Any:
+        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+    @functools.wraps(exchange)
+    def all_to_all_single(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: Any = None,
+        input_splits: Any = None,
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        for name in ("output_split_sizes", "input_split_sizes"):
+            kw[name] = as_list(kw.get(name, output_splits if name.startswith("output") else input_splits))
+        return exchange(output, input, kw.pop("output_split_sizes"), kw.pop("input_split_sizes"), *args, **kw)
+
+    torch.distributed.all_to_all_single = all_to_all_single
+
+
+def _rng_warning() -> None:
+    """One generator plays both the CPU's and CUDA's part, so Megatron's warning about it is expected."""
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )

@@ -1,0 +1,51 @@
+"""NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from megarl.platform.base import Platform
+
+GIB = 2**30
+
+
+class CUDAPlatform(Platform):
+    """CUDA devices with NCCL; with or without Transformer Engine."""
+
+    name = "cuda"
+    device_type = "cuda"
+    process_group_backend = "cpu:gloo,cuda:nccl"
+    ray_resource = "GPU"
+    visible_devices_env = "CUDA_VISIBLE_DEVICES"
+
+    @property
+    def uses_native_layers(self) -> bool:
+        return importlib.util.find_spec("transformer_engine") is None
+
+    def prepare(self) -> None:
+        """Nothing: Megatron is written for CUDA."""
+
+    def trainer_env(self) -> dict[str, str]:
+        # Megatron overlaps communication with computation by the order in which kernels are queued.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+
+    def set_device(self, local_rank: int) -> None:
+        torch.cuda.set_device(local_rank)
+
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def memory(self) -> dict[str, float]:
+        return {
+            "allocated": torch.cuda.memory_allocated() / GIB,
+            "reserved": torch.cuda.memory_reserved() / GIB,
+            "peak": torch.cuda.max_memory_allocated() / GIB,
+        }
