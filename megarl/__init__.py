@@ -1,0 +1,21 @@
+"""megarl: reinforcement learning of large language models on Megatron.
+
+>>> from megarl import load_recipe, train
+>>> train(load_recipe("recipes/quickstart.yaml", ["train.steps=2"]))
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config import Recipe, RecipeError, load_recipe
+
+__version__ = "0.1.0"
+__all__ = ["Recipe", "RecipeError", "load_recipe", "train"]
+
+
+def train(recipe: Recipe) -> Path:
+    """Train as `recipe` says and return the run's directory. See `megarl.run.train`."""
+    from megarl import run
+
+    return run.train(recipe)

@@ -51,7 +51,7 @@ class TrainerWorker:
 
     def describe(self) -> dict[str, Any]:
         """Where this rank stands in the layout, and what it holds."""
-        return {**asdict(self.trainer.coordinates), "host": host_id(), "pid": os.getpid(), **self.trainer.info()}
+        return {**asdict(self.trainer.coordinates), "host": host_id(), "pid": os.getpid(), **self.trainer.describe()}
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -127,11 +127,20 @@ class TrainerWorker:
     # --- weights --------------------------------------------------------------------------------
 
     def open_exchange(self, receivers: list[tuple[str, str]]) -> ExchangeSession | None:
-        """Rank 0 becomes the sender to `receivers` (name, host) and returns what they need to connect."""
+        """Rank 0 becomes the sender to `receivers` (name, host id) and returns what they need to connect."""
+        if self.rank != 0:
+            return None
         from megarl.exchange.sender import WeightSender
 
-        self.sender = WeightSender(self.recipe.exchange, receivers) if self.rank == 0 else None
-        return self.sender.session if self.sender else None
+        exchange = self.recipe.exchange
+        self.sender = WeightSender.open(
+            os.environ["MASTER_ADDR"],
+            receivers,
+            transport=exchange.transport,
+            bucket_bytes=exchange.bucket_mb << 20,
+            timeout=exchange.timeout,
+        )
+        return self.sender.session
 
     def send_weights(self, version: int) -> Any:
         """Export the weights through mbridge (all ranks) and send them (rank 0). Returns rank 0's report."""
@@ -157,7 +166,7 @@ class TrainerWorker:
     def onload(self) -> None:
         self.trainer.onload()
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         if self.sender is not None:
             self.sender.close()
 

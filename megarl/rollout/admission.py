@@ -1,12 +1,14 @@
 """How many groups may be under way, which finish, and which make up the next batch: a pure state machine.
 
-With P prompts a step and staleness S, weights of version v may have started (S + v + 1) P groups that
-count. A group that dynamic sampling filters leaves the count, so another takes its place; nothing more
-is needed for resampling. Groups are released in admission order, whatever order they finish in: batches
-are then not biased towards short responses, and do not depend on timing.
+With weights of version v and staleness S, a group may start if its batch is at most batch v + S (batches
+count from 0, and batch b trains version b). Which batch that will be is known only when everything before
+it has finished, so the earliest possible course is taken: every running group is accepted. A group that
+dynamic sampling filters fills no place in its batch, so another may start; nothing more is needed for
+resampling. In the plain case this is the rule (S + v + 1) P - accepted - running for P prompts a step.
 
-A batch is closed short when `max_attempts` times P groups were tried for it. The missing ones count as
-accepted, so that samples never become staler than S.
+Groups are released in admission order, whatever order they finish in: batches are then not biased towards
+short responses, and do not depend on timing. A batch is closed short when `max_attempts` times P groups
+were tried for it.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from megarl.types import Group
 
 @dataclass
 class AdmissionState:
-    """The counters of a run, all in groups."""
+    """The counters of a run."""
 
-    admitted: int = 0  # ever started: also the next group's number and the data cursor
-    counted: int = 0  # accepted or forfeited
+    admitted: int = 0  # groups ever started: also the next group's number and the data cursor
     released: int = 0  # the next group number to release
+    closed: int = 0  # batches ever closed
 
 
 @dataclass
@@ -57,12 +59,21 @@ class Admission:
         """Groups that may start now."""
         if self.version is None or (self.running and not self.continuous):
             return 0
-        allowed = (self.max_staleness + self.version + 1) * self.prompts_per_step
-        free = allowed - self.state.counted - self.running
-        if self.max_attempts is not None:
-            tries = (self.max_staleness + 1) * self.max_attempts * self.prompts_per_step
-            free = min(free, tries - len(self.tried) - len(self._finished) - self.running)
-        return max(free, 0)
+        batch, accepted, tried = self.state.closed, len(accepted_groups(self.tried)), len(self.tried)
+        for number in range(self.state.released, self.state.admitted):  # as if all that run were accepted
+            accepted += number not in self._finished or self._finished[number].accepted
+            tried += 1
+            if self._places_left(accepted, tried) == 0:
+                batch, accepted, tried = batch + 1, 0, 0
+        further_batches = self.max_staleness + self.version - batch
+        if further_batches < 0:
+            return 0
+        return self._places_left(accepted, tried) + further_batches * self.prompts_per_step
+
+    def _places_left(self, accepted: int, tried: int) -> int:
+        """Groups that a batch still takes if all of them are accepted."""
+        places = self.prompts_per_step - accepted
+        return places if self.max_attempts is None else min(places, self.max_attempts * self.prompts_per_step - tried)
 
     def start(self, count: int) -> range:
         """Numbers of the `count` groups that start now."""
@@ -74,7 +85,6 @@ class Admission:
     def finish(self, group: Group, accepted: bool) -> None:
         """A group has ended. Closes the batches that became complete or exhausted by it."""
         self.running -= 1
-        self.state.counted += accepted
         self._finished[group.number] = TriedGroup(group, accepted)
         while self.state.released in self._finished:
             self.tried.append(self._finished.pop(self.state.released))
@@ -86,10 +96,7 @@ class Admission:
         return self.running == 0 and self.capacity() == 0
 
     def _close_if_due(self) -> None:
-        missing = self.prompts_per_step - len(accepted_groups(self.tried))
-        exhausted = self.max_attempts is not None and len(self.tried) >= self.max_attempts * self.prompts_per_step
-        if missing and not exhausted:
-            return
-        self.closed.append(self.tried)
-        self.state.counted += missing
-        self.tried = []
+        if self._places_left(len(accepted_groups(self.tried)), len(self.tried)) == 0:
+            self.closed.append(self.tried)
+            self.state.closed += 1
+            self.tried = []

@@ -7,8 +7,9 @@ The controller submits requests and collects groups; a group comes back scored, 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.base import EngineSpec
 from megarl.exchange.session import ExchangeSession
 from megarl.types import Completion, GenerationRequest, Group, InlineData, Sample, SampleTokens
+
+T = TypeVar("T")
 
 
 class RolloutServer:
@@ -27,15 +30,17 @@ class RolloutServer:
         self.tokenizer = load_tokenizer(tokenizer)
         self.scorers = rewards.resolve(reward_function, sources)
         self.scoring = ThreadPoolExecutor(max_workers=4, thread_name_prefix="scorer")
+        # A call to the engine blocks a thread until it is done; under continuous admission many are under way.
+        self.calls = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="engine-call")
         self.version = 0  # of the weights the engine holds
         self._results: dict[int, asyncio.Future[tuple[Group, list[SampleTokens]]]] = {}
 
     async def start(self) -> dict[str, Any]:
         """Load the engine; returns its description."""
-        return await asyncio.to_thread(self.engine.start)
+        return await self._in_thread(self.engine.start)
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
-        """Admit `requests` all at once, in their order. Each group is then to be collected."""
+        """Admit `requests` all at once, in their order; returns when all are sampled. Each group is to be collected."""
         loop = asyncio.get_running_loop()
         by_group = {request.group: request for request in requests}
 
@@ -43,7 +48,7 @@ class RolloutServer:
             scored = self.scoring.submit(self._score, by_group[group], completions)
             scored.add_done_callback(lambda result: loop.call_soon_threadsafe(self._settle, group, result))
 
-        await asyncio.to_thread(self.engine.generate, requests, finished)
+        await self._in_thread(self.engine.generate, requests, finished)
 
     async def collect(self, group: int) -> tuple[Group, list[SampleTokens]]:
         """Wait for one submitted group: its control data and, sample by sample, its token vectors.
@@ -55,6 +60,9 @@ class RolloutServer:
         finally:
             del self._results[group]
 
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.calls, function, *args)
+
     def _result(self, group: int) -> asyncio.Future[tuple[Group, list[SampleTokens]]]:
         """Calls may overtake each other on their way here, so whoever is first makes the future."""
         if group not in self._results:
@@ -62,22 +70,24 @@ class RolloutServer:
         return self._results[group]
 
     async def connect_exchange(self, session: ExchangeSession) -> None:
-        await asyncio.to_thread(self.engine.connect_exchange, session)
+        await self._in_thread(self.engine.connect_exchange, session)
 
     async def update_weights(self, version: int) -> Any:
         """Receive the weights of `version` from the trainers; returns the engine's report of what arrived."""
-        report = await asyncio.to_thread(self.engine.update_weights, version)
+        report = await self._in_thread(self.engine.update_weights, version)
         self.version = version
         return report
 
     async def sleep(self) -> None:
-        await asyncio.to_thread(self.engine.sleep)
+        await self._in_thread(self.engine.sleep)
 
     async def wake(self) -> None:
-        await asyncio.to_thread(self.engine.wake)
+        await self._in_thread(self.engine.wake)
 
     async def shutdown(self) -> None:
-        await asyncio.to_thread(self.engine.shutdown)
+        await self._in_thread(self.engine.shutdown)
+        self.scoring.shutdown(wait=False)
+        self.calls.shutdown(wait=False)
 
     def _settle(self, group: int, scored: Future[tuple[Group, list[SampleTokens]]]) -> None:
         error = scored.exception()

@@ -1,0 +1,108 @@
+"""The command line: ``python -m megarl COMMAND`` (or ``megarl COMMAND``).
+
+Exit status: 0 success; 1 the run failed; 2 a recipe or other input is wrong; 130 after Ctrl-C.
+Errors are one block on stderr; --debug adds the traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Optional
+
+import click
+import typer
+
+from megarl.config import RecipeError
+from megarl.data.command import app as data_app
+
+app = typer.Typer(
+    help="Reinforcement learning of large language models on Megatron: a recipe is one YAML file.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(data_app, name="data")
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")]
+Overrides = Annotated[
+    Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file's.")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@app.command()
+def train(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Train as the recipe says; everything it leaves is in runs/<name>/."""
+    from megarl import run
+
+    run.train(run.load(recipe, overrides or []))
+
+
+@app.command(name="eval")
+def evaluate(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Sample the recipe's data.eval_files with model.path: pass@k, maj@k and greedy accuracy as JSON."""
+    from megarl import run
+
+    run.evaluate_model(run.load(recipe, overrides or []))
+
+
+@app.command()
+def export(
+    run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
+    out: Annotated[Path, typer.Option(help="Directory to write the Hugging Face model to.")],
+    step: Annotated[Optional[int], typer.Option(help="Checkpoint to export; unset: the newest.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a run's checkpoint as a Hugging Face model, read it back and compare it."""
+    from megarl import run
+
+    run.export(run_path, out, step)
+
+
+@app.command()
+def report(
+    run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")], debug: Debug = False
+) -> None:
+    """Write RUN/report.html: curves, timeline and samples in one file that needs no network."""
+    from megarl.observe.command import report as write
+
+    write(run_path)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and exit with its status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: list[str]) -> int:
+    from megarl.run import InputError
+
+    try:
+        status = app(args=arguments, prog_name="megarl", standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except click.exceptions.Abort:
+        return 130
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped by Ctrl-C", file=sys.stderr)
+        return 130
+    except RecipeError as error:
+        return _fail(2, "recipe error", f"\n{error}", arguments)
+    except InputError as error:
+        return _fail(2, "input error", str(error), arguments)
+    except Exception as error:  # noqa: BLE001 - the last resort: one block, and the status of a failure
+        return _fail(1, type(error).__name__, str(error), arguments)
+
+
+def _fail(status: int, kind: str, text: str, arguments: list[str]) -> int:
+    print(f"{kind}: {text}", file=sys.stderr)
+    if "--debug" in arguments:
+        traceback.print_exc()
+    elif status == 1:
+        print("(--debug shows the traceback)", file=sys.stderr)
+    return status

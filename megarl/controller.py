@@ -1,0 +1,198 @@
+"""The loop. One process owns order, randomness and data; everything else answers its calls.
+
+Synchronous, one-step-off and further ahead are this one loop: only how far the source may run ahead of
+the policy (`rollout.max_staleness`) differs. So are RL and SFT: only the source differs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megarl.algorithms.losses import LOSSES
+from megarl.checkpoint import load_state, save_checkpoint
+from megarl.cluster.base import WorkerGroup
+from megarl.config.schema import Recipe
+from megarl.data.tokenizer import Tokenizer
+from megarl.observe.log import RunLog
+from megarl.placement import Placement
+from megarl.rollout.evaluate import EvaluationResult
+from megarl.rollout.source import Batch, Source
+from megarl.shards import plan_step
+from megarl.types import Group, Metrics, Shard
+
+
+@dataclass
+class Layout:
+    """Where each trainer rank stands: filled from what the workers say of themselves."""
+
+    data_parallel_rank: list[int]
+    data_parallel: int
+    micro_batches_multiple_of: int
+    devices: int  # of trainers and engines together: what perf/throughput is counted over
+
+
+@dataclass
+class Controller:
+    """The parts of a run, and the loop over them."""
+
+    recipe: Recipe
+    trainers: WorkerGroup
+    layout: Layout
+    source: Source
+    placement: Placement
+    log: RunLog
+    tokenizer: Tokenizer
+    evaluate: Callable[[], EvaluationResult] | None  # None: nothing to evaluate with
+    checkpoints: Path
+
+    def fit(self, resumed_from: Path | None = None) -> None:
+        """Run from the first step, or from the one after a checkpoint, to `train.steps`."""
+        done = self._resume(resumed_from) if resumed_from else 0
+        self._publish(done)
+        if self.recipe.evaluation.at_start and done == 0:
+            self._evaluate(0)
+        for step in range(done + 1, self.recipe.train.steps + 1):
+            self.source.admit(step - 1)
+            self._step(step)
+        self.source.close()
+
+    def _step(self, step: int) -> None:
+        log, recipe = self.log, self.recipe
+        began = time.perf_counter()
+        with log.phase("gen"):
+            batch = self.source.take(recipe.data.prompts_per_step)
+        log.add(batch.metrics)
+        for notice in batch.notices:
+            log.notice(f"step {step}: {notice}")
+        self.placement.to_train()
+        if batch.groups:
+            self._train(step, batch)
+        else:
+            log.warn(f"step {step}: no group with spread was found, so there is nothing to learn from: no update")
+            log.add({"actor/skipped_updates": float(recipe.actor.mini_batches)})
+        last = step == recipe.train.steps
+        if self._due(step, recipe.train.save_every) or (last and recipe.train.save_at_end):
+            self._save(step)
+        evaluation = self._due(step, recipe.evaluation.every) or (last and recipe.evaluation.at_end)
+        if not last or evaluation:
+            self._publish(step)
+        if evaluation:
+            self._evaluate(step)
+        tokens = sum(sample.length for group in batch.groups for sample in group.samples)
+        log.add({"perf/throughput": tokens / (time.perf_counter() - began) / self.layout.devices})
+        log.step(step)
+
+    def _train(self, step: int, batch: Batch) -> None:
+        log, recipe = self.log, self.recipe
+        plan = plan_step(batch.groups, recipe, self.layout.data_parallel, self.layout.micro_batches_multiple_of)
+        self.trainers.scatter("load_shard", [(self._shard(plan.shards, rank),) for rank in range(self.trainers.size)])
+        if LOSSES[recipe.algorithm.loss].needs_old_log_probs:
+            with log.phase("old_log_prob"):
+                log.add(combine_gaps(self.trainers.call("compute_old_log_probs")))
+        if recipe.algorithm.kl_coef:
+            with log.phase("reference"):
+                self.trainers.call("compute_reference_log_probs")
+        with log.phase("update_actor"):
+            log.add(combine_updates(self.trainers.call("update_actor")))
+        log.add({**plan.metrics, **staleness(batch.groups, step - 1)})
+        if recipe.train.source == "rollout":
+            log.samples(step, self._records(batch.groups, step))
+
+    def _shard(self, shards: Sequence[Shard], rank: int) -> Shard:
+        return shards[self.layout.data_parallel_rank[rank]]
+
+    def _publish(self, version: int) -> None:
+        """Weights to the engines, once nothing samples with the old ones."""
+        with self.log.phase("drain"):
+            self.source.drain()
+        with self.log.phase("weight_exchange"):
+            self.log.add(self.placement.to_rollout(version))
+
+    def _evaluate(self, step: int) -> None:
+        assert self.evaluate is not None
+        with self.log.phase("eval"):
+            result = self.evaluate()
+        self.log.evaluation(step, result.metrics)
+
+    def _save(self, step: int) -> None:
+        with self.log.phase("drain"):
+            self.source.drain()
+        with self.log.phase("save"):
+            state = {"step": step, "source": self.source.state()}
+            save_checkpoint(
+                self.checkpoints,
+                step,
+                state,
+                self.recipe.train.keep_checkpoints,
+                lambda folder: self.trainers.call("save", str(folder)),
+            )
+
+    def _resume(self, checkpoint: Path) -> int:
+        with self.log.phase("load"):
+            state = load_state(checkpoint)
+            self.trainers.call("load", str(checkpoint / "trainer"))
+            self.source.restore(state["source"])
+        self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
+        return int(state["step"])
+
+    @staticmethod
+    def _due(step: int, every: int) -> bool:
+        return every > 0 and step % every == 0
+
+    def _records(self, groups: Sequence[Group], step: int) -> list[dict[str, object]]:
+        """What samples/ keeps: whole groups until there are `observe.samples_per_step`. Others' vectors stay where they are."""
+        records: list[dict[str, object]] = []
+        for group in groups:
+            if len(records) >= self.recipe.observe.samples_per_step:
+                break
+            vectors = group.samples[0].data.get()
+            prompt = self.tokenizer.decode(vectors[0].tokens[: group.samples[0].prompt_length].tolist())
+            records += [
+                {
+                    "prompt": prompt,
+                    "response": vectors[sample.index].text,
+                    "reward": sample.reward,
+                    "parts": sample.reward_parts,
+                    "prompt_length": sample.prompt_length,
+                    "response_length": sample.response_length,
+                    "finish_reason": sample.finish_reason,
+                    "version": sample.version,
+                    "staleness": step - 1 - sample.version,
+                    "data_source": group.data_source,
+                    "group": group.number,
+                }
+                for sample in group.samples
+            ]
+        return records
+
+
+def combine_gaps(sums: Sequence[dict[str, float] | None]) -> Metrics:
+    """Each reporting rank's sums -> mean and largest |old - rollout log-prob|, and k3 = KL(rollout || old)."""
+    parts = [part for part in sums if part is not None]
+    tokens = sum(part["tokens"] for part in parts)
+    if not tokens:
+        return {}
+    return {
+        "rollout/logprob_gap_mean": sum(part["absolute"] for part in parts) / tokens,
+        "rollout/logprob_gap_k3": sum(part["k3"] for part in parts) / tokens,
+        "rollout/logprob_gap_max": max(part["max"] for part in parts),
+    }
+
+
+def combine_updates(per_rank: Sequence[list[Metrics] | None]) -> Metrics:
+    """Metrics of the step: the mean over its mini batches (skipped updates: their number; lr: the last)."""
+    steps = next(part for part in per_rank if part is not None)
+    metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[-1]}
+    skipped = sum(step.get("actor/skipped_updates", 0.0) for step in steps)
+    return {**metrics, "actor/lr": steps[-1]["actor/lr"], "actor/skipped_updates": skipped}
+
+
+def staleness(groups: Sequence[Group], version: int) -> Metrics:
+    """How many versions the batch's samples lag behind the policy that learns from them."""
+    lags = [version - sample.version for group in groups for sample in group.samples]
+    return {"rollout/staleness_mean": float(np.mean(lags)), "rollout/staleness_max": float(np.max(lags))}

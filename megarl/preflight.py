@@ -1,0 +1,148 @@
+"""What is read and checked before any process starts: model files, tokenizer, layout, data, rewards, run directory.
+
+Whatever is wrong here ends the command in seconds with one message (exit status 2).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl import rewards
+from megarl.checkpoint import find_checkpoint
+from megarl.config.errors import RecipeError
+from megarl.config.schema import Recipe
+from megarl.data.prompts import PromptDataset
+from megarl.data.sft import SFTDataset
+from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from megarl.megatron.layout import check_layout
+from megarl.observe.run_dir import RunDirectory
+
+_LEAST_FREE_BYTES = 64 << 20
+
+
+@dataclass
+class Prepared:
+    """What `train` and `eval` need of the outside world, read and found good."""
+
+    tokenizer: Tokenizer
+    prompts: PromptDataset | None
+    examples: SFTDataset | None
+    evaluation: PromptDataset | None
+    notices: list[str]
+
+    @property
+    def data_sources(self) -> list[str]:
+        sets = [data for data in (self.prompts, self.evaluation) if data is not None]
+        return sorted({source for data in sets for source in data.data_sources})
+
+
+def prepare_training(recipe: Recipe) -> Prepared:
+    """Check and read everything that `train` needs. Raises ValueError (RecipeError where one key is to blame)."""
+    if not recipe.data.train_files:
+        raise RecipeError("data.train_files", "there is nothing to train on", "name .parquet or .jsonl files", value=[])
+    tokenizer, config = _read_model(recipe)
+    check_layout(config, recipe.megatron, recipe.cluster.trainers)
+    return _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
+
+
+def prepare_evaluation(recipe: Recipe) -> Prepared:
+    """Check and read everything that `eval` needs."""
+    if not recipe.data.eval_files:
+        raise RecipeError(
+            "data.eval_files", "there is nothing to evaluate on", "name .parquet or .jsonl files", value=[]
+        )
+    tokenizer, _ = _read_model(recipe)
+    return _with_rewards(recipe, _read_data(recipe, tokenizer, training=False))
+
+
+def open_run_directory(recipe: Recipe) -> tuple[RunDirectory, Path | None]:
+    """The run's directory, and the checkpoint that `train.resume` means. Refuses to mix two runs."""
+    run_dir = RunDirectory(Path(recipe.runs_dir) / recipe.name)
+    checkpoint = find_checkpoint(recipe.train.resume, run_dir.checkpoints)
+    if recipe.train.resume == "never" and run_dir.holds_a_run():
+        raise RecipeError(
+            "train.resume",
+            f"{run_dir.path} already holds a run",
+            "set train.resume=auto to go on with it, name=... for another directory, or move it away",
+            value="never",
+        )
+    if checkpoint is None and recipe.train.resume == "auto" and run_dir.holds_a_run():
+        raise RecipeError(
+            "train.resume",
+            f"{run_dir.path} holds a run without any whole checkpoint to resume from",
+            "move it away (or choose another name), and set train.save_every for the next one",
+            value="auto",
+        )
+    _check_disk(run_dir.path)
+    return run_dir, checkpoint
+
+
+def read_hf_config(path: str) -> dict[str, Any]:
+    """config.json of a Hugging Face directory. Raises RecipeError where it is missing or no JSON."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise RecipeError(
+            "model.path", "there is no such directory", "give the model's Hugging Face directory", value=path
+        )
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except FileNotFoundError:
+        remedy = "give a Hugging Face directory: config.json, *.safetensors and a tokenizer"
+        raise RecipeError("model.path", "it holds no config.json", remedy, value=path) from None
+    except ValueError as error:
+        raise RecipeError("model.path", f"its config.json is no JSON: {error}", "mend the file", value=path) from error
+    assert isinstance(config, dict)
+    return config
+
+
+def _read_model(recipe: Recipe) -> tuple[Tokenizer, dict[str, Any]]:
+    config = read_hf_config(recipe.model.path)
+    if not any(Path(recipe.model.path).glob("*.safetensors")):
+        remedy = "convert the weights to safetensors (save_pretrained does)"
+        raise RecipeError("model.path", "it holds no *.safetensors", remedy, value=recipe.model.path)
+    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path)
+    check_vocabulary(tokenizer, config)
+    return tokenizer, config
+
+
+def _read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool) -> Prepared:
+    data = recipe.data
+    prepared = Prepared(tokenizer, None, None, None, [])
+    if training and recipe.train.source == "sft":
+        longest = data.max_prompt_length + recipe.rollout.max_response_length
+        prepared.examples = SFTDataset(data.train_files, tokenizer, data, longest)
+        _note_filtered(prepared, "training examples", prepared.examples)
+    elif training:
+        prepared.prompts = PromptDataset(data.train_files, tokenizer, data)
+        _note_filtered(prepared, "training prompts", prepared.prompts)
+    if data.eval_files and recipe.train.source != "sft":
+        prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data)
+        _note_filtered(prepared, "evaluation prompts", prepared.evaluation)
+    return prepared
+
+
+def _note_filtered(prepared: Prepared, what: str, data: PromptDataset | SFTDataset) -> None:
+    if data.filtered:
+        total = len(data) + data.filtered
+        prepared.notices.append(f"{data.filtered} of {total} {what} are longer than the limit and were left out")
+
+
+def _with_rewards(recipe: Recipe, prepared: Prepared) -> Prepared:
+    rewards.resolve(recipe.reward.function, prepared.data_sources)
+    return prepared
+
+
+def _check_disk(path: Path) -> None:
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < _LEAST_FREE_BYTES:
+        raise RecipeError(
+            "runs_dir",
+            f"{existing} has {free >> 20} MiB free, and a run needs more than that",
+            "free some space, or set runs_dir to another disk",
+            value=str(path),
+        )

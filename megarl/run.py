@@ -1,0 +1,232 @@
+"""Whole commands: train, eval, export. Puts the parts together and takes them down again, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl import platform as platforms
+from megarl.checkpoint import checkpoint_name, list_checkpoints
+from megarl.cluster import connect, is_controller, serve
+from megarl.cluster.base import Cluster, Service, WorkerGroup
+from megarl.config import Recipe, RecipeError, load_recipe
+from megarl.controller import Controller, Layout
+from megarl.engines.base import EngineSpec
+from megarl.observe.log import RunLog
+from megarl.observe.report import write_report
+from megarl.observe.run_dir import RunDirectory
+from megarl.placement import Colocated, Disaggregated, Placement, TrainersOnly
+from megarl.preflight import Prepared, open_run_directory, prepare_evaluation, prepare_training
+from megarl.rollout.engines_source import EnginesSource
+from megarl.rollout.evaluate import EvaluationResult, evaluate
+from megarl.rollout.sft_source import SFTSource
+from megarl.rollout.source import Source
+
+TRAINER = "megarl.worker:TrainerWorker"
+ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
+
+
+class InputError(ValueError):
+    """What a user gave (recipe, files, data) cannot be used; found before any process started."""
+
+
+@contextlib.contextmanager
+def blaming_input() -> Iterator[None]:
+    """Whatever ValueError is raised in here is the input's fault."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def load(path: Path, overrides: Sequence[str]) -> Recipe:
+    """The recipe of a command line."""
+    return load_recipe(path, overrides)
+
+
+def train(recipe: Recipe) -> Path:
+    """Train as `recipe` says and return the run's directory.
+
+    Raises RecipeError or InputError before anything starts, and whatever a worker or engine failed of.
+    Under torchrun every rank calls this: rank 0 runs the controller, the others serve until it is done.
+    """
+    if not is_controller(recipe):
+        serve(recipe)
+        return Path(recipe.runs_dir) / recipe.name
+    with blaming_input():
+        prepared = prepare_training(recipe)
+        run_dir, checkpoint = open_run_directory(recipe)
+        platform = platforms.select(recipe.cluster.device)
+        first_step = 1 if checkpoint is None else int(checkpoint.name.split("_")[-1]) + 1
+        log = RunLog(recipe, run_dir, first_step=first_step, total_steps=recipe.train.steps)
+    with log:
+        for notice in prepared.notices:
+            log.notice(notice)
+        with connect(recipe, platform) as cluster:
+            with log.phase("start"):
+                controller = _assemble(recipe, prepared, platform, cluster, log, run_dir)
+            controller.fit(checkpoint)
+    if recipe.observe.report:
+        write_report(run_dir.path)
+    return run_dir.path
+
+
+def evaluate_model(recipe: Recipe) -> EvaluationResult:
+    """Evaluate `model.path` as it lies on disk on `data.eval_files`; prints the metrics as one JSON object."""
+    with blaming_input():
+        prepared = prepare_evaluation(recipe)
+        platform = platforms.select(recipe.cluster.device)
+    with connect(recipe, platform) as cluster:
+        services = _start_engines(recipe, prepared, platform, cluster, load_weights=True)
+        for service in services:
+            service.call("start").result()
+        assert prepared.evaluation is not None
+        result = evaluate(recipe, prepared.evaluation, services, prepared.tokenizer.stop_ids)
+    print(json.dumps(result.metrics))
+    return result
+
+
+def export(run_path: Path, out: Path, step: int | None = None) -> Path:
+    """Write a run's checkpoint (the newest, or that of `step`) as a Hugging Face model to `out`, and prove it."""
+    with blaming_input():
+        run_dir = RunDirectory(run_path)
+        if not run_dir.is_a_run():
+            raise ValueError(f"{run_path} is no run's directory: it holds no recipe.resolved.yaml")
+        recipe = load_recipe(run_dir.recipe)
+        checkpoint = _choose_checkpoint(run_dir, step)
+        if out.exists() and any(out.iterdir()):
+            raise ValueError(f"{out} exists and is not empty: choose another --out, or move it away")
+        platform = platforms.select(recipe.cluster.device)
+    if not is_controller(recipe):
+        serve(recipe)
+        return out
+    with connect(recipe, platform) as cluster:
+        trainers = _start_trainers(recipe, platform, cluster)
+        trainers.call("load", str(checkpoint / "trainer"))
+        trainers.call("save_hf", str(out.absolute()))
+        tensors = trainers.call("compare_with_hf", str(out.absolute()))[0]
+    print(f"{out}: {tensors} tensors of {checkpoint.name}, read back equal to the trainer's, bit for bit")
+    return out
+
+
+def _choose_checkpoint(run_dir: RunDirectory, step: int | None) -> Path:
+    found = list_checkpoints(run_dir.checkpoints)
+    if not found:
+        raise ValueError(f"{run_dir.path} holds no whole checkpoint: set train.save_every or train.save_at_end")
+    if step is None:
+        return found[-1]
+    wanted = run_dir.checkpoints / checkpoint_name(step)
+    if wanted not in found:
+        raise ValueError(f"{run_dir.path} has no checkpoint of step {step}; it has {', '.join(p.name for p in found)}")
+    return wanted
+
+
+def _assemble(
+    recipe: Recipe, prepared: Prepared, platform: Any, cluster: Cluster, log: RunLog, run_dir: RunDirectory
+) -> Controller:
+    """Start every process and wire the parts. Engines load while the trainers build."""
+    rl = recipe.train.source == "rollout"
+    services = _start_engines(recipe, prepared, platform, cluster, load_weights=False) if rl else []
+    starting = [service.call("start") for service in services]
+    trainers = _start_trainers(recipe, platform, cluster)
+    engines = [engine.result(timeout=recipe.rollout.start_timeout) for engine in starting]
+    source: Source
+    if rl:
+        assert prepared.prompts is not None
+        source = EnginesSource(recipe, prepared.prompts, services, prepared.tokenizer.stop_ids)
+    else:
+        assert prepared.examples is not None
+        source = SFTSource(recipe, prepared.examples)
+    evaluation = prepared.evaluation
+
+    def evaluate_now() -> EvaluationResult:
+        assert evaluation is not None
+        return evaluate(recipe, evaluation, services, prepared.tokenizer.stop_ids)
+
+    return Controller(
+        recipe=recipe,
+        trainers=trainers,
+        layout=_layout(recipe, trainers.call("describe")),
+        source=source,
+        placement=_placement(recipe, trainers, services, engines),
+        log=log,
+        tokenizer=prepared.tokenizer,
+        evaluate=evaluate_now if evaluation is not None else None,
+        checkpoints=run_dir.checkpoints,
+    )
+
+
+def _start_trainers(recipe: Recipe, platform: Any, cluster: Cluster) -> WorkerGroup:
+    optimizer_steps = recipe.train.steps * recipe.actor.mini_batches
+    env = {**_threads(recipe), **platform.trainer_env()}
+    return cluster.start_trainers(TRAINER, recipe.cluster.trainers, (recipe, optimizer_steps), env)
+
+
+def _start_engines(
+    recipe: Recipe, prepared: Prepared, platform: Any, cluster: Cluster, *, load_weights: bool
+) -> list[Service]:
+    rollout = recipe.rollout
+    services = []
+    for number in range(rollout.engines):
+        spec = EngineSpec(
+            name=f"engine{number}",
+            model_path=os.path.abspath(recipe.model.path),
+            dtype=rollout.dtype or recipe.model.dtype,
+            max_model_len=recipe.data.max_prompt_length + rollout.max_response_length,
+            tensor_parallel=rollout.tensor_parallel,
+            seed=recipe.train.seed,
+            engine_args=rollout.engine_args,
+            load_weights=load_weights,
+            sleep_mode=recipe.cluster.placement == "colocated" and not load_weights,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        )
+        tokenizer = os.path.abspath(recipe.model.tokenizer or recipe.model.path)
+        args = (rollout.engine, spec, tokenizer, recipe.reward.function, prepared.data_sources)
+        env = {**_threads(recipe), **platform.rollout_env()}
+        services.append(
+            cluster.start_service(ROLLOUT_SERVER, args, name=spec.name, devices=rollout.tensor_parallel, env=env)
+        )
+    return services
+
+
+def _threads(recipe: Recipe) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
+
+
+def _layout(recipe: Recipe, ranks: Sequence[dict[str, Any]]) -> Layout:
+    engine_devices = recipe.rollout.engines * recipe.rollout.tensor_parallel
+    own_devices = recipe.train.source == "rollout" and recipe.cluster.placement == "disaggregated"
+    return Layout(
+        data_parallel_rank=[rank["dp_rank"] for rank in ranks],
+        data_parallel=ranks[0]["dp_size"],
+        micro_batches_multiple_of=recipe.megatron.pipeline_parallel if recipe.megatron.virtual_pipeline else 1,
+        devices=len(ranks) + (engine_devices if own_devices else 0),
+    )
+
+
+def _placement(
+    recipe: Recipe, trainers: WorkerGroup, services: Sequence[Service], engines: Sequence[dict[str, Any]]
+) -> Placement:
+    if not services:
+        return TrainersOnly()
+    receivers = [(name, host) for engine in engines for name, host in engine["receivers"]]
+    session = trainers.call("open_exchange", receivers)[0]
+    for connected in [service.call("connect_exchange", session) for service in services]:
+        connected.result()
+    if recipe.cluster.placement == "disaggregated":
+        return Disaggregated(trainers, services, session)
+    return Colocated(
+        trainers,
+        services,
+        session,
+        engines_sleep=all(engine["can_sleep"] for engine in engines),
+        trainers_offload=recipe.megatron.offload,
+    )

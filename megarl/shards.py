@@ -1,0 +1,106 @@
+"""From a batch to each data-parallel rank's shard: advantages, loss weights, mini and micro batches. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.shaping import counts_in_loss, group_numbers
+from megarl.config.schema import Recipe
+from megarl.schedule import Slot, plan_micro_batches, split_evenly
+from megarl.types import Group, Metrics, Sample, Shard, ShardSample
+
+
+@dataclass
+class StepPlan:
+    """What each data-parallel rank trains on, and what is known of the batch before anybody computes."""
+
+    shards: list[Shard]
+    metrics: Metrics
+
+
+def plan_step(groups: Sequence[Group], recipe: Recipe, data_parallel: int, micro_batches_multiple_of: int) -> StepPlan:
+    """Lay out one batch over `data_parallel` ranks.
+
+    Mini batches are runs of whole groups in admission order. Every normaliser is counted here, over a
+    whole mini batch, before anything is split.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    advantages = _advantages(groups, samples, recipe)
+    loss_tokens = np.array(
+        [sample.loss_tokens if counts_in_loss(sample, recipe.algorithm.overlong.filter) else 0 for sample in samples]
+    )
+    firsts = np.cumsum([0] + [len(group.samples) for group in groups])
+    shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
+    for run in split_evenly(len(groups), recipe.actor.mini_batches):
+        members = range(firsts[run.start], firsts[run.stop])
+        tokens = loss_tokens[members.start : members.stop]
+        weights = AGGREGATIONS[recipe.algorithm.aggregation](tokens, recipe.rollout.max_response_length)
+        plan = plan_micro_batches(
+            [samples[i].length for i in members],
+            data_parallel,
+            recipe.actor.max_tokens_per_micro_batch,
+            micro_batches_multiple_of,
+        )
+        for shard, micro_batches in zip(shards, plan, strict=True):
+            shard.loss_tokens.append(int(tokens.sum()))
+            shard.mini_batches.append(
+                [
+                    [_place(shard, slot, samples, advantages, members, tokens, weights) for slot in micro_batch]
+                    for micro_batch in micro_batches
+                ]
+            )
+    return StepPlan(shards, _batch_metrics(samples, advantages, loss_tokens))
+
+
+def _advantages(groups: Sequence[Group], samples: Sequence[Sample], recipe: Recipe) -> np.ndarray:
+    rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
+    return ADVANTAGES[recipe.algorithm.advantage](rewards, group_numbers(groups), recipe.algorithm)
+
+
+def _place(
+    shard: Shard,
+    slot: Slot,
+    samples: Sequence[Sample],
+    advantages: np.ndarray,
+    members: range,
+    tokens: np.ndarray,
+    weights: np.ndarray,
+) -> int:
+    """Add one sample to a shard; returns its index there."""
+    sample = samples[members[slot.sample]]
+    counts = not slot.filler and tokens[slot.sample] > 0
+    shard.samples.append(
+        ShardSample(
+            data=sample.data,
+            index=sample.index,
+            length=sample.length,
+            advantage=float(advantages[members[slot.sample]]),
+            loss_weight=float(weights[slot.sample]) if counts else 0.0,
+        )
+    )
+    return len(shard.samples) - 1
+
+
+def _batch_metrics(samples: Sequence[Sample], advantages: np.ndarray, loss_tokens: np.ndarray) -> Metrics:
+    """Rewards, advantages and lengths of what is trained on, under the names that users already plot."""
+    metrics: Metrics = {"perf/total_num_tokens": float(sum(sample.length for sample in samples))}
+    series = {
+        "critic/rewards": [sample.reward for sample in samples],
+        "critic/advantages": advantages.tolist(),
+        "response_length": [sample.response_length for sample in samples],
+        "prompt_length": [sample.prompt_length for sample in samples],
+    }
+    for part in sorted({name for sample in samples for name in sample.reward_parts}):
+        series[f"critic/score/{part}"] = [sample.reward_parts.get(part, 0.0) for sample in samples]
+    for name, values in series.items():
+        metrics[f"{name}/mean"] = float(np.mean(values))
+        metrics[f"{name}/max"] = float(np.max(values))
+        metrics[f"{name}/min"] = float(np.min(values))
+    metrics["response_length/clip_ratio"] = float(np.mean([sample.truncated for sample in samples]))
+    metrics["actor/loss_tokens"] = float(loss_tokens.sum())
+    return metrics

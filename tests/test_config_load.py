@@ -1,0 +1,136 @@
+"""Recipes: layers merge in order, and what is wrong is refused with file, key, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config import RecipeError, load_recipe, to_yaml
+from megarl.config.load import all_keys
+from megarl.config.schema import Recipe
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model.yaml").write_text("model: {path: some/model}\nrollout: {temperature: 0.5, top_p: 1}\n")
+    (tmp_path / "base" / "lr.yaml").write_text("actor: {optimizer: {lr: 1e-4}}\nrollout: {temperature: 0.6}\n")
+    (tmp_path / "recipe.yaml").write_text(
+        "base: [base/model.yaml, base/lr.yaml]\nactor: {optimizer: {betas: [0.9, 0.98]}}\n"
+        "megatron: {extra: {moe_permute_fusion: true}}\n"
+    )
+    return tmp_path
+
+
+def refused(folder: Path, *overrides: str) -> RecipeError:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(folder / "recipe.yaml", overrides)
+    return caught.value
+
+
+def test_layers_win_in_order(folder: Path) -> None:
+    recipe = load_recipe(folder / "recipe.yaml", ["train.steps=7", "megatron.extra.moe_grouped_gemm=true"])
+    assert recipe.model.path == "some/model"
+    assert recipe.rollout.temperature == 0.6  # the later base wins
+    assert recipe.actor.optimizer.lr == 1e-4  # 1e-4 without a dot is a number, too
+    assert recipe.actor.optimizer.betas == (0.9, 0.98)
+    assert recipe.train.steps == 7
+    assert recipe.megatron.extra == {"moe_permute_fusion": True, "moe_grouped_gemm": True}
+    assert recipe.actor.optimizer.clip_grad == Recipe().actor.optimizer.clip_grad
+
+
+def test_resolved_recipe_loads_to_itself(folder: Path) -> None:
+    recipe = load_recipe(folder / "recipe.yaml")
+    (folder / "resolved.yaml").write_text(to_yaml(recipe))
+    assert load_recipe(folder / "resolved.yaml") == recipe
+
+
+def test_two_recipes_share_no_mutable_default() -> None:
+    first, second = Recipe(), Recipe()
+    first.megatron.extra["x"] = 1
+    first.evaluation.ks.append(4)
+    assert second.megatron.extra == {} and second.evaluation.ks == [1]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("rollout.temprature=1", "rollout.temprature", "did you mean rollout.temperature?"),
+        ("temperature=1", "temperature", "did you mean rollout.temperature?"),
+        ("rollout.temperature=warm", "rollout.temperature", "float"),
+        ("rollout.temperature=-1", "rollout.temperature", "above 0"),
+        ("rollout=3", "rollout", "section"),
+        ("rollout.dtype=float8", "rollout.dtype", "float32"),
+        ("train.steps", "train.steps", "key=value"),
+        ("algorithm.loss=ppo_clop", "algorithm.loss", "ppo_clip"),
+        ("algorithm.aggregation=mean", "algorithm.aggregation", "token_mean"),
+        ("rollout.max_staleness=1", "rollout.max_staleness", "disaggregated"),
+        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "2 or more"),
+        ("actor.mini_batches=5", "actor.mini_batches", "divisor"),
+        ("megatron.tensor_parallel=2", "cluster.trainers", "multiple of 2"),
+        ("evaluation.every=5", "data.eval_files", "held-out"),
+        ("evaluation.ks=[4]", "evaluation.ks", "evaluation.samples"),
+        ("train.source=sft", "algorithm.loss", "sft"),
+        ("data.train_files=[rows.csv]", "data.train_files", ".parquet"),
+        ("observe.trackers=[wanbd]", "observe.trackers", "wandb"),
+        ("name=a/b", "name", "folder"),
+    ],
+)
+def test_refusals_name_key_and_remedy(folder: Path, override: str, key: str, words: str) -> None:
+    error = refused(folder, override)
+    assert error.key == key
+    assert words in str(error)
+    assert "\n" in str(error) and "Traceback" not in str(error)
+
+
+def test_refusals_name_the_file_that_is_to_blame(folder: Path) -> None:
+    (folder / "base" / "lr.yaml").write_text("rollout: {temperature: -2}\n")
+    assert refused(folder).origin == str(folder / "base" / "lr.yaml")
+    assert refused(folder, "rollout.temperature=-1").origin == "command line"
+
+
+def test_filtered_sampling_at_another_temperature_is_refused(folder: Path) -> None:
+    load_recipe(folder / "recipe.yaml", ["rollout.temperature=0.7"])
+    assert "renormalisation" in str(refused(folder, "rollout.temperature=0.7", "rollout.top_p=0.9"))
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("base: nowhere.yaml\n", "no file"),
+        ("base: recipe.yaml\n", "ancestor"),
+        ("model: [unclosed\n", "not YAML"),
+        ("- a\n", "mapping"),
+    ],
+)
+def test_broken_files(folder: Path, content: str, words: str) -> None:
+    (folder / "recipe.yaml").write_text(content)
+    assert words in str(refused(folder))
+
+
+def test_missing_recipe_names_the_nearest(folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"did you mean .*recipe\.yaml"):
+        load_recipe(folder / "recipes.yaml")
+
+
+def test_every_key_is_documented() -> None:
+    import dataclasses
+
+    def walk(section: type, prefix: str) -> None:
+        for field in dataclasses.fields(section):
+            assert "doc" in field.metadata, f"{prefix}{field.name} was not declared with key()"
+            if field.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(field.default_factory):
+                walk(field.default_factory, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+            else:
+                assert field.metadata["doc"], f"{prefix}{field.name} has no text"
+
+    walk(Recipe, "")
+    assert "actor.optimizer.lr" in set(all_keys())
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(__file__).parent.parent.glob("recipes/*.yaml")), ids=lambda path: path.name
+)
+def test_shipped_recipes_load(path: Path) -> None:
+    load_recipe(path)

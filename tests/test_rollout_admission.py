@@ -1,0 +1,116 @@
+"""Admission: exactly one batch a version when synchronous, replacements for filtered groups, never too stale, repeatable."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rollout.admission import Admission, accepted_groups
+from megarl.types import Group
+
+
+def group(number: int, version: int = 0) -> Group:
+    return Group(number, f"row/{number}", "test", version, [])
+
+
+def test_synchronous_is_one_batch_a_version() -> None:
+    admission = Admission(4, 0, None, continuous=False)
+    assert admission.capacity() == 0  # closed until a version is announced
+    admission.version = 0
+    assert list(admission.start(admission.capacity())) == [0, 1, 2, 3]
+    assert admission.capacity() == 0
+    for number in (2, 0, 3):
+        admission.finish(group(number), True)
+        assert not admission.closed
+    admission.finish(group(1), True)
+    assert [item.group.number for item in admission.closed.popleft()] == [0, 1, 2, 3]  # not in finishing order
+    assert admission.idle()
+    admission.version = 1
+    assert list(admission.start(admission.capacity())) == [4, 5, 6, 7]
+
+
+def test_one_step_off_starts_two_batches() -> None:
+    admission = Admission(4, 1, None, continuous=False)
+    admission.version = 0
+    assert admission.capacity() == 8
+    for number in admission.start(8):
+        admission.finish(group(number), True)
+    assert len(admission.closed) == 2 and admission.capacity() == 0
+    admission.version = 1
+    assert admission.capacity() == 4
+
+
+def test_filtered_groups_are_replaced_in_waves() -> None:
+    admission = Admission(4, 0, 3, continuous=False)
+    admission.version = 0
+    for number in admission.start(4):
+        admission.finish(group(number), accepted=number == 1)
+        if number < 3:
+            assert admission.capacity() == 0  # the wave is still running
+    assert admission.capacity() == 3
+    for number in admission.start(3):
+        admission.finish(group(number), True)
+    batch = admission.closed.popleft()
+    assert [item.group.number for item in accepted_groups_items(batch)] == [1, 4, 5, 6]
+    assert len(batch) == 7
+
+
+def accepted_groups_items(batch: list) -> list:
+    return [item for item in batch if item.accepted]
+
+
+def test_continuous_replaces_at_once() -> None:
+    admission = Admission(4, 0, 3, continuous=True)
+    admission.version = 0
+    admission.start(4)
+    admission.finish(group(2), accepted=False)
+    assert admission.capacity() == 1
+
+
+def test_exhausted_batch_closes_short_and_the_next_is_whole() -> None:
+    admission = Admission(4, 0, 2, continuous=False)
+    admission.version = 0
+    while not admission.closed:
+        for number in admission.start(admission.capacity()):
+            admission.finish(group(number), accepted=number == 5)
+    batch = admission.closed.popleft()
+    assert len(batch) == 8 and [found.number for found in accepted_groups(batch)] == [5]
+    assert admission.idle()  # nothing more may start for it
+    admission.version = 1
+    assert admission.capacity() == 4
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    prompts=st.integers(1, 6),
+    staleness=st.integers(0, 3),
+    attempts=st.sampled_from([None, 1, 2, 4]),
+    continuous=st.booleans(),
+)
+def test_staleness_order_and_conservation(
+    seed: int, prompts: int, staleness: int, attempts: int | None, continuous: bool
+) -> None:
+    """Whatever finishes when: no sample older than allowed, batches in admission order, no group lost or used twice."""
+    rng = random.Random(seed)
+    admission = Admission(prompts, staleness, attempts, continuous)
+    under_way: list[Group] = []
+    seen: list[int] = []
+    admission.version = 0
+    for version in range(6):
+        while not admission.closed:
+            under_way += [group(number, version) for number in admission.start(admission.capacity())]
+            assert under_way, "stuck: nothing runs and nothing may start"
+            done = under_way.pop(rng.randrange(len(under_way)))
+            admission.finish(done, attempts is None or rng.random() < 0.5)
+        batch = admission.closed.popleft()
+        seen += [item.group.number for item in batch]
+        assert len(accepted_groups(batch)) <= prompts
+        assert all(version - found.version <= staleness for found in accepted_groups(batch))
+        while not admission.idle():  # drain before the next version
+            under_way += [group(number, version) for number in admission.start(admission.capacity())]
+            if under_way:
+                admission.finish(under_way.pop(rng.randrange(len(under_way))), attempts is None or rng.random() < 0.5)
+        admission.version = version + 1
+    assert seen == list(range(len(seen)))
