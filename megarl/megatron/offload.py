@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from megarl.megatron.optimizer import members
+
 
 class Offloader:
     """Moves weights and optimizer states to the host and back; drops gradients, which are zeroed anyway."""
@@ -54,6 +56,6 @@ class Offloader:
             yield from (parameter.data for parameter in chunk.parameters())
         for group in self.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])  # master weights, or views of weights
-        for member in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for member in members(self.optimizer):
             for state in member.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))

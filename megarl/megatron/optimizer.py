@@ -30,6 +30,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 
 def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.dtype, distributed: bool) -> Any:
     """Megatron's AdamW over the DDP-wrapped `chunks`; float32 master weights where `dtype` is bfloat16."""
+    from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
 
@@ -45,7 +46,20 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
     )
-    return get_megatron_optimizer(megatron_config, chunks)
+    optimizer = get_megatron_optimizer(megatron_config, chunks)
+    for member in members(optimizer):
+        if any(group.get("is_expert_parallel") for group in member.param_groups):
+            # Which ranks hold copies of an expert is a matter of expert-tensor parallel. Megatron asks the
+            # tensor-parallel group, and leaves the experts of all but its first rank out of the gradient norm.
+            member.tp_group = parallel_state.get_expert_tensor_parallel_group()
+    return optimizer
+
+
+def members(optimizer: Any) -> list[Any]:
+    """Megatron chains an optimizer for experts to the one for everything else. Ranks without parameters
+    of a kind have a stub, which is left out."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [member for member in chain if not getattr(member, "is_stub_optimizer", False)]
 
 
 def guarded_step(optimizer: Any, *, lr: float, clip_grad: float) -> tuple[float, bool]:
@@ -61,9 +75,8 @@ def guarded_step(optimizer: Any, *, lr: float, clip_grad: float) -> tuple[float,
     if not math.isfinite(norm):
         return norm, False
     if clip_grad > 0:
-        for member in getattr(optimizer, "chained_optimizers", [optimizer]):
-            parameters = [] if getattr(member, "is_stub_optimizer", False) else member.get_parameters()
-            if parameters:
+        for member in members(optimizer):
+            if parameters := member.get_parameters():
                 clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
     optimizer.step_with_ready_grads()
     return norm, True
