@@ -37,7 +37,8 @@ def _full_text(path: Path, error: OSError) -> str:
     return (
         f"{path} could not be written: {cause} ({free:,} bytes free on that file system). Everything written before "
         "it is whole. Free some space there (old checkpoints are the largest files of a run; train.keep_checkpoints "
-        "says how many are kept) or set runs_dir to another disk, then resume with train.resume=auto."
+        "says how many are kept), or move the run's directory to a larger disk and set runs_dir to match. "
+        "Then resume with train.resume=auto."
     )
 
 

@@ -191,10 +191,11 @@ class RunLog:
         for name, value in metrics.items():
             if not math.isfinite(value) and name not in self._non_finite:
                 self._non_finite.add(name)
-                self.warn(f"{name} is {float(value)} at step {step} (said once for each metric).")
+                self._say(f"{name} is {float(value)} at step {step} (said once for each metric).", "warning", step)
 
-    def _say(self, text: str, level: str) -> None:
-        line = json_line({"time": time.time(), "step": self.next_step, "level": level, "text": text})
+    def _say(self, text: str, level: str, step: int | None = None) -> None:
+        step = self.next_step if step is None else step
+        line = json_line({"time": time.time(), "step": step, "level": level, "text": text})
         with self._guard:
             self._notices.write(line)
             self._console.notice(text, level == "warning")

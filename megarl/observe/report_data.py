@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import yaml
 
 from megarl.observe.console import clock, short
@@ -166,7 +168,7 @@ def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
         how = ".1%" if all(0 <= value <= 1 for _, value in values) else ".4g"
         detail = f"at step {last_step:,}"
         if len(values) > 1:
-            detail = f"{first:{how}} at step {first_step:,}, {last:{how}} at step {last_step:,}"
+            detail = f"from {first:{how}} (steps {first_step:,} to {last_step:,})"
         figures.append({"label": name.removeprefix("eval/"), "value": f"{last:{how}}", "detail": detail})
     reward = _column(lines, "critic/rewards/mean")
     if reward:
@@ -198,10 +200,11 @@ def series(lines: list[dict[str, float]]) -> dict[str, dict[str, list[float | No
     columns: dict[str, tuple[list[float], list[float]]] = {}
     for line in lines:
         for name, value in line.items():
-            if name != "step":
-                xs, ys = columns.setdefault(name, ([], []))
-                xs.append(line["step"])
-                ys.append(value)
+            if name not in columns:
+                columns[name] = ([], [])
+            columns[name][0].append(line["step"])
+            columns[name][1].append(value)
+    columns.pop("step", None)
     curves: dict[str, dict[str, list[float | None]]] = {}
     for name, (xs, ys) in sorted(columns.items()):
         kept = thin(ys, MAX_POINTS)
@@ -216,14 +219,16 @@ def thin(ys: Sequence[float], limit: int) -> list[int]:
     """
     if len(ys) <= limit:
         return list(range(len(ys)))
-    stretches = limit // 2
+    values = np.asarray(ys, dtype=np.float64)
+    bounds = np.linspace(0, len(ys), limit // 2 + 1).astype(int)
     kept = {0, len(ys) - 1}
-    for i in range(stretches):
-        stretch = range(i * len(ys) // stretches, (i + 1) * len(ys) // stretches)
-        finite = [j for j in stretch if math.isfinite(ys[j])]
-        if finite:
-            kept |= {min(finite, key=ys.__getitem__), max(finite, key=ys.__getitem__)}
-        kept |= set([j for j in stretch if not math.isfinite(ys[j])][:1])
+    for begin, end in itertools.pairwise(bounds):
+        finite = np.isfinite(values[begin:end])
+        where = begin + np.flatnonzero(finite)
+        if len(where):
+            kept |= {int(where[values[where].argmin()]), int(where[values[where].argmax()])}
+        if len(where) < end - begin:
+            kept.add(int(begin + np.argmin(finite)))
     return sorted(kept)
 
 

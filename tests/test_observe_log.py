@@ -1,0 +1,345 @@
+"""RunLog and its sinks and consoles: what the controller says is what people read."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import Recipe
+from megarl.observe import console as console_module
+from megarl.observe.console import LiveConsole, Pace, PlainConsole, clock, figures, short
+from megarl.observe.files import read_lines
+from megarl.observe.log import RunLog
+from megarl.observe.metrics import read_metrics
+from megarl.observe.run_dir import RunDirectory
+from megarl.observe.sinks import Guarded, make_sinks
+from megarl.observe.trace import read_trace_tail
+
+
+def make_recipe(**observe: Any) -> Recipe:
+    recipe = Recipe()
+    recipe.observe.console = "plain"
+    recipe.observe.report = False
+    recipe.observe.tensorboard = False
+    for name, value in observe.items():
+        setattr(recipe.observe, name, value)
+    return recipe
+
+
+def notices(path: Path) -> list[str]:
+    return [record["text"] for record in read_lines(RunDirectory(path).notices)[0]]
+
+
+# ---- phases and steps
+
+
+def test_phases_nest_repeat_and_add_up(tmp_path: Path) -> None:
+    with RunLog(make_recipe(), tmp_path, 1, 2) as log:
+        for _ in range(2):
+            with log.phase("gen"):
+                time.sleep(0.02)
+                with log.phase("reward"):
+                    time.sleep(0.03)
+        with pytest.raises(RuntimeError), log.phase("update_actor"):
+            raise RuntimeError
+        log.step(1)
+        with log.phase("gen"):
+            pass
+        log.step(2)
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert first["timing_s/reward"] >= 0.06
+    assert first["timing_s/gen"] >= first["timing_s/reward"] + 0.04
+    assert first["timing_s/step"] >= first["timing_s/gen"]
+    assert "timing_s/update_actor" in first, "a phase that failed took its time too"
+    assert second["timing_s/gen"] < 0.02, "times start anew with each step"
+    spans = read_trace_tail(tmp_path / "trace.json")
+    assert [span["name"] for span in spans] == ["reward", "gen", "reward", "gen", "update_actor", "gen"]
+    assert [span["args"] for span in spans[:2]] == [{"step": 1, "inside": "gen"}, {"step": 1}]
+    reward, gen = spans[:2]
+    assert gen["ts"] <= reward["ts"] and reward["ts"] + reward["dur"] <= gen["ts"] + gen["dur"] + 1000
+
+
+def test_evaluations_land_in_their_steps_line(tmp_path: Path) -> None:
+    with RunLog(make_recipe(), tmp_path, 1, 2) as log:
+        with log.phase("eval"):
+            pass
+        log.evaluation(0, {"pass@1": 0.1})
+        log.add({"a": 1.0})
+        log.evaluation(1, {"eval/pass@1": 0.2})
+        log.step(1)
+        log.step(2)
+        log.evaluation(2, {"pass@1": 0.4})
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert [line["eval/pass@1"] for line in lines] == [0.1, 0.2, 0.4]
+    assert "timing_s/eval" in lines[0] and "timing_s/eval" not in lines[1]
+    assert lines[1]["a"] == 1.0 and "a" not in lines[0]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "finished" and summary["steps"] == 2
+    assert summary["evaluation"] == {"first": {"step": 0, "eval/pass@1": 0.1}, "last": {"step": 2, "eval/pass@1": 0.4}}
+
+
+def test_samples_are_capped_and_counted(tmp_path: Path) -> None:
+    with RunLog(make_recipe(samples_per_step=4), tmp_path, 1, 1) as log:
+        log.samples(1, [{"group": i // 2, "response": str(i)} for i in range(10)])
+        log.step(1)
+    assert len((tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()) == 4
+    (line,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (line["samples/written"], line["samples/total"]) == (4, 10)
+
+
+def test_resume_takes_back_later_steps_and_says_so(tmp_path: Path) -> None:
+    recipe = make_recipe()
+    log = RunLog(recipe, tmp_path, 1, 10)
+    for step in range(1, 6):
+        log.samples(step, [{"response": "x"}])
+        log.step(step)
+    log.run_dir.unlock()  # as a kill would: nothing is closed
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 6')
+    with RunLog(recipe, tmp_path, 4, 10) as log:
+        assert log.next_step == 4
+        log.step(4)
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.discarded.jsonl")] == [4, 5]
+    assert min((tmp_path / "samples" / "discarded").iterdir()).name == "step_000004.jsonl"
+    said = notices(tmp_path)
+    assert "half a line" in said[0] and "2 later steps" in said[1]
+    sessions = json.loads((tmp_path / "summary.json").read_text())["sessions"]
+    assert [(session["first_step"], session["status"]) for session in sessions] == [(1, "killed"), (4, "finished")]
+
+
+def test_metrics_that_a_crash_lost_are_named(tmp_path: Path) -> None:
+    log = RunLog(make_recipe(), tmp_path, 1, 10)
+    log.step(1)
+    log.run_dir.unlock()
+    with RunLog(make_recipe(), tmp_path, 3, 10):
+        pass
+    assert "goes to step 1, the checkpoint to step 2" in notices(tmp_path)[0]
+
+
+def test_a_number_that_is_not_finite_is_said_aloud_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(make_recipe(), tmp_path, 1, 3) as log:
+        for step in (1, 2, 3):
+            log.add({"actor/grad_norm": math.nan if step > 1 else 1.0})
+            log.step(step)
+    assert notices(tmp_path) == ["actor/grad_norm is nan at step 2 (said once for each metric)."]
+    assert "WARNING: actor/grad_norm is nan at step 2" in capsys.readouterr().out
+
+
+def test_an_exception_closes_the_run_as_failed(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), RunLog(make_recipe(report=True), tmp_path, 1, 3) as log:
+        log.step(1)
+        raise RuntimeError("engine 3 is gone")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: engine 3 is gone")
+    assert "engine 3 is gone" in (tmp_path / "report.html").read_text()
+    assert RunDirectory(tmp_path).holder() is None
+    json.loads((tmp_path / "trace.json").read_text())
+
+
+def test_a_failed_start_lets_go_of_the_directory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"observe\.trackers"):
+        RunLog(make_recipe(trackers=["nonesuch"]), tmp_path, 1, 1)
+    assert RunDirectory(tmp_path).holder() is None
+
+
+def test_reading_a_recipe_and_logging_need_no_torch() -> None:
+    code = (
+        "import sys, megarl.observe.log, megarl.observe.command\n"
+        "from megarl.observe.sinks import TensorBoardSink\n"
+        "from megarl.observe.run_dir import RunDirectory\n"
+        "import tempfile; TensorBoardSink(RunDirectory(tempfile.mkdtemp()), 1)\n"
+        "assert not {'torch', 'ray', 'vllm', 'tensorflow'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- sinks
+
+
+def test_tensorboard_reads_the_events_and_hides_steps_done_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last, value in ((1, 5, 1.0), (4, 6, 2.0)):
+        with RunLog(make_recipe(tensorboard=True), tmp_path, first, 6) as log:
+            for step in range(first, last + 1):
+                log.add({"critic/rewards/mean": value * step, "eval/pass@1": 0.25})
+                log.step(step)
+                if (first, step) == (1, 1):
+                    live = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+                    assert live.Scalars("eval/pass@1")[0].value == 0.25, "each step is visible at once"
+        time.sleep(1.1)  # TensorBoard orders a run's files by the second in their names
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    scalars = events.Scalars("critic/rewards/mean")
+    assert [(event.step, event.value) for event in scalars] == [(1, 1), (2, 2), (3, 3), (4, 8), (5, 10), (6, 12)]
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "swanlab", "mlflow"])
+def test_an_absent_tracker_is_named_with_its_cure(
+    tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Absent:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == tracker:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.delitem(sys.modules, tracker, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    with pytest.raises(ValueError, match=f"pip install {tracker}"):
+        make_sinks(make_recipe(trackers=[tracker]), RunDirectory(tmp_path), 1, print)
+
+
+class FakeRun:
+    """Stands in for each tracker's run, and keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.id = "abc123"
+        self.info = types.SimpleNamespace(run_id="abc123")
+        self.logged: list[Any] = []
+        self.started: list[dict[str, Any]] = []
+        self.ended: list[dict[str, Any]] = []
+
+    def start(self, **arguments: Any) -> FakeRun:
+        self.started.append(arguments)
+        return self
+
+    def log(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.logged.append((step, metrics))
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        self.log(metrics, step)
+
+    def end(self, **arguments: Any) -> None:
+        self.ended.append(arguments)
+
+    def ignore(self, *_: Any, **__: Any) -> None:
+        """Calls of no interest here."""
+
+    finish, end_run, init, start_run = end, end, start, start
+    define_metric = set_experiment = log_dict = ignore
+
+
+@pytest.mark.parametrize("tracker", ["wandb", "swanlab", "mlflow"])
+def test_trackers_get_every_step_and_continue_after_a_resume(
+    tmp_path: Path, tracker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeRun()
+    monkeypatch.setitem(sys.modules, tracker, fake)  # type: ignore[arg-type]
+    for first in (1, 2):
+        with RunLog(make_recipe(trackers=[tracker]), tmp_path, first, 2) as log:
+            log.add({"eval/pass@1": 0.5})
+            log.step(first)
+    name = "eval/pass_at_1" if tracker == "mlflow" else "eval/pass@1"
+    steps = [step if step is not None else metrics["step"] for step, metrics in fake.logged]
+    assert steps == [1, 2] and all(metrics[name] == 0.5 for _, metrics in fake.logged)
+    assert "abc123" not in fake.started[0].values() and "abc123" in fake.started[1].values()
+    assert len(fake.ended) == 2
+
+
+def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(FakeRun):
+        def log(self, metrics: dict[str, float], step: int | None = None) -> None:
+            super().log(metrics, step)
+            if metrics["step"] >= 2:
+                raise ConnectionError("no route to host")
+
+    fake = Failing()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    with RunLog(make_recipe(trackers=["wandb"]), tmp_path, 1, 4) as log:
+        for step in range(1, 5):
+            log.step(step)
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 4
+    assert len(fake.logged) == 2, "left out after its first failure"
+    (text,) = notices(tmp_path)
+    assert "wandb failed at step 2" in text and "no route to host" in text
+
+
+def test_a_full_disk_is_no_trackers_failure(tmp_path: Path) -> None:
+    """Only trackers are guarded: TensorBoard's files are the run's own."""
+    sinks = make_sinks(make_recipe(tensorboard=True), RunDirectory(tmp_path), 1, print)
+    assert not any(isinstance(sink, Guarded) for sink in sinks)
+
+
+# ---- console
+
+STEP = {
+    "critic/rewards/mean": 0.5125,
+    "response_length/mean": 231.4,
+    "response_length/clip_ratio": 0.031,
+    "rollout/logprob_gap_mean": 1.2e-4,
+    "perf/throughput": 23456.0,
+    "timing_s/gen": 3.0,
+    "timing_s/update_actor": 2.0,
+    "timing_s/step": 6.0,
+}
+
+
+def test_plain_console_says_one_line_a_step() -> None:
+    stream = io.StringIO()
+    plain = PlainConsole("run", 0, 11, stream)
+    plain.step(1, STEP)
+    plain.notice("look [bold]here[/bold]", True)
+    _, line, notice = stream.getvalue().splitlines()
+    for part in ("step 1/11", "reward 0.512", "length 231", "cut 3%", "gap 1.2e-04", "23.46k", "gen 3.0", "left 1:00"):
+        assert part in line
+    assert notice == "WARNING: look [bold]here[/bold]"
+
+
+def test_live_console_shows_the_run_and_restores_the_terminal() -> None:
+    stream = io.StringIO()
+    with pytest.raises(RuntimeError):
+        live = LiveConsole("my run", 0, 11, stream)
+        try:
+            live.phase("gen")
+            live.step(1, STEP)
+            live.notice("tags [red]stay[/red]", True)
+            print("printed by a library")
+            live._live.refresh()
+            raise RuntimeError
+        finally:
+            live.close()
+    live.close()  # a second time does nothing
+    shown = stream.getvalue()
+    for part in ("my run", "step 1/11", "left 1:00", "0.512", "tags [red]stay[/red]", "1 warning", "library"):
+        assert part in shown
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor must be visible in the end"
+
+
+def test_a_killed_live_run_leaves_the_cursor(tmp_path: Path) -> None:
+    """SIGKILL runs no cleanup, so the cursor may not be hidden while the display is up."""
+    stream = io.StringIO()
+    live = LiveConsole("run", 0, 2, stream)
+    for _ in range(3):
+        live._live.refresh()
+    shown = stream.getvalue()
+    live.close()
+    assert shown.rfind("\x1b[?25h") >= shown.rfind("\x1b[?25l")
+
+
+def test_auto_is_plain_where_there_is_no_terminal() -> None:
+    recipe = make_recipe(console="auto")
+    assert isinstance(console_module.make_console(recipe, 0, 1, io.StringIO()), PlainConsole)
+
+
+def test_numbers_for_people() -> None:
+    assert [clock(seconds) for seconds in (None, 75, 3700, 100000)] == ["-", "1:15", "1:01:40", "1d 3:46:40"]
+    assert [short(value) for value in (0.12345, 9876.0, 23456.0, 1.5e6)] == ["0.1235", "9876", "23.46k", "1.5M"]
+    assert figures({"eval/pass@1": 0.5, "critic/rewards/mean": math.nan}) == [
+        ("eval/pass@1", "0.500"),
+        ("reward", "nan"),
+    ]
+    pace = Pace(10, 20)
+    assert pace.left() is None
+    pace.done(11, 2.0)
+    pace.done(12, 4.0)
+    assert pace.left() == 24.0

@@ -1,0 +1,207 @@
+"""report.html: self-contained, safe with untrusted text, and there for any run, whatever state it is in."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megarl.config.schema import Recipe
+from megarl.observe import report_data
+from megarl.observe.charts import present
+from megarl.observe.command import report
+from megarl.observe.log import RunLog
+from megarl.observe.report import script_json, write_report
+from megarl.observe.report_data import collect, phase_times, thin
+from megarl.observe.run_dir import RunDirectory
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- </pre>"
+
+
+class Page(HTMLParser):
+    """Elements and texts of a page, as a browser would tell them apart."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.scripts: list[str] = []
+        self.text = ""
+        self._script = False
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._script = tag == "script"
+        if self._script:
+            self.scripts.append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._script = False
+
+    def handle_data(self, data: str) -> None:
+        if self._script:
+            self.scripts[-1] += data
+        else:
+            self.text += data
+
+
+def make_run(path: Path, text: str = "#### 72") -> None:
+    recipe = Recipe(name=f"run {text}")
+    recipe.model.path = f"models/{text}"
+    recipe.observe.console = "plain"
+    recipe.observe.tensorboard = recipe.observe.report = False
+    with RunLog(recipe, path, 1, 4) as log:
+        log.evaluation(0, {"pass@1": 0.25})
+        for step in range(1, 5):
+            with log.phase("gen"), log.phase("reward"):
+                pass
+            log.call(text, text, text, 0.0, 1.0)
+            log.add({"critic/rewards/mean": step / 4, "critic/rewards/min": 0.0, "critic/rewards/max": 1.0})
+            log.add({f"critic/score/{text}/mean": 0.5, "actor/kl_loss": math.nan if step == 2 else 0.1})
+            log.samples(step, [{"prompt": text, "response": text, "reward": 0.5, "data_source": text, "extra": text}])
+            log.step(step)
+        log.evaluation(4, {"pass@1": 0.75})
+        log.warn(text)
+
+
+def test_the_page_fetches_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    page = Page(report(tmp_path))
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base"), (tag, attributes)
+        assert "src" not in attributes, (tag, attributes)
+        assert not (attributes.get("href") or "#").startswith(("http", "//")), (tag, attributes)
+    (policy,) = [attributes for tag, attributes in page.elements if "http-equiv" in attributes]
+    assert "default-src 'none'" in str(policy["content"]) and "unsafe-inline'; img" in str(policy["content"])
+    nonce = re.search(r"script-src 'nonce-([\w-]+)';", str(policy["content"]))
+    assert nonce, "scripts run by nonce alone"
+    assert {attributes["nonce"] for tag, attributes in page.elements if tag == "script"} == {nonce[1]}
+
+
+def test_what_a_run_holds_cannot_become_markup(tmp_path: Path) -> None:
+    make_run(tmp_path / "plain")
+    make_run(tmp_path / "evil", EVIL)
+    plain, evil = Page(report(tmp_path / "plain")), Page(report(tmp_path / "evil"))
+    assert [tag for tag, _ in evil.elements] == [tag for tag, _ in plain.elements]
+    payload = json.loads(evil.scripts[0])
+    assert payload["samples"][0]["records"][0]["response"] == EVIL
+    assert "<" not in evil.scripts[0]
+    assert EVIL in evil.text, "a notice is shown as it was written"
+
+
+def test_script_json_has_no_markup_and_no_odd_numbers() -> None:
+    value = {"a": "</script>&\u2028\ud800", "b": math.nan}
+    text = script_json(value)
+    assert not set("<>&\u2028") & set(text)
+    assert json.loads(text) == {"a": "</script>&\u2028\ud800", "b": "NaN"}
+
+
+def test_the_page_says_what_the_run_did(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    data = collect(RunDirectory(tmp_path))
+    assert (data.status, data.error, data.gaps) == ("finished", None, [])
+    assert ("Steps", "4 of 4") in data.facts and ("Model", "models/#### 72") in data.facts
+    assert data.figures[0] == {"label": "pass@1", "value": "75.0%", "detail": "from 25.0% (steps 0 to 4)"}
+    assert data.series["actor/kl_loss"] == {"x": [1, 2, 3, 4], "y": [0.1, None, 0.1, 0.1]}
+    titles = [chart["title"] for chart in present(data.series)]
+    assert titles[:3] == ["Reward", "Evaluation", "Reward parts"] and "KL to the reference" in titles
+    assert data.timeline["rows"][:2] == ["gen", "reward"]
+    assert data.phases["names"] == ["gen", "other"], "reward runs inside gen: stacking both would count it twice"
+
+
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "recipe.resolved.yaml", "summary.json"])
+def test_a_partial_run_has_a_report(tmp_path: Path, kept: str) -> None:
+    make_run(tmp_path)
+    (tmp_path / "summary.json").write_text("{}")
+    for path in tmp_path.iterdir():
+        if path.is_file() and path.name != kept:
+            path.unlink()
+    for path in (tmp_path / "samples").iterdir():
+        path.unlink()
+    text = Page(report(tmp_path)).text
+    assert "is missing" in text or "no finished step" in text
+    assert "No samples were written" in text
+
+
+def test_damaged_files_are_said_not_raised(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    (tmp_path / "summary.json").write_text('{"status": ')
+    (tmp_path / "recipe.resolved.yaml").write_text("a: [")
+    for name in ("metrics.jsonl", "trace.json", "notices.jsonl", "samples/step_000004.jsonl"):
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(b"\x00garbage\n" + data[: len(data) * 2 // 3])
+    text = Page(report(tmp_path)).text
+    assert "of metrics.jsonl could not be read" in text and "summary.json could not be read" in text
+
+
+def test_status_of_a_run_that_lives_and_of_one_that_was_killed(tmp_path: Path) -> None:
+    recipe = Recipe()
+    recipe.observe.console = "plain"
+    recipe.observe.tensorboard = False
+    log = RunLog(recipe, tmp_path, 1, 5)
+    log.step(1)
+    assert collect(RunDirectory(tmp_path)).status == "running"
+    assert "in progress" in Page(write_report(tmp_path)).text
+    log.run_dir.unlock()
+    assert collect(RunDirectory(tmp_path)).status == "killed"
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    make_run(tmp_path / "runs" / "mine")
+    (tmp_path / "empty").mkdir()
+    for path, says in (
+        (tmp_path / "absent", "does not exist"),
+        (tmp_path / "file", "is a file"),
+        (tmp_path / "empty", "no run directory"),
+        (tmp_path / "runs", "Runs inside it: mine"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            report(path)
+    assert not (tmp_path / "empty" / "report.html").exists()
+
+
+# ---- long runs
+
+
+def test_thinning_keeps_spikes_gaps_and_ends() -> None:
+    draw = random.Random(0)
+    ys = [draw.random() for _ in range(10_000)]
+    ys[1234], ys[5678], ys[8000] = 50.0, -50.0, math.nan
+    kept = thin(ys, 600)
+    assert {0, 1234, 5678, 8000, 9999} <= set(kept)
+    assert kept == sorted(set(kept)) and len(kept) <= 610
+    assert thin(ys[:600], 600) == list(range(600))
+
+
+def test_stacked_phases_keep_their_mean() -> None:
+    lines = [{"step": n, "timing_s/step": 4.0, "timing_s/gen": n % 3, "timing_s/save": 1.0} for n in range(1, 1001)]
+    phases = phase_times(lines, nested={"save"})
+    assert phases["per_bar"] == math.ceil(1000 / report_data.MAX_BARS)
+    assert phases["names"] == ["gen", "other"]
+    mean = sum(phases["seconds"]["gen"]) / len(phases["x"])
+    assert mean == pytest.approx(1.0, abs=0.01)
+    assert phases["seconds"]["other"][0] == pytest.approx(4.0 - phases["seconds"]["gen"][0], abs=1e-4)
+
+
+def test_ten_thousand_steps_stay_small(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for step in range(1, 10_001):
+            metrics = {f"group/metric_{i}": draw.random() for i in range(40)}
+            file.write(json.dumps({"step": step, **metrics, "timing_s/step": 9.0, "timing_s/gen": 5.0}) + "\n")
+    (tmp_path / "samples").mkdir()
+    sample = json.dumps({"prompt": "p" * 2000, "response": "é" * 20_000, "reward": 1.0, "group": 1}) + "\n"
+    for step in range(10, 2000, 10):
+        (tmp_path / "samples" / f"step_{step:06d}.jsonl").write_text(sample * 8)
+    page = report(tmp_path)
+    assert page.stat().st_size < 15e6
+    data = collect(RunDirectory(tmp_path))
+    assert [data.samples[0]["step"], data.samples[-1]["step"]] == [10, 1990]
+    assert "of 199 files" in data.samples_note
+    assert "characters left out here" in data.samples[0]["records"][0]["response"]
