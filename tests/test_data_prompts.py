@@ -1,0 +1,92 @@
+"""Prompt rows become prompts: rendered, tokenised, named, and held to the length limit."""
+
+import json
+
+import pytest
+
+from megarl.config.schema import DataConfig
+from megarl.data import PromptDataset, load_tokenizer
+from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    out = tmp_path_factory.mktemp("tokenizer")
+    make_tiny_tokenizer(out)
+    return load_tokenizer(out)
+
+
+@pytest.fixture
+def dataset(tokenizer, tmp_path):
+    def build(rows, **settings):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return PromptDataset([path], tokenizer, DataConfig(**settings))
+
+    return build
+
+
+def row(prompt, index=None, **columns):
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": prompt,
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": index, "split": "train"},
+    } | columns
+
+
+def test_messages_go_through_the_chat_template(dataset, tokenizer):
+    prompts = dataset([row([{"role": "user", "content": "2+2?"}], index=17)])
+    prompt = prompts[0]
+    assert prompt.text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.tokens == tuple(tokenizer.encode(prompt.text))
+    assert (prompt.uid, prompt.data_source, prompt.ground_truth) == ("openai/gsm8k/17", "openai/gsm8k", "4")
+    assert prompt.extra_info == {"index": 17, "split": "train"}
+
+
+def test_plain_text_is_a_user_message_or_stands_as_it_is(dataset):
+    messages = [{"role": "user", "content": "2+2?"}]
+    assert dataset([row("2+2?")])[0] == dataset([row(messages)])[0]
+    assert dataset([row("2+2?")], chat_template=False)[0].text == "2+2?"
+    assert dataset([row(messages)], chat_template=False)[0].text == "2+2?"
+
+
+def test_many_rows_keep_their_order_and_their_names(dataset, tokenizer):
+    rows = [row(f"{'x ' * (i % 7)}{i}", data_source=("a", "b")[i % 2]) for i in range(50)]
+    prompts = dataset(rows, chat_template=False)
+    assert [tokenizer.decode(prompt.tokens) for prompt in prompts] == [r["prompt"] for r in rows]
+    assert prompts.data_sources == ["a", "b"] and len({prompt.uid for prompt in prompts}) == 50
+    assert [prompt.uid for prompt in prompts[:3]] == ["a/0", "b/1", "a/2"]
+
+
+def test_a_prompt_of_exactly_the_limit_stays_and_one_past_it_does_not(dataset, tokenizer):
+    length = len(tokenizer.encode("1234"))
+    rows = [row("1234"), row("12345"), row("12")]
+    prompts = dataset(rows, chat_template=False, max_prompt_length=length, overlong_prompts="filter")
+    assert [prompt.text for prompt in prompts] == ["1234", "12"] and prompts.filtered == 1
+    assert [prompt.uid for prompt in prompts] == ["openai/gsm8k/0", "openai/gsm8k/2"]  # as without the filter
+    message = rf"1 of 3 prompts .*max_prompt_length \({length} tokens\); the longest has {length + 1} .*line 2"
+    with pytest.raises(ValueError, match=message + r".*overlong_prompts: filter"):
+        dataset(rows, chat_template=False, max_prompt_length=length)
+
+
+def test_a_filter_that_leaves_nothing_is_an_error(dataset):
+    with pytest.raises(ValueError, match="2 of 2 prompts are longer") as caught:
+        dataset([row("12345"), row("123")], chat_template=False, max_prompt_length=2, overlong_prompts="filter")
+    assert "overlong_prompts" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"reward_model": {"style": "rule"}}, "line 2: reward_model has no ground_truth"),
+        ({"reward_model": "4"}, "line 2: column 'reward_model' is '4', not a dict"),
+        ({"data_source": None}, "line 2: column 'data_source' is empty"),
+        ({"prompt": []}, r"line 2: column 'prompt' is \[\]"),
+        ({"prompt": ""}, "line 2: the prompt is empty"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "line 2: without a chat template"),
+    ],
+)
+def test_a_wrong_row_is_named(dataset, change, message):
+    with pytest.raises(ValueError, match=message):
+        dataset([row("2+2?"), row("2+2?") | change], chat_template=False)

@@ -1,0 +1,108 @@
+"""Files of rows: what is read, and how each thing that can be wrong with them is named."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.data.rows import Row, messages_of, read_rows, unique_uids, write_parquet
+
+ROWS = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "Wie viel ist 3 × 4?\n"}],
+        "reward_model": {"style": "rule", "ground_truth": "12"},
+        "extra_info": {"index": 0, "split": "train"},
+    },
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "四加四？"}],
+        "reward_model": {"style": "rule", "ground_truth": "8"},
+        "extra_info": {"index": 1, "split": "train"},
+    },
+]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def test_parquet_and_jsonl_give_back_what_was_written(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ROWS)
+    write_jsonl(tmp_path / "b.jsonl", ROWS)
+    files = [tmp_path / "a.parquet", tmp_path / "b.jsonl"]
+    rows = read_rows(files, ("prompt", "data_source"), optional=("reward_model", "extra_info", "images"))
+    assert [row.values for row in rows] == ROWS + ROWS
+    assert rows[1].where.endswith("a.parquet, row 1") and rows[2].where.endswith("b.jsonl, line 1")
+
+
+def test_only_the_named_columns_are_read(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ROWS)
+    write_jsonl(tmp_path / "b.jsonl", ROWS)
+    for name in ("a.parquet", "b.jsonl"):
+        assert read_rows([tmp_path / name], ("data_source",))[0].values == {"data_source": "openai/gsm8k"}
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        write_parquet(tmp_path / f"{name}.parquet", ROWS)
+    assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
+
+
+def test_whatever_is_wrong_with_a_file_is_named(tmp_path):
+    write_parquet(tmp_path / "good.parquet", ROWS)
+    (tmp_path / "text.parquet").write_text("not parquet")
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "rows.csv").write_text("prompt\n")
+    (tmp_path / "cut.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b\n')
+    (tmp_path / "list.jsonl").write_text("[1, 2]\n")
+    (tmp_path / "uneven.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "no.parquet")
+    for name, message in {
+        "missing.parquet": "missing.parquet: no such file; .* has cut.jsonl, empty.jsonl, good.parquet",
+        "nowhere/a.parquet": "no such file .nor a directory",
+        "text.parquet": "text.parquet is not a readable parquet file",
+        "empty.jsonl": "empty.jsonl: the file has no rows",
+        "no.parquet": "no.parquet: the file has no rows",
+        "rows.csv": "rows.csv: data files are .parquet or .jsonl, not .csv",
+        "cut.jsonl": "cut.jsonl, line 2 is not JSON",
+        "list.jsonl": r"list.jsonl, line 1 is \[1, 2\], not an object",
+        "uneven.jsonl": "uneven.jsonl, line 2: no column 'prompt'; there are question",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            read_rows([tmp_path / "good.parquet", tmp_path / name], ("prompt",))
+    with pytest.raises(ValueError, match=r"data\.train_files"):
+        read_rows([], ("prompt",))
+
+
+def test_missing_columns_are_named_with_those_that_are_there(tmp_path):
+    write_parquet(tmp_path / "a.parquet", [{"question": "q", "answer": "a"}])
+    with pytest.raises(
+        ValueError, match=r"a.parquet: no column 'prompt' and 'reward_model'; there are question, answer"
+    ):
+        read_rows([tmp_path / "a.parquet"], ("prompt", "reward_model"))
+    with pytest.raises(ValueError, match="no column 'messages', or 'prompt' and 'response'; there are"):
+        read_rows([tmp_path / "a.parquet"], ("messages",), ("prompt", "response"))
+    assert len(read_rows([tmp_path / "a.parquet"], ("messages",), ("question", "answer"))) == 1
+
+
+def test_values_of_the_wrong_type_are_named():
+    row = Row("a.parquet, row 3", {"data_source": 5, "reward_model": None, "prompt": []})
+    with pytest.raises(ValueError, match="row 3: column 'data_source' is 5, not a str"):
+        row.need("data_source", str)
+    with pytest.raises(ValueError, match="row 3: column 'reward_model' is empty"):
+        row.need("reward_model", dict)
+    for prompt in ([], 7, [{"role": "user"}], [{"content": "x"}], ["x"]):
+        with pytest.raises(ValueError, match=r"row 3: .*prompt"):
+            messages_of(Row("a.parquet, row 3", {"prompt": prompt}), "prompt")
+
+
+def test_uids_are_stable_and_unique():
+    def row(source, index):
+        return Row("", {"data_source": source, "extra_info": None if index is None else {"index": index}})
+
+    rows = [row("a", 0), row("a", None), row("a", 1), row("b", 0), row("a", 0), row("a", 0), row("a", "0#2")]
+    uids = unique_uids(rows, "row")
+    assert uids == ["a/0", "a/1", "a/1#2", "b/0", "a/0#3", "a/0#4", "a/0#2"]
+    assert unique_uids([Row("", {}), Row("", {})], "sft") == ["sft/0", "sft/1"]
