@@ -1,0 +1,33 @@
+"""Rollout engines: what samples from the policy. An engine is chosen by name and imported when made."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.engines.base import EngineSpec, RolloutEngine
+
+_ENGINES = {"vllm": "megarl.engines.vllm:VllmEngine"}
+_ENVIRONMENTS = {"vllm": "megarl.engines.vllm_args:engine_env"}
+
+
+def create(name: str, spec: EngineSpec) -> RolloutEngine:
+    """The engine called `name`, not yet started. ValueError for an unknown name."""
+    return _load(_ENGINES, name)(spec)
+
+
+def engine_env(name: str, platform_env: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The environment an engine's process must start with: the platform's rollout settings
+    (`platform_env`), the engine's own, and `threads` CPU threads a process."""
+    return _load(_ENVIRONMENTS, name)(platform_env, threads)
+
+
+def _load(table: Mapping[str, str], name: str):
+    if name not in table:
+        near = difflib.get_close_matches(name, table, 1, 0.0)[0]
+        raise ValueError(f"rollout.engine is {name!r}, which is not known; did you mean {near!r}? ({', '.join(table)})")
+    module, attribute = table[name].split(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,101 @@
+"""What a rollout engine is to the rest of megarl."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megarl.exchange.session import ExchangeSession, UpdateReport
+from megarl.types import Completion, GenerationRequest
+
+OnFinished = Callable[[int, list[Completion]], None]  # group number, its completions in seed order
+
+
+class EngineDead(RuntimeError):
+    """The engine failed or was shut down; it answers nothing any more. Its cause is in the message."""
+
+
+class EngineRefused(RuntimeError):
+    """The engine cannot do this now, or at all. It lives on."""
+
+
+class GenerationAborted(RuntimeError):
+    """`abort` ended the request that this call waited for."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """One engine, in plain values. `engine_args` go to the engine under its own names."""
+
+    name: str  # unique among the run's engines: names its receivers of weights
+    model_path: str
+    dtype: str  # "float32" | "bfloat16" | "float16"
+    max_model_len: int  # longest prompt and response together
+    tensor_parallel: int = 1
+    seed: int = 0
+    engine_args: dict[str, Any] = field(default_factory=dict)
+    load_weights: bool = True  # False: dummy weights, until the first exchange brings real ones
+    sleep_mode: bool = False  # prepare for sleep(); where the platform cannot, info["can_sleep"] is False
+    # How training samples: log-probs are exact for requests that sample at this temperature.
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+
+class RolloutEngine(Protocol):
+    """A replica of the policy that samples. Every method may be called from any thread, and raises
+    EngineDead once the engine has failed."""
+
+    def start(self) -> dict[str, Any]:
+        """Load the model; blocks. Returns plain values: `engine`, `version` (of the engine's software),
+        `device`, `can_sleep`, `can_update_in_flight` and `receivers`, the [name, host id] pairs that the
+        weight exchange must serve."""
+        ...
+
+    def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
+        """Sample all `requests`; returns when the last is finished.
+
+        They enter the engine's queue in their order and all before its next step, so that equal
+        calls make equal batches. `on_finished(group, completions)` is called in the calling thread
+        as soon as all n samples of a group are there. `Completion.log_probs` are NaN for requests
+        whose sampling differs from the spec's such that the engine does not know exact ones
+        (greedy or filtered evaluation). ValueError for a request that cannot be served: then none
+        is admitted. GenerationAborted after `abort`.
+        """
+        ...
+
+    def pause(self) -> None:
+        """Return once no step is running; none begins until `resume`. Requests are still admitted."""
+        ...
+
+    def resume(self) -> None: ...
+
+    def connect_exchange(self, session: ExchangeSession) -> None:
+        """Join a weight exchange; replaces an earlier one."""
+        ...
+
+    def update_weights(self, version: int) -> UpdateReport:
+        """Take `version` from the exchange; no step runs meanwhile, cached prefixes are dropped.
+
+        Requests in flight go on under the new weights (their past is computed anew) where
+        info["can_update_in_flight"], else EngineRefused. Any failure leaves the engine dead: it may
+        hold half a version.
+        """
+        ...
+
+    def sleep(self) -> None:
+        """Give device memory away. EngineRefused where info["can_sleep"] is False or requests run."""
+        ...
+
+    def wake(self) -> None:
+        """Take memory back. Weights may be gone: then generate raises EngineRefused until an update."""
+        ...
+
+    def abort(self) -> None:
+        """End every running request; their `generate` calls raise GenerationAborted."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the engine and its processes. May be called twice."""
+        ...

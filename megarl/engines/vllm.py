@@ -1,0 +1,233 @@
+"""vLLM, and vllm-ascend, as a rollout engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
+from megarl.engines.loop import EngineLoop
+from megarl.engines.vllm_args import build_engine_args, knows_log_probs, log_probs_mode
+from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport
+from megarl.types import Completion, GenerationRequest, Sampling
+
+_SHOWN = 5  # names in an error
+
+
+class VllmEngine(EngineLoop):
+    """A `RolloutEngine`. Its process needs `engine_env`'s environment from the start."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._vllm = _VllmBackend(spec)
+        super().__init__(self._vllm, spec.name)
+        self._spec = spec
+
+    def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
+        for request in requests:
+            self._vllm.check(request)
+        if self._vllm.unloaded is not None:
+            raise EngineRefused(f"engine {self._spec.name!r} {self._vllm.unloaded}; update its weights first")
+        super().generate(requests, on_finished)
+
+    def connect_exchange(self, session: ExchangeSession) -> None:
+        self.call(lambda: self._vllm.connect_exchange(session))
+
+    def update_weights(self, version: int) -> UpdateReport:
+        return self.call(lambda: self._vllm.update_weights(version, self.running))
+
+    def sleep(self) -> None:
+        self.call(lambda: self._vllm.sleep(self.running))
+
+    def wake(self) -> None:
+        self.call(self._vllm.wake)
+
+
+class _VllmBackend:
+    """Drives vLLM's synchronous LLMEngine. Methods run in the loop's thread, `check` in any."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._log_probs_mode = log_probs_mode(spec)
+        self._engine: Any = None
+        self._vocab_size = 0
+        self._n: dict[str, int] = {}  # samples of each running request
+        self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
+
+    def start(self) -> dict[str, Any]:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from megarl.engines.vllm_compat import capabilities
+
+        # On an error vLLM writes its whole state, pages that bury the error itself.
+        logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
+        self._can = capabilities()
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
+        self._vocab_size = self._engine.model_config.get_vocab_size()
+        endpoints = self._engine.collective_rpc("megarl_endpoint")
+        return {
+            "engine": "vllm",
+            "version": self._can.version,
+            "device": self._can.device,
+            "can_sleep": self._can_sleep,
+            "can_update_in_flight": self._can.preempting_reset,
+            "receivers": [[f"{self._spec.name}/{rank}", host] for rank, host in endpoints],
+        }
+
+    @property
+    def _can_sleep(self) -> bool:
+        return self._spec.sleep_mode and self._can.device != "cpu"
+
+    def check(self, request: GenerationRequest) -> None:
+        """ValueError for what vLLM would refuse or bend half-way through an admission."""
+        tokens, sampling = request.prompt.tokens, request.sampling
+        longest = len(tokens) + sampling.max_tokens
+        if not tokens or longest > self._spec.max_model_len:
+            raise ValueError(
+                f"prompt {request.prompt.uid!r}: {len(tokens)} prompt tokens + {sampling.max_tokens} response tokens "
+                f"= {longest}; the engine was started for 1 to {self._spec.max_model_len} in all"
+            )
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise ValueError(
+                f"prompt {request.prompt.uid!r} has token ids from {min(tokens)} to {max(tokens)}; the model's "
+                f"vocabulary has {self._vocab_size}. Is it tokenized for another model?"
+            )
+        if sampling.temperature == 0 and sampling.n > 1:
+            raise ValueError(f"greedy sampling gives one answer, but n is {sampling.n}; ask for n=1")
+
+    def admit(self, key: str, request: GenerationRequest) -> None:
+        self._n[key] = request.sampling.n
+        prompt = {"prompt_token_ids": list(request.prompt.tokens)}
+        self._engine.add_request(key, prompt, self._sampling_params(request.sampling, request.seed))
+
+    def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options: dict[str, Any] = {}
+        if knows_log_probs(self._log_probs_mode, sampling):
+            options["logprobs"] = 0  # the sampled token's alone
+            if self._can.flat_logprobs:
+                options["flat_logprobs"] = True
+        return SamplingParams(
+            n=sampling.n,  # vLLM gives sample i the seed `seed + i`
+            seed=seed,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # stop_token_ids alone decide
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **options,
+        )
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        finished = []
+        for output in self._engine.step():
+            assert output.finished, "FINAL_ONLY yields finished requests"
+            assert len(output.outputs) == self._n.pop(output.request_id)
+            samples = sorted(output.outputs, key=lambda sample: sample.index)
+            finished.append((output.request_id, [_completion(sample) for sample in samples]))
+        return finished
+
+    def cancel(self, keys: list[str]) -> None:
+        for key in keys:
+            del self._n[key]
+        self._engine.abort_request(keys)
+
+    def connect_exchange(self, session: ExchangeSession) -> None:
+        self._engine.collective_rpc("megarl_connect", args=(session.to_json(), self._spec.name))
+
+    def update_weights(self, version: int, running: int) -> UpdateReport:
+        if running and not self._can.preempting_reset:
+            raise EngineRefused(
+                f"vLLM {self._can.version} cannot take weights while {running} requests run; let them finish or abort"
+            )
+        results = self._engine.collective_rpc("megarl_update", args=(version,))
+        reports = [UpdateReport(**report) for report, _ in results]
+        for report in reports[1:]:
+            if not report.agrees_with(reports[0]):
+                raise ExchangeError(f"ranks of engine {self._spec.name!r} hold different weights: {reports}")
+        self._check_read([set(unread) for _, unread in results])
+        self._drop_cached_prefixes()
+        self.unloaded = None
+        return max(reports, key=lambda report: report.seconds)
+
+    def _check_read(self, unread: list[set[str]]) -> None:
+        """Tensors that no rank's model read are names that it does not know (a rank alone may well
+        leave out other ranks' experts)."""
+        config = self._engine.model_config.hf_text_config
+        names = [name for name in sorted(set.intersection(*unread)) if not _is_unused(name, config)]
+        if names:
+            raise ValueError(
+                f"{len(names)} exported tensors are unknown to the engine's model and were ignored: "
+                f"{', '.join(names[:_SHOWN])}"
+            )
+
+    def _drop_cached_prefixes(self) -> None:
+        options = {"reset_running_requests": True} if self._can.preempting_reset else {}
+        if self._engine.reset_prefix_cache(**options) is False:
+            raise RuntimeError("vLLM did not reset its prefix cache after an update of the weights")
+        if hasattr(self._engine, "reset_encoder_cache"):
+            self._engine.reset_encoder_cache()
+
+    def sleep(self, running: int) -> None:
+        if not self._can_sleep:
+            raise EngineRefused(
+                f"engine {self._spec.name!r} cannot sleep: "
+                + (
+                    "vLLM on a CPU has no sleep mode"
+                    if self._can.device == "cpu"
+                    else "it was started without sleep_mode"
+                )
+            )
+        if running:
+            raise EngineRefused(f"engine {self._spec.name!r} cannot sleep while {running} requests run")
+        # Level 2 drops weights, which the next update brings anew. Not on NPUs: there it leaves
+        # expert-parallel tables stale, so weights go to host memory (level 1).
+        level = 1 if self._can.device == "npu" else 2
+        self._engine.sleep(level)
+        if level == 2:
+            self.unloaded = "dropped its weights when it went to sleep"
+
+    def wake(self) -> None:
+        if not self._can_sleep:
+            raise EngineRefused(f"engine {self._spec.name!r} cannot sleep, so it cannot wake")
+        self._engine.wake_up()
+
+    def shutdown(self) -> None:
+        if self._engine is None:
+            return
+        self._engine.engine_core.shutdown()
+        self._engine = None
+
+
+def _completion(sample: Any) -> Completion:
+    """From vLLM's CompletionOutput."""
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a request with {sample.finish_reason!r}")
+    tokens = np.asarray(sample.token_ids, np.int32)
+    if sample.logprobs is None:
+        log_probs = np.full(len(tokens), np.nan, np.float32)
+    elif hasattr(sample.logprobs, "start_indices"):  # flat
+        log_probs = np.asarray(sample.logprobs.logprobs, np.float32)
+    else:
+        log_probs = np.asarray(
+            [p[t].logprob for p, t in zip(sample.logprobs, sample.token_ids, strict=True)], np.float32
+        )
+    assert log_probs.shape == tokens.shape, (log_probs.shape, tokens.shape)
+    return Completion(tokens, log_probs, sample.finish_reason)
+
+
+def _is_unused(name: str, config: Any) -> bool:
+    """Exported tensors that an engine rightly leaves alone: multi-token-prediction layers behind the
+    last layer, and the output layer where it is the embedding."""
+    parts = name.split(".")
+    if "layers" in parts and int(parts[parts.index("layers") + 1]) >= config.num_hidden_layers:
+        return True
+    return bool(getattr(config, "tie_word_embeddings", False)) and name.endswith("lm_head.weight")

@@ -1,0 +1,137 @@
+"""From an EngineSpec to vLLM's own arguments and environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.engines.base import EngineSpec
+from megarl.types import Sampling
+
+_CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take most of the machine's memory
+_CPU_BATCHED_TOKENS = 8192  # prompts are computed whole there, so the longest must fit
+# Arguments that follow from other settings, and which.
+_OWNED = {
+    "model": "model.path",
+    "dtype": "rollout.dtype",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "max_model_len": "data.max_prompt_length and rollout.max_response_length",
+    "seed": "train.seed",
+    "enable_sleep_mode": "cluster.placement",
+    "load_format": None,
+    "logprobs_mode": None,
+    "skip_tokenizer_init": None,
+    "worker_extension_cls": None,
+    "disable_log_stats": None,
+    "use_tqdm_on_load": None,
+}
+
+
+def engine_env(platform_env: Mapping[str, str], threads: int) -> dict[str, str]:
+    """Environment of a vLLM process; it must be set before the process starts.
+
+    Multiprocessing is off so that the engine core lives in the thread that admits requests: a list
+    of them then enters whole between two steps, which a queue between processes would not promise.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else workers of one machine all bind to the same cores
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's use of torch, on every import
+        **platform_env,
+    }
+
+
+def check_engine_args(engine_args: Mapping[str, Any]) -> None:
+    """ValueError for names that vLLM's EngineArgs does not have, or that another setting decides."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in engine_args:
+        if name in _OWNED:
+            instead = f"set {_OWNED[name]} instead" if _OWNED[name] else "megarl sets it"
+            raise ValueError(f"rollout.engine_args.{name} cannot be given: {instead}")
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise ValueError(f"rollout.engine_args.{name}: vLLM has no such engine argument; did you mean {near!r}?")
+
+
+def log_probs_mode(spec: EngineSpec) -> str:
+    """vLLM's `logprobs_mode` that yields unfiltered log-probs at the sampling temperature.
+
+    `raw_logprobs` are taken before the temperature is applied, `processed_logprobs` after the
+    filters: with a temperature other than 1 and a filter, neither is what training needs.
+    """
+    if spec.temperature == 1.0:
+        return "raw_logprobs"
+    if spec.top_p == 1.0 and spec.top_k in (-1, 0):
+        return "processed_logprobs"
+    raise ValueError(
+        f"vLLM cannot give exact log-probs at rollout.temperature {spec.temperature} together with a filter "
+        f"(top_p {spec.top_p}, top_k {spec.top_k}); use temperature 1, or top_p 1 and top_k -1"
+    )
+
+
+def knows_log_probs(mode: str, sampling: Sampling) -> bool:
+    """Whether an engine in `mode` gives exact log-probs for `sampling` (see `Completion`)."""
+    if mode == "raw_logprobs":
+        return sampling.temperature == 1.0
+    return sampling.temperature > 0 and sampling.top_p == 1.0 and sampling.top_k in (-1, 0)
+
+
+def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
+    """Keyword arguments of vLLM's EngineArgs for `spec` on `device` ("cpu", "cuda", "npu").
+
+    Raises ValueError for bad `engine_args` and for sampling that has no exact log-probs.
+    """
+    check_engine_args(spec.engine_args)
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "max_model_len": spec.max_model_len,
+        "seed": spec.seed,
+        "load_format": "auto" if spec.load_weights else "dummy",
+        "logprobs_mode": log_probs_mode(spec),
+        "skip_tokenizer_init": True,  # token in, token out
+        "generation_config": "vllm",  # not the model's own sampling defaults
+        "worker_extension_cls": "megarl.engines.vllm_worker.WorkerExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    arguments.update(spec.engine_args)
+    if device != "cpu":
+        arguments["enable_sleep_mode"] = spec.sleep_mode
+        return arguments
+    arguments.setdefault("enforce_eager", True)
+    arguments.setdefault("kv_cache_memory_bytes", _CPU_KV_CACHE_BYTES)
+    if arguments.setdefault("enable_chunked_prefill", False):
+        raise ValueError(
+            "rollout.engine_args.enable_chunked_prefill must be false on a CPU: samples are seeded, and vLLM takes "
+            "back the draw of an unfinished prompt, which a CPU's random generator cannot do"
+        )
+    arguments.setdefault("max_num_batched_tokens", max(_CPU_BATCHED_TOKENS, spec.max_model_len))
+    if _has_latent_attention(spec.model_path):
+        arguments["compilation_config"] = _without_rotary_op(arguments.get("compilation_config"))
+    return arguments
+
+
+def _has_latent_attention(model_path: str) -> bool:
+    with open(os.path.join(model_path, "config.json")) as file:
+        return json.load(file).get("kv_lora_rank") is not None
+
+
+def _without_rotary_op(config: Any) -> dict[str, Any]:
+    """vLLM's rotary operator for the CPU computes wrong values with latent attention (MLA)."""
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"rollout.engine_args.compilation_config must be a mapping, not {config!r}")
+    config = dict(config or {})
+    config["custom_ops"] = [*config.get("custom_ops", []), "-rotary_embedding"]
+    return config

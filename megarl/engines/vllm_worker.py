@@ -1,0 +1,192 @@
+"""Inside every vLLM worker process: takes weights from the exchange and loads them.
+
+vLLM repacks weights for its kernels after loading, in shapes that may look unchanged, so nothing is
+written into live parameters. Where vLLM has it, its layerwise reload lays out checkpoint-format
+parameters anew, loads, repacks, and copies the result into the live ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+
+from megarl.engines.vllm_compat import fix_expert_parallel_on_cpu, has_layerwise_reload
+from megarl.exchange.receiver import WeightReceiver
+from megarl.exchange.session import ExchangeSession, host_id
+
+_SHOWN = 5  # names in an error
+
+if current_platform.is_cpu():
+    fix_expert_parallel_on_cpu()  # before any model is built
+
+
+class WorkerExtension:
+    """vLLM mixes this class into its workers; `collective_rpc` calls the methods by name.
+
+    Arguments and results are strings and lists, which every vLLM executor can carry.
+    """
+
+    # what vLLM's worker has
+    rank: int
+    vllm_config: Any
+    model_config: Any
+    model_runner: Any
+    device: torch.device
+
+    def megarl_endpoint(self) -> list:
+        """[rank, host id]: where weights must go."""
+        return [self.rank, host_id()]
+
+    def megarl_connect(self, session: str, engine: str) -> None:
+        """Join the exchange `session` (JSON) as receiver "engine/rank"; leaves an earlier one."""
+        self.megarl_disconnect()
+        self._megarl_receiver = WeightReceiver(ExchangeSession.from_json(session), f"{engine}/{self.rank}")
+
+    def megarl_disconnect(self) -> None:
+        receiver = getattr(self, "_megarl_receiver", None)
+        if receiver is not None:
+            receiver.close()
+
+    def megarl_update(self, version: int) -> list:
+        """Receive and load `version`: [report, names of tensors that this rank's model did not read].
+
+        The names are looked for in the first update, and must stay the same later. Raises
+        ValueError where a parameter got no value or too little of one, or names changed.
+        """
+        receiver = self._megarl_receiver
+        try:
+            unread = self._megarl_load(receiver.weights(version))
+            return [receiver.finish().to_dict(), unread]
+        except BaseException as error:
+            receiver.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def _megarl_load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
+        known: list[str] | None = getattr(self, "_megarl_names", None)
+        names: list[str] = []
+        watch = _Reads() if known is None else None
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                names.append(name)
+                if watch is not None:
+                    watch.add(name, tensor)
+                yield name, tensor
+
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device), watch or contextlib.nullcontext():
+            load(self.model_runner.model, counted(), self.model_config)
+        if watch is not None:
+            self._megarl_names = names
+            return watch.unread()
+        if names != known:
+            changed = sorted(set(names) ^ set(known or ()))[:_SHOWN]
+            raise ValueError(f"the trainer exports other names or another order than before: {changed}")
+        return []
+
+
+def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:
+    """Load checkpoint-format `weights` into a live vLLM model. ValueError unless every parameter got all of its value."""
+    parameters = {name for name, _ in model.named_parameters()}
+    if not has_layerwise_reload():
+        _check_names(parameters, model.load_weights(weights))
+        return
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    if current_platform.is_cpu():
+        for module in model.modules():
+            # The kernel keeps its own repacked weights and would not repack the new ones.
+            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+                module.quant_method.moe_kernel = None
+    initialize_layerwise_reload(model)
+    parameters = {name for name, _ in model.named_parameters()}
+    loaded = model.load_weights(weights)
+    _check_names(parameters, loaded)
+    _check_complete(model)
+    finalize_layerwise_reload(model, model_config)
+
+
+def _check_names(parameters: set[str], loaded: set[str] | None) -> None:
+    """`loaded` is what the model's loader says that it loaded; some loaders say nothing (None)."""
+    missing = sorted(parameters - loaded) if loaded is not None else []
+    if missing:
+        raise ValueError(
+            f"{len(missing)} parameters of the engine's model got no weights: {', '.join(missing[:_SHOWN])}; "
+            f"the trainer's export does not name them"
+        )
+
+
+def _check_complete(model: torch.nn.Module) -> None:
+    """Every layer that has parameters was filled; a fused one also by all of its parts.
+
+    Layerwise reload finishes a layer when as many elements came as it holds. One that is left over
+    lacks some, unless what it lacks is the padding of its vocabulary.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for name, module in model.named_modules():
+        info = get_layerwise_info(module)
+        elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        if elements == 0 or not info.can_load():
+            continue
+        lacking = elements - _vocabulary_padding(module, elements) - info.load_numel
+        if lacking > 0:
+            raise ValueError(
+                f"{name} of the engine's model lacks {lacking:,} of its {elements:,} elements: the trainer's export "
+                f"does not have all the weights that it is made of"
+            )
+
+
+def _vocabulary_padding(module: torch.nn.Module, elements: int) -> int:
+    """Elements of an embedding or output layer that belong to no token and are never loaded."""
+    rows = getattr(module, "num_embeddings_per_partition", 0)
+    return (rows - module.num_org_embeddings_per_partition) * (elements // rows) if rows else 0
+
+
+class _Reads(TorchDispatchMode):
+    """Notes which weights an operator read while it is active, views aside.
+
+    A name that the model's loader does not know can vanish without a word; its tensor is then
+    never read. The weights of a bucket share its memory, so an address tells whose bytes were read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._buckets: dict[int, tuple[list[int], list[str]]] = {}  # address -> rising byte offsets, names
+        self._unread: dict[str, None] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Watch `tensor`. Call in the order in which weights lie in their bucket."""
+        address, offset = self._locate(tensor)
+        offsets, names = self._buckets.setdefault(address, ([], []))
+        if offsets and offset <= offsets[-1]:  # another bucket at the address of a freed one
+            offsets, names = self._buckets[address] = ([], [])
+        offsets.append(offset)
+        names.append(name)
+        self._unread[name] = None
+
+    def unread(self) -> list[str]:
+        return list(self._unread)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+            for leaf in torch.utils._pytree.arg_tree_leaves(*args, **(kwargs or {})):
+                if isinstance(leaf, torch.Tensor) and not leaf.is_meta and leaf.device.type == "cpu":
+                    self._mark(leaf)
+        return func(*args, **(kwargs or {}))
+
+    def _mark(self, tensor: torch.Tensor) -> None:
+        address, offset = self._locate(tensor)
+        if address in self._buckets:
+            offsets, names = self._buckets[address]
+            self._unread.pop(names[bisect.bisect_right(offsets, offset) - 1], None)
+
+    @staticmethod
+    def _locate(tensor: torch.Tensor) -> tuple[int, int]:
+        return tensor.untyped_storage().data_ptr(), tensor.storage_offset() * tensor.element_size()
