@@ -88,13 +88,27 @@ def test_evaluations_land_in_their_steps_line(tmp_path: Path) -> None:
     assert summary["evaluation"] == {"first": {"step": 0, "eval/pass@1": 0.1}, "last": {"step": 2, "eval/pass@1": 0.4}}
 
 
-def test_samples_are_capped_and_counted(tmp_path: Path) -> None:
+def test_samples_are_capped(tmp_path: Path) -> None:
     with RunLog(make_recipe(samples_per_step=4), tmp_path, 1, 1) as log:
         log.samples(1, [{"group": i // 2, "response": str(i)} for i in range(10)])
-        log.step(1)
     assert len((tmp_path / "samples" / "step_000001.jsonl").read_text().splitlines()) == 4
+    with RunLog(make_recipe(samples_per_step=0), tmp_path / "none", 1, 1) as log:
+        log.samples(1, [{"response": "x"}])
+    assert not (tmp_path / "none" / "samples").exists()
+
+
+def test_starting_up_is_not_the_first_steps_time(tmp_path: Path) -> None:
+    with RunLog(make_recipe(), tmp_path, 1, 1) as log:
+        with log.phase("start"):
+            time.sleep(0.05)
+        log.add({"exchange/bytes": 5})
+        log.begin()
+        log.step(1)
     (line,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert (line["samples/written"], line["samples/total"]) == (4, 10)
+    assert line["timing_s/step"] < 0.05 and "timing_s/start" not in line
+    assert line["exchange/bytes"] == 5
+    (session,) = json.loads((tmp_path / "summary.json").read_text())["sessions"]
+    assert session["start"]["seconds"] >= session["start"]["timing_s/start"] >= 0.05
 
 
 def test_resume_takes_back_later_steps_and_says_so(tmp_path: Path) -> None:

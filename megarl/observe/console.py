@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Protocol, TextIO
 
+from rich.columns import Columns
 from rich.console import Console as RichConsole
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -209,10 +210,8 @@ class LiveConsole:
 
 
 def _pairs(figures: list[tuple[str, str]]) -> RenderableType:
-    line = Text()
-    for label, text in figures:
-        line.append(f"{label} ", style="dim").append(text, style="bold").append("   ")
-    return line
+    items = [Text.assemble((f"{label} ", "dim"), (text, "bold")) for label, text in figures]
+    return Columns(items, padding=(0, 3))
 
 
 def _phase_bars(metrics: Mapping[str, float]) -> RenderableType:

@@ -106,6 +106,15 @@ class RunLog:
             thread = threading.current_thread().name
             self.trace.add(name, "controller", thread, began, seconds, step=step, **inside)
 
+    def begin(self) -> None:
+        """The first step begins: the times so far are the session's start (in summary.json), not that step's."""
+        with self._guard:
+            times = self._take_times()
+            now = time.perf_counter()
+            self._sessions[-1]["start"] = {"seconds": now - self._clock, **times}
+            self._clock = now
+        self._write_summary("running", None)
+
     def call(self, name: str, process: str, thread: str, began: float, seconds: float, **args: Any) -> None:
         """A worker's or engine's call, for the trace alone: `began` in seconds since the epoch."""
         self.trace.add(name, process, thread, began, seconds, **args)
@@ -129,14 +138,13 @@ class RunLog:
             self._metrics.merge(step, named)
         else:
             with self._guard:
-                times = {name: self._pending.pop(name) for name in list(self._pending) if name.startswith("timing_s/")}
+                times = self._take_times()
             self._write_line(step, {**named, **times})
 
     def samples(self, step: int, records: Sequence[dict[str, Any]]) -> None:
-        """Write samples of `step` (see `SampleRecord`), up to ``observe.samples_per_step``; the metrics say of how many."""
+        """Write samples of `step` (see `SampleRecord`), at most ``observe.samples_per_step`` of them."""
         if self._recipe.observe.samples_per_step:
-            written = write_samples(self.run_dir, step, records, self._recipe.observe.samples_per_step)
-            self.add({"samples/written": written, "samples/total": len(records)})
+            write_samples(self.run_dir, step, records, self._recipe.observe.samples_per_step)
 
     def step(self, step: int) -> None:
         """`step` is done: its line is written and synced, with ``timing_s/step`` since the last one."""
@@ -177,6 +185,9 @@ class RunLog:
             self.close("stopped", "interrupted from the keyboard")
         else:
             self.close("failed", f"{type(error).__name__}: {error}")
+
+    def _take_times(self) -> dict[str, float]:
+        return {name: self._pending.pop(name) for name in list(self._pending) if name.startswith("timing_s/")}
 
     def _write_line(self, step: int, metrics: dict[str, Any]) -> None:
         now = time.perf_counter()

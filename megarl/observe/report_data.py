@@ -153,6 +153,8 @@ def _facts(
     model = summary.get("model") or (settings.get("model") or {}).get("path") or "not known"
     facts = [("Model", str(model)), ("Steps", f"{last:,} of {total:,}" if total else f"{last:,}")]
     facts.append(("Time in steps", clock(seconds)))
+    if start := sessions[-1].get("start") if sessions else None:
+        facts.append(("Start took", clock(start["seconds"])))
     if len(sessions) > 1:
         facts.append(("Sessions", f"{len(sessions)} (resumed {len(sessions) - 1}×)"))
     return facts
@@ -174,7 +176,8 @@ def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
     if reward:
         width = max(1, min(10, len(reward) // 4))
         first, last = (sum(part) / len(part) for part in (reward[:width], reward[-width:]))
-        detail = f"from {first:.3f} (means of {width} steps)" if len(reward) > 1 else "one step"
+        ends = f"means of {width} steps" if width > 1 else f"{len(reward)} steps"
+        detail = f"from {first:.3f} ({ends})" if len(reward) > 1 else "one step"
         figures.append({"label": "Reward", "value": f"{last:.3f}", "detail": detail})
     if throughput := _column(lines, "perf/throughput"):
         figures.append({"label": "Tokens/s/device", "value": short(_median(throughput)), "detail": "median step"})

@@ -16,7 +16,7 @@ class SampleRecord(TypedDict, total=False):
     prompt: str
     response: str
     reward: float
-    reward_parts: dict[str, float]
+    parts: dict[str, float]  # what the reward is made of
     prompt_length: int  # tokens
     response_length: int  # tokens
     finish_reason: str
