@@ -1,0 +1,68 @@
+"""What a process does to become one of the cluster's."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from megarl.cluster.base import host_name
+from megarl.cluster.failures import HEADER
+
+# Set by torchrun for its own ranks; an engine that sees them believes to be one.
+TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
+TORCHRUN_VARIABLES |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
+
+_PR_SET_PDEATHSIG = 1
+
+
+def redirect_output(log: str, who: str) -> None:
+    """Send this process's stdout and stderr, file descriptors included, to the end of `log`."""
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    # New objects: what stands in sys.stdout may go elsewhere, or buffer whole blocks.
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    print(f"{HEADER} {who}, pid {os.getpid()} on {host_name()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===")
+    faulthandler.enable(file=sys.stderr)  # a crash in native code leaves its Python stack here
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Have the kernel send this process a signal when its parent ends. Does nothing off Linux."""
+    if sys.platform != "linux":
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os.kill(os.getpid(), signal_number)
+
+
+def ignore_interrupt() -> None:
+    """Ctrl-C reaches every process of a terminal; the controller alone acts on it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def without_torchrun(environment: dict[str, str]) -> dict[str, str]:
+    """`environment` less what torchrun added to it."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name not in TORCHRUN_VARIABLES and not name.startswith("TORCHELASTIC_")
+    }

@@ -1,0 +1,346 @@
+"""Trainers and engines as Ray actors, on this machine or on many. Call `ray_env.prepare` before importing this."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import Counter
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError
+
+from megarl.cluster.failures import (
+    CallFailed,
+    ClusterError,
+    Failure,
+    Place,
+    Raised,
+    Returned,
+    ServiceDied,
+    collect,
+)
+from megarl.cluster.guard import VARIABLE, Guard
+from megarl.cluster.ray_actors import ServiceActor, TrainerActor
+from megarl.cluster.ray_devices import Device, RayDevices
+
+if TYPE_CHECKING:
+    from megarl.platform.base import Platform
+
+OBJECT_STORE_BYTES = 512 << 20  # of a private cluster
+STOP_SECONDS = 5.0  # left to an object's shutdown() before its process is killed
+PRIVATE_CPUS = 1024  # of a private cluster: more than there are, because a process is one device, not one core
+CONCURRENT_CALLS = 100_000  # one service answers at once; the engine behind it has its own limit
+
+
+@dataclass(frozen=True)
+class RayData:
+    """A DataRef into Ray's object store."""
+
+    ref: Any  # ray.ObjectRef, owned by the controller
+
+    def get(self) -> Any:
+        """The samples' vectors, fetched from where they were made."""
+        return ray.get(self.ref)
+
+
+class RayGroup:
+    """See `megarl.cluster.base.WorkerGroup`."""
+
+    def __init__(self, cluster: RayCluster, actors: list[Any], places: list[Place]) -> None:
+        self._cluster, self._actors, self._places = cluster, actors, places
+        self._has_shutdown = False
+
+    @property
+    def size(self) -> int:
+        return len(self._actors)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.wait([actor.call.remote(method, args) for actor in self._actors])
+
+    def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
+        assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
+        return self.wait([actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)])
+
+    def shutdown(self) -> None:
+        if self._has_shutdown:
+            self._has_shutdown = False
+            self.call("shutdown")
+        self.kill()
+
+    def kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+
+    def construct(self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]]) -> None:
+        asked = [actor.construct.remote(class_path, args, own) for actor, own in zip(self._actors, env, strict=True)]
+        self._has_shutdown = all(self.wait(asked))
+
+    def wait(self, refs: list[Any]) -> list[Any]:
+        """The results behind `refs`, one a rank."""
+        try:
+            return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), self._cluster.check)
+        except ClusterError:
+            self._cluster.shutdown()
+            raise
+
+    def _poll(self, refs: list[Any], pending: set[int], seconds: float) -> list[tuple[int, Returned | Failure]]:
+        rank_of = {refs[rank]: rank for rank in pending}
+        ready, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=seconds)
+        return [(rank_of[ref], self._outcome(self._places[rank_of[ref]], ref)) for ref in ready]
+
+    @staticmethod
+    def _outcome(place: Place, ref: Any) -> Returned | Failure:
+        try:
+            outcome = ray.get(ref)
+        except RayActorError as error:
+            return Failure.death(place, death_cause(error))
+        except RayError as error:
+            return Failure.raised(place, Raised.of(error))
+        return outcome if isinstance(outcome, Returned) else Failure.raised(place, outcome)
+
+
+class RayService:
+    """See `megarl.cluster.base.Service`."""
+
+    def __init__(self, actor: Any, name: str, class_path: str, args: tuple[Any, ...], log: str) -> None:
+        self.name = name
+        self._actor, self._log = actor, log
+        self._stopping = False
+        self._place = Place(f"service {name}", log=log)
+        self._born = actor.construct.remote(class_path, args, self._place.who, log)
+        self._lifetime = actor.lifetime.remote()
+        self._constructed = actor.constructed.remote()
+
+    @property
+    def host(self) -> str:
+        return self.place().host
+
+    def place(self) -> Place:
+        """Where it runs. Waits until its object is constructed, or raises ServiceDied."""
+        if not self._place.pid:
+            try:
+                self._place = ray.get(self._born)
+            except RayActorError as error:
+                raise ServiceDied(Failure.death(self._place, death_cause(error))) from error
+        return self._place
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        return self._chain(self._actor.call.remote(method, args), lambda value: value)
+
+    def call_with_data(self, method: str, *args: Any) -> Future[Any]:
+        control, data = self._actor.call_with_data.options(num_returns=2).remote(method, args)
+        return self._chain(control, lambda value: (value, RayData(data)))
+
+    def alive(self) -> bool:
+        return self.failure() is None
+
+    def failure(self) -> Failure | None:
+        """Why the service is no more; None while it lives."""
+        ready, _ = ray.wait([self._lifetime, self._constructed], num_returns=2, timeout=0)
+        for ref in ready:
+            try:
+                outcome = ray.get(ref)
+            except RayActorError as error:
+                return self._death(error)
+            if isinstance(outcome, Raised):
+                return Failure.raised(self.place(), outcome)
+        return None
+
+    def stop(self) -> None:
+        self.finish_stop(self.begin_stop())
+
+    def begin_stop(self) -> list[Any]:
+        """Ask for the end without waiting; what to wait for."""
+        if self._stopping or not self.alive():
+            return []
+        self._stopping = True
+        return [self._actor.stop.remote()]
+
+    def finish_stop(self, asked: list[Any]) -> None:
+        if asked:
+            ray.wait(asked, timeout=STOP_SECONDS)
+        ray.kill(self._actor)
+
+    def _death(self, error: RayActorError) -> Failure:
+        # The place is known unless the process died before it had told.
+        if not self._place.pid and ray.wait([self._born], timeout=0)[0]:
+            try:
+                self._place = ray.get(self._born)
+            except RayActorError:
+                return Failure.death(self._place, death_cause(error))
+        return Failure.death(self._place, "it was stopped" if self._stopping else death_cause(error))
+
+    def _chain(self, ref: Any, convert: Any) -> Future[Any]:
+        result: Future[Any] = Future()
+        result.set_running_or_notify_cancel()  # an answer will come: it cannot be cancelled
+
+        def settle(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None and isinstance(done.result(), Returned):
+                result.set_result(convert(done.result().value))
+            else:
+                # Asking Ray for more needs a thread that may wait; this one delivers Ray's answers.
+                threading.Thread(target=self._fail, args=(result, done), daemon=True).start()
+
+        ref.future().add_done_callback(settle)
+        return result
+
+    def _fail(self, result: Future[Any], done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            result.set_exception(CallFailed(Failure.raised(self.place(), done.result())))
+            return
+        failure = self.failure()
+        if failure is None and isinstance(error, RayActorError):
+            failure = self._death(error)
+        if failure is None:
+            result.set_exception(CallFailed(Failure.raised(self.place(), Raised.of(error))))
+        else:
+            result.set_exception(ServiceDied(failure))
+
+
+class RayCluster:
+    """See `megarl.cluster.base.Cluster`.
+
+    address: a running cluster's ("auto", host:port); None starts a private one on this machine,
+    whose ports are open to this machine alone. A Ray that this process is connected to already is
+    used, and left running.
+    """
+
+    def __init__(
+        self, address: str | None, platform: Platform, log_dir: Path, base_env: dict[str, str], *, colocated: bool
+    ) -> None:
+        self._platform, self._log_dir = platform, log_dir
+        self._guard = Guard()
+        self._base_env = base_env | self._guard.env
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            _init(address, self._guard)
+        variable = platform.visible_devices_env if platform.ray_resource else ""
+        self._devices = RayDevices(platform.ray_resource or "CPU", variable, shared=colocated)
+        self._groups: list[RayGroup] = []
+        self._services: list[RayService] = []
+
+    def start_trainers(self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str]) -> RayGroup:
+        devices = self._devices.claim("cluster.trainers", size, one_node=False)
+        by_node = {device.node_id: [d for d in devices if d.node_id == device.node_id] for device in devices}
+        role_env = self._base_env | self._platform.trainer_env() | env
+        actors, places = [], []
+        for rank, device in enumerate(devices):
+            places.append(Place(f"trainer rank {rank}", device.node_ip))
+            visible = self._devices.visible(by_node[device.node_id])
+            options = self._devices.options(device) | _environment(role_env | visible)
+            log = str(self._log_dir / f"trainer-{rank}.log")
+            actors.append(ray.remote(TrainerActor).options(**options).remote(places[rank].who, log))
+        group = RayGroup(self, actors, places)
+        self._groups.append(group)
+        where = group.wait([actor.where.remote() for actor in actors])
+        group = self._groups[-1] = RayGroup(self, actors, [place for place, _ in where])
+        group.construct(class_path, args, _rank_environments(devices, master_port=where[0][1]))
+        return group
+
+    def start_service(
+        self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
+    ) -> RayService:
+        claimed = self._devices.claim(f"service {name}", devices, one_node=True)
+        role_env = self._base_env | self._platform.rollout_env() | env | self._devices.visible(claimed)
+        options = self._devices.options(claimed[0]) | _environment(role_env)
+        actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()
+        service = RayService(actor, name, class_path, args, str(self._log_dir / f"{name}.log"))
+        self._services.append(service)
+        return service
+
+    def check(self) -> None:
+        """Raise where a service has ended while the ranks are waited for."""
+        for service in self._services:
+            failure = service.failure()
+            if failure is not None and not service._stopping:
+                raise ServiceDied(failure)
+
+    def shutdown(self) -> None:
+        services, self._services = self._services, []
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.kill()
+        asked = [(service, service.begin_stop()) for service in services]
+        for service, refs in asked:
+            service.finish_stop(refs)
+        self._devices.release()
+        if self._owns_ray:
+            ray.shutdown()
+            self._owns_ray = False
+            os.environ.pop(VARIABLE, None)
+        self._guard.close()
+
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _init(address: str | None, guard: Guard) -> None:
+    quiet = {"logging_level": "error", "log_to_driver": False}
+    if address:
+        try:
+            ray.init(address=address, **quiet)
+        except ConnectionError as error:
+            raise ValueError(
+                f"no Ray cluster answers at {address} (cluster.ray_address or RAY_ADDRESS): start it "
+                "(launch/multinode.sh does), correct the address, or unset both for a private one on this machine."
+            ) from error
+        return
+    os.environ.update(guard.env)  # inherited by all that Ray starts
+    ray.init(
+        address="local",
+        num_cpus=PRIVATE_CPUS,
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=OBJECT_STORE_BYTES,
+        **quiet,
+    )
+
+
+def _environment(env: dict[str, str]) -> dict[str, Any]:
+    return {"runtime_env": {"env_vars": env}}
+
+
+def _rank_environments(devices: list[Device], master_port: int) -> list[dict[str, str]]:
+    """What torchrun would set for each rank; rank 0's machine is the meeting point."""
+    per_node = Counter(device.node_id for device in devices)
+    seen: Counter[str] = Counter()
+    environments = []
+    for rank, device in enumerate(devices):
+        environments.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(devices)),
+                "LOCAL_RANK": str(seen[device.node_id]),
+                "LOCAL_WORLD_SIZE": str(per_node[device.node_id]),
+                "MASTER_ADDR": devices[0].node_ip,
+                "MASTER_PORT": str(master_port),
+            }
+        )
+        seen[device.node_id] += 1
+    return environments
+
+
+def death_cause(error: RayActorError) -> str:
+    """How an actor's process ended, in a line: as much as Ray knows of it."""
+    text = str(error)
+    if code := re.search(r"exit code (\d+)", text):
+        return f"its process exited with code {code.group(1)}"
+    if "memory" in text and "killed" in text and "End of file" not in text:
+        return f"Ray killed its process, because memory ran out: {text.splitlines()[-1]}"
+    if "End of file" in text or not isinstance(error, ActorDiedError):
+        return (
+            "its process ended without a word: killed (SIGKILL, as the kernel does when memory runs out), "
+            "crashed in native code, or its machine is gone"
+        )
+    return text.splitlines()[-1].strip()

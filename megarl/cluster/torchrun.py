@@ -1,0 +1,382 @@
+"""Trainers that torchrun started, on one machine: rank 0 is the controller, the others serve its calls.
+
+The calls travel over a Unix socket of their own, not over the trainers' process group: a rank that
+waits idle runs into no collective's timeout, and one that dies in a collective is known at once.
+Rank 0's own share runs in a thread, so that the controller can tell of a peer's death, or act on
+Ctrl-C, while its device waits for that peer.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megarl.cluster.base import Service, load_class
+from megarl.cluster.devices import LocalDevices
+from megarl.cluster.failures import (
+    ClusterError,
+    Failure,
+    Place,
+    Raised,
+    Returned,
+    ServiceDied,
+    collect,
+    run,
+)
+from megarl.cluster.local import LocalService
+from megarl.cluster.process import die_with_parent, ignore_interrupt, redirect_output
+from megarl.cluster.wire import Wire
+
+JOIN_SECONDS = 300.0  # left to the ranks to import their modules and call
+TERMINATE_SECONDS = 3.0  # left to a failure to show after torchrun's SIGTERM
+
+
+@dataclass(frozen=True)
+class _Construct:
+    class_path: str
+    args: tuple[Any, ...]
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Call:
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """End: after the present call, or ``now``, because that call may never end."""
+
+    now: bool
+
+
+class _Rank:
+    """One rank's worker object."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+
+    def answer(self, message: _Construct | _Call) -> Returned | Raised:
+        if isinstance(message, _Call):
+            return run(lambda: getattr(self._worker, message.method)(*message.args))
+        return run(self._construct, message)
+
+    def _construct(self, message: _Construct) -> None:
+        os.environ.update(message.env)
+        self._worker = load_class(message.class_path)(*message.args)
+
+
+def is_controller() -> bool:
+    """True in the one process that runs the controller; the others call `serve`."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _socket_path() -> Path:
+    """Where the ranks of one torchrun meet: torchrun is the parent of all of them."""
+    return Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}-{os.getppid()}" / "control"
+
+
+# --- the other ranks ----------------------------------------------------------------------------
+
+
+def serve(log_dir: Path) -> None:
+    """Answer the controller's calls until it says to stop; for ranks other than 0.
+
+    Ends the process, with a line on stderr, when the controller is gone. Output goes to
+    ``log_dir/trainer-<rank>.log``.
+    """
+    ignore_interrupt()
+    die_with_parent(signal.SIGKILL)
+    rank = int(os.environ["RANK"])
+    place = Place(f"trainer rank {rank}", pid=os.getpid(), log=str(log_dir / f"trainer-{rank}.log"))
+    wire = _connect(place)
+    console = os.dup(2)
+    redirect_output(place.log, place.who)
+    wire.send((rank, place))
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read_calls, args=(wire, messages, place.who, console), daemon=True).start()
+    worker = _Rank()
+    while not isinstance(message := messages.get(), _Stop):
+        outcome = worker.answer(message)
+        if isinstance(outcome, Raised):
+            print(outcome.traceback, file=sys.stderr)
+        try:
+            wire.send(outcome)
+        except OSError:
+            continue  # the controller is gone: the reading thread ends this process
+        except Exception as error:  # noqa: BLE001 -- what was returned does not pickle
+            wire.send(Raised.of(error))
+
+
+def _read_calls(wire: Wire, messages: queue.SimpleQueue[Any], who: str, console: int) -> None:
+    message = None
+    while not isinstance(message, _Stop):
+        try:
+            message = wire.receive()
+        except EOFError:
+            os.write(console, f"megarl: {who} ends: the controller (rank 0) is gone.\n".encode())
+            os._exit(1)  # the main thread may be in a collective that no one will finish
+        if isinstance(message, _Stop) and message.now:
+            os._exit(0)  # what went wrong is the controller's to tell, and its exit status
+        messages.put(message)
+
+
+def _connect(place: Place) -> Wire:
+    path, deadline = _socket_path(), time.monotonic() + JOIN_SECONDS
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(path))
+            return Wire(connection)
+        except (FileNotFoundError, ConnectionRefusedError) as error:  # rank 0 is still importing
+            connection.close()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{place.who}: the controller (rank 0) did not appear at {path}.") from error
+            time.sleep(0.05)
+
+
+# --- the controller -----------------------------------------------------------------------------
+
+
+class _Peer:
+    """Another rank, seen from rank 0."""
+
+    def __init__(self, wire: Wire, place: Place) -> None:
+        self.wire, self.place = wire, place
+        self.answers: queue.SimpleQueue[Returned | Failure] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                outcome = self.wire.receive()
+            except EOFError:
+                cause = "its process ended without a word (torchrun's report names the exit code or signal)"
+                self.answers.put(Failure.death(self.place, cause))
+                return
+            self.answers.put(outcome if isinstance(outcome, Returned) else Failure.raised(self.place, outcome))
+
+    def send(self, message: Any) -> None:
+        try:
+            self.wire.send(message)
+        except OSError:
+            return  # the process is gone, and the reading thread has told
+
+
+class _Self:
+    """Rank 0's own share: a thread that answers as the other ranks do."""
+
+    def __init__(self) -> None:
+        self.place = Place("trainer rank 0", pid=os.getpid())
+        self.answers: queue.SimpleQueue[Returned | Failure] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.busy = False
+        self._thread = threading.Thread(target=self._serve, name="trainer-0", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        rank = _Rank()
+        while not isinstance(message := self._messages.get(), _Stop):
+            self.busy = True
+            outcome = rank.answer(message)
+            self.busy = False
+            self.answers.put(outcome if isinstance(outcome, Returned) else Failure.raised(self.place, outcome))
+
+    def send(self, message: Any) -> None:
+        self._messages.put(message)
+
+    def join(self) -> None:
+        """Wait a moment for the thread: native code that the interpreter's end cuts off aborts the process."""
+        self._thread.join(TERMINATE_SECONDS)
+
+
+class TorchrunGroup:
+    """See `megarl.cluster.base.WorkerGroup`."""
+
+    def __init__(self, cluster: TorchrunCluster, ranks: list[_Self | _Peer]) -> None:
+        self._cluster, self._ranks = cluster, ranks
+        self._has_shutdown = False
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.run([_Call(method, args)] * self.size)
+
+    def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
+        assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
+        return self.run([_Call(method, args) for args in per_rank])
+
+    def shutdown(self) -> None:
+        if self._has_shutdown:
+            self.call("shutdown")
+        self._cluster.release_trainers(now=False)
+
+    def construct(self, class_path: str, args: tuple[Any, ...], env: dict[str, str]) -> None:
+        self.run([_Construct(class_path, args, env)] * self.size)
+        self._has_shutdown = hasattr(load_class(class_path), "shutdown")
+
+    def run(self, messages: list[_Construct | _Call]) -> list[Any]:
+        try:
+            for rank, message in zip(self._ranks, messages, strict=True):
+                rank.send(message)
+            with self._cluster.waiting:
+                return collect(self.size, self._poll, self._cluster.check)
+        except ClusterError:
+            self._cluster.abort()
+            raise
+
+    def _poll(self, pending: set[int], seconds: float) -> list[tuple[int, Returned | Failure]]:
+        ready = [(rank, self._ranks[rank].answers.get()) for rank in pending if not self._ranks[rank].answers.empty()]
+        if ready:
+            return ready
+        first = min(pending)
+        try:  # SPMD: all ranks answer at about the same time
+            return [(first, self._ranks[first].answers.get(timeout=min(seconds, 0.05)))]
+        except queue.Empty:
+            return []
+
+
+class _Waiting:
+    """A SIGTERM while the group waits is torchrun telling of a dead peer: the cause is on its way."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self.terminated_at: float | None = None
+
+    def __enter__(self) -> None:
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if not self._depth:
+            raise SystemExit(128 + number)
+        self.terminated_at = time.monotonic()
+
+    def check(self) -> None:
+        if self.terminated_at is not None and time.monotonic() > self.terminated_at + TERMINATE_SECONDS:
+            raise SystemExit(128 + signal.SIGTERM)
+
+
+class TorchrunCluster:
+    """See `megarl.cluster.base.Cluster`; made in rank 0.
+
+    log_dir: where processes write their output, but rank 0, which has the console.
+    base_env: added to every process's environment, before its role's own.
+    """
+
+    def __init__(self, log_dir: Path, devices: LocalDevices, base_env: dict[str, str]) -> None:
+        self._world_size = int(os.environ["WORLD_SIZE"])
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
+        if local != self._world_size:
+            raise ValueError(
+                f"torchrun started {self._world_size} processes, {local} of them on this machine; the torchrun "
+                "transport works inside one machine. For several, use launch/multinode.sh (Ray)."
+            )
+        self._log_dir, self._devices, self._base_env = log_dir, devices, base_env
+        self._services: list[LocalService] = []
+        self._own = _Self()
+        self._ranks: list[_Self | _Peer] = [self._own, *_listen(self._world_size)]
+        self.waiting = _Waiting()
+        die_with_parent(signal.SIGTERM)
+        self._former_handler = signal.signal(signal.SIGTERM, self.waiting.on_signal)
+
+    def start_trainers(self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str]) -> TorchrunGroup:
+        if size != self._world_size:
+            raise ValueError(
+                f"cluster.trainers is {size}, and torchrun started {self._world_size} processes: "
+                f"start it with --nproc-per-node {size}, or set cluster.trainers={self._world_size}."
+            )
+        group = TorchrunGroup(self, self._ranks)
+        group.construct(class_path, args, self._base_env | env)
+        return group
+
+    def start_service(
+        self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
+    ) -> Service:
+        environment = self._base_env | self._devices.claim(devices) | env
+        log = self._log_dir / f"{name}.log"
+        service = LocalService(class_path, args, name=name, log=log, env=environment)
+        self._services.append(service)
+        return service
+
+    def check(self) -> None:
+        """Raise for what else has failed while the ranks are waited for."""
+        for service in self._services:
+            if service.failure is not None:
+                raise ServiceDied(service.failure)
+        self.waiting.check()
+
+    def release_trainers(self, *, now: bool) -> None:
+        """Let every rank return from `serve`; with `now`, end the others in the middle of a call."""
+        for rank in self._ranks:
+            rank.send(_Stop(now))
+        self._ranks = []
+        self._own.join()
+
+    def abort(self) -> None:
+        """End everything at once, after a failure that this process goes on to report."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the same failure; it kills later
+        self._former_handler = signal.SIG_IGN
+        self.release_trainers(now=True)
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        self.release_trainers(now=self._own.busy)
+        for service in self._services:
+            service.begin_stop()
+        for service in self._services:
+            service.stop()
+        self._services = []
+        signal.signal(signal.SIGTERM, self._former_handler)
+
+    def __enter__(self) -> TorchrunCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _listen(world_size: int) -> list[_Peer]:
+    """Wait until every other rank has called; in rank order."""
+    if world_size == 1:
+        return []
+    path = _socket_path()
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    status = path.parent.stat()
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
+        raise ValueError(f"{path.parent} exists and is open to other users: remove it.")
+    path.unlink(missing_ok=True)  # of an earlier run that was killed
+    called: dict[int, _Peer] = {}
+    deadline = time.monotonic() + JOIN_SECONDS
+    try:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen(world_size)
+            while len(called) < world_size - 1:
+                listener.settimeout(max(0.01, deadline - time.monotonic()))
+                wire = Wire(listener.accept()[0])
+                rank, place = wire.receive()
+                called[rank] = _Peer(wire, place)
+    except TimeoutError as error:
+        missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in called)
+        raise TimeoutError(f"trainer ranks {missing} did not call the controller in {JOIN_SECONDS:.0f} s.") from error
+    finally:
+        shutil.rmtree(path.parent)
+    return [called[rank] for rank in sorted(called)]
