@@ -39,10 +39,7 @@ def save_hf(directory: Path, source: Path, weights: Iterator[tuple[str, torch.Te
 def _with_untrained(weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """`weights`, then the tensors of `source` that were not among them. A tied copy that the original
     does not have is left out."""
-    files = {}
-    for file in sorted(source.glob("*.safetensors")):
-        with safe_open(file, framework="pt", device="cpu") as reader:
-            files.update(dict.fromkeys(reader.keys(), file))
+    files = _tensor_files(source)
     for name, tensor in weights:
         if name in files:
             del files[name]
@@ -89,3 +86,35 @@ class _Shards:
             places.update(dict.fromkeys(names, file))
         index = {"metadata": {"total_size": self.total}, "weight_map": places}
         (self.directory / _INDEX).write_text(json.dumps(index, indent=2))
+
+
+def compare_with_hf(directory: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> int:
+    """Read `directory` back and hold it to `weights`, tensor by tensor, and to the key set of `source`.
+
+    Every rank calls it (the weights come out of collectives); rank 0 compares. Returns the number of
+    tensors in the directory (0 on other ranks). Raises RuntimeError for the first that differs.
+    """
+    if torch.distributed.get_rank() != 0:
+        for _ in weights:
+            pass
+        return 0
+    written, original = _tensor_files(directory), _tensor_files(source)
+    if set(written) != set(original):
+        odd = sorted(set(written) ^ set(original))
+        raise RuntimeError(f"{directory} and {source} do not hold the same tensors; they differ in {odd[:3]}")
+    for name, tensor in weights:
+        if name not in written:
+            continue  # a tied copy, which the original does not have either
+        with safe_open(written[name], framework="pt", device="cpu") as reader:
+            if not torch.equal(reader.get_tensor(name), tensor.detach().cpu()):
+                raise RuntimeError(f"{name} in {directory} is not what the trainer holds: the export is damaged")
+    return len(written)
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
+    """Which safetensors file holds each tensor."""
+    files = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt", device="cpu") as reader:
+            files.update(dict.fromkeys(reader.keys(), file))
+    return files

@@ -152,6 +152,9 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         "num_layers_in_last_pipeline_stage": megatron.last_stage_layers,
         **mbridge_fixes.config_overrides(hf_config),
     }
+    if platform.uses_native_layers:
+        # Megatron's fused activation gains by being compiled, which it is not here.
+        settings["bias_activation_fusion"] = False
     if megatron.recompute == "full":
         settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif megatron.recompute == "selective":

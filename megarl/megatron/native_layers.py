@@ -29,6 +29,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megarl.megatron.adam import Adam
 from megarl.megatron.native_attention import Attention
+from megarl.megatron.native_kernels import rms_norm, rotate_packed
 
 
 def _device() -> Any:
@@ -50,10 +51,10 @@ class Norm(torch.nn.Module):
         if config.normalization != "RMSNorm":
             raise ValueError(f"The native layers know RMSNorm, not {config.normalization}; install transformer_engine.")
         self.weight = _norm_weight(config, hidden_size)
-        self.shape, self.eps = (hidden_size,), eps
+        self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
@@ -65,7 +66,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         self.eps = config.layernorm_epsilon
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(F.rms_norm(x, (self.input_size,), self.layer_norm_weight, self.eps), *args, **kwargs)
+        return super().forward(rms_norm(x, self.layer_norm_weight, self.eps), *args, **kwargs)
 
 
 class Linear(torch.nn.Module):
@@ -207,6 +208,7 @@ class NativeSpecProvider(BackendSpecProvider):
 
 def install() -> None:
     """Let Megatron's Transformer Engine specs resolve to the layers above. Idempotent."""
+    import megatron.core.models.common.embeddings.rope_utils as rope
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
     import megatron.core.optimizer as optimizer
@@ -218,6 +220,7 @@ def install() -> None:
     layer_specs.TESpecProvider = moe_specs.TESpecProvider = NativeSpecProvider
     layer_specs.TENorm, layer_specs.HAVE_TE = Norm, True
     mla.TELinear = Linear
+    rope._apply_rotary_pos_emb_thd = rotate_packed
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
     distributed_optimizer.Adam = Adam
     distributed_optimizer.HAVE_APEX_OR_TE = distributed_optimizer.USING_APEX_OPTIMIZER = True

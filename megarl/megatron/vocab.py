@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_BLOCK_ELEMENTS = 2**25  # float32 elements of a block: 128 MiB
+_BLOCK_ELEMENTS = 2**25  # of a block: 128 MiB in float32
+_BLOCK_ELEMENTS_CPU = 2**17  # half a MiB: a block stays in a core's cache from one operation to the next
 _HIDDEN = -1e30  # logit of a padding entry: its probability is 0, and 0 times it is still a number
 
 
@@ -79,18 +80,21 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         for rows in _blocks(logits):
             z = _scaled(logits[rows], ctx)
             log_p = z - log_total[rows, None]
-            p = log_p.exp()
+            grad_rows = grad_log_probs[rows] / ctx.temperature
             # d log p_y / dz_j = [j = y] - p_j        d H / dz_j = -p_j (log p_j + H)
-            grad = p * -grad_log_probs[rows, None]
             if ctx.with_entropy:
-                grad -= p * (log_p + entropy[rows, None]) * grad_entropy[rows, None]
-            grad.scatter_add_(1, local[rows, None], (grad_log_probs[rows] * here[rows])[:, None].to(grad.dtype))
-            result[rows] = grad / ctx.temperature
+                along = (log_p + entropy[rows, None]).mul_(-grad_entropy[rows, None] / ctx.temperature)
+                grad = along.sub_(grad_rows[:, None]).mul_(log_p.exp_())
+            else:
+                grad = log_p.exp_().mul_(-grad_rows[:, None])
+            grad.scatter_add_(1, local[rows, None], (grad_rows * here[rows])[:, None])
+            result[rows] = grad
         return result, None, None, None, None, None
 
 
 def _blocks(logits: torch.Tensor) -> list[slice]:
-    rows = max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1]))
+    elements = _BLOCK_ELEMENTS_CPU if logits.device.type == "cpu" else _BLOCK_ELEMENTS
+    rows = max(1, elements // logits.shape[1])
     return [slice(start, start + rows) for start in range(0, max(1, len(logits)), rows)]
 
 
@@ -110,7 +114,7 @@ def _sums(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's part of sum exp(z - max), sum z exp(z - max), and z of the label; each [rows]."""
     z = _scaled(logits[rows], ctx)
-    weights = (z - maxima[rows, None]).exp()
+    weights = (z - maxima[rows, None]).exp_()
     total = weights.sum(1)
     weighted = (weights * z).sum(1) if ctx.with_entropy else torch.zeros_like(total)
     chosen = z.gather(1, local[rows, None]).squeeze(1) * here[rows]
