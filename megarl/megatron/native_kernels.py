@@ -1,0 +1,102 @@
+"""RMSNorm and rotary embedding as single autograd nodes.
+
+Composed of torch operations, each of them reads and writes its tensors several times, forward and
+backward; on a CPU that is most of a small model's time. Here the gradients are written by hand.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension. In 16 bit and on devices torch has a fused kernel."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed = x * scale
+        grad_weight = (grad * normed).reshape(-1, weight.numel()).sum(0)
+        grad_normed = grad * weight
+        along = torch.linalg.vecdot(grad_normed, normed).div_(x.shape[-1]).unsqueeze(-1)
+        return grad_normed.addcmul_(normed, along, value=-1).mul_(scale), grad_weight, None
+
+
+def rotate_packed(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Rotary embedding of packed sequences: t [tokens, heads, d], freqs [positions, 1, 1, rotated <= d].
+
+    Stands in for Megatron's function of the same arguments, which slices `freqs` sequence by sequence.
+    """
+    assert not rotary_interleaved, "no model that mbridge knows interleaves its rotary embedding"
+    ranks, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+    rows = _positions(tuple(cu_seqlens.tolist()), ranks, rank, t.device)
+    half = freqs.shape[-1] // 2  # both halves hold the same angles
+    angles = freqs[:, 0, :, :half]
+    cos = (angles.cos() * mscale).to(t.dtype).index_select(0, rows)
+    sin = (angles.sin() * mscale).to(t.dtype).index_select(0, rows)
+    turned, rest = t[..., : 2 * half], t[..., 2 * half :]
+    if multi_latent_attention:  # pairs lie side by side in these models' weights
+        turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], -1)
+    turned = _Rotate.apply(turned, cos, sin)
+    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+
+
+@lru_cache(maxsize=64)
+def _positions(cu_seqlens: tuple[int, ...], ranks: int, rank: int, device: torch.device) -> torch.Tensor:
+    """Position, within its sequence, of each token on context-parallel `rank` of `ranks`."""
+    offsets = torch.tensor(cu_seqlens)
+    lengths = offsets.diff()
+    within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)
+    if ranks > 1:
+        chunk = (lengths // (2 * ranks)).repeat_interleave(lengths)
+        number = within // chunk
+        within = within[(number == rank) | (number == 2 * ranks - 1 - rank)]
+    return within.to(device)
+
+
+class _Rotate(torch.autograd.Function):
+    """(a, b) -> (a cos - b sin, b cos + a sin) for the two halves of the last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(t, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _rotated(grad, *ctx.saved_tensors, -1), None, None
+
+
+def _rotated(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:
+    a, b = t.chunk(2, -1)
+    result = torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    first, second = result.chunk(2, -1)
+    torch.mul(a, cos, out=first)
+    first.addcmul_(b, sin, value=-direction)
+    torch.mul(b, cos, out=second)
+    second.addcmul_(a, sin, value=direction)
+    return result
