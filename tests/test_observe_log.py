@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -310,7 +311,7 @@ def test_plain_console_says_one_line_a_step() -> None:
 
 
 def test_live_console_shows_the_run_and_restores_the_terminal() -> None:
-    stream = io.StringIO()
+    stream, stdout, threads = io.StringIO(), sys.stdout, threading.active_count()
     with pytest.raises(RuntimeError):
         live = LiveConsole("my run", 0, 11, stream)
         try:
@@ -323,6 +324,7 @@ def test_live_console_shows_the_run_and_restores_the_terminal() -> None:
         finally:
             live.close()
     live.close()  # a second time does nothing
+    assert sys.stdout is stdout and threading.active_count() == threads, "prints go where they went before"
     shown = stream.getvalue()
     for part in ("my run", "step 1/11", "left 1:00", "0.512", "tags [red]stay[/red]", "1 warning", "library"):
         assert part in shown
