@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
-import click
 import typer
 
 from megarl.config import RecipeError
@@ -24,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(data_app, name="data")
+
+# What typer's argument errors share. Some releases bundle click, so that `click.ClickException` is another class.
+_UsageProblem: Any = typer.BadParameter.__mro__[typer.BadParameter.__mro__.index(Exception) - 1]
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")]
 Overrides = Annotated[
@@ -71,37 +74,38 @@ def report(
     write(run_path)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main() -> None:
     """Run the command line and exit with its status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    sys.exit(_run(arguments))
+    arguments = sys.argv[1:]
+    sys.exit(
+        guarded(lambda: app(args=arguments, prog_name="megarl", standalone_mode=False), debug="--debug" in arguments)
+    )
 
 
-def _run(arguments: list[str]) -> int:
+def guarded(command: Callable[[], Any], *, debug: bool) -> int:
+    """Run `command`; whatever it fails of becomes one block on stderr and an exit status."""
     from megarl.run import InputError
 
     try:
-        status = app(args=arguments, prog_name="megarl", standalone_mode=False)
+        status = command()
         return status if isinstance(status, int) else 0
-    except click.exceptions.Abort:
-        return 130
-    except click.ClickException as error:
+    except _UsageProblem as error:
         error.show()
         return 2
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         print("\nstopped by Ctrl-C", file=sys.stderr)
         return 130
     except RecipeError as error:
-        return _fail(2, "recipe error", f"\n{error}", arguments)
+        return _fail(2, "recipe error", f"\n{error}", debug)
     except InputError as error:
-        return _fail(2, "input error", str(error), arguments)
+        return _fail(2, "input error", str(error), debug)
     except Exception as error:  # noqa: BLE001 - the last resort: one block, and the status of a failure
-        return _fail(1, type(error).__name__, str(error), arguments)
+        return _fail(1, type(error).__name__, str(error), debug)
 
 
-def _fail(status: int, kind: str, text: str, arguments: list[str]) -> int:
+def _fail(status: int, kind: str, text: str, debug: bool) -> int:
     print(f"{kind}: {text}", file=sys.stderr)
-    if "--debug" in arguments:
+    if debug:
         traceback.print_exc()
     elif status == 1:
         print("(--debug shows the traceback)", file=sys.stderr)

@@ -15,6 +15,7 @@ from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
 from megarl.config import Recipe, RecipeError, load_recipe
 from megarl.controller import Controller, Layout
+from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
 from megarl.observe.log import RunLog
 from megarl.observe.report import write_report
@@ -72,6 +73,9 @@ def train(recipe: Recipe) -> Path:
             with log.phase("start"):
                 controller = _assemble(recipe, prepared, platform, cluster, log, run_dir)
             controller.fit(checkpoint)
+            if recipe.train.export_at_end:
+                with log.phase("export"):
+                    _export_and_compare(controller.trainers, run_dir.path / "hf")
     if recipe.observe.report:
         write_report(run_dir.path)
     return run_dir.path
@@ -109,10 +113,15 @@ def export(run_path: Path, out: Path, step: int | None = None) -> Path:
     with connect(recipe, platform) as cluster:
         trainers = _start_trainers(recipe, platform, cluster)
         trainers.call("load", str(checkpoint / "trainer"))
-        trainers.call("save_hf", str(out.absolute()))
-        tensors = trainers.call("compare_with_hf", str(out.absolute()))[0]
+        tensors = _export_and_compare(trainers, out)
     print(f"{out}: {tensors} tensors of {checkpoint.name}, read back equal to the trainer's, bit for bit")
     return out
+
+
+def _export_and_compare(trainers: WorkerGroup, out: Path) -> int:
+    """Write the trainers' weights as a Hugging Face model, read it back, compare; returns the number of tensors."""
+    trainers.call("save_hf", str(out.absolute()))
+    return int(trainers.call("compare_with_hf", str(out.absolute()))[0])
 
 
 def _choose_checkpoint(run_dir: RunDirectory, step: int | None) -> Path:
@@ -164,8 +173,7 @@ def _assemble(
 
 def _start_trainers(recipe: Recipe, platform: Any, cluster: Cluster) -> WorkerGroup:
     optimizer_steps = recipe.train.steps * recipe.actor.mini_batches
-    env = {**_threads(recipe), **platform.trainer_env()}
-    return cluster.start_trainers(TRAINER, recipe.cluster.trainers, (recipe, optimizer_steps), env)
+    return cluster.start_trainers(TRAINER, recipe.cluster.trainers, (recipe, optimizer_steps), platform.trainer_env())
 
 
 def _start_engines(
@@ -190,15 +198,10 @@ def _start_engines(
         )
         tokenizer = os.path.abspath(recipe.model.tokenizer or recipe.model.path)
         args = (rollout.engine, spec, tokenizer, recipe.reward.function, prepared.data_sources)
-        env = {**_threads(recipe), **platform.rollout_env()}
-        services.append(
-            cluster.start_service(ROLLOUT_SERVER, args, name=spec.name, devices=rollout.tensor_parallel, env=env)
-        )
+        env = engine_env(rollout.engine, platform.rollout_env(), recipe.cluster.threads)
+        service = cluster.start_service(ROLLOUT_SERVER, args, name=spec.name, devices=rollout.tensor_parallel, env=env)
+        services.append(service)
     return services
-
-
-def _threads(recipe: Recipe) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
 
 
 def _layout(recipe: Recipe, ranks: Sequence[dict[str, Any]]) -> Layout:

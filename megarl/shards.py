@@ -54,7 +54,10 @@ def plan_step(groups: Sequence[Group], recipe: Recipe, data_parallel: int, micro
                     for micro_batch in micro_batches
                 ]
             )
-    return StepPlan(shards, _batch_metrics(samples, advantages, loss_tokens))
+    metrics = _length_metrics(samples, loss_tokens)
+    if recipe.train.source == "rollout":  # demonstrations are not scored
+        metrics.update(_reward_metrics(samples, advantages))
+    return StepPlan(shards, metrics)
 
 
 def _advantages(groups: Sequence[Group], samples: Sequence[Sample], recipe: Recipe) -> np.ndarray:
@@ -86,21 +89,31 @@ def _place(
     return len(shard.samples) - 1
 
 
-def _batch_metrics(samples: Sequence[Sample], advantages: np.ndarray, loss_tokens: np.ndarray) -> Metrics:
-    """Rewards, advantages and lengths of what is trained on, under the names that users already plot."""
-    metrics: Metrics = {"perf/total_num_tokens": float(sum(sample.length for sample in samples))}
-    series = {
-        "critic/rewards": [sample.reward for sample in samples],
-        "critic/advantages": advantages.tolist(),
-        "response_length": [sample.response_length for sample in samples],
-        "prompt_length": [sample.prompt_length for sample in samples],
+def _length_metrics(samples: Sequence[Sample], loss_tokens: np.ndarray) -> Metrics:
+    """Lengths of what is trained on, under the names that users already plot."""
+    return {
+        **_spread("response_length", [sample.response_length for sample in samples]),
+        **_spread("prompt_length", [sample.prompt_length for sample in samples]),
+        "response_length/clip_ratio": float(np.mean([sample.truncated for sample in samples])),
+        "perf/total_num_tokens": float(sum(sample.length for sample in samples)),
+        "actor/loss_tokens": float(loss_tokens.sum()),
+    }
+
+
+def _reward_metrics(samples: Sequence[Sample], advantages: np.ndarray) -> Metrics:
+    """Rewards, their parts and advantages of what is trained on."""
+    metrics = {
+        **_spread("critic/rewards", [sample.reward for sample in samples]),
+        **_spread("critic/advantages", advantages),
     }
     for part in sorted({name for sample in samples for name in sample.reward_parts}):
-        series[f"critic/score/{part}"] = [sample.reward_parts.get(part, 0.0) for sample in samples]
-    for name, values in series.items():
-        metrics[f"{name}/mean"] = float(np.mean(values))
-        metrics[f"{name}/max"] = float(np.max(values))
-        metrics[f"{name}/min"] = float(np.min(values))
-    metrics["response_length/clip_ratio"] = float(np.mean([sample.truncated for sample in samples]))
-    metrics["actor/loss_tokens"] = float(loss_tokens.sum())
+        metrics.update(_spread(f"critic/score/{part}", [sample.reward_parts.get(part, 0.0) for sample in samples]))
     return metrics
+
+
+def _spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
+    return {
+        f"{name}/mean": float(np.mean(values)),
+        f"{name}/max": float(np.max(values)),
+        f"{name}/min": float(np.min(values)),
+    }

@@ -160,6 +160,12 @@ class TrainerWorker:
     def save_hf(self, directory: str) -> None:
         self.trainer.save_hf(Path(directory))
 
+    def compare_with_hf(self, directory: str) -> int:
+        """Hold an exported directory to the weights here; returns its number of tensors (rank 0)."""
+        from megarl.megatron.export import compare_with_hf
+
+        return compare_with_hf(Path(directory), self.trainer.export_weights(), Path(self.recipe.model.path))
+
     def offload(self) -> None:
         self.trainer.offload()
 

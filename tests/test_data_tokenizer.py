@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 
@@ -133,9 +132,9 @@ def test_plain_text_begins_with_the_bos_token_where_the_tokenizer_says_so(change
 
 def test_a_vocabulary_larger_than_the_models_is_refused(directory):
     tokenizer = load_tokenizer(directory)
-    check_vocabulary(tokenizer, SimpleNamespace(vocab_size=tokenizer.vocab_size))
-    too_small = SimpleNamespace(vocab_size=tokenizer.vocab_size - 1)
-    for config in (too_small, SimpleNamespace(get_text_config=lambda: too_small)):
+    check_vocabulary(tokenizer, {"vocab_size": tokenizer.vocab_size})
+    too_small = {"vocab_size": tokenizer.vocab_size - 1}
+    for config in (too_small, {"text_config": too_small}):
         with pytest.raises(ValueError, match=f"up to {tokenizer.vocab_size - 1}, .* {tokenizer.vocab_size - 1}:"):
             check_vocabulary(tokenizer, config)
 

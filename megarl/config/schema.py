@@ -256,6 +256,9 @@ class TrainConfig:
         0, "Checkpoint every so many steps; 0: only at the end where `train.save_at_end`.", at_least=0
     )
     save_at_end: bool = key(True, "Checkpoint after the last step.")
+    export_at_end: bool = key(
+        False, "Also write the trained weights as a Hugging Face model to the run's `hf/`, read back and compared."
+    )
     keep_checkpoints: int = key(2, "Newest checkpoints kept; older ones are deleted.", at_least=1)
     resume: str = key(
         "never",

@@ -106,20 +106,21 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
     )
 
 
-def check_vocabulary(tokenizer: Tokenizer, hf_config: Any) -> None:
+def check_vocabulary(tokenizer: Tokenizer, hf_config: dict[str, Any]) -> None:
     """Refuse a tokenizer that can produce ids for which the model has no embedding.
 
-    `hf_config` is a transformers configuration, or anything with `vocab_size`; of a multi-modal
-    one, its text part counts.
+    `hf_config` is the model's config.json; of a multi-modal one, its text part counts.
 
     Raises:
         ValueError: the largest id is past the model's vocabulary.
     """
-    text_config = hf_config if hasattr(hf_config, "vocab_size") else hf_config.get_text_config()
-    if tokenizer.vocab_size > text_config.vocab_size:
+    text_config = hf_config if "vocab_size" in hf_config else hf_config.get("text_config", {})
+    if "vocab_size" not in text_config:
+        raise ValueError(f"the model's config.json has no vocab_size, but {', '.join(sorted(hf_config))}")
+    if tokenizer.vocab_size > text_config["vocab_size"]:
         raise ValueError(
             f"the tokenizer in {tokenizer.directory} has ids up to {tokenizer.vocab_size - 1}, but the model's "
-            f"vocab_size is {text_config.vocab_size}: they do not belong together. Set model.tokenizer to the model's own"
+            f"vocab_size is {text_config['vocab_size']}: they do not belong together. Set model.tokenizer to the model's own"
         )
 
 

@@ -35,10 +35,14 @@ class ScoreRequest:
 
 @dataclass(frozen=True)
 class Score:
-    """A finite reward, and named parts of it for metrics and dynamic sampling."""
+    """A finite reward, named parts of it for metrics and dynamic sampling, and what was taken for the answer.
+
+    `answer` is None where the scorer found or names none; majority votes count equal answers.
+    """
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 class RewardError(ValueError):
@@ -59,7 +63,8 @@ ScoreFunction = Callable[[ScoreRequest], Any]
 class Scorer:
     """A scoring function under the name that errors and recipes call it by.
 
-    The function returns a number, or a dict with `score` and any number of named numeric parts.
+    The function returns a number, or a dict with `score`, any number of named numeric parts, and
+    `answer`, the text that it took for the answer (or None).
     """
 
     name: str
@@ -120,8 +125,13 @@ def score(scorer: Scorer, request: ScoreRequest) -> Score:
         return Score(_finite(scorer, request, "the score", result))
     if "score" not in result:
         raise RewardError(scorer.name, request.uid, f"its dict has no 'score', but {sorted(map(str, result))}")
-    numbers = {str(name): _finite(scorer, request, repr(name), value) for name, value in result.items()}
-    return Score(numbers.pop("score"), numbers)
+    answer = result.get("answer")
+    if not isinstance(answer, (str, type(None))):
+        raise RewardError(scorer.name, request.uid, f"its answer is {answer!r}, not text")
+    numbers = {
+        str(name): _finite(scorer, request, repr(name), value) for name, value in result.items() if name != "answer"
+    }
+    return Score(numbers.pop("score"), numbers, answer)
 
 
 def _finite(scorer: Scorer, request: ScoreRequest, what: str, value: Any) -> float:

@@ -12,7 +12,7 @@ TAIL = 300  # characters at the end of the response in which an answer counts
 
 
 @scorer("gsm8k", sources=("openai/gsm8k", "megarl/word_problems"))
-def gsm8k(request: ScoreRequest) -> dict[str, float]:
+def gsm8k(request: ScoreRequest) -> dict[str, float | str | None]:
     """1 where the last answer in the response's tail is the ground truth, else 0.
 
     Thousands separators do not matter; anything else does: ``72.0`` is not ``72``.
@@ -21,8 +21,9 @@ def gsm8k(request: ScoreRequest) -> dict[str, float]:
     if not expected:
         raise ValueError("the row's ground_truth is empty")
     answers = ANSWER.findall(request.response[-TAIL:])
-    correct = float(bool(answers) and _plain(answers[-1]) == expected)
-    return {"score": correct, "accuracy": correct}
+    answer = _plain(answers[-1]) if answers else None
+    correct = float(answer == expected)
+    return {"score": correct, "accuracy": correct, "answer": answer}
 
 
 def _text(ground_truth: Any) -> str:

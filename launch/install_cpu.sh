@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Make (or re-use) the virtual environment .venv with everything a CPU machine needs. Prints what it does.
+#   MEGARL_PYTHON   interpreter to make it with (default: python3.11, else python3)
+#   MEGARL_VENV     where (default: .venv beside this repository's README)
+#   PIP_EXTRA_INDEX_URL   where pip finds the CPU build of torch (see README)
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${MEGARL_VENV:-$root/.venv}
+extra=${1:-}   # "dev": also what the tests need
+files=("$root/launch/requirements-cpu.txt")
+if [ "$extra" = dev ]; then files+=("$root/launch/requirements-dev.txt"); fi
+
+if [ ! -x "$venv/bin/python" ]; then
+  python=${MEGARL_PYTHON:-$(command -v python3.11 || command -v python3)}
+  echo "making a virtual environment in $venv with $("$python" --version)"
+  "$python" -m venv "$venv"
+fi
+for file in "${files[@]}"; do
+  stamp=$venv/installed-$(basename "$file")
+  if ! cmp -s "$file" "$stamp"; then
+    echo "installing $(grep -c '==' "$file") packages of $(basename "$file"); a first time takes some minutes and 2.4 GB"
+    # The lock names every package; the resolver could only add what a CPU cannot use (torchvision, CUDA).
+    "$venv/bin/python" -m pip install --quiet --no-deps -r "$file" || {
+      echo "installation failed. If torch was not found: the CPU build lies on PyTorch's own index, see 'Install' in README.md" >&2
+      exit 1
+    }
+    cp "$file" "$stamp"
+  fi
+done
+if ! "$venv/bin/python" -c 'import megarl' 2>/dev/null; then
+  "$venv/bin/python" -m pip install --quiet --no-deps -e "$root"
+fi

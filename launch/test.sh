@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Install what the tests need and run them. --all adds those that take minutes.
+#   bash launch/test.sh [--all] [pytest arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/install_cpu.sh dev
+bin=${MEGARL_VENV:-.venv}/bin
+marks=(-m "not slow")
+if [ "${1:-}" = --all ]; then shift; marks=(); fi
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+"$bin/mypy"
+"$bin/python" -m pytest "${marks[@]}" "$@"
