@@ -50,7 +50,7 @@ def render(data: ReportData) -> str:
 
 def script_json(value: Any) -> str:
     """`value` as JSON that no HTML parser can mistake for markup, wherever it is placed."""
-    text = json.dumps(strict(value), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(strict(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

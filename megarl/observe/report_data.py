@@ -13,7 +13,7 @@ import numpy as np
 import yaml
 
 from megarl.observe.console import clock, short
-from megarl.observe.files import read_lines
+from megarl.observe.files import json_line, read_lines
 from megarl.observe.metrics import numbers_again
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import choose, read_samples, sample_steps
@@ -25,7 +25,7 @@ MAX_SPANS = 1500  # of the timeline
 TIMELINE_STEPS = 5
 MAX_SAMPLE_STEPS = 120
 MAX_SAMPLES_A_STEP = 16
-MAX_TEXT = 12_000  # characters of one prompt or response
+MAX_TEXT = 6_000  # characters of one prompt or response
 SAMPLES_BYTES = 4 << 20  # of all embedded samples
 
 _STATUS = {
@@ -304,7 +304,7 @@ def _samples(run_dir: RunDirectory) -> tuple[list[dict[str, Any]], str]:
         kept: list[dict[str, Any]] = []
         size = 0
         for record in map(_shortened, choose(records, MAX_SAMPLES_A_STEP)):
-            size += len(json.dumps(record))
+            size += len(json_line(record))
             if kept and size > budget:
                 break
             kept.append(record)
