@@ -237,11 +237,11 @@ def _sum_metrics(contributions: list[dict[str, torch.Tensor]], device: torch.dev
     """Sum over micro batches and data-parallel ranks. Context-parallel ranks all see whole sequences, so
     each of them has the sum already."""
     names = sorted(contributions[0])
-    rows = [
-        torch.stack([torch.as_tensor(c[name]).detach().float().to(device) for name in names]) for c in contributions
-    ]
-    sums = torch.stack(rows).sum(0) if names else torch.zeros(0, device=device)
+    if not names:
+        return {}
+    rows = [torch.stack([torch.as_tensor(c[name]).detach().float().to(device) for name in names]) for c in contributions]
+    sums = torch.stack(rows).sum(0)
     group = parallel_state.get_data_parallel_group()
-    if names and dist.get_world_size(group) > 1:
+    if dist.get_world_size(group) > 1:
         dist.all_reduce(sums, group=group)
     return dict(zip(names, sums.tolist(), strict=True))

@@ -1,0 +1,165 @@
+"""One trainer process of test_megatron_layouts.py: runs its cases one after the other, writes what came out.
+
+Usage, under torchrun: megatron_worker.py CASES.json OUTPUT_DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from megarl.platform import select
+
+warnings.filterwarnings("ignore")
+platform = select("cpu")
+platform.prepare()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+torch.set_num_threads(1)
+LENGTHS = [7, 12, 5, 20, 9, 16, 3, 11]
+LOSS_SCALE = 1 / sum(LENGTHS)
+
+
+def recipe_of(case: dict[str, Any]) -> Any:
+    from megarl.config.schema import Recipe
+
+    recipe = Recipe()
+    recipe.model.path, recipe.model.dtype = case["model"], case.get("dtype", "float32")
+    # A large epsilon keeps Adam's update smooth in the gradient, so that rounding stays rounding.
+    recipe.actor.optimizer.lr, recipe.actor.optimizer.eps, recipe.actor.optimizer.clip_grad = 1e-2, 1e-2, 2.0
+    for name, value in case.get("megatron", {}).items():
+        setattr(recipe.megatron, name, value)
+    return recipe
+
+
+def build(case: dict[str, Any]) -> Any:
+    from megatron.core import parallel_state
+
+    from megarl.megatron.trainer import PolicyTrainer
+
+    parallel_state.destroy_model_parallel()
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)  # Megatron's note of the last model's attention, which differs between models
+    return PolicyTrainer(recipe_of(case), platform, total_optimizer_steps=10)
+
+
+def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[int]]]:
+    """This data-parallel rank's share of the same global batch, and the numbers of its sequences."""
+    from megarl.megatron.batch import MicroBatch
+
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
+    advantages = [torch.randn(length, generator=generator) for length in LENGTHS]
+    mine = list(range(len(LENGTHS)))[trainer.coordinates.dp_rank :: trainer.coordinates.dp_size]
+    numbers = [mine[i : i + per_micro] for i in range(0, len(mine), per_micro)]
+    batches = [
+        MicroBatch(
+            torch.cat([tokens[i] for i in group]),
+            [LENGTHS[i] for i in group],
+            {"advantages": torch.cat([advantages[i] for i in group])},
+        )
+        for group in numbers
+    ]
+    return batches, numbers
+
+
+def objective(x: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Not a function of any rank's own counts: a sum with a global scale, an entropy bonus included."""
+    loss = -(x.log_probs * x.advantages).sum() * LOSS_SCALE - 0.05 * x.entropy.sum() * LOSS_SCALE
+    return loss, {"loss": loss.detach(), "tokens": torch.tensor(float(len(x.log_probs)))}
+
+
+def train(trainer: Any, batches: list[Any], steps: int, function: Any = objective) -> list[dict[str, float] | None]:
+    step = {"temperature": 0.7, "with_entropy": True, "make_inputs": SimpleNamespace}
+    return [trainer.train_step(batches, function, **step) for _ in range(steps)]
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in trainer.export_weights()}
+
+
+def run_case(case: dict[str, Any], output: Path) -> None:
+    """Log-probs, weights before and after, and metrics of two steps."""
+    trainer = build(case)
+    batches, numbers = micro_batches(trainer, case.get("per_micro", 2))
+    rows = trainer.log_probs(batches, temperature=1.0)
+    before = weights_of(trainer)
+    metrics = train(trainer, batches, 2)
+    after = weights_of(trainer)
+    where = trainer.coordinates
+    assert (rows is None) == (metrics[0] is None) == (not where.is_last_stage)
+    if where.reports:
+        by_sequence = {}
+        for group, (log_probs, entropy) in zip(numbers, rows, strict=True):
+            lengths = [LENGTHS[i] for i in group]
+            for i, p, h in zip(group, log_probs.split(lengths), entropy.split(lengths), strict=True):
+                by_sequence[i] = (p.clone(), h.clone())
+        torch.save(by_sequence, output / f"{case['name']}.log_probs.{where.dp_rank}.pt")
+        if where.dp_rank == 0:
+            torch.save({"before": before, "after": after, "metrics": metrics}, output / f"{case['name']}.pt")
+
+
+def run_resume(case: dict[str, Any], output: Path) -> None:
+    """Save, go on; load into a fresh trainer, go on: the same to the last bit. And what else needs a live trainer."""
+    trainer = build(case)
+    batches, _ = micro_batches(trainer, 3)
+    first = trainer.log_probs(batches, temperature=1.0)
+    trainer.keep_reference()
+    train(trainer, batches, 2)
+    directory = output / f"{case['name']}.checkpoint"
+    trainer.save(directory)
+    noise = torch.rand(3)
+    went_on, weights = train(trainer, batches, 2), weights_of(trainer)
+
+    current = trainer.log_probs(batches, temperature=1.0)
+    reference = trainer.log_probs(batches, temperature=1.0, reference=True)
+    again = trainer.log_probs(batches, temperature=1.0)
+    if first is not None:
+        for kept, start, now, later in zip(reference, first, current, again, strict=True):
+            assert torch.equal(kept[0], start[0]), "the reference is not the weights that were kept"
+            assert torch.equal(now[0], later[0]) and not torch.equal(now[0], start[0])
+
+    trainer.save_hf(output / f"{case['name']}.hf")
+    train(trainer, batches, 1, lambda x: (x.log_probs.sum() * float("nan"), {}))
+    skipped = train(trainer, batches, 1, lambda x: (x.log_probs.sum() * float("inf"), {}))[0]
+    assert skipped is None or skipped["actor/skipped_updates"] == 1.0
+    assert all(torch.equal(weights[name], weight) for name, weight in trainer.export_weights())
+
+    resumed = build(case)
+    resumed.load(directory)
+    assert torch.equal(noise, torch.rand(3)), "random states were not restored"
+    assert train(resumed, batches, 2) == went_on
+    for name, weight in resumed.export_weights():
+        assert torch.equal(weights[name], weight), name
+    if dist.get_rank() == 0:
+        torch.save(weights, output / f"{case['name']}.weights.pt")
+
+    other = {**case, "megatron": {**case.get("megatron", {}), "distributed_optimizer": False}}
+    try:
+        build(other).load(directory)
+    except ValueError as error:
+        assert "distributed_optimizer: 1 then, 0 now" in str(error), error
+    else:
+        raise AssertionError("a checkpoint of another layout was loaded")
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    dist.init_process_group(platform.process_group_backend)
+    for case in cases:
+        {"layout": run_case, "resume": run_resume}[case.get("kind", "layout")](case, output)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Every layout computes what one process computes, and what transformers computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from megatron_models import MODELS, write_model
+from safetensors import safe_open
+
+pytestmark = pytest.mark.stack
+
+HERE = Path(__file__).parent
+LENGTHS = [7, 12, 5, 20, 9, 16, 3, 11]
+
+
+def layout(model: str, per_micro: int = 3, **megatron: Any) -> dict[str, Any]:
+    name = "-".join([model, *(f"{key}={value}" for key, value in megatron.items())])
+    return {"name": name, "model": model, "per_micro": per_micro, "megatron": megatron}
+
+
+ONE = [layout(model, per_micro=2) for model in MODELS]
+TWO = [
+    layout("qwen3_moe", data_parallel_size_is=2),
+    layout("qwen3_moe", expert_parallel=2),
+    layout("qwen3_moe", tensor_parallel=2),
+    layout("qwen3_moe", tensor_parallel=2, distributed_optimizer=False, recompute="full"),
+    layout("qwen3_moe", tensor_parallel=2, expert_parallel=2, recompute="selective"),
+    layout("qwen3_moe", tensor_parallel=2, expert_tensor_parallel=2),
+    layout("qwen3_moe", pipeline_parallel=2, virtual_pipeline=2),
+    layout("qwen3_moe", context_parallel=2),
+    layout("qwen2_tied", tensor_parallel=2),
+    layout("qwen2_tied", pipeline_parallel=2, first_stage_layers=1),
+    layout("qwen3", tensor_parallel=2, sequence_parallel=False),
+    layout("deepseek_v3", tensor_parallel=2, expert_parallel=2),
+    layout("deepseek_v3", context_parallel=2),
+]
+FOUR = [
+    layout("qwen3_moe", per_micro=1, tensor_parallel=2, expert_parallel=2, pipeline_parallel=2, virtual_pipeline=2),
+    layout("qwen3_moe", tensor_parallel=2, context_parallel=2, expert_parallel=4),
+    layout("deepseek_v3", pipeline_parallel=2, expert_parallel=2),
+]
+RESUME = [
+    {"name": "resume", "kind": "resume", "model": "qwen3_moe", "megatron": {"expert_parallel": 2}},
+    {"name": "resume-bf16", "kind": "resume", "model": "qwen2_tied", "dtype": "bfloat16"},
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of models/ and of what the workers of all cases wrote."""
+    directory = tmp_path_factory.mktemp("megatron")
+    for model in MODELS:
+        write_model(model, directory / "models")
+    for processes, cases in ((1, ONE), (2, [*TWO, *RESUME]), (4, FOUR)):
+        launch(processes, cases, directory)
+    return directory
+
+
+def launch(processes: int, cases: list[dict[str, Any]], directory: Path) -> None:
+    """Run `cases` in `processes` worker processes."""
+    file = directory / f"cases-{processes}.json"
+    resolved = [{**case, "model": str(directory / "models" / case["model"])} for case in cases]
+    for case in resolved:  # what is left over for data parallel is no setting; the name says it
+        case["megatron"] = {k: v for k, v in case.get("megatron", {}).items() if k != "data_parallel_size_is"}
+    file.write_text(json.dumps(resolved))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logs = [directory / f"worker-{processes}-{rank}.log" for rank in range(processes)]
+    workers = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as stream:
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, str(HERE / "megatron_worker.py"), str(file), str(directory)],
+                    env={**environment, "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)},
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [worker.wait(timeout=400) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert not any(codes), "\n".join(log.read_text()[-4000:] for log in logs)
+
+
+def log_probs_of(results: Path, name: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """(log-probs, entropy) of each sequence, from all data-parallel ranks."""
+    merged: dict[int, Any] = {}
+    for file in results.glob(f"{name}.log_probs.*.pt"):
+        merged.update(torch.load(file, weights_only=True))
+    return merged
+
+
+def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as reader:
+            tensors.update({key: reader.get_tensor(key) for key in reader.keys()})  # noqa: SIM118
+    return tensors
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_log_probs_match_transformers(results: Path, model: str) -> None:
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        results / "models" / model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
+    rows = log_probs_of(results, model)
+    assert sorted(rows) == list(range(len(LENGTHS)))
+    for number, sequence in enumerate(tokens):
+        with torch.no_grad():
+            logits = reference(sequence[None]).logits[0].log_softmax(-1)
+        expected = logits[:-1].gather(1, sequence[1:, None]).squeeze(1)
+        entropy = -(logits.exp() * logits).sum(-1)[:-1]
+        log_probs, entropies = rows[number]
+        assert log_probs[0] == 0 and entropies[0] == 0, "the first token is predicted by nothing"
+        torch.testing.assert_close(log_probs[1:], expected, atol=2e-5, rtol=0)
+        torch.testing.assert_close(entropies[1:], entropy, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", [*ONE, *TWO, *FOUR], ids=lambda case: case["name"])
+def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
+    one, got = (torch.load(results / f"{n}.pt", weights_only=True) for n in (case["model"], case["name"]))
+
+    original = checkpoint_tensors(results / "models" / case["model"])
+    exported = got["before"]
+    assert {k: v for k, v in original.items() if k not in exported} == {}
+    assert all(torch.equal(exported[name], weight) for name, weight in original.items()), "round trip is not exact"
+
+    for number, (log_probs, entropy) in log_probs_of(results, case["name"]).items():
+        for value, expected in zip((log_probs, entropy), log_probs_of(results, case["model"])[number], strict=True):
+            torch.testing.assert_close(value, expected, atol=5e-6, rtol=0)
+
+    for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
+        assert metrics["tokens"] == sum(LENGTHS)
+        assert metrics == pytest.approx(expected, rel=2e-6), "a loss or gradient norm depends on the layout"
+    for name, weight in one["after"].items():
+        torch.testing.assert_close(got["after"][name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        assert name.endswith("e_score_correction_bias") or not torch.equal(weight, one["before"][name]), name
+
+
+@pytest.mark.parametrize("case", RESUME, ids=lambda case: case["name"])
+def test_saved_hf_directory_is_what_was_exported(results: Path, case: dict[str, Any]) -> None:
+    """The resumed run's equality to the last bit is asserted in the worker; here, the directory it wrote."""
+    saved = checkpoint_tensors(results / f"{case['name']}.hf")
+    weights = torch.load(results / f"{case['name']}.weights.pt", weights_only=True)
+    original = checkpoint_tensors(results / "models" / case["model"])
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in saved.items())
+    assert (results / f"{case['name']}.hf" / "config.json").read_text() == (
+        results / "models" / case["model"] / "config.json"
+    ).read_text()
