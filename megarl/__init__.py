@@ -16,6 +16,6 @@ __all__ = ["Recipe", "RecipeError", "load_recipe", "train"]
 
 def train(recipe: Recipe) -> Path:
     """Train as `recipe` says and return the run's directory. See `megarl.run.train`."""
-    from megarl import run
+    from megarl.run import train as run_training
 
-    return run.train(recipe)
+    return run_training(recipe)

@@ -61,7 +61,7 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
 
 
 def save_checkpoint(
-    folder: Path, step: int, state: dict[str, Any], keep: int, save_trainers: Callable[[Path], None]
+    folder: Path, step: int, state: dict[str, Any], keep: int, save_trainers: Callable[[Path], object]
 ) -> Path:
     """Write the checkpoint of `step` and delete the oldest beyond `keep`.
 
@@ -133,7 +133,7 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
     number = item["number"]
     data = InlineData(
         [
-            SampleTokens(*(vectors[f"{number}.{index}.{name}"] for name in _VECTORS), text=text)
+            SampleTokens(text=text, **{name: vectors[f"{number}.{index}.{name}"] for name in _VECTORS})
             for index, text in enumerate(item["texts"])
         ]
     )

@@ -1,11 +1,12 @@
 """The command line: ``python -m megarl COMMAND`` (or ``megarl COMMAND``).
 
-Exit status: 0 success; 1 the run failed; 2 a recipe or other input is wrong; 130 after Ctrl-C.
+Exit status: 0 success; 1 the run failed; 2 a recipe or other input is wrong; 130 after Ctrl-C; 143 after SIGTERM.
 Errors are one block on stderr; --debug adds the traceback.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -86,6 +87,7 @@ def guarded(command: Callable[[], Any], *, debug: bool) -> int:
     """Run `command`; whatever it fails of becomes one block on stderr and an exit status."""
     from megarl.run import InputError
 
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         status = command()
         return status if isinstance(status, int) else 0
@@ -95,12 +97,23 @@ def guarded(command: Callable[[], Any], *, debug: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):
         print("\nstopped by Ctrl-C", file=sys.stderr)
         return 130
+    except Terminated:
+        print("stopped by SIGTERM", file=sys.stderr)
+        return 143
     except RecipeError as error:
         return _fail(2, "recipe error", f"\n{error}", debug)
     except InputError as error:
         return _fail(2, "input error", str(error), debug)
     except Exception as error:  # noqa: BLE001 - the last resort: one block, and the status of a failure
         return _fail(1, type(error).__name__, str(error), debug)
+
+
+class Terminated(BaseException):
+    """SIGTERM, as cluster managers send it: it passes through every `finally`, so everything started is ended."""
+
+
+def _terminate(number: int, frame: Any) -> None:
+    raise Terminated
 
 
 def _fail(status: int, kind: str, text: str, debug: bool) -> int:

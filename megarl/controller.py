@@ -56,6 +56,7 @@ class Controller:
         self._publish(done)
         if self.recipe.evaluation.at_start and done == 0:
             self._evaluate(0)
+        self.log.begin()
         for step in range(done + 1, self.recipe.train.steps + 1):
             self.source.admit(step - 1)
             self._step(step)

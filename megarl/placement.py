@@ -6,6 +6,7 @@ or do not exist (SFT) is said here and nowhere else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -81,7 +82,7 @@ def publish(trainers: WorkerGroup, services: Sequence[Service], session: Exchang
     """Send the trainers' weights to every engine; they count as `version` only when all fingerprints agree."""
     updates = [service.call("update_weights", version) for service in services]
     for service, update in zip(services, updates, strict=True):
-        update.add_done_callback(lambda done, name=service.name: _abort_on_error(session, name, done))
+        update.add_done_callback(functools.partial(_abort_on_error, session, service.name))
     sent = trainers.call("send_weights", version)[0]
     received = dict(zip([service.name for service in services], _all(updates), strict=True))
     compare_reports(sent, received)

@@ -104,7 +104,7 @@ def _read_model(recipe: Recipe) -> tuple[Tokenizer, dict[str, Any]]:
     if not any(Path(recipe.model.path).glob("*.safetensors")):
         remedy = "convert the weights to safetensors (save_pretrained does)"
         raise RecipeError("model.path", "it holds no *.safetensors", remedy, value=recipe.model.path)
-    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path)
+    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, recipe.model.path)
     check_vocabulary(tokenizer, config)
     return tokenizer, config
 

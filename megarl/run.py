@@ -18,7 +18,6 @@ from megarl.controller import Controller, Layout
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
 from megarl.observe.log import RunLog
-from megarl.observe.report import write_report
 from megarl.observe.run_dir import RunDirectory
 from megarl.placement import Colocated, Disaggregated, Placement, TrainersOnly
 from megarl.preflight import Prepared, open_run_directory, prepare_evaluation, prepare_training
@@ -76,8 +75,6 @@ def train(recipe: Recipe) -> Path:
             if recipe.train.export_at_end:
                 with log.phase("export"):
                     _export_and_compare(controller.trainers, run_dir.path / "hf")
-    if recipe.observe.report:
-        write_report(run_dir.path)
     return run_dir.path
 
 

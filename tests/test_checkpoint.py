@@ -48,6 +48,10 @@ def state(*gathered: list[TriedGroup]) -> dict[str, Any]:
     return {"step": 4, "source": {"counters": {"admitted": 7}, "gathered": list(gathered)}}
 
 
+def flat(saved: dict[str, Any]) -> list[TriedGroup]:
+    return [item for batch in saved["source"]["gathered"] for item in batch]
+
+
 def write_trainer(folder: Path) -> None:
     folder.mkdir()
     (folder / "weights").write_bytes(b"1234")
@@ -59,7 +63,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert (path / "trainer" / "weights").read_bytes() == b"1234"
     loaded = load_state(path)
     assert loaded["source"]["counters"] == {"admitted": 7} and loaded["step"] == 4
-    for old, new in zip(sum(saved["source"]["gathered"], []), sum(loaded["source"]["gathered"], []), strict=True):
+    for old, new in zip(flat(saved), flat(loaded), strict=True):
         assert old.accepted == new.accepted
         assert (old.group.number, old.group.prompt_uid, old.group.version) == (
             new.group.number,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from megarl.registry import Registry
 
@@ -21,10 +22,10 @@ class Aggregation(Protocol):
 AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
 
 
-def _reciprocal(counts: np.ndarray) -> np.ndarray:
+def _reciprocal(counts: ArrayLike) -> np.ndarray:
     """1 / counts, and 0 where a count is 0 (a sample without masked tokens weighs nothing)."""
-    counts = np.asarray(counts, dtype=np.float64)
-    return np.divide(1.0, counts, out=np.zeros_like(counts), where=counts > 0)
+    values = np.asarray(counts, dtype=np.float64)
+    return np.divide(1.0, values, out=np.zeros_like(values), where=values > 0)
 
 
 @AGGREGATIONS.register("token_mean")

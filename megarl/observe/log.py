@@ -21,6 +21,7 @@ from megarl.observe.report import write_report
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import discard_samples_after, write_samples
 from megarl.observe.sinks import make_sinks
+from megarl.observe.summary import summarise
 from megarl.observe.trace import Trace
 
 _open_phases: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("open_phases", default=())
@@ -230,7 +231,7 @@ class RunLog:
             "error": error,
             "steps": int(lines[-1]["step"]) if lines else 0,
             "total_steps": self._total_steps,
-            "seconds": sum(line.get("timing_s/step", 0.0) for line in lines),
+            **summarise(lines, _start_seconds(self._sessions)),
             "evaluation": _before_and_after(lines),
             "sessions": self._sessions,
         }
@@ -245,6 +246,11 @@ def _before_and_after(lines: list[dict[str, float]]) -> dict[str, dict[str, floa
         if any(name.startswith("eval/") for name in line)
     ]
     return {"first": evaluations[0], "last": evaluations[-1]} if evaluations else {}
+
+
+def _start_seconds(sessions: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds before the first step, of each session that got there."""
+    return {str(number): session["start"]["seconds"] for number, session in enumerate(sessions) if "start" in session}
 
 
 def _read_sessions(summary: Path) -> list[dict[str, Any]]:

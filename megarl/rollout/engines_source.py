@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -133,7 +134,7 @@ class EnginesSource:
                 self.services[engine].call("submit", requests).add_done_callback(self._fail_on_error)
             for request in requests:
                 collected = self.services[engine].call_with_data("collect", request.group)
-                collected.add_done_callback(lambda result, engine=engine: self._arrived(engine, result))
+                collected.add_done_callback(functools.partial(self._arrived, engine))
 
     def _fail_on_error(self, result: Future[Any]) -> None:
         error = result.exception()

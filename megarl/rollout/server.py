@@ -27,7 +27,7 @@ class RolloutServer:
 
     def __init__(self, engine: str, spec: EngineSpec, tokenizer: str, reward_function: str | None, sources: list[str]):
         self.engine = engines.create(engine, spec)
-        self.tokenizer = load_tokenizer(tokenizer)
+        self.tokenizer = load_tokenizer(tokenizer)  # for text alone: stop tokens come with each request
         self.scorers = rewards.resolve(reward_function, sources)
         self.scoring = ThreadPoolExecutor(max_workers=4, thread_name_prefix="scorer")
         # A call to the engine blocks a thread until it is done; under continuous admission many are under way.

@@ -1,0 +1,29 @@
+"""summary.json against figures worked by hand."""
+
+import pytest
+
+from megarl.observe.summary import summarise
+
+
+def test_figures_by_hand():
+    lines = [
+        {"step": 0, "eval/pass@1": 0.25, "eval/greedy": 0.0, "timing_s/eval": 2.0, "timing_s/step": 2.0},
+        {"step": 1, "timing_s/gen": 3.0, "timing_s/step": 4.0, "perf/total_num_tokens": 100.0, "rollout/logprob_gap_max": 2e-6},
+        {"step": 2, "timing_s/gen": 5.0, "timing_s/step": 6.0, "perf/total_num_tokens": 300.0, "rollout/logprob_gap_max": 1e-6,
+         "eval/pass@1": 0.75, "eval/greedy": 0.5},
+    ]  # fmt: skip
+    summary = summarise(lines, {"0": 10.0})
+    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
+    assert (summary["accuracy_greedy_before"], summary["accuracy_greedy_after"]) == (0.0, 0.5)
+    assert summary["seconds"] == {"start": 10.0, "eval": 2.0, "step": 12.0, "gen": 8.0}
+    assert summary["tokens_per_second"] == pytest.approx(400 / 10)
+    assert summary["logprob_gap_max"] == 2e-6
+
+
+def test_a_run_without_evaluation_or_steps():
+    summary = summarise([], {})
+    assert (
+        summary["accuracy_before"] is None
+        and summary["tokens_per_second"] is None
+        and summary["logprob_gap_max"] is None
+    )
