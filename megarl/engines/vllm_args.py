@@ -107,6 +107,9 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         "use_tqdm_on_load": False,
     }
     arguments.update(spec.engine_args)
+    config = _model_config(spec.model_path)
+    if config.get("model_type") == "deepseek_v3":
+        arguments["hf_overrides"] = {**_missing_routing(config), **arguments.get("hf_overrides", {})}
     if device != "cpu":
         arguments["enable_sleep_mode"] = spec.sleep_mode
         return arguments
@@ -118,14 +121,24 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
             "back the draw of an unfinished prompt, which a CPU's random generator cannot do"
         )
     arguments.setdefault("max_num_batched_tokens", max(_CPU_BATCHED_TOKENS, spec.max_model_len))
-    if _has_latent_attention(spec.model_path):
+    if config.get("kv_lora_rank") is not None:
         arguments["compilation_config"] = _without_rotary_op(arguments.get("compilation_config"))
     return arguments
 
 
-def _has_latent_attention(model_path: str) -> bool:
+def _model_config(model_path: str) -> dict[str, Any]:
     with open(os.path.join(model_path, "config.json")) as file:
-        return json.load(file).get("kv_lora_rank") is not None
+        return json.load(file)
+
+
+def _missing_routing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V3's way of routing, where config.json leaves it out.
+
+    Files that transformers writes do, for it knows no other way. vLLM would then score experts by
+    softmax, and its log-probs would be a little wrong without a word.
+    """
+    routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return {key: value for key, value in routing.items() if key not in config}
 
 
 def _without_rotary_op(config: Any) -> dict[str, Any]:
