@@ -22,9 +22,9 @@ platform.prepare()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from megatron_models import LENGTHS  # noqa: E402
 
 torch.set_num_threads(1)
-LENGTHS = [7, 12, 5, 20, 9, 16, 3, 11]
 LOSS_SCALE = 1 / sum(LENGTHS)
 
 
@@ -58,7 +58,8 @@ def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[in
     generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
     advantages = [torch.randn(length, generator=generator) for length in LENGTHS]
-    mine = list(range(len(LENGTHS)))[trainer.coordinates.dp_rank :: trainer.coordinates.dp_size]
+    share = len(LENGTHS) // trainer.coordinates.dp_size
+    mine = list(range(len(LENGTHS)))[trainer.coordinates.dp_rank * share :][:share]
     numbers = [mine[i : i + per_micro] for i in range(0, len(mine), per_micro)]
     batches = [
         MicroBatch(

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from megatron_models import MODELS, write_model
+from megatron_models import LENGTHS, MODELS, write_model
 from safetensors import safe_open
 
 pytestmark = pytest.mark.stack
 
 HERE = Path(__file__).parent
-LENGTHS = [7, 12, 5, 20, 9, 16, 3, 11]
 
 
 def layout(model: str, per_micro: int = 3, **megatron: Any) -> dict[str, Any]:
@@ -27,7 +26,13 @@ def layout(model: str, per_micro: int = 3, **megatron: Any) -> dict[str, Any]:
     return {"name": name, "model": model, "per_micro": per_micro, "megatron": megatron}
 
 
-ONE = [layout(model, per_micro=2) for model in MODELS]
+def balanced(**megatron: Any) -> dict[str, Any]:
+    """With a load-balancing loss, which is the same for the same micro batches: pairs of sequences."""
+    case = layout("qwen3_moe", per_micro=2, moe_aux_loss_coef=0.5, **megatron)
+    return {**case, "reference": "qwen3_moe-moe_aux_loss_coef=0.5"}
+
+
+ONE = [*(layout(model, per_micro=2) for model in MODELS), balanced()]
 TWO = [
     layout("qwen3_moe", data_parallel_size_is=2),
     layout("qwen3_moe", expert_parallel=2),
@@ -37,6 +42,9 @@ TWO = [
     layout("qwen3_moe", tensor_parallel=2, expert_tensor_parallel=2),
     layout("qwen3_moe", pipeline_parallel=2, virtual_pipeline=2),
     layout("qwen3_moe", context_parallel=2),
+    balanced(expert_parallel=2),
+    balanced(tensor_parallel=2),
+    balanced(pipeline_parallel=2),
     layout("qwen2_tied", tensor_parallel=2),
     layout("qwen2_tied", pipeline_parallel=2, first_stage_layers=1),
     layout("qwen3", tensor_parallel=2, sequence_parallel=False),
@@ -134,7 +142,8 @@ def test_log_probs_match_transformers(results: Path, model: str) -> None:
 
 @pytest.mark.parametrize("case", [*ONE, *TWO, *FOUR], ids=lambda case: case["name"])
 def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
-    one, got = (torch.load(results / f"{n}.pt", weights_only=True) for n in (case["model"], case["name"]))
+    reference = case.get("reference", case["model"])
+    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (reference, case["name"]))
 
     original = checkpoint_tensors(results / "models" / case["model"])
     exported = got["before"]
@@ -142,7 +151,7 @@ def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
     assert all(torch.equal(exported[name], weight) for name, weight in original.items()), "round trip is not exact"
 
     for number, (log_probs, entropy) in log_probs_of(results, case["name"]).items():
-        for value, expected in zip((log_probs, entropy), log_probs_of(results, case["model"])[number], strict=True):
+        for value, expected in zip((log_probs, entropy), log_probs_of(results, reference)[number], strict=True):
             torch.testing.assert_close(value, expected, atol=5e-6, rtol=0)
 
     for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
@@ -151,6 +160,15 @@ def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
     for name, weight in one["after"].items():
         torch.testing.assert_close(got["after"][name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
         assert name.endswith("e_score_correction_bias") or not torch.equal(weight, one["before"][name]), name
+
+
+def test_balancing_loss_changes_the_gradient(results: Path) -> None:
+    """Without this, the cases that compare it over layouts could pass by leaving it out."""
+    norms = [
+        torch.load(results / f"{name}.pt", weights_only=True)["metrics"][0]["actor/grad_norm"]
+        for name in ("qwen3_moe", "qwen3_moe-moe_aux_loss_coef=0.5")
+    ]
+    assert abs(norms[0] - norms[1]) > 1e-4 * norms[0], norms
 
 
 @pytest.mark.parametrize("case", RESUME, ids=lambda case: case["name"])

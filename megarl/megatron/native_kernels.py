@@ -88,7 +88,8 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _rotated(grad, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, sin, -1), None, None
 
 
 def _rotated(t: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, direction: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 
 from megarl.config.schema import Recipe
 from megarl.megatron import checkpoint, export
+from megarl.megatron.auxiliary import AuxiliaryLosses
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader
@@ -49,6 +50,7 @@ class PolicyTrainer:
         self.recipe, self.platform, self.total_steps = recipe, platform, total_optimizer_steps
         self.model: Model = build(recipe, platform)
         configure(self.model.config)
+        self._auxiliary = AuxiliaryLosses(self.model.config)
         self.optimizer = build_optimizer(
             recipe.actor.optimizer,
             self.model.chunks,
@@ -111,6 +113,7 @@ class PolicyTrainer:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._auxiliary.scale(micro_batches, self.platform.device())
         contributions = self._run(micro_batches, loss, temperature, with_entropy=with_entropy, forward_only=False)
         self.step += 1
         config = self.recipe.actor.optimizer
@@ -239,7 +242,9 @@ def _sum_metrics(contributions: list[dict[str, torch.Tensor]], device: torch.dev
     names = sorted(contributions[0])
     if not names:
         return {}
-    rows = [torch.stack([torch.as_tensor(c[name]).detach().float().to(device) for name in names]) for c in contributions]
+    rows = [
+        torch.stack([torch.as_tensor(c[name]).detach().float().to(device) for name in names]) for c in contributions
+    ]
     sums = torch.stack(rows).sum(0)
     group = parallel_state.get_data_parallel_group()
     if dist.get_world_size(group) > 1:

@@ -1,0 +1,154 @@
+"""The trainer's pure parts, against hand-worked numbers and against autograd."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.schema import MegatronConfig, OptimizerConfig
+from megarl.megatron.batch import MicroBatch, pack
+from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
+from megarl.megatron.native_kernels import rms_norm, rotate_packed
+from megarl.megatron.optimizer import learning_rate
+from megarl.megatron.vocab import log_probs_and_entropy
+
+DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}
+SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("model", "processes", "settings", "words"),
+    [
+        (DENSE, 6, {"tensor_parallel": 4}, "6 is no multiple of 4"),
+        (DENSE, 16, {"tensor_parallel": 16}, "8 attention heads"),
+        (DENSE, 8, {"tensor_parallel": 8}, "4 key/value heads"),
+        (DENSE, 5, {"pipeline_parallel": 5}, "12 layers .* over the remaining 5"),
+        (DENSE, 4, {"pipeline_parallel": 4, "first_stage_layers": 2}, "= 10 layers .* remaining 3"),
+        (DENSE, 2, {"pipeline_parallel": 2, "first_stage_layers": 4, "last_stage_layers": 6}, "2 layers remain"),
+        (DENSE, 2, {"pipeline_parallel": 2, "virtual_pipeline": 4}, "virtual_pipeline=4 does not divide the 6"),
+        (DENSE, 1, {"virtual_pipeline": 2}, "needs megatron.pipeline_parallel > 1"),
+        (DENSE, 1, {"first_stage_layers": 2}, "needs megatron.pipeline_parallel > 1"),
+        (DENSE, 2, {"expert_parallel": 2}, "dense"),
+        (DENSE, 1, {"moe_aux_loss_coef": 0.1}, "dense"),
+        (SPARSE, 3, {"expert_parallel": 3}, "8 experts"),
+        (SPARSE, 4, {"expert_parallel": 8}, "1 x 1 = 4|4 x 1 x 1 = 4"),
+        (SPARSE, 4, {"expert_parallel": 4, "expert_tensor_parallel": 2}, "4 x 2 = 8"),
+        (SPARSE, 64, {"expert_tensor_parallel": 64}, "width of 96"),
+        (SPARSE, 2, {"tensor_parallel": 2, "sequence_parallel": False}, "Leave megatron.sequence_parallel unset"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(
+    model: dict[str, Any], processes: int, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        check_layout(model, MegatronConfig(**settings), processes)
+    assert any(f"megatron.{key}" in str(error.value) for key in settings), "the message names no key to change"
+
+
+def test_layouts_that_divide_pass() -> None:
+    check_layout(DENSE, MegatronConfig(tensor_parallel=4, pipeline_parallel=2, context_parallel=2), 32)
+    check_layout(DENSE, MegatronConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=4), 4)
+    check_layout(SPARSE, MegatronConfig(tensor_parallel=2, expert_parallel=8, expert_tensor_parallel=1), 8)
+    check_layout({**DENSE, "kv_lora_rank": 512}, MegatronConfig(tensor_parallel=8), 8)
+    assert vocab_divisor(DENSE, MegatronConfig(tensor_parallel=3)) == 3
+    assert vocab_divisor(DENSE, MegatronConfig(tensor_parallel=4)) is None
+    assert uses_sequence_parallel(MegatronConfig(tensor_parallel=2))
+    assert not uses_sequence_parallel(MegatronConfig(sequence_parallel=True))
+
+
+def rates(total: int, **settings: Any) -> list[float]:
+    return [learning_rate(step, OptimizerConfig(lr=1.0, **settings), total) for step in range(1, total + 1)]
+
+
+def test_learning_rates_worked_by_hand() -> None:
+    assert rates(3) == [1.0, 1.0, 1.0]
+    assert rates(4, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0]
+    assert rates(7, warmup_steps=2, decay="linear", decay_steps=6) == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert rates(4, decay="linear", min_lr_ratio=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    assert rates(4, decay="cosine", min_lr_ratio=0.1) == pytest.approx([0.868198, 0.55, 0.231802, 0.1], abs=1e-6)
+    assert rates(3, warmup_steps=3, decay="cosine") == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("blocked", [False, True])
+def test_log_probs_and_entropy_are_those_of_the_softmax(
+    temperature: float, blocked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if blocked:  # 2 rows a block
+        monkeypatch.setattr("megarl.megatron.vocab._BLOCK_ELEMENTS_CPU", 22)
+    torch.manual_seed(0)
+    logits = (torch.randn(5, 11, dtype=torch.float64) * 3).requires_grad_()
+    labels = torch.tensor([0, 8, 3, 3, 1])
+
+    def ours(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return log_probs_and_entropy(x, labels, temperature=temperature, vocab_size=9, with_entropy=True, group=None)
+
+    naive = (logits[:, :9] / temperature).log_softmax(-1)  # entries 9 and 10 are padding
+    log_probs, entropy = ours(logits)
+    torch.testing.assert_close(log_probs, naive.gather(1, labels[:, None]).squeeze(1))
+    torch.testing.assert_close(entropy, -(naive.exp() * naive).sum(-1))
+    assert torch.autograd.gradcheck(ours, (logits,))
+    (log_probs * entropy).sum().backward()
+    assert torch.equal(logits.grad[:, 9:], torch.zeros(5, 2, dtype=torch.float64))
+
+
+def test_log_probs_without_entropy_have_the_same_gradient() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([5, 0, 2, 2])
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        return log_probs_and_entropy(x, labels, temperature=2.0, vocab_size=6, with_entropy=False, group=None)[0]
+
+    assert torch.autograd.gradcheck(ours, (logits,))
+
+
+def test_norm_and_rotation_have_the_gradients_they_say() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (5,), weight, 1e-5))
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, weight))
+
+    angles = torch.randn(4, 1, 1, 2, dtype=torch.float64)
+    freqs = torch.cat([angles, angles], -1)
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    t = torch.randn(7, 2, 6, dtype=torch.float64, requires_grad=True)  # the last 2 of 6 are not rotated
+    rotated = rotate_packed(t, offsets, freqs)
+    for start, end in pairwise(offsets.tolist()):
+        for token in range(start, end):
+            z = torch.complex(t[token, :, :2], t[token, :, 2:4])
+            z = z * torch.polar(torch.ones(2, dtype=torch.float64), angles[token - start, 0, 0])
+            torch.testing.assert_close(rotated[token, :, :4], torch.cat([z.real, z.imag], -1))
+    torch.testing.assert_close(rotated[..., 4:], t[..., 4:])
+    assert torch.autograd.gradcheck(lambda a: rotate_packed(a, offsets, freqs), (t,))
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2)])
+def test_packing_pairs_each_logit_with_the_token_it_predicts(ranks: int, sequence_parallel: int) -> None:
+    batch = MicroBatch(torch.arange(100, 113), [5, 1, 7])
+    streams = [
+        pack(
+            batch,
+            context_parallel=ranks,
+            context_rank=rank,
+            sequence_parallel=sequence_parallel,
+            device=torch.device("cpu"),
+        )
+        for rank in range(ranks)
+    ]
+    assert all(stream.share % sequence_parallel == 0 for stream in streams)
+    assert len({stream.share for stream in streams}) == 1
+    labels = torch.cat([stream.labels for stream in streams])
+    inputs = torch.cat([stream.tokens for stream in streams])
+    positions = torch.cat([stream.positions for stream in streams])
+    first = streams[0]
+    assert first.targets.tolist() == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12], "the first token of a sequence has none"
+    assert labels[first.sources].tolist() == batch.tokens[first.targets].tolist()
+    assert inputs[first.sources].tolist() == batch.tokens[first.targets - 1].tolist()
+    assert positions[first.sources].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    if ranks == sequence_parallel == 1:
+        assert first.share == 13, "nothing is padded that need not be"

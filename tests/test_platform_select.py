@@ -1,0 +1,56 @@
+"""Choosing a platform, and what the CPU platform does to a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megarl import platform
+
+
+def test_absent_devices_are_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "_has_npu", lambda: False)
+    monkeypatch.setattr(platform, "_has_cuda", lambda: False)
+    with pytest.raises(ValueError, match="torch_npu is not installed"):
+        platform.select("npu")
+    with pytest.raises(ValueError, match=r"torch\.cuda\.is_available\(\) is False"):
+        platform.select("cuda")
+    with pytest.raises(ValueError, match=r"'tpu'.*auto, cpu, cuda or npu"):
+        platform.select("tpu")
+    assert platform.select("auto").name == "cpu"
+
+
+def test_auto_prefers_npu_then_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "_has_npu", lambda: True)
+    monkeypatch.setattr(platform, "_has_cuda", lambda: True)
+    chosen = platform.select()
+    assert (chosen.name, chosen.process_group_backend, chosen.ray_resource) == ("npu", "cpu:gloo,npu:hccl", "NPU")
+    assert "PYTORCH_NPU_ALLOC_CONF" in chosen.trainer_env()
+    assert "PYTORCH_NPU_ALLOC_CONF" not in chosen.rollout_env(), "sleep mode refuses expandable segments"
+    monkeypatch.setattr(platform, "_has_npu", lambda: False)
+    assert platform.select().name == "cuda"
+
+
+def test_cpu_platform_answers_cuda_calls() -> None:
+    """In a process of its own: what `prepare` patches stays patched."""
+    code = """
+import sys
+from megarl.platform import select
+assert "torch" not in sys.modules, "the command line imports megarl.platform: no torch at import"
+cpu = select("cpu"); cpu.prepare(); cpu.prepare()
+import torch
+assert torch.zeros(2, device="cuda").device.type == "cpu"
+assert torch.zeros(2).to("cuda").cuda().pin_memory().device.type == "cpu"
+assert torch.zeros(2).to(torch.float64).dtype == torch.float64
+assert torch.zeros(2, device=torch.cuda.current_device()).type() == "torch.cuda.FloatTensor"
+with torch.device("meta"):
+    assert torch.zeros(2).device.type == "meta"
+state = torch.cuda.get_rng_state(); a = torch.rand(3)
+torch.cuda.set_rng_state(state); assert torch.equal(a, torch.rand(3))
+torch.cuda.current_stream().wait_stream(torch.cuda.Stream()); torch.cuda.Event().record()
+assert cpu.memory()["peak"] > 0.01 and cpu.device().type == "cpu" and cpu.uses_native_layers
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
