@@ -152,3 +152,16 @@ def test_packing_pairs_each_logit_with_the_token_it_predicts(ranks: int, sequenc
     assert positions[first.sources].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
     if ranks == sequence_parallel == 1:
         assert first.share == 13, "nothing is padded that need not be"
+
+
+def test_context_parallel_ranks_hold_chunks_from_both_ends() -> None:
+    """What attention's masks over ranks assume; it evens out the causal work."""
+    for rank, positions in ((0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])):
+        stream = pack(
+            MicroBatch(torch.arange(8), [8]),
+            context_parallel=2,
+            context_rank=rank,
+            sequence_parallel=1,
+            device=torch.device("cpu"),
+        )
+        assert stream.positions.tolist() == positions
