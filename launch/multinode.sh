@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# One run over several nodes. Start it once on every node, with the same arguments:
+#
+#   launch/multinode.sh RECIPE [key=value ...]
+#   launch/multinode.sh -- COMMAND ...          any command, in place of training
+#
+#   MASTER_ADDR          address of node rank 0
+#   NODE_RANK, NNODES    which node this is, and of how many (default: the only one)
+#   DEVICES_PER_NODE     devices of each node (default: what Ray finds)
+#   MASTER_PORT          Ray's port on node rank 0 (6379); the launchers talk on the next one
+#   MEGARL_JOIN_TIMEOUT  seconds until every node must have joined (600)
+#   MEGARL_NODE_IP       this node's address, where it has several
+#
+# What Slurm (srun --ntasks-per-node=1), PyTorchJob, JobSet and StatefulSets set is understood; where
+# RAY_ADDRESS is set (KubeRay), that cluster is joined. Every node returns the run's exit status.
+set -eu
+cd "$(dirname "$0")/.."
+python=python3
+if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
+wanted=$(ulimit -Hn)
+if [ "$wanted" = unlimited ] || [ "$wanted" -gt 65536 ]; then wanted=65536; fi
+ulimit -n "$wanted" # Ray keeps a connection to every worker
+exec "$python" -m megarl.cluster.multinode "$@"

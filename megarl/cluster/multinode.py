@@ -1,0 +1,312 @@
+"""One run over several nodes: ``python -m megarl.cluster.multinode RECIPE [key=value ...]`` on each of them.
+
+    python -m megarl.cluster.multinode -- COMMAND ...     any command, in place of training
+
+Node rank 0 starts Ray's head and waits until every node and device has joined; then it runs the
+command with RAY_ADDRESS set. The others join and wait. All return the command's exit status, and each
+stops what it started itself, nothing else. Where RAY_ADDRESS is set already (KubeRay), the command
+joins that cluster. See `topology` for the environment that is understood.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from megarl.cluster import ray_env
+from megarl.cluster.guard import Guard
+from megarl.cluster.rollcall import Attendance, RollCall
+from megarl.cluster.topology import Topology, read_topology
+
+STOP_SECONDS = 15.0  # left to the command to end by itself after a signal
+RAY_SECONDS = 8.0  # left to Ray
+USAGE = 2  # exit status where nothing was started because something is wrong with what was given
+
+
+class _Interrupted(Exception):
+    """A signal that ends the run."""
+
+    def __init__(self, number: int) -> None:
+        self.status = 128 + number
+
+
+def main(arguments: list[str], environ: Mapping[str, str]) -> int:
+    """Returns the exit status."""
+    try:
+        command, device = _command(arguments)
+        topology = read_topology(environ)
+    except ValueError as error:
+        _say(str(error))
+        return USAGE
+    with _signals():
+        try:
+            if topology.nodes == 1 or environ.get("RAY_ADDRESS"):
+                with _child(command, dict(environ)) as process:
+                    return _wait(process)
+            guard = Guard()
+            try:
+                run = _run_head if topology.is_head else _run_member
+                return run(topology, command, device, dict(environ) | guard.env)
+            finally:
+                guard.close()
+        except _Interrupted as interruption:
+            return interruption.status
+
+
+def ray_command(topology: Topology, device: str) -> list[str]:
+    """The ``ray start`` of this node: in the foreground, no dashboard, ports that the system chooses."""
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
+    if topology.is_head:
+        command += ["--head", f"--port={topology.port}", f"--node-ip-address={topology.node_ip or topology.master}"]
+        command += ["--include-dashboard=false", "--no-monitor", f"--ray-client-server-port={topology.port + 2}"]
+    else:
+        command += [f"--address={topology.ray_address}"]
+        command += [f"--node-ip-address={topology.node_ip}"] if topology.node_ip else []
+    resources = {node_resource(topology.node_rank): 1}
+    if topology.devices_per_node is not None:
+        flags = {"cpu": f"--num-cpus={topology.devices_per_node}", "cuda": f"--num-gpus={topology.devices_per_node}"}
+        if device in flags:
+            command.append(flags[device])
+        else:
+            resources["NPU"] = topology.devices_per_node
+    return [*command, f"--resources={json.dumps(resources)}"]
+
+
+def node_resource(rank: int) -> str:
+    """The Ray resource by which a node says which it is."""
+    return f"megarl_node_{rank}"
+
+
+# --- the two roles ------------------------------------------------------------------------------
+
+
+def _run_head(topology: Topology, command: list[str], device: str, environ: dict[str, str]) -> int:
+    deadline = time.monotonic() + topology.join_timeout
+    token = ray_env.authentication(environ)
+    environ = environ | token
+    os.environ.update(token)  # this process too asks Ray who is there
+    calls = RollCall(topology.node_ip or topology.master, topology.port + 1, topology.nodes, token)
+    status = 1
+    try:
+        with _ray(topology, device, environ) as (ray_process, log):
+            problem = _gather(topology, device, calls, ray_process, deadline)
+            if problem:
+                _say(problem)
+                if ray_process.poll() is not None:
+                    _say(_tail(log))
+                return status
+            _say(f"{topology.nodes} nodes have joined {topology.ray_address}")
+            with _child(command, environ | {"RAY_ADDRESS": topology.ray_address}) as process:
+                status = _wait(process, _Members(calls).watch)
+            return status
+    except _Interrupted as interruption:
+        status = interruption.status
+        raise
+    finally:
+        calls.finish(status)
+
+
+def _run_member(topology: Topology, _command: list[str], device: str, environ: dict[str, str]) -> int:
+    try:
+        attendance = Attendance(
+            topology.master, topology.port + 1, topology.node_rank, topology.nodes, topology.join_timeout
+        )
+    except TimeoutError as error:
+        _say(f"node rank {topology.node_rank}: {error}: is node rank 0 running, and MASTER_ADDR the same everywhere?")
+        return 1
+    try:
+        while not attendance.ready and not attendance.over:
+            time.sleep(0.1)
+        if attendance.over:
+            return _told(topology, attendance)
+        with _ray(topology, device, environ | attendance.environment) as (ray_process, log):
+            while not attendance.over:
+                time.sleep(0.1)
+                if ray_process.poll() is not None and not attendance.over:
+                    _say(f"node rank {topology.node_rank}: Ray ended with exit code {ray_process.returncode}")
+                    _say(_tail(log))
+                    return 1
+            return _told(topology, attendance)
+    finally:
+        attendance.close()
+
+
+def _told(topology: Topology, attendance: Attendance) -> int:
+    if attendance.status is not None:
+        return attendance.status
+    reason = f"refused by the head: {attendance.refusal}" if attendance.refusal else "the head is gone"
+    _say(f"node rank {topology.node_rank}: {reason}")
+    return 1
+
+
+def _gather(
+    topology: Topology, device: str, calls: RollCall, ray_process: subprocess.Popen[bytes], deadline: float
+) -> str | None:
+    """Wait until every node and device is in Ray. Returns what is wrong; None when all are there."""
+    import ray
+
+    connected = False
+    missing: list[int] = list(range(topology.nodes))
+    have = want = 0
+    try:
+        while time.monotonic() < deadline:
+            if ray_process.poll() is not None:
+                return f"Ray's head ended with exit code {ray_process.returncode}"
+            if not connected:
+                connected = _connect(topology)
+                if connected:
+                    calls.open()
+                continue
+            resources = ray.cluster_resources()
+            missing = [rank for rank in range(topology.nodes) if node_resource(rank) not in resources]
+            have = int(resources.get({"cpu": "CPU", "cuda": "GPU"}.get(device, "NPU"), 0))
+            want = topology.nodes * (topology.devices_per_node or 0)
+            if not missing and have >= want:
+                return None
+            time.sleep(0.2)
+    finally:
+        if connected:
+            ray.shutdown()
+    ranks = ", ".join(map(str, missing))
+    if missing:
+        return (
+            f"node rank{'s' * (len(missing) > 1)} {ranks} of {topology.nodes} did not join within "
+            f"{topology.join_timeout:.0f} s (MEGARL_JOIN_TIMEOUT). Start this command on every node, with "
+            f"MASTER_ADDR={topology.master}; ports {topology.port} and {topology.port + 1} must be open there."
+        )
+    return f"all nodes have joined, with {have} devices in place of {want}: see DEVICES_PER_NODE on each."
+
+
+def _connect(topology: Topology) -> bool:
+    """Connect to Ray's head; False where it does not listen yet (ray.init would wait for minutes)."""
+    import ray
+
+    try:
+        socket.create_connection((topology.master, topology.port), timeout=2).close()
+        ray.init(address=topology.ray_address, logging_level="critical", log_to_driver=False)
+    except OSError:
+        time.sleep(0.2)
+        return False
+    return True
+
+
+class _Members:
+    """Says once of each node that it has left."""
+
+    def __init__(self, calls: RollCall) -> None:
+        self._calls = calls
+        self._told: set[int] = set()
+
+    def watch(self) -> None:
+        for rank in set(self._calls.absent()) - self._told:
+            self._told.add(rank)
+            _say(f"node rank {rank} has left")
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _ray(topology: Topology, device: str, environ: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """This node's Ray, while it is needed, and the file that it writes to."""
+    with (
+        tempfile.NamedTemporaryFile(prefix="megarl-ray-", suffix=".log") as log,
+        _child(ray_command(topology, device), environ, output=log, patience=RAY_SECONDS) as process,
+    ):
+        yield process, Path(log.name)
+
+
+@contextmanager
+def _child(
+    command: list[str],
+    environ: dict[str, str],
+    *,
+    output: IO[bytes] | None = None,
+    patience: float = STOP_SECONDS,
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, ended at the latest with the block."""
+    process = subprocess.Popen(command, env=environ, stdout=output, stderr=output, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], meanwhile: Callable[[], None] = lambda: None) -> int:
+    """The exit status of `process`; 128 + n where signal n ended it, as a shell says it."""
+    while process.poll() is None:
+        time.sleep(0.1)
+        meanwhile()
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Ctrl-C, TERM and HUP end the run in order: whatever was started is stopped on the way out."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        raise _Interrupted(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    former = {number: signal.signal(number, interrupt) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+
+
+# --- what was given -----------------------------------------------------------------------------
+
+
+def _command(arguments: list[str]) -> tuple[list[str], str]:
+    """What to run, and the kind of device it runs on. Raises ValueError for a recipe that does not load."""
+    if not arguments or arguments[0] in ("-h", "--help"):
+        raise ValueError("usage: launch/multinode.sh RECIPE [key=value ...]   or   launch/multinode.sh -- COMMAND ...")
+    if arguments[0] == "--":
+        if len(arguments) == 1:
+            raise ValueError("no command after --")
+        return arguments[1:], _present_device()
+    from megarl.config import load_recipe
+
+    device = load_recipe(arguments[0], arguments[1:]).cluster.device
+    command = [sys.executable, "-m", "megarl", "train", *arguments]
+    return command, _present_device() if device == "auto" else device
+
+
+def _present_device() -> str:
+    """The kind of accelerator whose device files this machine has."""
+    if glob.glob("/dev/davinci[0-9]*"):
+        return "npu"
+    return "cuda" if glob.glob("/dev/nvidia[0-9]*") else "cpu"
+
+
+def _say(text: str) -> None:
+    print(f"megarl multinode: {text}", file=sys.stderr, flush=True)
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))
