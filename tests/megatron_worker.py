@@ -1,6 +1,6 @@
 """One trainer process of test_megatron_layouts.py: runs its cases one after the other, writes what came out.
 
-Usage, under torchrun: megatron_worker.py CASES.json OUTPUT_DIRECTORY
+Usage, with the environment of torchrun: python -m tests.megatron_worker CASES.json OUTPUT_DIRECTORY
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ platform.prepare()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron_models import LENGTHS  # noqa: E402
+
+from tests.megatron_models import LENGTHS  # noqa: E402
 
 torch.set_num_threads(1)
 LOSS_SCALE = 1 / sum(LENGTHS)

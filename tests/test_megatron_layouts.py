@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from megatron_models import LENGTHS, MODELS, write_model
 from safetensors import safe_open
+
+from tests.megatron_models import LENGTHS, MODELS, write_model
 
 pytestmark = pytest.mark.stack
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 
 
 def layout(model: str, per_micro: int = 3, **megatron: Any) -> dict[str, Any]:
@@ -90,7 +91,8 @@ def launch(processes: int, cases: list[dict[str, Any]], directory: Path) -> None
         with log.open("w") as stream:
             workers.append(
                 subprocess.Popen(
-                    [sys.executable, str(HERE / "megatron_worker.py"), str(file), str(directory)],
+                    [sys.executable, "-m", "tests.megatron_worker", str(file), str(directory)],
+                    cwd=ROOT,
                     env={**environment, "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)},
                     stdout=stream,
                     stderr=subprocess.STDOUT,

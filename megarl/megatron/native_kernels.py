@@ -32,7 +32,8 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight, scale = ctx.saved_tensors
         normed = x * scale
-        grad_weight = (grad * normed).reshape(-1, weight.numel()).sum(0)
+        products = (grad * normed).reshape(-1, weight.numel())
+        grad_weight = torch.mv(products.t(), products.new_ones(len(products)))  # faster than sum(0) over many rows
         grad_normed = grad * weight
         along = torch.linalg.vecdot(grad_normed, normed).div_(x.shape[-1]).unsqueeze(-1)
         return grad_normed.addcmul_(normed, along, value=-1).mul_(scale), grad_weight, None
@@ -58,9 +59,9 @@ def rotate_packed(
     angles = freqs[:, 0, :, :half]
     cos = (angles.cos() * mscale).to(t.dtype).index_select(0, rows)
     sin = (angles.sin() * mscale).to(t.dtype).index_select(0, rows)
-    turned, rest = t[..., : 2 * half], t[..., 2 * half :]
+    turned, rest = t.split([2 * half, t.shape[-1] - 2 * half], -1)
     if multi_latent_attention:  # pairs lie side by side in these models' weights
-        turned = torch.cat([turned[..., 0::2], turned[..., 1::2]], -1)
+        turned = turned.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2)
     turned = _Rotate.apply(turned, cos, sin)
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 

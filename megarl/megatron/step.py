@@ -124,7 +124,7 @@ def _forward_step(
         no_tokens = torch.zeros([], dtype=torch.int)  # see `configure`
         if not counts:
             return logits.sum() * 0.0, no_tokens, None
-        value, result = loss(batch, *at_tokens(logits[0], stream, forward))
+        value, result = loss(batch, *at_tokens(logits.squeeze(0), stream, forward))
         return value, no_tokens, result
 
     return output, last_stage
