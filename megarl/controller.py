@@ -53,10 +53,10 @@ class Controller:
     def fit(self, resumed_from: Path | None = None) -> None:
         """Run from the first step, or from the one after a checkpoint, to `train.steps`."""
         done = self._resume(resumed_from) if resumed_from else 0
+        self.log.begin()
         self._publish(done)
         if self.recipe.evaluation.at_start and done == 0:
             self._evaluate(0)
-        self.log.begin()
         for step in range(done + 1, self.recipe.train.steps + 1):
             self.source.admit(step - 1)
             self._step(step)

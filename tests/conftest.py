@@ -1,0 +1,17 @@
+"""Fixtures that more than one file of tests needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's folder: data/*.parquet and a random tiny model/ with its tokenizer."""
+    from megarl.data.prepare.quickstart import prepare_quickstart
+
+    out = tmp_path_factory.mktemp("quickstart")
+    prepare_quickstart(out, seed=0)
+    return out

@@ -1,0 +1,68 @@
+"""What the tests of the whole stack share: the command line in a process of its own, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+def command(*arguments: str, torchrun: int = 0) -> list[str]:
+    """The command line of ``megarl ARGUMENTS``, under torchrun with so many processes where asked for."""
+    if not torchrun:
+        return [sys.executable, "-m", "megarl", *arguments]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={torchrun}", f"--master-port={port}"]
+    return [*launcher, "-m", "megarl", *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run(*arguments: str, torchrun: int = 0, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    """Run it to its end from the repository's root."""
+    return subprocess.run(
+        command(*arguments, torchrun=torchrun),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must repeat to the last bit: everything that is no time and no rate."""
+    return [
+        {name: value for name, value in line.items() if not name.startswith(("timing_s/", "perf/throughput"))}
+        for line in lines
+    ]
+
+
+def processes_naming(text: str) -> list[str]:
+    """Command lines of live processes that have `text` in their arguments or environment."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            content = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
+            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:  # it has ended, or is not ours
+            continue
+        if text.encode() in content and state != "Z":
+            found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found

@@ -1,0 +1,184 @@
+"""The whole stack at tiny size: real Megatron, vLLM, mbridge and Ray, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.stack import ROOT, command, environment, metrics, processes_naming, run, without_times
+
+pytestmark = pytest.mark.stack
+
+TINY = [
+    "data.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_length=16",
+    "rollout.engine_args.max_num_seqs=16",
+    # A random model never scores, so the soft punishment for length is what groups differ in.
+    "algorithm.overlong.penalty_buffer=16",
+    "evaluation.limit=4",
+    "train.save_every=1",
+    "train.keep_checkpoints=10",
+]
+
+
+def settings(data: Path, runs: Path, name: str, *more: str) -> list[str]:
+    return [
+        f"model.path={data}/model",
+        f"data.train_files=[{data}/data/train.parquet]",
+        f"data.eval_files=[{data}/data/test.parquet]",
+        f"runs_dir={runs}",
+        f"name={name}",
+        *TINY,
+        *more,
+    ]
+
+
+def train(data: Path, runs: Path, name: str, *more: str, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
+    return run("train", "recipes/quickstart.yaml", *settings(data, runs, name, *more), torchrun=torchrun)
+
+
+@pytest.fixture(scope="module")
+def reference(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps over Ray, uninterrupted."""
+    runs = tmp_path_factory.mktemp("runs")
+    done = train(
+        quickstart_data, runs, "reference", "train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return runs / "reference"
+
+
+class TestReference:
+    def test_metrics_are_complete_and_the_engine_agrees_with_the_trainer(self, reference: Path) -> None:
+        lines = metrics(reference)
+        assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+        assert "eval/pass@1" in lines[0] and "eval/greedy" in lines[4]
+        for line in lines[1:]:
+            for name in (
+                "critic/rewards/mean", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/lr",
+                "response_length/mean", "perf/throughput", "timing_s/gen", "timing_s/update_actor",
+                "timing_s/old_log_prob", "timing_s/reference", "timing_s/step", "rollout/logprob_gap_k3",
+            ):  # fmt: skip
+                assert name in line, name
+            assert line["rollout/logprob_gap_mean"] < 1e-4
+            assert line["rollout/logprob_gap_max"] < 1e-3
+            assert line["rollout/staleness_max"] == 0
+            assert line["actor/grad_norm"] > 0
+
+    def test_the_policy_moves_away_from_the_reference(self, reference: Path) -> None:
+        lines = metrics(reference)
+        assert lines[4]["actor/kl_loss"] > lines[1]["actor/kl_loss"] >= 0
+
+    def test_what_a_person_finds(self, reference: Path) -> None:
+        summary = json.loads((reference / "summary.json").read_text())
+        assert summary["status"] == "finished" and summary["accuracy_before"] is not None
+        assert "<html" in (reference / "report.html").read_text()
+        assert len((reference / "samples" / "step_000001.jsonl").read_text().splitlines()) == 16
+        assert list((reference / "tensorboard").iterdir())
+        assert [path.name for path in sorted((reference / "checkpoints").iterdir())] == [
+            f"step_{step:06d}" for step in (1, 2, 3, 4)
+        ]
+
+    def test_export_is_read_back_equal_and_evaluates(
+        self, reference: Path, quickstart_data: Path, tmp_path: Path
+    ) -> None:
+        done = run("export", str(reference), "--out", str(tmp_path / "hf"), torchrun=2)
+        assert done.returncode == 0 and "bit for bit" in done.stdout, done.stderr + done.stdout
+        evaluated = run(
+            "eval", "recipes/quickstart.yaml",
+            *settings(quickstart_data, tmp_path, "eval", "evaluation.samples=4", "evaluation.ks=[1,4]"),
+            f"model.path={tmp_path / 'hf'}",
+        )  # fmt: skip
+        assert evaluated.returncode == 0, evaluated.stderr
+        figures = json.loads(evaluated.stdout.strip().splitlines()[-1])
+        assert {"eval/pass@1", "eval/pass@4", "eval/greedy"} <= set(figures)
+
+    def test_a_second_run_into_the_same_directory_is_refused(self, reference: Path, quickstart_data: Path) -> None:
+        before = (reference / "metrics.jsonl").read_bytes()
+        done = train(quickstart_data, reference.parent, "reference")
+        assert done.returncode == 2
+        assert "already holds a run" in done.stderr and "train.resume=auto" in done.stderr
+        assert (reference / "metrics.jsonl").read_bytes() == before
+
+
+def test_killed_and_resumed_is_as_if_nothing_had_happened(
+    reference: Path, quickstart_data: Path, tmp_path: Path
+) -> None:
+    """SIGKILL after step 2, over Ray: nothing stays alive, and the resumed run writes the same metrics, bit for bit."""
+    more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
+    arguments = ["train", "recipes/quickstart.yaml", *settings(quickstart_data, tmp_path, "killed", *more)]
+    process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    run_dir = tmp_path / "killed"
+    deadline = time.monotonic() + 300
+    while not (run_dir / "metrics.jsonl").exists() or len(metrics_so_far(run_dir)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert_nothing_lives(str(run_dir))
+    done = train(quickstart_data, tmp_path, "killed", *more, "train.resume=auto")
+    assert done.returncode == 0, done.stderr
+    assert without_times(metrics(run_dir)) == without_times(metrics(reference))
+
+
+def metrics_so_far(run_dir: Path) -> list[str]:
+    return (run_dir / "metrics.jsonl").read_text().splitlines()
+
+
+def assert_nothing_lives(text: str, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while (alive := processes_naming(text)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not alive
+
+
+def test_torchrun_gives_the_same_run(reference: Path, quickstart_data: Path, tmp_path: Path) -> None:
+    more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
+    done = train(quickstart_data, tmp_path, "torchrun", *more, torchrun=2)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert without_times(metrics(tmp_path / "torchrun")) == without_times(metrics(reference))[:3]
+
+
+def test_one_step_off_and_two_engines(quickstart_data: Path, tmp_path: Path) -> None:
+    """Engines sample ahead; the version and staleness of samples are recorded; a resume goes on with what was waiting."""
+    more = [
+        "rollout.max_staleness=1",
+        "cluster.placement=disaggregated",
+        "rollout.engines=2",
+        "evaluation.at_start=false",
+    ]
+    whole = train(quickstart_data, tmp_path, "whole", "train.steps=3", *more, torchrun=2)
+    assert whole.returncode == 0, whole.stderr + whole.stdout
+    lines = metrics(tmp_path / "whole")
+    assert [line["rollout/staleness_max"] for line in lines] == [0, 1, 1]
+    first = train(quickstart_data, tmp_path, "parts", "train.steps=2", "evaluation.at_end=false", *more, torchrun=2)
+    assert first.returncode == 0, first.stderr
+    second = train(quickstart_data, tmp_path, "parts", "train.steps=3", "train.resume=auto", *more, torchrun=2)
+    assert second.returncode == 0, second.stderr
+    assert without_times(metrics(tmp_path / "parts"))[2] == without_times(lines)[2]
+
+
+def test_the_real_gsm8k_runs(quickstart_data: Path, tmp_path: Path) -> None:
+    source = Path(os.environ.get("MEGARL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
+    if not (source / "train.jsonl").exists():
+        pytest.skip(f"GSM8K's files are not at {source}; set MEGARL_GSM8K to their folder")
+    prepared = run("data", "gsm8k", "--source", str(source), "--out", str(tmp_path / "gsm8k"))
+    assert prepared.returncode == 0, prepared.stderr
+    done = run(
+        "train", "recipes/gsm8k_tiny.yaml", f"model.path={quickstart_data}/model", f"runs_dir={tmp_path}",
+        f"data.train_files=[{tmp_path}/gsm8k/train.parquet]", f"data.eval_files=[{tmp_path}/gsm8k/test.parquet]",
+        torchrun=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "gsm8k-tiny")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["rollout/logprob_gap_mean"] < 1e-4 for line in lines)
+    notices = (tmp_path / "gsm8k-tiny" / "notices.jsonl").read_text()
+    assert "training prompts are longer than the limit and were left out" in notices
