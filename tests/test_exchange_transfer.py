@@ -279,3 +279,15 @@ def test_small_update_is_quick(tmp_path):
             seconds.append(sender.send(version, weights.items()).seconds)
             future.result(10)
     assert min(seconds[1:]) < 0.05, json.dumps(seconds)
+
+
+def test_copies_are_used_again_only_when_no_tensor_looks_into_them():
+    copies = receiver_module._Copies()
+    first = copies.reserve(100).fill_(1)
+    view = first[8:12].view(torch.float32).view(1)
+    address = first.data_ptr()
+    del first
+    other = copies.reserve(80).fill_(2)
+    assert other.data_ptr() != address and view.view(torch.uint8).tolist() == [1, 1, 1, 1]
+    del view
+    assert copies.reserve(80).data_ptr() == address

@@ -121,7 +121,7 @@ class EngineLoop:
         try:
             while not self._stop:
                 self._serve_commands()
-                if self._running and not self._paused and not self._stop:
+                if not self._stop:
                     self._report(self._backend.step())
         except BaseException as error:  # noqa: BLE001 - handed to every caller
             cause, failure = f"died: {type(error).__name__}: {error}", error
@@ -129,7 +129,7 @@ class EngineLoop:
             self._end(cause, failure)
 
     def _serve_commands(self) -> None:
-        """Run what is queued; wait for a command where there is nothing to step."""
+        """Run what is queued; returns at the end, or once nothing is queued and there is something to step."""
         while not self._stop:
             idle = self._paused or not self._running
             try:

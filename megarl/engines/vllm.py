@@ -57,13 +57,16 @@ class _VllmBackend:
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
 
     def start(self) -> dict[str, Any]:
+        # On an error vLLM writes its whole state, pages that bury the error itself; and torch
+        # warns on machines without Triton.
+        logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         from megarl.engines.vllm_compat import capabilities
 
-        # On an error vLLM writes its whole state, pages that bury the error itself.
-        logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
         self._can = capabilities()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
         self._vocab_size = self._engine.model_config.get_vocab_size()
