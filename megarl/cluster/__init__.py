@@ -77,17 +77,25 @@ def connect(recipe: Recipe, platform: Platform) -> Cluster:
     Raises ValueError where there is no such cluster, or where it was not started as the recipe expects.
     """
     colocated = recipe.cluster.placement == "colocated"
-    base_env = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
+    threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
+    trainer_env, service_env = threads | platform.trainer_env(), threads | platform.rollout_env()
     if transport(recipe) == "torchrun":
         from megarl.cluster.devices import LocalDevices
         from megarl.cluster.torchrun import TorchrunCluster
 
         devices = LocalDevices(platform.visible_devices_env, 0 if colocated else recipe.cluster.trainers)
-        return TorchrunCluster(log_dir(recipe), devices, base_env)
+        return TorchrunCluster(log_dir(recipe), devices, trainer_env=trainer_env, service_env=service_env)
     from megarl.cluster import ray_env
 
     address = recipe.cluster.ray_address or os.environ.get("RAY_ADDRESS")
     ray_env.prepare(private=not address)
     from megarl.cluster.ray_cluster import RayCluster
+    from megarl.cluster.ray_devices import RayDevices
 
-    return RayCluster(address, platform, log_dir(recipe), base_env, colocated=colocated)
+    return RayCluster(
+        address,
+        RayDevices(platform.ray_resource, platform.visible_devices_env, shared=colocated),
+        log_dir(recipe),
+        trainer_env=trainer_env,
+        service_env=service_env,
+    )

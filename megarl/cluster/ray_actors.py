@@ -48,6 +48,7 @@ class ServiceActor:
     def __init__(self) -> None:
         self._target: Any = None
         self._unborn: Raised | None = None
+        self._guard: Guard | None = None
         self._born = asyncio.Event()  # Ray may begin calls of an async actor in any order
 
     async def construct(self, class_path: str, args: tuple[Any, ...], who: str, log: str) -> Place:
@@ -85,6 +86,8 @@ class ServiceActor:
         return Returned(control), samples
 
     async def stop(self) -> None:
+        await self._born.wait()
         if self._unborn is None:
             await close(self._target)
-        self._guard.close()
+        if self._guard is not None:
+            self._guard.close()

@@ -9,7 +9,7 @@ from collections import Counter
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, RayActorError, RayError
@@ -27,9 +27,6 @@ from megarl.cluster.failures import (
 from megarl.cluster.guard import VARIABLE, Guard
 from megarl.cluster.ray_actors import ServiceActor, TrainerActor
 from megarl.cluster.ray_devices import Device, RayDevices
-
-if TYPE_CHECKING:
-    from megarl.platform.base import Platform
 
 OBJECT_STORE_BYTES = 512 << 20  # of a private cluster
 STOP_SECONDS = 5.0  # left to an object's shutdown() before its process is killed
@@ -211,26 +208,32 @@ class RayCluster:
     address: a running cluster's ("auto", host:port); None starts a private one on this machine,
     whose ports are open to this machine alone. A Ray that this process is connected to already is
     used, and left running.
+    log_dir: where processes write their output, on the machine that each runs on.
+    trainer_env, service_env: added to the environment of each, before what the caller gives.
     """
 
     def __init__(
-        self, address: str | None, platform: Platform, log_dir: Path, base_env: dict[str, str], *, colocated: bool
+        self,
+        address: str | None,
+        devices: RayDevices,
+        log_dir: Path,
+        *,
+        trainer_env: dict[str, str],
+        service_env: dict[str, str],
     ) -> None:
-        self._platform, self._log_dir = platform, log_dir
+        self._devices, self._log_dir = devices, log_dir
         self._guard = Guard()
-        self._base_env = base_env | self._guard.env
+        self._trainer_env, self._service_env = trainer_env | self._guard.env, service_env | self._guard.env
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             _init(address, self._guard)
-        variable = platform.visible_devices_env if platform.ray_resource else ""
-        self._devices = RayDevices(platform.ray_resource or "CPU", variable, shared=colocated)
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []
 
     def start_trainers(self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str]) -> RayGroup:
         devices = self._devices.claim("cluster.trainers", size, one_node=False)
         by_node = {device.node_id: [d for d in devices if d.node_id == device.node_id] for device in devices}
-        role_env = self._base_env | self._platform.trainer_env() | env
+        role_env = self._trainer_env | env
         actors, places = [], []
         for rank, device in enumerate(devices):
             places.append(Place(f"trainer rank {rank}", device.node_ip))
@@ -249,7 +252,7 @@ class RayCluster:
         self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
     ) -> RayService:
         claimed = self._devices.claim(f"service {name}", devices, one_node=True)
-        role_env = self._base_env | self._platform.rollout_env() | env | self._devices.visible(claimed)
+        role_env = self._service_env | env | self._devices.visible(claimed)
         options = self._devices.options(claimed[0]) | _environment(role_env)
         actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()
         service = RayService(actor, name, class_path, args, str(self._log_dir / f"{name}.log"))
@@ -260,7 +263,7 @@ class RayCluster:
         """Raise where a service has ended while the ranks are waited for."""
         for service in self._services:
             failure = service.failure()
-            if failure is not None and not service._stopping:
+            if failure is not None:
                 raise ServiceDied(failure)
 
     def shutdown(self) -> None:

@@ -30,14 +30,15 @@ class Device:
 class RayDevices:
     """Hands out devices; reserves more when it runs out.
 
-    resource: Ray's name of the device: "GPU", "NPU"; "CPU" where processes need no device.
+    resource: Ray's name of the device ("GPU", "NPU"); None where processes need none: each then counts as one
+    of Ray's CPUs.
     variable: the visible-devices variable; "" where there is none.
     shared: True where trainers and engines take turns on the same devices: each role then starts
     from the first one.
     """
 
-    def __init__(self, resource: str, variable: str, *, shared: bool) -> None:
-        self._resource, self._variable, self._shared = resource, variable, shared
+    def __init__(self, resource: str | None, variable: str, *, shared: bool) -> None:
+        self._resource, self._variable, self._shared = resource or "CPU", variable, shared
         self._devices: list[Device] = []
         self._taken: dict[str, int] = {}
 
@@ -115,11 +116,7 @@ class RayDevices:
         devices = [
             Device(group, bundle, nodes[bundle], addresses[nodes[bundle]], ids[bundle]) for bundle in range(count)
         ]
-        number = {"": 0}
-        return sorted(
-            devices,
-            key=lambda d: (ipaddress.ip_address(d.node_ip), number.get(d.id, int(d.id) if d.id.isdigit() else 0)),
-        )
+        return sorted(devices, key=lambda device: (ipaddress.ip_address(device.node_ip), int(device.id or 0)))
 
     def _ids(self, group: PlacementGroup, count: int) -> list[str]:
         """The device number behind each bundle: only a process that holds the whole bundle is told."""

@@ -278,10 +278,12 @@ class TorchrunCluster:
     """See `megarl.cluster.base.Cluster`; made in rank 0.
 
     log_dir: where processes write their output, but rank 0, which has the console.
-    base_env: added to every process's environment, before its role's own.
+    trainer_env, service_env: added to the environment of each, before what the caller gives.
     """
 
-    def __init__(self, log_dir: Path, devices: LocalDevices, base_env: dict[str, str]) -> None:
+    def __init__(
+        self, log_dir: Path, devices: LocalDevices, *, trainer_env: dict[str, str], service_env: dict[str, str]
+    ) -> None:
         self._world_size = int(os.environ["WORLD_SIZE"])
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
         if local != self._world_size:
@@ -289,7 +291,8 @@ class TorchrunCluster:
                 f"torchrun started {self._world_size} processes, {local} of them on this machine; the torchrun "
                 "transport works inside one machine. For several, use launch/multinode.sh (Ray)."
             )
-        self._log_dir, self._devices, self._base_env = log_dir, devices, base_env
+        self._log_dir, self._devices = log_dir, devices
+        self._trainer_env, self._service_env = trainer_env, service_env
         self._services: list[LocalService] = []
         self._own = _Self()
         self._ranks: list[_Self | _Peer] = [self._own, *_listen(self._world_size)]
@@ -304,13 +307,13 @@ class TorchrunCluster:
                 f"start it with --nproc-per-node {size}, or set cluster.trainers={self._world_size}."
             )
         group = TorchrunGroup(self, self._ranks)
-        group.construct(class_path, args, self._base_env | env)
+        group.construct(class_path, args, self._trainer_env | env)
         return group
 
     def start_service(
         self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
     ) -> Service:
-        environment = self._base_env | self._devices.claim(devices) | env
+        environment = self._service_env | self._devices.claim(devices) | env
         log = self._log_dir / f"{name}.log"
         service = LocalService(class_path, args, name=name, log=log, env=environment)
         self._services.append(service)
@@ -324,7 +327,9 @@ class TorchrunCluster:
         self.waiting.check()
 
     def release_trainers(self, *, now: bool) -> None:
-        """Let every rank return from `serve`; with `now`, end the others in the middle of a call."""
+        """Let every rank return from `serve`; with `now`, end the others in the middle of a call. Idempotent."""
+        if not self._ranks:
+            return
         for rank in self._ranks:
             rank.send(_Stop(now))
         self._ranks = []
