@@ -133,6 +133,17 @@ def alive(pid):
         return False
 
 
+def descendants(pid):
+    """Ids of the processes that a process has started, and that these have."""
+    parents = dict(
+        map(int, line.split()) for line in subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
+    )
+    found = [pid]
+    for ancestor in found:
+        found += [child for child, parent in parents.items() if parent == ancestor]
+    return found[1:]
+
+
 def wait_until(condition, seconds):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megarl.cluster import CallFailed, ServiceDied, WorkerFailed, host_name
-from tests.cluster_workers import ROOT, alive, wait_until
+from tests.cluster_workers import ROOT, alive, descendants, wait_until
 
 pytestmark = pytest.mark.stack
 THREADS = {"OMP_NUM_THREADS": "1"}
@@ -177,17 +177,7 @@ def test_nothing_outlives_the_controller(tmp_path, how):
         text=True,
     )
     fact = next(line for line in controller.stdout if line.startswith("FACT pids"))
-    pids = [int(pid) for pid in fact.split()[2:]] + _descendants(controller.pid)
+    pids = [int(pid) for pid in fact.split()[2:]] + descendants(controller.pid)
     assert all(map(alive, pids)) and len(pids) > 5  # Ray's own processes among them
     controller.send_signal(how)
     assert wait_until(lambda: not any(map(alive, pids)) and controller.poll() is not None, 10)
-
-
-def _descendants(pid):
-    parents = dict(
-        map(int, line.split()) for line in subprocess.check_output(["ps", "-eo", "pid=,ppid="], text=True).splitlines()
-    )
-    found = [pid]
-    for ancestor in found:
-        found += [child for child, parent in parents.items() if parent == ancestor]
-    return found[1:]

@@ -38,7 +38,8 @@ class Guard:
     @property
     def env(self) -> dict[str, str]:
         """What the guarded processes need in their environment."""
-        return {VARIABLE: self.mark}
+        # setproctitle, with which Ray renames its processes, writes over their environment unless told not to.
+        return {VARIABLE: self.mark, "SPT_NOENV": "1"}
 
     def close(self) -> None:
         """End the guarded processes now, and the guard."""

@@ -13,6 +13,10 @@ from megarl.cluster.process import free_port, redirect_output
 from megarl.cluster.service import answer, close
 
 
+class Unborn(Raised):
+    """What the constructor of a service's object raised: the answer to every call."""
+
+
 class TrainerActor:
     """Answers one call at a time, in the process's main thread."""
 
@@ -47,14 +51,14 @@ class ServiceActor:
 
     def __init__(self) -> None:
         self._target: Any = None
-        self._unborn: Raised | None = None
+        self._unborn: Unborn | None = None
         self._guard: Guard | None = None
         self._born = asyncio.Event()  # Ray may begin calls of an async actor in any order
 
     async def construct(self, class_path: str, args: tuple[Any, ...], who: str, log: str) -> Place:
         outcome = run(self._construct, class_path, args, who, log)
         if isinstance(outcome, Raised):
-            self._unborn = outcome
+            self._unborn = Unborn(outcome.type, outcome.message, outcome.traceback)
             print(outcome.traceback)
         self._born.set()
         return Place(who, pid=os.getpid(), log=log)

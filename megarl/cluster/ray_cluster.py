@@ -25,7 +25,7 @@ from megarl.cluster.failures import (
     collect,
 )
 from megarl.cluster.guard import VARIABLE, Guard
-from megarl.cluster.ray_actors import ServiceActor, TrainerActor
+from megarl.cluster.ray_actors import ServiceActor, TrainerActor, Unborn
 from megarl.cluster.ray_devices import Device, RayDevices
 
 OBJECT_STORE_BYTES = 512 << 20  # of a private cluster
@@ -191,7 +191,8 @@ class RayService:
     def _fail(self, result: Future[Any], done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
-            result.set_exception(CallFailed(Failure.raised(self.place(), done.result())))
+            kind = ServiceDied if isinstance(done.result(), Unborn) else CallFailed
+            result.set_exception(kind(Failure.raised(self.place(), done.result())))
             return
         failure = self.failure()
         if failure is None and isinstance(error, RayActorError):

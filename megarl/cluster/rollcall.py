@@ -49,7 +49,7 @@ class RollCall:
             self._listener.close()
             for connection, _ in self._present.values():
                 _send(connection, {"status": status})
-                connection.close()
+                _hang_up(connection)
             self._present = {}
 
     def _accept(self) -> None:
@@ -108,7 +108,7 @@ class Attendance:
         return self.left or self.status is not None or self.refusal is not None
 
     def close(self) -> None:
-        self._connection.close()
+        _hang_up(self._connection)
 
     def _read(self) -> None:
         with self._connection.makefile("r", encoding="utf-8") as lines:
@@ -138,6 +138,16 @@ def _dial(host: str, port: int, timeout: float) -> socket.socket:
                     f"the head does not answer at {host}:{port} after {timeout:.0f} s ({error})"
                 ) from error
             time.sleep(0.2)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Close a connection that another thread reads from (a plain close would wait for that thread)."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # the other end was first
+        return
+    finally:
+        connection.close()
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
