@@ -6,6 +6,7 @@ Errors are one block on stderr; --debug adds the traceback.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -15,7 +16,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from megarl.config import RecipeError
+from megarl.config.errors import InputError, RecipeError, blaming_input
 from megarl.data.command import app as data_app
 
 app = typer.Typer(
@@ -72,7 +73,8 @@ def report(
     """Write RUN/report.html: curves, timeline and samples in one file that needs no network."""
     from megarl.observe.command import report as write
 
-    write(run_path)
+    with blaming_input():
+        write(run_path)
 
 
 def main() -> None:
@@ -85,8 +87,6 @@ def main() -> None:
 
 def guarded(command: Callable[[], Any], *, debug: bool) -> int:
     """Run `command`; whatever it fails of becomes one block on stderr and an exit status."""
-    from megarl.run import InputError
-
     signal.signal(signal.SIGTERM, _terminate)
     try:
         status = command()
@@ -117,6 +117,8 @@ def _terminate(number: int, frame: Any) -> None:
 
 
 def _fail(status: int, kind: str, text: str, debug: bool) -> int:
+    if os.environ.get("RANK", "0") != "0":
+        return status  # torchrun's first rank says it
     print(f"{kind}: {text}", file=sys.stderr)
     if debug:
         traceback.print_exc()

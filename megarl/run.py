@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from megarl import platform as platforms
 from megarl.checkpoint import checkpoint_name, list_checkpoints
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
-from megarl.config import Recipe, RecipeError, load_recipe
+from megarl.config import Recipe, load_recipe
+from megarl.config.errors import blaming_input
 from megarl.controller import Controller, Layout
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
@@ -28,21 +28,6 @@ from megarl.rollout.source import Source
 
 TRAINER = "megarl.worker:TrainerWorker"
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
-
-
-class InputError(ValueError):
-    """What a user gave (recipe, files, data) cannot be used; found before any process started."""
-
-
-@contextlib.contextmanager
-def blaming_input() -> Iterator[None]:
-    """Whatever ValueError is raised in here is the input's fault."""
-    try:
-        yield
-    except RecipeError:
-        raise
-    except ValueError as error:
-        raise InputError(str(error)) from error
 
 
 def load(path: Path, overrides: Sequence[str]) -> Recipe:

@@ -1,7 +1,9 @@
-"""The one error that a recipe can end in."""
+"""What a command ends in when the fault lies in what it was given."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 _NO_VALUE = object()
@@ -19,3 +21,18 @@ class RecipeError(ValueError):
         said = self.key if self.value is _NO_VALUE else f"{self.key} = {self.value!r}"
         lines = [("where ", self.origin), ("key   ", said), ("what  ", self.problem), ("do    ", self.remedy)]
         return "\n".join(f"  {label} {text}" for label, text in lines if text)
+
+
+class InputError(ValueError):
+    """What a user gave (files, data, arguments) cannot be used; found before any process started."""
+
+
+@contextlib.contextmanager
+def blaming_input() -> Iterator[None]:
+    """Whatever ValueError is raised in here is the input's fault."""
+    try:
+        yield
+    except (RecipeError, InputError):
+        raise
+    except ValueError as error:
+        raise InputError(str(error)) from error

@@ -293,7 +293,7 @@ class ExchangeConfig:
     transport: Literal["auto", "shared_memory", "collective"] = key(
         "auto", "auto: shared memory for engines on the sending trainer's host, a collective for others."
     )
-    bucket_mb: int = key(256, "Size of a bucket in MiB; a larger tensor has a bucket of its own.", at_least=1)
+    bucket_mb: int = key(64, "Size of a bucket in MiB; a larger tensor has a bucket of its own.", at_least=1)
     timeout: float = key(600.0, "Seconds until a silent peer fails the update.", above=0)
 
 

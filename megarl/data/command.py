@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from megarl.config.errors import blaming_input
+
 app = typer.Typer(
     help="Make data sets ready: parquet files in the columns that recipes read.",
     no_args_is_help=True,
@@ -25,7 +27,9 @@ def gsm8k(
     """GSM8K's grade-school mathematics, 7,473 problems to train on and 1,319 to test."""
     from megarl.data.prepare.gsm8k import prepare
 
-    for path, rows in prepare(source, out).items():
+    with blaming_input():
+        prepared = prepare(source, out)
+    for path, rows in prepared.items():
         typer.echo(_line(path, path.stat().st_size, rows))
 
 
@@ -37,7 +41,8 @@ def quickstart(
     """Word problems, demonstrations and a random 0.2 M-parameter Qwen3-MoE: all that a CPU run needs."""
     from megarl.data.prepare.quickstart import prepare_quickstart
 
-    prepared = prepare_quickstart(out, seed)
+    with blaming_input():
+        prepared = prepare_quickstart(out, seed)
     for path, size in prepared.files.items():
         typer.echo(_line(path, size, prepared.rows.get(path)))
     typer.echo(f"made: {prepared.reason}" if prepared.made else "kept: all files are whole and made with this seed")

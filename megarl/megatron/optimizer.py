@@ -48,6 +48,8 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
     )
     optimizer = get_megatron_optimizer(megatron_config, chunks)
     for member in members(optimizer):
+        # Moments would come with the first update; a checkpoint may be due before (its update was skipped).
+        member.init_state_fn(member.optimizer)
         if any(group.get("is_expert_parallel") for group in member.param_groups):
             # Which ranks hold copies of an expert is a matter of expert-tensor parallel. Megatron asks the
             # tensor-parallel group, and leaves the experts of all but its first rank out of the gradient norm.

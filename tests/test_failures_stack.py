@@ -1,0 +1,119 @@
+"""What goes wrong on the real stack: the cause comes first, in seconds, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.stack import ROOT, command, environment, run
+from tests.test_train_stack import assert_nothing_lives, metrics_so_far, settings
+
+pytestmark = pytest.mark.stack
+
+SMALL = ["cluster.trainers=1", "megatron.expert_parallel=1", "evaluation.at_start=false", "evaluation.at_end=false"]
+
+
+class Run:
+    """A training in the background, ended at the end of the test whatever happens."""
+
+    def __init__(self, data: Path, runs: Path, name: str, *more: str):
+        self.directory = runs / name
+        arguments = ["train", "recipes/quickstart.yaml", *settings(data, runs, name, *SMALL, "train.steps=500", *more)]
+        self.process = subprocess.Popen(
+            command(*arguments),
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for_steps(self, count: int) -> None:
+        deadline = time.monotonic() + 240
+        while not (self.directory / "metrics.jsonl").exists() or len(metrics_so_far(self.directory)) < count:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, "no step was done in time"
+            time.sleep(0.05)
+
+    def end(self, seconds: float) -> tuple[int, str]:
+        """Wait for its own end; returns its status and what it said on stderr."""
+        _, errors = self.process.communicate(timeout=seconds)
+        return self.process.returncode, errors
+
+    def child(self, words: str) -> int:
+        """The pid of the run's process whose command line or environment says `words`."""
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    said = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
+                except OSError:  # it has ended, or is not ours
+                    continue
+                if words.encode() in said and str(self.directory).encode() in said:
+                    return int(folder.name)
+        raise AssertionError(f"no process of {self.directory} says {words}")
+
+
+@pytest.fixture
+def started(quickstart_data: Path, tmp_path: Path):
+    runs = []
+
+    def start(name: str, *more: str) -> Run:
+        runs.append(Run(quickstart_data, tmp_path, name, *more))
+        return runs[-1]
+
+    yield start
+    for one in runs:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
+    one = started("interrupted")
+    one.wait_for_steps(2)
+    one.process.send_signal(signal.SIGINT)
+    status, errors = one.end(10)
+    assert status == 130
+    assert "stopped by Ctrl-C" in errors and "Traceback" not in errors
+    assert_nothing_lives(str(one.directory))
+
+
+@pytest.mark.parametrize(("role", "words"), [("engine0", "engine0"), ("trainer rank 0", "trainer-0")])
+def test_a_killed_process_is_named_within_seconds(started, role: str, words: str) -> None:
+    one = started("killed")
+    one.wait_for_steps(2)
+    pid = pid_in_log(one.directory, words)
+    os.kill(pid, signal.SIGKILL)
+    status, errors = one.end(30)
+    assert status == 1
+    assert role in errors and "SIGKILL" in errors and "Traceback" not in errors
+    assert_nothing_lives(str(one.directory))
+
+
+def pid_in_log(directory: Path, words: str) -> int:
+    """The process that holds a run's log file of that name open."""
+    log = str(directory / "logs" / f"{words}.log")
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if any(os.readlink(link) == log for link in (folder / "fd").iterdir()):
+                    return int(folder.name)
+            except OSError:  # it has ended, or is not ours
+                continue
+    raise AssertionError(f"nobody writes {log}")
+
+
+@pytest.mark.parametrize(("scorer", "words"), [("raises", "no such luck"), ("not_a_number", "nan")])
+def test_a_broken_reward_ends_the_run_with_its_cause(
+    quickstart_data: Path, tmp_path: Path, scorer: str, words: str
+) -> None:
+    arguments = settings(quickstart_data, tmp_path, "reward", *SMALL, f"reward.function=tests.scorers:{scorer}")
+    done = run("train", "recipes/quickstart.yaml", *arguments)
+    assert done.returncode == 1
+    assert scorer in done.stderr and words in done.stderr and "word_problems" in done.stderr
+    assert_nothing_lives(str(tmp_path / "reward"))
