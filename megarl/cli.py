@@ -30,6 +30,8 @@ app.add_typer(data_app, name="data")
 # What typer's argument errors share. Some releases bundle click, so that `click.ClickException` is another class.
 _UsageProblem: Any = typer.BadParameter.__mro__[typer.BadParameter.__mro__.index(Exception) - 1]
 
+INTERRUPTED = 130
+
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")]
 Overrides = Annotated[
     Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file's.")
@@ -90,22 +92,24 @@ def guarded(command: Callable[[], Any], *, debug: bool) -> int:
     signal.signal(signal.SIGTERM, _terminate)
     try:
         status = command()
+        if status == INTERRUPTED:  # typer's own form of Ctrl-C
+            raise KeyboardInterrupt
         return status if isinstance(status, int) else 0
     except _UsageProblem as error:
         error.show()
         return 2
     except (KeyboardInterrupt, typer.Abort):
         print("\nstopped by Ctrl-C", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except Terminated:
         print("stopped by SIGTERM", file=sys.stderr)
         return 143
     except RecipeError as error:
-        return _fail(2, "recipe error", f"\n{error}", debug)
+        return _fail(2, "recipe error", error, debug)
     except InputError as error:
-        return _fail(2, "input error", str(error), debug)
+        return _fail(2, "input error", error, debug)
     except Exception as error:  # noqa: BLE001 - the last resort: one block, and the status of a failure
-        return _fail(1, type(error).__name__, str(error), debug)
+        return _fail(1, type(error).__name__, error, debug)
 
 
 class Terminated(BaseException):
@@ -116,12 +120,13 @@ def _terminate(number: int, frame: Any) -> None:
     raise Terminated
 
 
-def _fail(status: int, kind: str, text: str, debug: bool) -> int:
+def _fail(status: int, kind: str, error: Exception, debug: bool) -> int:
     if os.environ.get("RANK", "0") != "0":
         return status  # torchrun's first rank says it
-    print(f"{kind}: {text}", file=sys.stderr)
+    print(f"{kind}: {error}", file=sys.stderr)
     if debug:
         traceback.print_exc()
+        print(getattr(getattr(error, "failure", None), "traceback", None) or "", file=sys.stderr)  # the remote one
     elif status == 1:
         print("(--debug shows the traceback)", file=sys.stderr)
     return status

@@ -60,6 +60,7 @@ def train(recipe: Recipe) -> Path:
             if recipe.train.export_at_end:
                 with log.phase("export"):
                     _export_and_compare(controller.trainers, run_dir.path / "hf")
+            controller.trainers.shutdown()
     return run_dir.path
 
 
@@ -93,9 +94,10 @@ def export(run_path: Path, out: Path, step: int | None = None) -> Path:
         serve(recipe)
         return out
     with connect(recipe, platform) as cluster:
-        trainers = _start_trainers(recipe, platform, cluster)
+        trainers = _start_trainers(recipe, cluster)
         trainers.call("load", str(checkpoint / "trainer"))
         tensors = _export_and_compare(trainers, out)
+        trainers.shutdown()
     print(f"{out}: {tensors} tensors of {checkpoint.name}, read back equal to the trainer's, bit for bit")
     return out
 
@@ -125,7 +127,7 @@ def _assemble(
     rl = recipe.train.source == "rollout"
     services = _start_engines(recipe, prepared, platform, cluster, load_weights=False) if rl else []
     starting = [service.call("start") for service in services]
-    trainers = _start_trainers(recipe, platform, cluster)
+    trainers = _start_trainers(recipe, cluster)
     engines = [engine.result(timeout=recipe.rollout.start_timeout) for engine in starting]
     source: Source
     if rl:
@@ -153,9 +155,9 @@ def _assemble(
     )
 
 
-def _start_trainers(recipe: Recipe, platform: Any, cluster: Cluster) -> WorkerGroup:
+def _start_trainers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
     optimizer_steps = recipe.train.steps * recipe.actor.mini_batches
-    return cluster.start_trainers(TRAINER, recipe.cluster.trainers, (recipe, optimizer_steps), platform.trainer_env())
+    return cluster.start_trainers(TRAINER, recipe.cluster.trainers, (recipe, optimizer_steps), env={})
 
 
 def _start_engines(

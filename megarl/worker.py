@@ -173,8 +173,12 @@ class TrainerWorker:
         self.trainer.onload()
 
     def shutdown(self) -> None:
+        """The orderly end of a run: give shared memory back and leave the process group."""
+        import torch
+
         if self.sender is not None:
             self.sender.close()
+        torch.distributed.destroy_process_group()
 
 
 def _seed_everything(seed: int) -> None:

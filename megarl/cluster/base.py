@@ -51,7 +51,7 @@ class Service(Protocol):
 
     @property
     def host(self) -> str:
-        """Name of the machine that it runs on, as `host_name` gives it there. Waits for the process."""
+        """Name of the machine that it runs on, for people. Waits for the process."""
         ...
 
     def call(self, method: str, *args: Any) -> Future[Any]: ...
@@ -107,5 +107,5 @@ def load_class(path: str) -> type:
 
 
 def host_name() -> str:
-    """Name of this machine: equal in two processes where they share its memory (/dev/shm)."""
+    """Name of this machine, for people."""
     return socket.gethostname()

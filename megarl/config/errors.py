@@ -20,7 +20,7 @@ class RecipeError(ValueError):
     def __str__(self) -> str:
         said = self.key if self.value is _NO_VALUE else f"{self.key} = {self.value!r}"
         lines = [("where ", self.origin), ("key   ", said), ("what  ", self.problem), ("do    ", self.remedy)]
-        return "\n".join(f"  {label} {text}" for label, text in lines if text)
+        return "".join(f"\n  {label} {text}" for label, text in lines if text)
 
 
 class InputError(ValueError):
