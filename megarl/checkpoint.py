@@ -30,9 +30,9 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_step(path: Path) -> int:
+    """The step in a checkpoint's name."""
     match = _NAME.search(path.name)
-    if match is None:
-        raise ValueError(f"{path} is not a checkpoint: its name is not like {checkpoint_name(10)}")
+    assert match is not None, path
     return int(match.group(1))
 
 
@@ -41,6 +41,22 @@ def list_checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if path.is_dir() and _NAME.match(path.name)), key=checkpoint_step)
+
+
+def set_aside_later(folder: Path, step: int) -> list[Path]:
+    """Move checkpoints of steps after `step` into `folder`/discarded, where nothing finds them by itself.
+
+    A run that goes on from an older checkpoint would otherwise count the abandoned ones as its newest.
+    """
+    moved = []
+    for path in list_checkpoints(folder):
+        if checkpoint_step(path) > step:
+            target = folder / "discarded" / path.name
+            target.parent.mkdir(exist_ok=True)
+            if target.exists():
+                shutil.rmtree(target)
+            moved.append(path.rename(target))
+    return moved
 
 
 def find_checkpoint(resume: str, folder: Path) -> Path | None:
@@ -54,7 +70,8 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         found = list_checkpoints(folder)
         return found[-1] if found else None
     path = Path(resume)
-    checkpoint_step(path)
+    if _NAME.search(path.name) is None:
+        raise ValueError(f"train.resume is {resume!r}: that is neither never, auto nor a checkpoint (.../step_000010)")
     if not (path / "controller.json").is_file():
         raise ValueError(f"train.resume: {path} holds no checkpoint (controller.json is missing)")
     return path
@@ -104,6 +121,8 @@ def _write_state(folder: Path, state: dict[str, Any]) -> None:
     plain = {**state, "source": {**state["source"], "gathered": gathered}}
     with open(folder / "waiting.npz", "wb") as file:
         np.savez(file, **vectors)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())
     with open(folder / "controller.json", "w") as file:
         json.dump(plain, file)
         file.flush()

@@ -6,15 +6,15 @@ the policy (`rollout.max_staleness`) differs. So are RL and SFT: only the source
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megarl.algorithms.losses import LOSSES
-from megarl.checkpoint import load_state, save_checkpoint
+from megarl.checkpoint import load_state, save_checkpoint, set_aside_later
 from megarl.cluster.base import WorkerGroup
 from megarl.config.schema import Recipe
 from megarl.data.tokenizer import Tokenizer
@@ -22,6 +22,7 @@ from megarl.observe.log import RunLog
 from megarl.placement import Placement
 from megarl.rollout.evaluate import EvaluationResult
 from megarl.rollout.source import Batch, Source
+from megarl.schedule import split_evenly
 from megarl.shards import plan_step
 from megarl.types import Group, Metrics, Shard
 
@@ -49,14 +50,19 @@ class Controller:
     tokenizer: Tokenizer
     evaluate: Callable[[], EvaluationResult] | None  # None: nothing to evaluate with
     checkpoints: Path
+    identity: dict[str, Any]  # what a checkpoint's cursor means: see preflight.identity
 
     def fit(self, resumed_from: Path | None = None) -> None:
         """Run from the first step, or from the one after a checkpoint, to `train.steps`."""
-        done = self._resume(resumed_from) if resumed_from else 0
+        done, unwritten = self._resume(resumed_from) if resumed_from else (0, None)
         self.log.begin()
-        self._publish(done)
-        if self.recipe.evaluation.at_start and done == 0:
-            self._evaluate(0)
+        if unwritten is not None:
+            self.log.add(unwritten)
+            self._conclude(done)
+        elif done < self.recipe.train.steps:
+            self._publish(done)
+            if self.recipe.evaluation.at_start and done == 0:
+                self._evaluate(0)
         for step in range(done + 1, self.recipe.train.steps + 1):
             self.source.admit(step - 1)
             self._step(step)
@@ -64,7 +70,6 @@ class Controller:
 
     def _step(self, step: int) -> None:
         log, recipe = self.log, self.recipe
-        began = time.perf_counter()
         with log.phase("gen"):
             batch = self.source.take(recipe.data.prompts_per_step)
         log.add(batch.metrics)
@@ -76,17 +81,21 @@ class Controller:
         else:
             log.warn(f"step {step}: no group with spread was found, so there is nothing to learn from: no update")
             log.add({"actor/skipped_updates": float(recipe.actor.mini_batches)})
-        last = step == recipe.train.steps
-        if self._due(step, recipe.train.save_every) or (last and recipe.train.save_at_end):
+        if self._due(step, recipe.train.save_every) or (step == recipe.train.steps and recipe.train.save_at_end):
             self._save(step)
+        self._conclude(step)
+
+    def _conclude(self, step: int) -> None:
+        """What follows an update: new weights to the engines, evaluation, the step's line."""
+        recipe, last = self.recipe, step == self.recipe.train.steps
         evaluation = self._due(step, recipe.evaluation.every) or (last and recipe.evaluation.at_end)
         if not last or evaluation:
             self._publish(step)
         if evaluation:
             self._evaluate(step)
-        tokens = sum(sample.length for group in batch.groups for sample in group.samples)
-        log.add({"perf/throughput": tokens / (time.perf_counter() - began) / self.layout.devices})
-        log.step(step)
+        tokens = self.log.pending().get("perf/total_num_tokens", 0.0)
+        self.log.add({"perf/throughput": tokens / self.log.elapsed() / self.layout.devices})
+        self.log.step(step)
 
     def _train(self, step: int, batch: Batch) -> None:
         log, recipe = self.log, self.recipe
@@ -124,7 +133,12 @@ class Controller:
         with self.log.phase("drain"):
             self.source.drain()
         with self.log.phase("save"):
-            state = {"step": step, "source": self.source.state()}
+            state = {
+                "step": step,
+                "identity": self.identity,
+                "metrics": self.log.pending(),  # the step's line is not written yet: a kill now must not lose it
+                "source": self.source.state(),
+            }
             save_checkpoint(
                 self.checkpoints,
                 step,
@@ -133,24 +147,27 @@ class Controller:
                 lambda folder: self.trainers.call("save", str(folder)),
             )
 
-    def _resume(self, checkpoint: Path) -> int:
+    def _resume(self, checkpoint: Path) -> tuple[int, Metrics | None]:
+        """The step that is done, and its metrics where its line was never written."""
         with self.log.phase("load"):
             state = load_state(checkpoint)
             self.trainers.call("load", str(checkpoint / "trainer"))
             self.source.restore(state["source"])
+            for path in set_aside_later(self.checkpoints, state["step"]):
+                self.log.notice(f"a later checkpoint, of what this run now leaves behind, is kept as {path}")
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
-        return int(state["step"])
+        return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
 
     @staticmethod
     def _due(step: int, every: int) -> bool:
         return every > 0 and step % every == 0
 
     def _records(self, groups: Sequence[Group], step: int) -> list[dict[str, object]]:
-        """What samples/ keeps: whole groups until there are `observe.samples_per_step`. Others' vectors stay where they are."""
+        """What samples/ keeps: `observe.samples_per_step`, as whole groups spread over the batch. Others' vectors stay where they are."""
+        wanted = -(-self.recipe.observe.samples_per_step // self.recipe.rollout.samples_per_prompt)
         records: list[dict[str, object]] = []
-        for group in groups:
-            if len(records) >= self.recipe.observe.samples_per_step:
-                break
+        for run in split_evenly(len(groups), wanted) if wanted else []:
+            group = groups[run.start]
             vectors = group.samples[0].data.get()
             prompt = self.tokenizer.decode(vectors[0].tokens[: group.samples[0].prompt_length].tolist())
             records += [

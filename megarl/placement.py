@@ -56,10 +56,11 @@ class Colocated(Disaggregated):
         *,
         engines_sleep: bool,
         trainers_offload: bool,
+        engines_asleep: bool,
     ):
         super().__init__(trainers, services, session)
         self.engines_sleep, self.trainers_offload = engines_sleep, trainers_offload
-        self.engines_asleep = False
+        self.engines_asleep = engines_asleep
 
     def to_train(self) -> None:
         if self.engines_sleep and not self.engines_asleep:

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl import rewards
-from megarl.checkpoint import find_checkpoint
+from megarl import engines, rewards
+from megarl.checkpoint import checkpoint_step, find_checkpoint
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarl.megatron.layout import check_layout
+from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 
 _LEAST_FREE_BYTES = 64 << 20
@@ -44,6 +45,7 @@ def prepare_training(recipe: Recipe) -> Prepared:
     """Check and read everything that `train` needs. Raises ValueError (RecipeError where one key is to blame)."""
     if not recipe.data.train_files:
         raise RecipeError("data.train_files", "there is nothing to train on", "name .parquet or .jsonl files", value=[])
+    engines.check_known(recipe.rollout.engine)
     tokenizer, config = _read_model(recipe)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
     return _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
@@ -55,30 +57,65 @@ def prepare_evaluation(recipe: Recipe) -> Prepared:
         raise RecipeError(
             "data.eval_files", "there is nothing to evaluate on", "name .parquet or .jsonl files", value=[]
         )
+    engines.check_known(recipe.rollout.engine)
     tokenizer, _ = _read_model(recipe)
     return _with_rewards(recipe, _read_data(recipe, tokenizer, training=False))
 
 
-def open_run_directory(recipe: Recipe) -> tuple[RunDirectory, Path | None]:
-    """The run's directory, and the checkpoint that `train.resume` means. Refuses to mix two runs."""
-    run_dir = RunDirectory(Path(recipe.runs_dir) / recipe.name)
-    checkpoint = find_checkpoint(recipe.train.resume, run_dir.checkpoints)
-    if recipe.train.resume == "never" and run_dir.holds_a_run():
+@dataclass
+class RunPlace:
+    """Where a run writes, and where it begins."""
+
+    directory: RunDirectory
+    checkpoint: Path | None  # what train.resume means
+    first_step: int  # the first whose line is still to be written
+
+
+def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
+    """The run's directory and the checkpoint to go on from. Refuses to mix two runs, or a run with other data."""
+    directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
+    checkpoint = find_checkpoint(recipe.train.resume, directory.checkpoints)
+    if recipe.train.resume == "never" and directory.holds_a_run():
         raise RecipeError(
             "train.resume",
-            f"{run_dir.path} already holds a run",
+            f"{directory.path} already holds a run",
             "set train.resume=auto to go on with it, name=... for another directory, or move it away",
             value="never",
         )
-    if checkpoint is None and recipe.train.resume == "auto" and run_dir.holds_a_run():
-        raise RecipeError(
-            "train.resume",
-            f"{run_dir.path} holds a run without any whole checkpoint to resume from",
-            "move it away (or choose another name), and set train.save_every for the next one",
-            value="auto",
-        )
-    _check_disk(run_dir.path)
-    return run_dir, checkpoint
+    _check_disk(directory.path)
+    if checkpoint is None:
+        return RunPlace(directory, None, 1)
+    _check_identity(checkpoint, identity)
+    step = checkpoint_step(checkpoint)
+    own = checkpoint.parent.resolve() == directory.checkpoints.resolve()
+    written = not own or any(line["step"] == step for line in read_metrics(directory.metrics))
+    return RunPlace(directory, checkpoint, step + 1 if written else step)
+
+
+def identity(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
+    """What the cursor and seeds of a checkpoint refer to: a resumed run must have the same."""
+    data = prepared.prompts or prepared.examples
+    return {
+        "train.source": recipe.train.source,
+        "train.seed": recipe.train.seed,
+        "data.shuffle": recipe.data.shuffle,
+        "data.prompts_per_step": recipe.data.prompts_per_step,
+        "rollout.samples_per_prompt": recipe.rollout.samples_per_prompt,
+        "data.train_files": [Path(file).name for file in recipe.data.train_files],
+        "rows of data.train_files": len(data) if data is not None else 0,
+    }
+
+
+def _check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
+    saved = json.loads((checkpoint / "controller.json").read_text())["identity"]
+    for key, value in identity.items():
+        if saved.get(key) != value:
+            raise RecipeError(
+                key,
+                f"the checkpoint {checkpoint} was written with {saved.get(key)!r}: its place in the data would mean other rows",
+                "set it back, or start a new run (another name) from exported weights",
+                value=value,
+            )
 
 
 def read_hf_config(path: str) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from megarl.cli import guarded
 from megarl.config import Recipe, load_recipe
+from megarl.config.errors import InputError
+from megarl.observe.run_dir import RunDirectory
 
 DATA = Path("data/quickstart")
 SFT_RECIPE, RL_RECIPE = "recipes/quickstart_sft.yaml", "recipes/quickstart.yaml"
@@ -36,6 +38,9 @@ def quickstart(overrides: list[str]) -> Path:
 
 def set_aside(run: Path) -> None:
     """Keep an earlier run of the same name under another one, so that a repeated quickstart starts afresh."""
+    holder = RunDirectory(run).holder()
+    if holder is not None:
+        raise InputError(f"{run} is in use by another run (process {holder.get('pid', '?')}): wait for it, or stop it")
     if run.exists():
         kept = run.with_name(f"{run.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(run.stat().st_mtime))}")
         run.rename(kept)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +26,7 @@ from megarl.engines.base import EngineSpec
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.placement import Colocated, Disaggregated, Placement, TrainersOnly
-from megarl.preflight import Prepared, open_run_directory, prepare_evaluation, prepare_training
+from megarl.preflight import Prepared, identity, open_run_directory, prepare_evaluation, prepare_training
 from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.sft_source import SFTSource
@@ -28,6 +34,36 @@ from megarl.rollout.source import Source
 
 TRAINER = "megarl.worker:TrainerWorker"
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """The recipe with paths that mean the same in every process, whatever directory it starts in."""
+
+    def absolute(path: str) -> str:
+        return os.path.abspath(os.path.expanduser(path))
+
+    data, model = recipe.data, recipe.model
+    return dataclasses.replace(
+        recipe,
+        runs_dir=absolute(recipe.runs_dir),
+        model=dataclasses.replace(
+            model, path=absolute(model.path), tokenizer=absolute(model.tokenizer) if model.tokenizer else None
+        ),
+        data=dataclasses.replace(
+            data,
+            train_files=[absolute(file) for file in data.train_files],
+            eval_files=[absolute(file) for file in data.eval_files],
+        ),
+    )
+
+
+@contextlib.contextmanager
+def connected(recipe: Recipe, platform: Any) -> Iterator[Cluster]:
+    """The cluster that the recipe asks for; a ValueError while connecting is the recipe's fault."""
+    with blaming_input():
+        cluster = connect(recipe, platform)
+    with cluster:
+        yield cluster
 
 
 def load(path: Path, overrides: Sequence[str]) -> Recipe:
@@ -45,36 +81,40 @@ def train(recipe: Recipe) -> Path:
         serve(recipe)
         return Path(recipe.runs_dir) / recipe.name
     with blaming_input():
+        recipe = with_absolute_paths(recipe)
         prepared = prepare_training(recipe)
-        run_dir, checkpoint = open_run_directory(recipe)
+        place = open_run_directory(recipe, identity(recipe, prepared))
         platform = platforms.select(recipe.cluster.device)
-        first_step = 1 if checkpoint is None else int(checkpoint.name.split("_")[-1]) + 1
-        log = RunLog(recipe, run_dir, first_step=first_step, total_steps=recipe.train.steps)
+        log = RunLog(recipe, place.directory, first_step=place.first_step, total_steps=recipe.train.steps)
     with log:
         for notice in prepared.notices:
             log.notice(notice)
-        with connect(recipe, platform) as cluster:
+        with connected(recipe, platform) as cluster:
             with log.phase("start"):
-                controller = _assemble(recipe, prepared, platform, cluster, log, run_dir)
-            controller.fit(checkpoint)
+                controller = _assemble(recipe, prepared, platform, cluster, log, place.directory)
+            controller.fit(place.checkpoint)
             if recipe.train.export_at_end:
                 with log.phase("export"):
-                    _export_and_compare(controller.trainers, run_dir.path / "hf")
+                    controller.placement.to_train()  # weights may be off the devices
+                    _export_and_compare(controller.trainers, place.directory.path / "hf")
             controller.trainers.shutdown()
-    return run_dir.path
+    return place.directory.path
 
 
 def evaluate_model(recipe: Recipe) -> EvaluationResult:
     """Evaluate `model.path` as it lies on disk on `data.eval_files`; prints the metrics as one JSON object."""
+    if not is_controller(recipe):
+        serve(recipe)
+        return EvaluationResult({})
     with blaming_input():
+        recipe = with_absolute_paths(recipe)
         prepared = prepare_evaluation(recipe)
         platform = platforms.select(recipe.cluster.device)
-    with connect(recipe, platform) as cluster:
+    assert prepared.evaluation is not None
+    with connected(recipe, platform) as cluster:
         services = _start_engines(recipe, prepared, platform, cluster, load_weights=True)
-        for service in services:
-            service.call("start").result()
-        assert prepared.evaluation is not None
-        result = evaluate(recipe, prepared.evaluation, services, prepared.tokenizer.stop_ids)
+        _wait_for_engines(recipe, services, [service.call("start") for service in services])
+        result = evaluate(recipe, prepared.evaluation, services, prepared.tokenizer.stop_ids, cluster.check)
     print(json.dumps(result.metrics))
     return result
 
@@ -85,7 +125,7 @@ def export(run_path: Path, out: Path, step: int | None = None) -> Path:
         run_dir = RunDirectory(run_path)
         if not run_dir.is_a_run():
             raise ValueError(f"{run_path} is no run's directory: it holds no recipe.resolved.yaml")
-        recipe = load_recipe(run_dir.recipe)
+        recipe = with_absolute_paths(load_recipe(run_dir.recipe))
         checkpoint = _choose_checkpoint(run_dir, step)
         if out.exists() and any(out.iterdir()):
             raise ValueError(f"{out} exists and is not empty: choose another --out, or move it away")
@@ -93,7 +133,7 @@ def export(run_path: Path, out: Path, step: int | None = None) -> Path:
     if not is_controller(recipe):
         serve(recipe)
         return out
-    with connect(recipe, platform) as cluster:
+    with connected(recipe, platform) as cluster:
         trainers = _start_trainers(recipe, cluster)
         trainers.call("load", str(checkpoint / "trainer"))
         tensors = _export_and_compare(trainers, out)
@@ -123,36 +163,74 @@ def _choose_checkpoint(run_dir: RunDirectory, step: int | None) -> Path:
 def _assemble(
     recipe: Recipe, prepared: Prepared, platform: Any, cluster: Cluster, log: RunLog, run_dir: RunDirectory
 ) -> Controller:
-    """Start every process and wire the parts. Engines load while the trainers build."""
+    """Start every process and wire the parts."""
     rl = recipe.train.source == "rollout"
     services = _start_engines(recipe, prepared, platform, cluster, load_weights=False) if rl else []
     starting = [service.call("start") for service in services]
+    engines: list[dict[str, Any]] = []
+    take_turns = rl and recipe.cluster.placement == "colocated" and platform.ray_resource is not None
+    if take_turns:  # an engine measures free memory when it loads: nothing else may take any then
+        engines = _wait_for_engines(recipe, services, starting)
+        _wait_for_engines(recipe, services, [service.call("sleep") for service in services])
     trainers = _start_trainers(recipe, cluster)
-    engines = [engine.result(timeout=recipe.rollout.start_timeout) for engine in starting]
-    source: Source
-    if rl:
-        assert prepared.prompts is not None
-        source = EnginesSource(recipe, prepared.prompts, services, prepared.tokenizer.stop_ids)
-    else:
-        assert prepared.examples is not None
-        source = SFTSource(recipe, prepared.examples)
+    _check_shared_storage(trainers, run_dir)
+    engines = engines or _wait_for_engines(recipe, services, starting)
     evaluation = prepared.evaluation
 
     def evaluate_now() -> EvaluationResult:
         assert evaluation is not None
-        return evaluate(recipe, evaluation, services, prepared.tokenizer.stop_ids)
+        return evaluate(recipe, evaluation, services, prepared.tokenizer.stop_ids, cluster.check)
 
     return Controller(
         recipe=recipe,
         trainers=trainers,
         layout=_layout(recipe, trainers.call("describe")),
-        source=source,
-        placement=_placement(recipe, trainers, services, engines),
+        source=_source(recipe, prepared, services, cluster),
+        placement=_placement(recipe, trainers, services, engines, asleep=take_turns),
         log=log,
         tokenizer=prepared.tokenizer,
         evaluate=evaluate_now if evaluation is not None else None,
         checkpoints=run_dir.checkpoints,
+        identity=identity(recipe, prepared),
     )
+
+
+def _source(recipe: Recipe, prepared: Prepared, services: Sequence[Service], cluster: Cluster) -> Source:
+    if prepared.examples is not None:
+        return SFTSource(recipe, prepared.examples)
+    assert prepared.prompts is not None
+    return EnginesSource(recipe, prepared.prompts, services, prepared.tokenizer.stop_ids, cluster.check)
+
+
+def _wait_for_engines(recipe: Recipe, services: Sequence[Service], calls: Sequence[Future[Any]]) -> list[Any]:
+    """Results of a call to every engine, within `rollout.start_timeout` of now."""
+    patience = time.monotonic() + recipe.rollout.start_timeout
+    results = []
+    for service, call in zip(services, calls, strict=True):
+        try:
+            results.append(call.result(timeout=max(patience - time.monotonic(), 0.0)))
+        except FutureTimeout:
+            raise RuntimeError(
+                f"{service.name} was not ready within rollout.start_timeout = {recipe.rollout.start_timeout:g} s. Its log is "
+                f"in the run's logs/{service.name}.log; raise rollout.start_timeout if it is only slow."
+            ) from None
+    return results
+
+
+def _check_shared_storage(trainers: WorkerGroup, run_dir: RunDirectory) -> None:
+    """Every trainer writes its part of a checkpoint into the run's directory: all must see the same one."""
+    token = run_dir.path / f".shared-{uuid.uuid4().hex}"
+    token.touch()
+    try:
+        views = trainers.call("sees", str(token))
+    finally:
+        token.unlink()
+    blind = sorted({host for host, sees in views if not sees})
+    if blind:
+        raise RuntimeError(
+            f"the run's directory {run_dir.path} is not shared: {', '.join(blind)} cannot see it. "
+            "Set runs_dir to a path that every node mounts."
+        )
 
 
 def _start_trainers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
@@ -168,7 +246,7 @@ def _start_engines(
     for number in range(rollout.engines):
         spec = EngineSpec(
             name=f"engine{number}",
-            model_path=os.path.abspath(recipe.model.path),
+            model_path=recipe.model.path,
             dtype=rollout.dtype or recipe.model.dtype,
             max_model_len=recipe.data.max_prompt_length + rollout.max_response_length,
             tensor_parallel=rollout.tensor_parallel,
@@ -180,7 +258,7 @@ def _start_engines(
             top_p=rollout.top_p,
             top_k=rollout.top_k,
         )
-        tokenizer = os.path.abspath(recipe.model.tokenizer or recipe.model.path)
+        tokenizer = recipe.model.tokenizer or recipe.model.path
         args = (rollout.engine, spec, tokenizer, recipe.reward.function, prepared.data_sources)
         env = engine_env(rollout.engine, platform.rollout_env(), recipe.cluster.threads)
         service = cluster.start_service(ROLLOUT_SERVER, args, name=spec.name, devices=rollout.tensor_parallel, env=env)
@@ -200,7 +278,12 @@ def _layout(recipe: Recipe, ranks: Sequence[dict[str, Any]]) -> Layout:
 
 
 def _placement(
-    recipe: Recipe, trainers: WorkerGroup, services: Sequence[Service], engines: Sequence[dict[str, Any]]
+    recipe: Recipe,
+    trainers: WorkerGroup,
+    services: Sequence[Service],
+    engines: Sequence[dict[str, Any]],
+    *,
+    asleep: bool,
 ) -> Placement:
     if not services:
         return TrainersOnly()
@@ -216,4 +299,5 @@ def _placement(
         session,
         engines_sleep=all(engine["can_sleep"] for engine in engines),
         trainers_offload=recipe.megatron.offload,
+        engines_asleep=asleep,
     )

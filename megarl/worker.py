@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -46,12 +47,18 @@ class TrainerWorker:
         self.sender: Any = None
         self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
         self.loss_tokens: list[int] = []
+        # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
+        self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
         if recipe.algorithm.kl_coef:
             self.trainer.keep_reference()
 
     def describe(self) -> dict[str, Any]:
         """Where this rank stands in the layout, and what it holds."""
         return {**asdict(self.trainer.coordinates), "host": host_id(), "pid": os.getpid(), **self.trainer.describe()}
+
+    def sees(self, path: str) -> tuple[str, bool]:
+        """This machine's name, and whether `path` exists on it."""
+        return socket.gethostname(), os.path.exists(path)
 
     # --- one step -------------------------------------------------------------------------------
 
@@ -70,7 +77,7 @@ class TrainerWorker:
     def compute_old_log_probs(self) -> dict[str, float] | None:
         """Log-probs before this step's updates. Returns sums for the train/rollout gap, on reporting ranks."""
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
-        results = self.trainer.log_probs(flat, temperature=self.recipe.rollout.temperature)
+        results = self.trainer.log_probs(flat, temperature=self.temperature)
         if results is None:
             return None
         for batch, (log_probs, _) in zip(flat, results, strict=True):
@@ -79,7 +86,7 @@ class TrainerWorker:
 
     def compute_reference_log_probs(self) -> None:
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
-        results = self.trainer.log_probs(flat, temperature=self.recipe.rollout.temperature, reference=True)
+        results = self.trainer.log_probs(flat, temperature=self.temperature, reference=True)
         for batch, (log_probs, _) in zip(flat, results or [], strict=results is not None):
             batch.vectors["reference_log_probs"] = log_probs
 
@@ -90,7 +97,7 @@ class TrainerWorker:
             self.trainer.train_step(
                 mini_batch,
                 lambda inputs: objective(inputs, settings),
-                temperature=self.recipe.rollout.temperature,
+                temperature=self.temperature,
                 with_entropy=self.recipe.train.source == "rollout",
             )
             for mini_batch in self.batches

@@ -45,24 +45,12 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must repeat to the last bit: everything that is no time and no rate."""
+    """What must repeat to the last bit: everything that is no time, no rate and no memory."""
     return [
-        {name: value for name, value in line.items() if not name.startswith(("timing_s/", "perf/throughput"))}
+        {
+            name: value
+            for name, value in line.items()
+            if not name.startswith(("timing_s/", "perf/throughput", "perf/max_memory"))
+        }
         for line in lines
     ]
-
-
-def processes_naming(text: str) -> list[str]:
-    """Command lines of live processes that have `text` in their arguments or environment."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdigit() or int(folder.name) == os.getpid():
-            continue
-        try:
-            content = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
-            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
-        except OSError:  # it has ended, or is not ours
-            continue
-        if text.encode() in content and state != "Z":
-            found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return found

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.checkpoint import find_checkpoint, list_checkpoints, load_state, save_checkpoint
+from megarl.checkpoint import find_checkpoint, list_checkpoints, load_state, save_checkpoint, set_aside_later
 from megarl.rollout.admission import TriedGroup
 from megarl.types import Group, InlineData, Sample, SampleTokens
 
@@ -91,6 +91,16 @@ def test_a_failed_save_leaves_the_older_one_and_no_rest(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
 
 
+def test_going_on_from_an_older_one_sets_the_newer_aside(tmp_path: Path) -> None:
+    for step in (5, 9, 10):
+        save_checkpoint(tmp_path, step, state(), 9, write_trainer)
+    assert [path.name for path in set_aside_later(tmp_path, 5)] == ["step_000009", "step_000010"]
+    save_checkpoint(tmp_path, 6, state(), 2, write_trainer)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000005", "step_000006"]
+    assert find_checkpoint("auto", tmp_path) == tmp_path / "step_000006"
+    assert (tmp_path / "discarded" / "step_000010" / "controller.json").exists()
+
+
 def test_only_whole_checkpoints_are_found_and_old_ones_go(tmp_path: Path) -> None:
     assert find_checkpoint("auto", tmp_path / "none") is None
     for step in (1, 2, 10):
@@ -100,7 +110,7 @@ def test_only_whole_checkpoints_are_found_and_old_ones_go(tmp_path: Path) -> Non
     assert find_checkpoint("auto", tmp_path) == tmp_path / "step_000010"
     assert find_checkpoint("never", tmp_path) is None
     assert find_checkpoint(str(tmp_path / "step_000002"), tmp_path) == tmp_path / "step_000002"
-    with pytest.raises(ValueError, match="not a checkpoint"):
+    with pytest.raises(ValueError, match="neither never, auto nor a checkpoint"):
         find_checkpoint(str(tmp_path), tmp_path)
     with pytest.raises(ValueError, match="holds no checkpoint"):
         find_checkpoint(str(tmp_path / "step_000099"), tmp_path)

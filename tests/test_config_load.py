@@ -71,6 +71,7 @@ def test_two_recipes_share_no_mutable_default() -> None:
         ("megatron.tensor_parallel=2", "cluster.trainers", "multiple of 2"),
         ("evaluation.every=5", "data.eval_files", "held-out"),
         ("evaluation.ks=[4]", "evaluation.ks", "evaluation.samples"),
+        ("algorithm.advantage=none", "algorithm.advantage", "grpo"),
         ("train.source=sft", "algorithm.loss", "sft"),
         ("data.train_files=[rows.csv]", "data.train_files", ".parquet"),
         ("observe.trackers=[wanbd]", "observe.trackers", "wandb"),
@@ -93,6 +94,13 @@ def test_refusals_name_the_file_that_is_to_blame(folder: Path) -> None:
 def test_filtered_sampling_at_another_temperature_is_refused(folder: Path) -> None:
     load_recipe(folder / "recipe.yaml", ["rollout.temperature=0.7"])
     assert "renormalisation" in str(refused(folder, "rollout.temperature=0.7", "rollout.top_p=0.9"))
+
+
+def test_combinations_that_would_be_ignored_are_refused(folder: Path) -> None:
+    assert refused(folder, "megatron.offload=true", "cluster.placement=disaggregated").key == "megatron.offload"
+    evaluation = ["data.eval_files=[x.jsonl]", "evaluation.at_end=true", "evaluation.temperature=0"]
+    load_recipe(folder / "recipe.yaml", evaluation)
+    assert refused(folder, *evaluation, "evaluation.samples=4").key == "evaluation.temperature"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.stack import ROOT, command, environment, run
-from tests.test_train_stack import assert_nothing_lives, metrics_so_far, settings
+from tests.test_train_stack import assert_ended, descendants, metrics_so_far, settings
 
 pytestmark = pytest.mark.stack
 
@@ -45,18 +45,6 @@ class Run:
         _, errors = self.process.communicate(timeout=seconds)
         return self.process.returncode, errors
 
-    def child(self, words: str) -> int:
-        """The pid of the run's process whose command line or environment says `words`."""
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                try:
-                    said = (folder / "environ").read_bytes() + (folder / "cmdline").read_bytes()
-                except OSError:  # it has ended, or is not ours
-                    continue
-                if words.encode() in said and str(self.directory).encode() in said:
-                    return int(folder.name)
-        raise AssertionError(f"no process of {self.directory} says {words}")
-
 
 @pytest.fixture
 def started(quickstart_data: Path, tmp_path: Path):
@@ -76,23 +64,25 @@ def started(quickstart_data: Path, tmp_path: Path):
 def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
     one = started("interrupted")
     one.wait_for_steps(2)
+    processes = descendants(one.process.pid)
     one.process.send_signal(signal.SIGINT)
     status, errors = one.end(10)
     assert status == 130
     assert "stopped by Ctrl-C" in errors and "Traceback" not in errors
-    assert_nothing_lives(str(one.directory))
+    assert_ended(processes)
 
 
 @pytest.mark.parametrize(("role", "words"), [("engine0", "engine0"), ("trainer rank 0", "trainer-0")])
 def test_a_killed_process_is_named_within_seconds(started, role: str, words: str) -> None:
     one = started("killed")
     one.wait_for_steps(2)
+    processes = descendants(one.process.pid)
     pid = pid_in_log(one.directory, words)
     os.kill(pid, signal.SIGKILL)
     status, errors = one.end(30)
     assert status == 1
     assert role in errors and "SIGKILL" in errors and "Traceback" not in errors
-    assert_nothing_lives(str(one.directory))
+    assert_ended(processes)
 
 
 def pid_in_log(directory: Path, words: str) -> int:
@@ -116,4 +106,3 @@ def test_a_broken_reward_ends_the_run_with_its_cause(
     done = run("train", "recipes/quickstart.yaml", *arguments)
     assert done.returncode == 1
     assert scorer in done.stderr and words in done.stderr and "word_problems" in done.stderr
-    assert_nothing_lives(str(tmp_path / "reward"))

@@ -82,6 +82,16 @@ def test_exhausted_batch_closes_short_and_the_next_is_whole() -> None:
     assert admission.capacity() == 4
 
 
+def test_nothing_starts_beyond_the_last_batch() -> None:
+    admission = Admission(4, 2, None, continuous=False, batches=2)
+    admission.version = 0
+    assert admission.capacity() == 8  # not the 12 that staleness 2 would allow
+    admission.version = 1
+    for number in admission.start(8):
+        admission.finish(group(number), True)
+    assert admission.capacity() == 0 and admission.idle()
+
+
 @given(
     seed=st.integers(0, 10_000),
     prompts=st.integers(1, 6),

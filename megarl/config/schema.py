@@ -225,6 +225,11 @@ class RolloutConfig:
     engine_args: dict[str, Any] = key(
         {}, "Further arguments of the engine, under the engine's own names, e.g. {max_num_seqs: 256}."
     )
+    timeout: float = key(
+        3600.0,
+        "Seconds in which no group finishes although some are under way: the run then fails, naming them.",
+        above=0,
+    )
     start_timeout: float = key(1800.0, "Seconds an engine may take to load.", above=0)
 
 
@@ -307,7 +312,9 @@ class ObserveConfig:
     tensorboard: bool = key(True, "Write TensorBoard events.")
     trackers: list[str] = key([], "Any of wandb, swanlab, mlflow; each must be installed and logged in.")
     project: str = key("megarl", "Project name in these trackers.")
-    samples_per_step: int = key(32, "Samples written to samples/ a step; the rest is counted, not written.", at_least=0)
+    samples_per_step: int = key(
+        32, "Samples written to samples/ a step, in whole groups spread over the batch.", at_least=0
+    )
     report: bool = key(True, "Write report.html at the end.")
 
 

@@ -101,6 +101,15 @@ def _source_and_loss_agree(recipe: Recipe) -> None:
 
 
 @check
+def _advantages_are_used(recipe: Recipe) -> None:
+    if recipe.train.source == "rollout" and recipe.algorithm.advantage == "none":
+        remedy = "set algorithm.advantage=grpo"
+        raise RecipeError(
+            "algorithm.advantage", "without advantages no policy loss has a gradient", remedy, value="none"
+        )
+
+
+@check
 def _groups_carry_a_signal(recipe: Recipe) -> None:
     if (
         recipe.train.source == "rollout"
@@ -163,6 +172,13 @@ def _evaluation_is_possible(recipe: Recipe) -> None:
             "name held-out files, or switch evaluation off",
             value=[],
         )
+    if evaluation.temperature == 0 and evaluation.samples > 1:
+        raise RecipeError(
+            "evaluation.temperature",
+            f"greedy answers are all the same, and evaluation.samples is {evaluation.samples}",
+            "set evaluation.samples=1 and ks=[1], or use evaluation.greedy=true beside a temperature above 0",
+            value=0.0,
+        )
     for k in evaluation.ks:
         if not 1 <= k <= evaluation.samples:
             raise RecipeError(
@@ -181,6 +197,18 @@ def _placement_and_staleness(recipe: Recipe) -> None:
             "colocated engines and trainers take turns on the same devices, so nothing can be sampled ahead",
             "set cluster.placement=disaggregated, or rollout.max_staleness=0",
             value=recipe.rollout.max_staleness,
+        )
+
+
+@check
+def _offload_has_a_purpose(recipe: Recipe) -> None:
+    alone = recipe.cluster.placement == "disaggregated" or recipe.train.source == "sft"
+    if recipe.megatron.offload and alone:
+        raise RecipeError(
+            "megatron.offload",
+            "the trainers have their devices to themselves, so nothing would ever be offloaded",
+            "set megatron.offload=false, or cluster.placement=colocated",
+            value=True,
         )
 
 

@@ -19,6 +19,15 @@ def create(name: str, spec: EngineSpec) -> RolloutEngine:
     return _load(_ENGINES, name)(spec)
 
 
+def check_known(name: str) -> None:
+    """ValueError, with the nearest name, unless there is an engine called `name`."""
+    if name not in _ENGINES:
+        near = difflib.get_close_matches(name, _ENGINES, 1, 0.0)[0]
+        raise ValueError(
+            f"rollout.engine is {name!r}, which is not known; did you mean {near!r}? ({', '.join(_ENGINES)})"
+        )
+
+
 def engine_env(name: str, platform_env: Mapping[str, str], threads: int) -> dict[str, str]:
     """The environment an engine's process must start with: the platform's rollout settings
     (`platform_env`), the engine's own, and `threads` CPU threads a process."""
@@ -26,8 +35,6 @@ def engine_env(name: str, platform_env: Mapping[str, str], threads: int) -> dict
 
 
 def _load(table: Mapping[str, str], name: str):
-    if name not in table:
-        near = difflib.get_close_matches(name, table, 1, 0.0)[0]
-        raise ValueError(f"rollout.engine is {name!r}, which is not known; did you mean {near!r}? ({', '.join(table)})")
+    check_known(name)
     module, attribute = table[name].split(":")
     return getattr(importlib.import_module(module), attribute)

@@ -66,8 +66,11 @@ class RunLog:
         self._parts.callback(self._notices.close)
         sinks = make_sinks(self._recipe, self.run_dir, first_step, self.warn)
         self._metrics = MetricsLog(self.run_dir, sinks)
-        discarded = self._metrics.truncate_after(first_step - 1)
-        discard_samples_after(self.run_dir, first_step - 1)
+        kept = (
+            first_step - 1 if first_step > 1 else -1
+        )  # a run from the start keeps not even step 0, the evaluation before
+        discarded = self._metrics.truncate_after(kept)
+        discard_samples_after(self.run_dir, kept)
         self.trace = Trace(self.run_dir.trace)
         self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps)
         self._parts.callback(self._console.close)
@@ -124,6 +127,15 @@ class RunLog:
         """Metrics of the coming step. A key that is already there is replaced."""
         with self._guard:
             self._pending.update(metrics)
+
+    def pending(self) -> dict[str, Any]:
+        """What has been added for the coming step so far."""
+        with self._guard:
+            return dict(self._pending)
+
+    def elapsed(self) -> float:
+        """Seconds since the last step's line: what timing_s/step will be."""
+        return time.perf_counter() - self._clock
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Results of an evaluation after `step` (0: before the first), as ``eval/<name>`` of that step's line.

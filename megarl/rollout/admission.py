@@ -43,11 +43,19 @@ def accepted_groups(tried: list[TriedGroup]) -> list[Group]:
 class Admission:
     """Not thread-safe: its owner holds a lock."""
 
-    def __init__(self, prompts_per_step: int, max_staleness: int, max_attempts: int | None, continuous: bool):
+    def __init__(
+        self,
+        prompts_per_step: int,
+        max_staleness: int,
+        max_attempts: int | None,
+        continuous: bool,
+        batches: int | None = None,
+    ):
         self.prompts_per_step = prompts_per_step
         self.max_staleness = max_staleness
         self.max_attempts = max_attempts  # None: nothing is filtered, nothing is bounded
         self.continuous = continuous
+        self.batches = batches  # of the whole run: none is started beyond them; None: no end
         self.state = AdmissionState()
         self.version: int | None = None  # None: closed
         self.running = 0
@@ -65,7 +73,10 @@ class Admission:
             tried += 1
             if self._places_left(accepted, tried) == 0:
                 batch, accepted, tried = batch + 1, 0, 0
-        further_batches = self.max_staleness + self.version - batch
+        last_batch = self.max_staleness + self.version
+        if self.batches is not None:
+            last_batch = min(last_batch, self.batches - 1)
+        further_batches = last_batch - batch
         if further_batches < 0:
             return 0
         return self._places_left(accepted, tried) + further_batches * self.prompts_per_step
@@ -90,6 +101,10 @@ class Admission:
             self.tried.append(self._finished.pop(self.state.released))
             self.state.released += 1
             self._close_if_due()
+
+    def unfinished(self) -> list[int]:
+        """Numbers of the groups that are under way, oldest first."""
+        return [number for number in range(self.state.released, self.state.admitted) if number not in self._finished]
 
     def idle(self) -> bool:
         """Nothing runs and nothing may start: weights can be replaced."""

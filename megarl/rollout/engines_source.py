@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,16 +17,9 @@ from megarl.config.schema import Recipe
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
+from megarl.rollout.calls import Service, attach
 from megarl.rollout.source import Batch
 from megarl.types import DataRef, GenerationRequest, Group, InlineData, Sampling
-
-
-class Service(Protocol):
-    """What is used of cluster/'s services: calls that answer later."""
-
-    def call(self, method: str, *args: Any) -> Future[Any]: ...
-
-    def call_with_data(self, method: str, *args: Any) -> Future[tuple[Any, DataRef]]: ...
 
 
 def group_seed(run_seed: int, number: int) -> int:
@@ -33,21 +27,20 @@ def group_seed(run_seed: int, number: int) -> int:
     return int(np.random.SeedSequence([run_seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(2))
 
 
-def attach(result: tuple[Group, DataRef]) -> Group:
-    """Say in each sample where its vectors lie."""
-    group, data = result
-    for sample in group.samples:
-        sample.data = data
-    return group
-
-
 class EnginesSource:
     """A Source over rollout services. Any failure of an engine or scorer is raised by the next take or drain."""
 
     def __init__(
-        self, recipe: Recipe, prompts: PromptDataset, services: Sequence[Service], stop_token_ids: Sequence[int]
+        self,
+        recipe: Recipe,
+        prompts: PromptDataset,
+        services: Sequence[Service],
+        stop_token_ids: Sequence[int],
+        check_processes: Callable[[], None],
     ):
+        """`check_processes` raises where a process of the run has died; it is asked every second while waiting."""
         self.recipe, self.prompts, self.services = recipe, prompts, list(services)
+        self.check_processes = check_processes
         self.sampler = Sampler(len(prompts), recipe.train.seed, recipe.data.shuffle)
         rollout, dynamic = recipe.rollout, recipe.algorithm.dynamic_sampling
         self.sampling = Sampling(
@@ -63,7 +56,9 @@ class EnginesSource:
             rollout.max_staleness,
             dynamic.max_attempts if dynamic.enabled else None,
             rollout.admission == "continuous",
+            batches=recipe.train.steps,
         )
+        self._last_arrival = time.monotonic()
         self._change = threading.Condition()
         self._error: BaseException | None = None
         self._load = [0] * len(self.services)  # groups running on each engine
@@ -112,8 +107,21 @@ class EnginesSource:
             self.admission.tried, *closed = state["gathered"]
             self.admission.closed.extend(closed)
 
-    def _wait(self, condition: Any) -> None:
-        self._change.wait_for(lambda: self._error is not None or condition())
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Wait for `condition`, an error, a process that died, or engines that finish nothing any more."""
+        while not self._change.wait_for(lambda: self._error is not None or condition(), timeout=1.0):
+            self._change.release()
+            try:
+                self.check_processes()
+            finally:
+                self._change.acquire()
+            silent = time.monotonic() - self._last_arrival
+            if self.admission.running and silent > self.recipe.rollout.timeout:
+                waiting = self.admission.unfinished()
+                raise RuntimeError(
+                    f"no group has finished for {silent:.0f} s (rollout.timeout); {len(waiting)} are under way, the oldest "
+                    f"is number {waiting[0]}. See the engines' logs in the run's logs/; raise rollout.timeout if they are slow."
+                )
         if self._error is not None:
             raise self._error
 
@@ -121,6 +129,8 @@ class EnginesSource:
         """Admit what capacity allows, each group to the engine with the fewest; one message an engine."""
         if self._error is not None:
             return
+        if not self.admission.running:
+            self._last_arrival = time.monotonic()  # silence counts from here
         numbers = self.admission.start(self.admission.capacity())
         submitted: list[list[GenerationRequest]] = [[] for _ in self.services]
         for number in numbers:
@@ -139,9 +149,12 @@ class EnginesSource:
     def _fail_on_error(self, result: Future[Any]) -> None:
         error = result.exception()
         if error is not None:
-            with self._change:
-                self._error = self._error or error
-                self._change.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._change:
+            self._error = self._error or error
+            self._change.notify_all()
 
     def _arrived(self, engine: int, result: Future[tuple[Any, DataRef]]) -> None:
         """Runs in the transport's thread. Whatever goes wrong here must reach the waiting controller."""
@@ -152,16 +165,14 @@ class EnginesSource:
             keep = not dynamic.enabled or has_spread(group.samples, dynamic.metric)
             if not keep:  # let its vectors go; what was sampled and how it scored is still reported
                 attach((group, InlineData([])))
-        except BaseException as error:  # noqa: BLE001 - handed to the controller, which raises it
             with self._change:
-                self._error = self._error or error
+                self._load[engine] -= 1
+                self._last_arrival = time.monotonic()
+                self.admission.finish(group, keep)
+                self._start_what_may()
                 self._change.notify_all()
-            return
-        with self._change:
-            self._load[engine] -= 1
-            self.admission.finish(group, keep)
-            self._start_what_may()
-            self._change.notify_all()
+        except BaseException as error:  # noqa: BLE001 - handed to the controller, which raises it
+            self._fail(error)
 
     def _shape(self, group: Group) -> None:
         overlong = self.recipe.algorithm.overlong

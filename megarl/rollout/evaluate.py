@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import comb
 
 import numpy as np
 
 from megarl.config.schema import EvaluationConfig, Recipe
-from megarl.rollout.engines_source import Service, attach, group_seed
+from megarl.rollout.calls import Service, attach, wait
+from megarl.rollout.engines_source import group_seed
 from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling
 
 EVALUATION_SEED = 0x5EED  # apart from training's seeds, the same at every evaluation
@@ -65,17 +66,24 @@ def accuracy_metrics(groups: Sequence[Group], ks: Sequence[int]) -> Metrics:
 
 
 def evaluate(
-    recipe: Recipe, prompts: Sequence[Prompt], services: Sequence[Service], stop_token_ids: Sequence[int]
+    recipe: Recipe,
+    prompts: Sequence[Prompt],
+    services: Sequence[Service],
+    stop_token_ids: Sequence[int],
+    check_processes: Callable[[], None],
 ) -> EvaluationResult:
-    """Sample every problem and score it. The engines must be idle, so that batches are repeatable."""
+    """Sample every problem and score it. The engines must be idle, so that batches are repeatable.
+
+    `check_processes` raises where a process of the run has died; it is asked every second.
+    """
     settings = recipe.evaluation
     problems = list(prompts)[: settings.limit]
     sampling = _sampling(recipe, settings, stop_token_ids)
-    groups = _run(problems, sampling, services)
+    groups = _run(problems, sampling, services, check_processes)
     metrics = accuracy_metrics(groups, settings.ks)
     if settings.greedy:
         greedy = Sampling(n=1, max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
-        answers = _run(problems, greedy, services)
+        answers = _run(problems, greedy, services, check_processes)
         metrics["eval/greedy"] = float(np.mean([is_correct(group.samples[0]) for group in answers]))
     return EvaluationResult(metrics, groups)
 
@@ -90,7 +98,9 @@ def _sampling(recipe: Recipe, settings: EvaluationConfig, stop_token_ids: Sequen
     )
 
 
-def _run(problems: Sequence[Prompt], sampling: Sampling, services: Sequence[Service]) -> list[Group]:
+def _run(
+    problems: Sequence[Prompt], sampling: Sampling, services: Sequence[Service], check_processes: Callable[[], None]
+) -> list[Group]:
     """One message an engine, problems dealt in turn; the answers in the problems' order."""
     shares: list[list[GenerationRequest]] = [[] for _ in services]
     for number, prompt in enumerate(problems):
@@ -104,5 +114,5 @@ def _run(problems: Sequence[Prompt], sampling: Sampling, services: Sequence[Serv
         for number in range(len(problems))
     ]
     for future in submitted:
-        future.result()
-    return [attach(future.result()) for future in collected]
+        wait(future, check_processes)
+    return [attach(wait(future, check_processes)) for future in collected]

@@ -1,0 +1,148 @@
+"""The source around its engines: what it asks of them, and that no failure of theirs leaves the controller waiting."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import Recipe
+from megarl.rollout.engines_source import EnginesSource
+from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample
+
+
+class FakeService:
+    """Answers each request with a group whose rewards say whether it has spread."""
+
+    name = "engine0"
+
+    def __init__(self, spread: Any = lambda number: True):
+        self.spread = spread
+        self.waves: list[list[int]] = []
+        self.fail: BaseException | None = None
+        self.silent = False
+
+    def call(self, method: str, requests: list[GenerationRequest]) -> Future[Any]:
+        assert method == "submit"
+        self.waves.append([request.group for request in requests])
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
+
+    def call_with_data(self, method: str, number: int) -> Future[Any]:
+        assert method == "collect"
+        done: Future[Any] = Future()
+        if not self.silent:
+            threading.Timer(0.01, self._answer, (done, number)).start()
+        return done
+
+    def _answer(self, done: Future[Any], number: int) -> None:
+        if self.fail is not None:
+            done.set_exception(self.fail)
+            return
+        rewards = (0.0, 1.0) if self.spread(number) else (1.0, 1.0)
+        samples = [Sample(number, i, InlineData([]), 3, 10 + i, 10 + i, reward=rewards[i]) for i in range(2)]
+        done.set_result((Group(number, f"row/{number}", "test", 0, samples), InlineData([])))
+
+
+def source(service: FakeService, check: Any = lambda: None, **dynamic: Any) -> EnginesSource:
+    recipe = Recipe()
+    recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.train.steps = 4, 2, 10
+    recipe.rollout.max_response_length, recipe.rollout.timeout = 20, 1.5
+    for name, value in dynamic.items():
+        setattr(recipe.algorithm.dynamic_sampling, name, value)
+    prompts = [Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7)]
+    return EnginesSource(recipe, prompts, [service], [0], check)  # type: ignore[arg-type, list-item]
+
+
+def test_a_wave_is_one_message_and_a_batch_is_in_admission_order() -> None:
+    service = FakeService()
+    made = source(service)
+    made.admit(0)
+    batch = made.take(4)
+    assert service.waves == [[0, 1, 2, 3]]
+    assert [group.number for group in batch.groups] == [0, 1, 2, 3]
+    assert batch.metrics["rollout/groups_filtered"] == 0
+
+
+def test_filtered_groups_are_replaced_and_counted() -> None:
+    service = FakeService(spread=lambda number: number % 2 == 1)
+    made = source(service, enabled=True)
+    made.admit(0)
+    batch = made.take(4)
+    assert [group.number for group in batch.groups] == [1, 3, 5, 7]
+    assert batch.metrics["rollout/prompts_tried"] == 8 and batch.metrics["rollout/groups_filtered"] == 4
+    assert batch.metrics["rollout/rewards/mean"] == pytest.approx((4 * 0.5 + 4 * 1.0) / 8)  # the filtered ones count
+
+
+def test_at_the_bound_the_recipe_decides() -> None:
+    smaller = source(FakeService(spread=lambda number: number == 2), enabled=True, max_attempts=2)
+    smaller.admit(0)
+    batch = smaller.take(4)
+    assert [group.number for group in batch.groups] == [2] and "1 of 4" in batch.notices[0]
+    strict = source(FakeService(spread=lambda number: False), enabled=True, max_attempts=2, when_exhausted="fail")
+    strict.admit(0)
+    with pytest.raises(RuntimeError, match="max_attempts"):
+        strict.take(4)
+
+
+def test_a_scorer_that_fails_is_raised() -> None:
+    service = FakeService()
+    service.fail = ZeroDivisionError("scorer")
+    made = source(service)
+    made.admit(0)
+    with pytest.raises(ZeroDivisionError):
+        made.take(4)
+
+
+def test_a_filter_that_fails_is_raised() -> None:
+    made = source(FakeService(), enabled=True, metric="acuracy")
+    made.admit(0)
+    with pytest.raises(ValueError, match="acuracy"):
+        made.take(4)
+
+
+def test_a_failure_while_starting_replacements_is_raised() -> None:
+    service = FakeService(spread=lambda number: False)
+    made = source(service, enabled=True)
+    made.admit(0)
+    made.services = []  # as if the engine were gone when the next wave is due
+    with pytest.raises((ValueError, IndexError)):
+        made.take(4)
+
+
+def test_a_process_that_dies_meanwhile_is_raised() -> None:
+    service = FakeService()
+    service.silent = True
+
+    def check() -> None:
+        raise ChildProcessError("trainer rank 1 was killed")
+
+    made = source(service, check)
+    made.admit(0)
+    with pytest.raises(ChildProcessError, match="rank 1"):
+        made.take(4)
+
+
+def test_engines_that_finish_nothing_are_named() -> None:
+    service = FakeService()
+    service.silent = True
+    made = source(service)
+    made.admit(0)
+    with pytest.raises(RuntimeError, match=r"rollout\.timeout.*4 are under way, the oldest is number 0"):
+        made.take(4)
+
+
+def test_state_goes_on_where_it_was() -> None:
+    first = source(FakeService())
+    first.admit(0)
+    first.take(4)
+    first.drain()
+    service = FakeService()
+    second = source(service)
+    second.restore(first.state())
+    second.admit(1)
+    assert [group.number for group in second.take(4).groups] == [4, 5, 6, 7]
+    assert service.waves == [[4, 5, 6, 7]]
