@@ -11,7 +11,6 @@ import os
 import sys
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from megarl.platform import select
@@ -66,22 +65,35 @@ def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[in
         MicroBatch(
             torch.cat([tokens[i] for i in group]),
             [LENGTHS[i] for i in group],
-            {"advantages": torch.cat([advantages[i] for i in group])},
+            vectors_of(torch.cat([advantages[i] for i in group])),
         )
         for group in numbers
     ]
     return batches, numbers
 
 
+def vectors_of(advantages: torch.Tensor) -> dict[str, torch.Tensor]:
+    ones = torch.ones_like(advantages)
+    return {
+        "advantages": advantages,
+        "loss_mask": ones,
+        "loss_weights": ones * LOSS_SCALE,
+        "token_share": ones * LOSS_SCALE,
+    }
+
+
 def objective(x: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Not a function of any rank's own counts: a sum with a global scale, an entropy bonus included."""
-    loss = -(x.log_probs * x.advantages).sum() * LOSS_SCALE - 0.05 * x.entropy.sum() * LOSS_SCALE
+    loss = ((-x.log_probs * x.advantages - 0.05 * x.entropy) * x.loss_weights).sum()
     return loss, {"loss": loss.detach(), "tokens": torch.tensor(float(len(x.log_probs)))}
 
 
 def train(trainer: Any, batches: list[Any], steps: int, function: Any = objective) -> list[dict[str, float] | None]:
-    step = {"temperature": 0.7, "with_entropy": True, "make_inputs": SimpleNamespace}
-    return [trainer.train_step(batches, function, **step) for _ in range(steps)]
+    step = {"temperature": 0.7, "with_entropy": True}
+    metrics = [trainer.train_step(batches, function, **step) for _ in range(steps)]
+    for of_step in metrics:
+        assert of_step is None or 0.01 < of_step.pop("perf/max_memory_allocated_gb") < 100
+    return metrics
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
@@ -92,7 +104,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
     """Log-probs, weights before and after, and metrics of two steps."""
     trainer = build(case)
     batches, numbers = micro_batches(trainer, case.get("per_micro", 2))
-    rows = trainer.log_probs(batches, temperature=1.0)
+    rows = trainer.log_probs(batches, temperature=1.0, with_entropy=True)
     before = weights_of(trainer)
     metrics = train(trainer, batches, 2)
     after = weights_of(trainer)
@@ -137,6 +149,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
 
     resumed = build(case)
     resumed.load(directory)
+    check_offload(resumed)
     assert torch.equal(noise, torch.rand(3)), "random states were not restored"
     assert train(resumed, batches, 2) == went_on
     for name, weight in resumed.export_weights():
@@ -151,6 +164,46 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
         assert "distributed_optimizer: 1 then, 0 now" in str(error), error
     else:
         raise AssertionError("a checkpoint of another layout was loaded")
+
+
+def check_offload(trainer: Any) -> None:
+    """Offloading on a CPU, which gains nothing but moves what it moves elsewhere. Training on from here must
+    be what it would have been, to the last bit."""
+    before, held = weights_of(trainer), bytes_of(trainer)
+    assert all(held.values()), held
+    trainer.offload_optimizer()
+    trainer.offload_weights()
+    assert bytes_of(trainer) == held, "a CPU has nothing to offload to"
+    platform.can_offload = True
+    trainer.offload_optimizer()
+    views = trainer.model.dtype == torch.float32  # master weights of a float32 model are its weights
+    kept = {"weights": held["weights"], "masters": held["masters"] if views else 0}
+    assert bytes_of(trainer) == {**kept, "gradients": 0, "moments": 0}
+    for name, weight in trainer.export_weights():  # what the exchange does while engines take memory
+        assert torch.equal(weight, before[name]), name
+    trainer.offload_weights()
+    assert not any(bytes_of(trainer).values()), bytes_of(trainer)
+    trainer.onload()
+    assert bytes_of(trainer) == held
+    platform.can_offload = False
+
+
+def bytes_of(trainer: Any) -> dict[str, int]:
+    """Memory by kind."""
+    from megarl.megatron.optimizer import members
+
+    def count(tensors: Any) -> int:
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        return sum(storage.size() for storage in storages.values())
+
+    states = [state for member in members(trainer.optimizer) for state in member.optimizer.state.values()]
+    chunks = trainer.model.chunks
+    return {
+        "weights": count(parameter.data for chunk in chunks for parameter in chunk.parameters()),
+        "gradients": count(b.grad_data for chunk in chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]),
+        "moments": count(state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
+        "masters": count(p.data for group in trainer.optimizer.param_groups for p in group["params"]),
+    }
 
 
 def main() -> None:

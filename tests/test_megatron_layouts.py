@@ -41,7 +41,7 @@ TWO = [
     layout("qwen3_moe", tensor_parallel=2, distributed_optimizer=False, recompute="full"),
     layout("qwen3_moe", tensor_parallel=2, expert_parallel=2, recompute="selective"),
     layout("qwen3_moe", tensor_parallel=2, expert_tensor_parallel=2),
-    layout("qwen3_moe", pipeline_parallel=2, virtual_pipeline=2),
+    layout("qwen3_moe", per_micro=2, pipeline_parallel=2, virtual_pipeline=2),
     layout("qwen3_moe", context_parallel=2),
     balanced(expert_parallel=2),
     balanced(tensor_parallel=2),

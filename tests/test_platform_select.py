@@ -50,7 +50,7 @@ with torch.device("meta"):
 state = torch.cuda.get_rng_state(); a = torch.rand(3)
 torch.cuda.set_rng_state(state); assert torch.equal(a, torch.rand(3))
 torch.cuda.current_stream().wait_stream(torch.cuda.Stream()); torch.cuda.Event().record()
-assert cpu.memory()["peak"] > 0.01 and cpu.device().type == "cpu" and cpu.uses_native_layers
+assert 0.01 < cpu.peak_memory() < 100 and not cpu.can_offload and cpu.device().type == "cpu" and cpu.uses_native_layers
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

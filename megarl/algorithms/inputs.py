@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 class LossInputs:
     """Vectors of one micro batch, its sequences one after the other: all of shape [T].
 
-    Under context parallelism T counts this rank's tokens only. Only `log_probs` and `entropy` carry
+    Sequences are whole, also where context parallelism cuts them: every rank of the group sees the same T
+    tokens. Only `log_probs` and `entropy` carry
     gradients. Entries where `loss_mask` is 0 hold numbers without meaning.
     """
 

@@ -49,8 +49,10 @@ class RolloutEngine(Protocol):
 
     def start(self) -> dict[str, Any]:
         """Load the model; blocks. Returns plain values: `engine`, `version` (of the engine's software),
-        `device`, `can_sleep`, `can_update_in_flight` and `receivers`, the [name, host id] pairs that the
-        weight exchange must serve."""
+        `device`, `can_sleep`, `wake_tags` (what `wake` can bring back one by one; [] where all comes at
+        once), `can_update`, `can_update_in_flight` and `receivers`, the [name, host id] pairs that the
+        weight exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
+        software cannot take."""
         ...
 
     def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
@@ -72,15 +74,15 @@ class RolloutEngine(Protocol):
     def resume(self) -> None: ...
 
     def connect_exchange(self, session: ExchangeSession) -> None:
-        """Join a weight exchange; replaces an earlier one."""
+        """Join a weight exchange; replaces an earlier one. EngineRefused where info["can_update"] is False."""
         ...
 
     def update_weights(self, version: int) -> UpdateReport:
         """Take `version` from the exchange; no step runs meanwhile, cached prefixes are dropped.
 
         Requests in flight go on under the new weights (their past is computed anew) where
-        info["can_update_in_flight"], else EngineRefused. Any failure leaves the engine dead: it may
-        hold half a version.
+        info["can_update_in_flight"], else EngineRefused; EngineRefused too where weights are asleep. Any
+        failure leaves the engine dead: it may hold half a version.
         """
         ...
 
@@ -88,8 +90,12 @@ class RolloutEngine(Protocol):
         """Give device memory away. EngineRefused where info["can_sleep"] is False or requests run."""
         ...
 
-    def wake(self) -> None:
-        """Take memory back. Weights may be gone: then generate raises EngineRefused until an update."""
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back: all of it, or of info["wake_tags"] those given ("weights", "kv_cache").
+
+        generate raises EngineRefused until all is back, and, where sleep dropped the weights, until an
+        update; an update needs "weights" alone. EngineRefused for a tag that is unknown or not asleep.
+        """
         ...
 
     def abort(self) -> None:

@@ -15,6 +15,7 @@ from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport
 from megarl.types import Completion, GenerationRequest, Sampling
 
 _SHOWN = 5  # names in an error
+_TAGS = ("weights", "kv_cache")  # vLLM's names for what sleeps
 
 
 class VllmEngine(EngineLoop):
@@ -28,6 +29,8 @@ class VllmEngine(EngineLoop):
     def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
         for request in requests:
             self._vllm.check(request)
+        if self._vllm.asleep:
+            raise EngineRefused(f"engine {self._spec.name!r} sleeps ({', '.join(self._vllm.asleep)}); wake it first")
         if self._vllm.unloaded is not None:
             raise EngineRefused(f"engine {self._spec.name!r} {self._vllm.unloaded}; update its weights first")
         super().generate(requests, on_finished)
@@ -41,8 +44,8 @@ class VllmEngine(EngineLoop):
     def sleep(self) -> None:
         self.call(lambda: self._vllm.sleep(self.running))
 
-    def wake(self) -> None:
-        self.call(self._vllm.wake)
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        self.call(lambda: self._vllm.wake(tags))
 
 
 class _VllmBackend:
@@ -55,6 +58,7 @@ class _VllmBackend:
         self._vocab_size = 0
         self._n: dict[str, int] = {}  # samples of each running request
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
+        self.asleep: tuple[str, ...] = ()  # of _TAGS
 
     def start(self) -> dict[str, Any]:
         # On an error vLLM writes its whole state, pages that bury the error itself; and torch
@@ -68,6 +72,8 @@ class _VllmBackend:
         from megarl.engines.vllm_compat import capabilities
 
         self._can = capabilities()
+        if not self._spec.load_weights and not self._can.layerwise_reload:
+            raise RuntimeError(self._no_updates())
         self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
         self._vocab_size = self._engine.model_config.get_vocab_size()
         endpoints = self._engine.collective_rpc("megarl_endpoint")
@@ -76,6 +82,8 @@ class _VllmBackend:
             "version": self._can.version,
             "device": self._can.device,
             "can_sleep": self._can_sleep,
+            "wake_tags": list(_TAGS) if self._can_sleep and self._can.partial_wake else [],
+            "can_update": self._can.layerwise_reload,
             "can_update_in_flight": self._can.preempting_reset,
             "receivers": [[f"{self._spec.name}/{rank}", host] for rank, host in endpoints],
         }
@@ -83,6 +91,13 @@ class _VllmBackend:
     @property
     def _can_sleep(self) -> bool:
         return self._spec.sleep_mode and self._can.device != "cpu"
+
+    def _no_updates(self) -> str:
+        return (
+            f"vLLM {self._can.version} cannot take new weights safely: its kernels keep weights in layouts of their own, "
+            "and it has no layerwise reload (vllm.model_executor.model_loader.reload). Install vLLM 0.16 or later "
+            "(on Ascend: a vllm-ascend made for one); older ones can only evaluate a fixed model"
+        )
 
     def check(self, request: GenerationRequest) -> None:
         """ValueError for what vLLM would refuse or bend half-way through an admission."""
@@ -144,12 +159,18 @@ class _VllmBackend:
         self._engine.abort_request(keys)
 
     def connect_exchange(self, session: ExchangeSession) -> None:
+        if not self._can.layerwise_reload:
+            raise EngineRefused(self._no_updates())
         self._engine.collective_rpc("megarl_connect", args=(session.to_json(), self._spec.name))
 
     def update_weights(self, version: int, running: int) -> UpdateReport:
         if running and not self._can.preempting_reset:
             raise EngineRefused(
                 f"vLLM {self._can.version} cannot take weights while {running} requests run; let them finish or abort"
+            )
+        if "weights" in self.asleep:
+            raise EngineRefused(
+                f"engine {self._spec.name!r} has no memory for weights while they sleep; wake them first"
             )
         results = self._engine.collective_rpc("megarl_update", args=(version,))
         reports = [UpdateReport(**report) for report, _ in results]
@@ -195,13 +216,23 @@ class _VllmBackend:
         # expert-parallel tables stale, so weights go to host memory (level 1).
         level = 1 if self._can.device == "npu" else 2
         self._engine.sleep(level)
+        self.asleep = _TAGS
         if level == 2:
             self.unloaded = "dropped its weights when it went to sleep"
 
-    def wake(self) -> None:
+    def wake(self, tags: Sequence[str] | None) -> None:
         if not self._can_sleep:
             raise EngineRefused(f"engine {self._spec.name!r} cannot sleep, so it cannot wake")
-        self._engine.wake_up()
+        if tags is None:
+            self._engine.wake_up()
+            self.asleep = ()
+            return
+        if not self._can.partial_wake:
+            raise EngineRefused(f"vLLM {self._can.version} wakes everything at once; call wake() without tags")
+        if not tags or not set(tags) <= set(self.asleep):  # vLLM would warn and wake nothing
+            raise EngineRefused(f"wake({list(tags)}): of engine {self._spec.name!r}, asleep is {list(self.asleep)}")
+        self._engine.wake_up(list(tags))
+        self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
 
     def shutdown(self) -> None:
         if self._engine is None:

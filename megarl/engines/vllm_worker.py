@@ -1,8 +1,8 @@
 """Inside every vLLM worker process: takes weights from the exchange and loads them.
 
 vLLM repacks weights for its kernels after loading, in shapes that may look unchanged, so nothing is
-written into live parameters. Where vLLM has it, its layerwise reload lays out checkpoint-format
-parameters anew, loads, repacks, and copies the result into the live ones.
+written into live parameters. vLLM's layerwise reload lays out checkpoint-format parameters anew, loads,
+repacks, and copies the result into the live ones. An engine whose vLLM lacks it refuses to take weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from megarl.engines.vllm_compat import fix_expert_parallel_on_cpu, has_layerwise_reload
+from megarl.engines.vllm_compat import fix_expert_parallel_on_cpu
 from megarl.exchange.receiver import WeightReceiver
 from megarl.exchange.session import ExchangeSession, host_id
 
@@ -93,10 +93,6 @@ class WorkerExtension:
 
 def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:
     """Load checkpoint-format `weights` into a live vLLM model. ValueError unless every parameter got all of its value."""
-    parameters = {name for name, _ in model.named_parameters()}
-    if not has_layerwise_reload():
-        _check_names(parameters, model.load_weights(weights))
-        return
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     if current_platform.is_cpu():

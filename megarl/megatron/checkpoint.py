@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import queue
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -30,9 +33,11 @@ def save(directory: Path, model: Model, optimizer: Any, *, step: int, layout: di
         (directory / "random").mkdir(exist_ok=True)
     torch.distributed.barrier()
     dist_checkpointing.save(_sharded_state(model, optimizer, loading=False), str(directory / "state"))
-    torch.save(_random_states(), directory / "random" / f"rank_{rank:05d}.pt")
+    with _durable(directory / "random" / f"rank_{rank:05d}.pt") as file:
+        torch.save(_random_states(), file)
     if rank == 0:
-        (directory / _STATE_FILE).write_text(json.dumps({"step": step, "layout": layout}))
+        with _durable(directory / _STATE_FILE) as file:
+            file.write(json.dumps({"step": step, "layout": layout}).encode())
     torch.distributed.barrier()
 
 
@@ -61,6 +66,15 @@ def load(directory: Path, model: Model, optimizer: Any, *, layout: dict[str, int
     path = directory / "random" / f"rank_{torch.distributed.get_rank():05d}.pt"
     _set_random_states(torch.load(path, weights_only=True))
     return int(saved["step"])
+
+
+@contextlib.contextmanager
+def _durable(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that is on the disk at the end: a power loss after the save leaves it whole."""
+    with path.open("wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _sharded_state(model: Model, optimizer: Any, *, loading: bool) -> dict[str, Any]:

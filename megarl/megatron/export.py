@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 _SHARD_BYTES = 4 * 2**30
+_SHOWN = 5  # names in an error
 _INDEX = "model.safetensors.index.json"
 
 
@@ -19,8 +21,9 @@ def save_hf(directory: Path, source: Path, weights: Iterator[tuple[str, torch.Te
     """Write `weights` (Hugging Face names) with what else `source` has into `directory`, on rank 0.
 
     Every rank calls it, since the weights come out of collectives. Configuration and tokenizer files are
-    copied, and so are tensors of `source` that were not trained (multi-token-prediction layers): an engine
-    wants the keys that the original has.
+    copied, and so are tensors of `source` that are never trained (multi-token-prediction layers): an engine
+    wants the keys that the original has. Raises RuntimeError where any other tensor of `source` is not among
+    `weights`: the directory would mix trained weights with old ones.
     """
     rank = torch.distributed.get_rank()
     if rank != 0:
@@ -37,16 +40,53 @@ def save_hf(directory: Path, source: Path, weights: Iterator[tuple[str, torch.Te
 
 
 def _with_untrained(weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights`, then the tensors of `source` that were not among them. A tied copy that the original
-    does not have is left out."""
+    """`weights`, then the untrained tensors of `source`. What the original does not have is left out."""
     files = _tensor_files(source)
-    for name, tensor in weights:
-        if name in files:
-            del files[name]
+    untrained = _untrained(files, source)
+    missing = dict.fromkeys(name for name in files if name not in untrained)
+    for name, tensor in _with_tied(weights, source):
+        if name in missing:
+            del missing[name]
             yield name, tensor.detach().cpu().contiguous()
-    for name, file in files.items():
-        with safe_open(file, framework="pt", device="cpu") as reader:
+    if missing:
+        raise RuntimeError(
+            f"{len(missing)} tensors of {source} are not among the exported weights: {_some(missing)}. Nothing was "
+            "put in their place: the export is not complete and not usable"
+        )
+    for name in untrained:
+        with safe_open(files[name], framework="pt", device="cpu") as reader:
             yield name, reader.get_tensor(name)
+
+
+def _with_tied(weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights`, the output layer included where it is the embedding: some models hold it twice all the same.
+
+    Megatron has it once, or, with several pipeline stages, on the last one too: a name may come twice.
+    """
+    tied = _config(source).get("tie_word_embeddings", False)
+    for name, tensor in weights:
+        yield name, tensor
+        if tied and name == "model.embed_tokens.weight":
+            yield "lm_head.weight", tensor
+
+
+def _config(source: Path) -> dict[str, Any]:
+    return json.loads((source / "config.json").read_text())
+
+
+def _untrained(names: Iterable[str], source: Path) -> list[str]:
+    """Those of `names` that belong to multi-token-prediction layers, which lie behind the model's last layer."""
+    config = _config(source)
+    if not config.get("num_nextn_predict_layers"):
+        return []
+    extra = range(config["num_hidden_layers"], config["num_hidden_layers"] + config["num_nextn_predict_layers"])
+    prefixes = tuple(f"model.layers.{number}." for number in extra)
+    return [name for name in names if name.startswith(prefixes)]
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
 
 
 class _Shards:
@@ -88,27 +128,48 @@ class _Shards:
         (self.directory / _INDEX).write_text(json.dumps(index, indent=2))
 
 
-def compare_with_hf(directory: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> int:
-    """Read `directory` back and hold it to `weights`, tensor by tensor, and to the key set of `source`.
+class Comparison(NamedTuple):
+    """How many tensors of an exported directory are what."""
 
-    Every rank calls it (the weights come out of collectives); rank 0 compares. Returns the number of
-    tensors in the directory (0 on other ranks). Raises RuntimeError for the first that differs.
+    equal: int  # bit for bit what the trainer holds
+    untrained: int  # multi-token-prediction layers: bit for bit the original model's
+
+
+def compare_with_hf(directory: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> Comparison:
+    """Read `directory` back and hold every tensor in it to `weights`, or to `source` where it is untrained.
+
+    Every rank calls it (the weights come out of collectives); rank 0 compares, others return zeros. Raises
+    RuntimeError where a tensor differs, is missing or has nothing to be compared with.
     """
     if torch.distributed.get_rank() != 0:
         for _ in weights:
             pass
-        return 0
+        return Comparison(0, 0)
     written, original = _tensor_files(directory), _tensor_files(source)
     if set(written) != set(original):
-        odd = sorted(set(written) ^ set(original))
-        raise RuntimeError(f"{directory} and {source} do not hold the same tensors; they differ in {odd[:3]}")
-    for name, tensor in weights:
-        if name not in written:
-            continue  # a tied copy, which the original does not have either
-        with safe_open(written[name], framework="pt", device="cpu") as reader:
-            if not torch.equal(reader.get_tensor(name), tensor.detach().cpu()):
-                raise RuntimeError(f"{name} in {directory} is not what the trainer holds: the export is damaged")
-    return len(written)
+        odd = set(written) ^ set(original)
+        raise RuntimeError(f"{directory} and {source} do not hold the same tensors; they differ in {_some(odd)}")
+    untrained = _untrained(written, source)
+    left = set(written) - set(untrained)
+    for name, tensor in _with_tied(weights, source):
+        if name in left:  # else a tied copy, which the original does not have either
+            left.remove(name)
+            _check_equal(name, written[name], tensor.detach().cpu(), "what the trainer holds")
+    if left:
+        raise RuntimeError(
+            f"the trainer holds nothing to compare {len(left)} tensors of {directory} with: {_some(left)}"
+        )
+    for name in untrained:
+        with safe_open(original[name], framework="pt", device="cpu") as reader:
+            _check_equal(name, written[name], reader.get_tensor(name), "what the original model has")
+    return Comparison(len(written) - len(untrained), len(untrained))
+
+
+def _check_equal(name: str, file: Path, expected: torch.Tensor, what: str) -> None:
+    with safe_open(file, framework="pt", device="cpu") as reader:
+        tensor = reader.get_tensor(name)
+    if tensor.dtype != expected.dtype or not torch.equal(tensor, expected):
+        raise RuntimeError(f"{name} in {file} is not {what}: the export is damaged")
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import difflib
 import importlib.util
-import json
 import random
+import socket
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,7 +41,8 @@ def build(recipe: Recipe, platform: Platform) -> Model:
     Needs an initialised torch.distributed and a prepared platform. All ranks call it together. Raises
     ValueError for a layout that does not divide and for a model that cannot be trained as asked.
     """
-    check_layout(read_hf_config(recipe.model.path), recipe.megatron, torch.distributed.get_world_size())
+    hf_config = _read_hf_config(recipe.model.path)
+    check_layout(hf_config.to_dict(), recipe.megatron, torch.distributed.get_world_size())
     _initialize_parallel(recipe.megatron, recipe.cluster.timeout)
     seed_everything(recipe.train.seed)
 
@@ -49,7 +50,7 @@ def build(recipe: Recipe, platform: Platform) -> Model:
         from megarl.megatron import native_layers
 
         native_layers.install()
-    bridge = _bridge(recipe, platform)
+    bridge = _bridge(recipe, hf_config, platform)
     dtype = DTYPES[recipe.model.dtype]
     with contextlib.redirect_stdout(None):  # mbridge prints counts
         chunks = bridge.get_model(
@@ -65,12 +66,16 @@ def build(recipe: Recipe, platform: Platform) -> Model:
     return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size)
 
 
-def read_hf_config(path: str) -> dict[str, Any]:
-    """The model's config.json. Raises ValueError where there is none."""
-    file = Path(path) / "config.json"
-    if not path or not file.is_file():
-        raise ValueError(f"model.path is {path!r}, which has no config.json: give a Hugging Face model directory.")
-    return json.loads(file.read_text())
+def _read_hf_config(path: str) -> Any:
+    """The model's configuration, as transformers reads it. Raises ValueError where this machine has none."""
+    from transformers import AutoConfig
+
+    if not (Path(path) / "config.json").is_file():
+        raise ValueError(
+            f"model.path is {path!r}, which has no config.json on {socket.gethostname()}: every machine of the run "
+            "needs the model's Hugging Face directory in the same place."
+        )
+    return AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
 
 
 def seed_everything(seed: int) -> None:
@@ -110,14 +115,12 @@ def _mark_experts(chunk: Any, *, config: Any, **_: Any) -> None:
                 parameter.allreduce = False
 
 
-def _bridge(recipe: Recipe, platform: Platform) -> Any:
+def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
     from mbridge import AutoBridge
-    from transformers import AutoConfig
 
     from megarl.megatron import mbridge_fixes
 
     mbridge_fixes.install()
-    hf_config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=False)
     mbridge_fixes.mend_config(hf_config)
     supported = AutoBridge.list_supported_models()
     if hf_config.model_type not in supported:

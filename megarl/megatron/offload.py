@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,51 +11,67 @@ from megarl.megatron.optimizer import members
 
 
 class Offloader:
-    """Moves weights and optimizer states to the host and back; drops gradients, which are zeroed anyway."""
+    """Moves weights and optimizer states to the host and back; drops gradients, which are zeroed anyway.
+
+    Storages are freed and filled again: the tensors, and all views that Megatron keeps of them, stay as
+    they are. In between they have no memory behind them.
+    """
 
     def __init__(self, chunks: list[Any], optimizer: Any) -> None:
         self.chunks, self.optimizer = chunks, optimizer
-        self.away: list[tuple[torch.Tensor, torch.Tensor]] = []  # device tensor, its host copy
-        self.gradients: list[tuple[torch.Tensor, int]] = []  # device tensor, bytes of its storage
+        self._away: list[tuple[torch.Tensor, torch.Tensor]] = []  # bytes of a storage, their copy on the host
+        self._gradients: list[tuple[torch.Tensor, int]] = []  # gradient buffer, bytes of its storage
+        self._weights_away = False
 
-    def offload(self) -> None:
-        """Free the device storage of everything; the tensors stay, without memory behind them."""
-        assert not self.away and not self.gradients, "already offloaded"
-        for buffer in self._buffers():
-            self._drop(buffer.grad_data)
-        for tensor in self._tensors():
+    def offload_optimizer(self) -> None:
+        """Free gradient buffers, moments and master weights: all but what the weights themselves need."""
+        assert not self._gradients, "already offloaded"
+        assert not self._weights_away, "the optimizer goes first: it may hold views of the weights"
+        for buffer in self._gradient_buffers():
+            storage = buffer.grad_data.untyped_storage()
+            self._gradients.append((buffer.grad_data, storage.size()))
+            storage.resize_(0)
+        weights = {weight.untyped_storage().data_ptr() for weight in self._weights()}
+        # Where nothing is kept in higher precision, the optimizer's parameters are views of the weights.
+        self._move(t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in weights)
+
+    def offload_weights(self) -> None:
+        """Free the weights. They are on the host until `onload`."""
+        assert not self._weights_away, "already offloaded"
+        self._weights_away = True
+        self._move(self._weights())
+
+    def onload(self) -> None:
+        """Give everything that is away its memory and its contents back; gradients come back as zeros."""
+        for whole, host in self._away:
+            whole.untyped_storage().resize_(host.numel())
+            whole.copy_(host)
+        for gradient, size in self._gradients:
+            gradient.untyped_storage().resize_(size)
+            gradient.zero_()
+        self._away, self._gradients, self._weights_away = [], [], False
+
+    def _move(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
             storage = tensor.untyped_storage()
             if storage.size() == 0:  # a view of a storage that has been moved
                 continue
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            self.away.append((whole, whole.to("cpu")))
+            self._away.append((whole, whole.to("cpu", copy=True)))
             storage.resize_(0)
 
-    def onload(self) -> None:
-        """Give everything its memory and its contents back; gradients come back as zeros."""
-        for whole, host in self.away:
-            whole.untyped_storage().resize_(host.numel())
-            whole.copy_(host)
-        for gradient, size in self.gradients:
-            gradient.untyped_storage().resize_(size)
-            gradient.zero_()
-        self.away, self.gradients = [], []
-
-    def _drop(self, gradient: torch.Tensor) -> None:
-        storage = gradient.untyped_storage()
-        self.gradients.append((gradient, storage.size()))
-        storage.resize_(0)
-
-    def _buffers(self) -> Iterator[Any]:
+    def _gradient_buffers(self) -> Iterator[Any]:
         for chunk in self.chunks:
             yield from chunk.buffers
             yield from chunk.expert_parallel_buffers
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
+    def _weights(self) -> Iterator[torch.Tensor]:
         for chunk in self.chunks:
             yield from (parameter.data for parameter in chunk.parameters())
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
         for group in self.optimizer.param_groups:
-            yield from (parameter.data for parameter in group["params"])  # master weights, or views of weights
+            yield from (parameter.data for parameter in group["params"])
         for member in members(self.optimizer):
             for state in member.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -63,18 +63,18 @@ def run(
 
     `loss(batch, log_probs [T], entropy [T] or None)` is called on the last stage and returns the loss to
     be differentiated and anything to be returned. On the last stage returns these, one a micro batch;
-    elsewhere None.
+    elsewhere None. Under interleaving (several chunks) the number of micro batches must be a multiple of
+    the pipeline stages, which megarl.schedule sees to.
     """
     assert micro_batches, "a step needs at least one micro batch"
-    count = len(micro_batches)
-    items: list[tuple[MicroBatch, bool]] = [(batch, True) for batch in micro_batches]
-    if len(chunks) > 1:  # the interleaved schedule takes whole rounds of the pipeline: filled up, without weight
+    if len(chunks) > 1:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
-        filler = MicroBatch(torch.zeros(2, dtype=torch.int64), [2])
-        items += [(filler, False)] * (-count % stages)
-    packed = [(batch, counts, _pack(batch, config, device)) for batch, counts in items]
+        assert len(micro_batches) % stages == 0, (
+            f"{len(micro_batches)} micro batches: the interleaved schedule takes whole rounds of {stages} pipeline stages"
+        )
+    packed = [(batch, _pack(batch, config, device)) for batch in micro_batches]
     iterators = [iter(packed) for _ in chunks]
-    longest = max(stream.share for _, _, stream in packed)
+    longest = max(stream.share for _, stream in packed)
     results = get_forward_backward_func()(
         forward_step_func=partial(_forward_step, config=config, loss=loss, forward=forward),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -84,7 +84,7 @@ def run(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    return results[:count] if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
+    return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
 
 
 def _pack(batch: MicroBatch, config: Any, device: torch.device) -> PackedStream:
@@ -98,10 +98,10 @@ def _pack(batch: MicroBatch, config: Any, device: torch.device) -> PackedStream:
 
 
 def _forward_step(
-    iterator: Iterator[tuple[MicroBatch, bool, PackedStream]], model: Any, *, config: Any, loss: Any, forward: Forward
+    iterator: Iterator[tuple[MicroBatch, PackedStream]], model: Any, *, config: Any, loss: Any, forward: Forward
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Megatron's forward step: the model's output, and what to do with it on the last stage."""
-    batch, counts, stream = next(iterator)
+    batch, stream = next(iterator)
     offsets = stream.cu_seqlens
     output = model(
         input_ids=stream.tokens[None],
@@ -121,11 +121,8 @@ def _forward_step(
     )
 
     def last_stage(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        no_tokens = torch.zeros([], dtype=torch.int)  # see `configure`
-        if not counts:
-            return logits.sum() * 0.0, no_tokens, None
         value, result = loss(batch, *at_tokens(logits.squeeze(0), stream, forward))
-        return value, no_tokens, result
+        return value, torch.zeros([], dtype=torch.int), result  # no token count: see `configure`
 
     return output, last_stage
 

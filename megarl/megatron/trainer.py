@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megarl.algorithms.inputs import LossInputs
 from megarl.config.schema import Recipe
 from megarl.megatron import checkpoint, export
-from megarl.megatron.auxiliary import AuxiliaryLosses
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
+from megarl.megatron.router_losses import RouterLosses
 from megarl.megatron.step import Forward, Objective, configure, run
 from megarl.platform import Platform
 
@@ -50,7 +51,7 @@ class PolicyTrainer:
         self.recipe, self.platform, self.total_steps = recipe, platform, total_optimizer_steps
         self.model: Model = build(recipe, platform)
         configure(self.model.config)
-        self._auxiliary = AuxiliaryLosses(self.model.config)
+        self._router_losses = RouterLosses(self.model.config)
         self.optimizer = build_optimizer(
             recipe.actor.optimizer,
             self.model.chunks,
@@ -61,6 +62,7 @@ class PolicyTrainer:
         self.step = 0  # optimizer steps asked for so far, skipped ones included
         self._reference: list[torch.Tensor] | None = None
         self._offloader = Offloader(self.model.chunks, self.optimizer)
+        self._said_no_offload = False
 
     def describe(self) -> dict[str, Any]:
         """Facts for the log: the layout and this rank's parameters."""
@@ -68,24 +70,31 @@ class PolicyTrainer:
             **self._layout(),
             "dtype": self.recipe.model.dtype,
             "parameters_on_rank": parameters_on_rank(self.model),
+            "can_offload": self.platform.can_offload,
         }
 
     def log_probs(
-        self, micro_batches: list[MicroBatch], *, temperature: float, reference: bool = False
-    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Log-probs [T] and entropy [T] (float32) of each micro batch at token index, without gradients.
+        self,
+        micro_batches: list[MicroBatch],
+        *,
+        temperature: float,
+        reference: bool = False,
+        with_entropy: bool = False,
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]] | None:
+        """Log-probs [T] of each micro batch at token index (float32), without gradients; and their entropy [T]
+        where asked for, else None.
 
         The first token of a sequence is predicted by nothing: 0. With `reference`, those of the weights
         that `keep_reference` kept. On ranks of the last pipeline stage; elsewhere None.
         """
 
-        def keep(_: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        def keep(_: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
             return log_probs.new_zeros(()), (log_probs, entropy)
 
         for chunk in self.model.chunks:
             chunk.eval()
         with torch.no_grad(), self._reference_weights() if reference else contextlib.nullcontext():
-            return self._run(micro_batches, keep, temperature, with_entropy=True, forward_only=True)
+            return self._run(micro_batches, keep, temperature, with_entropy=with_entropy, forward_only=True)
 
     def train_step(
         self,
@@ -94,26 +103,25 @@ class PolicyTrainer:
         *,
         temperature: float,
         with_entropy: bool,
-        make_inputs: Callable[..., Any] | None = None,
     ) -> dict[str, float] | None:
         """One optimizer step on this rank's part of a mini batch.
 
-        `objective` is given `make_inputs(log_probs=, entropy=, **vectors)` of each micro batch (by default
-        megarl.algorithms.inputs.LossInputs) and returns a loss that is normalised over the whole mini batch,
-        and metrics that add up over it. Returns the sums of the metrics over micro batches and data-parallel
-        ranks, with actor/grad_norm (before clipping), actor/lr and actor/skipped_updates (1 where the gradient
-        norm was not finite: the weights are then unchanged); None off the last pipeline stage.
+        `objective` is given the LossInputs of each micro batch, of whose fields `MicroBatch.vectors` holds all
+        but log-probs and entropy. It returns a loss that is normalised over the whole mini batch, and metrics
+        that add up over it. Returns the sums of the metrics over micro batches and data-parallel ranks, with
+        actor/grad_norm (before clipping), actor/lr, actor/skipped_updates (1 where the gradient norm was not
+        finite: the weights are then unchanged) and perf/max_memory_allocated_gb (`Platform.peak_memory` of the
+        rank that has the highest); None off the last pipeline stage.
         """
-        make_inputs = make_inputs or _loss_inputs()
 
         def loss(batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-            return objective(make_inputs(log_probs=log_probs, entropy=entropy, **self._on_device(batch.vectors)))
+            return objective(LossInputs(log_probs=log_probs, entropy=entropy, **self._on_device(batch.vectors)))
 
         for chunk in self.model.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._auxiliary.scale(micro_batches, self.platform.device())
+        self._router_losses.scale(micro_batches, self.platform.device())
         contributions = self._run(micro_batches, loss, temperature, with_entropy=with_entropy, forward_only=False)
         self.step += 1
         config = self.recipe.actor.optimizer
@@ -121,9 +129,15 @@ class PolicyTrainer:
         norm, updated = guarded_step(self.optimizer, lr=rate, clip_grad=config.clip_grad)
         if not updated:
             logger.warning("optimizer step %d skipped: the gradient norm is %s", self.step, norm)
+        peak = _highest(self.platform.peak_memory(), self.platform.device())
         if contributions is None:
             return None
-        own = {"actor/grad_norm": norm, "actor/lr": rate, "actor/skipped_updates": float(not updated)}
+        own = {
+            "actor/grad_norm": norm,
+            "actor/lr": rate,
+            "actor/skipped_updates": float(not updated),
+            "perf/max_memory_allocated_gb": peak,
+        }
         return {**_sum_metrics(contributions, self.platform.device()), **own}
 
     def keep_reference(self) -> None:
@@ -139,6 +153,10 @@ class PolicyTrainer:
         """Write a Hugging Face directory, with the configuration and tokenizer of the model's own."""
         export.save_hf(directory, Path(self.recipe.model.path), self.export_weights())
 
+    def compare_with_hf(self, directory: Path) -> export.Comparison:
+        """Hold what `save_hf` wrote to the weights here; see `export.compare_with_hf`."""
+        return export.compare_with_hf(directory, self.export_weights(), Path(self.recipe.model.path))
+
     def save(self, directory: Path) -> None:
         """Write a checkpoint that `load` continues from, bit for bit. The caller makes it atomic."""
         checkpoint.save(directory, self.model, self.optimizer, step=self.step, layout=self._layout())
@@ -147,18 +165,28 @@ class PolicyTrainer:
         """Continue from a checkpoint of the same layout. Raises ValueError for another one."""
         self.step = checkpoint.load(directory, self.model, self.optimizer, layout=self._layout())
 
-    def offload(self) -> None:
-        """Give device memory back while the engines run."""
-        if self.platform.name == "cpu":
-            logger.info("offload: nothing to do, weights are in host memory")
-            return
-        self._offloader.offload()
-        self.platform.empty_cache()
+    def offload_optimizer(self) -> None:
+        """Give the device memory of gradients and optimizer states back. Weights can still be exported."""
+        if self._can_offload():
+            self._offloader.offload_optimizer()
+            self.platform.empty_cache()
+
+    def offload_weights(self) -> None:
+        """Give the weights' device memory back, after `offload_optimizer`. Nothing computes until `onload`."""
+        if self._can_offload():
+            self._offloader.offload_weights()
+            self.platform.empty_cache()
 
     def onload(self) -> None:
-        """Undo `offload`."""
-        if self.platform.name != "cpu":
+        """Undo `offload_optimizer` and `offload_weights`, whichever came."""
+        if self.platform.can_offload:
             self._offloader.onload()
+
+    def _can_offload(self) -> bool:
+        if not self.platform.can_offload and not self._said_no_offload:
+            logger.info("offload: nothing to do, this device's memory is the host's")
+            self._said_no_offload = True
+        return self.platform.can_offload
 
     def _run(
         self, micro_batches: list[MicroBatch], loss: Any, temperature: float, *, with_entropy: bool, forward_only: bool
@@ -230,10 +258,11 @@ def _coordinates() -> Coordinates:
     )
 
 
-def _loss_inputs() -> Callable[..., Any]:
-    from megarl.algorithms.inputs import LossInputs
-
-    return LossInputs
+def _highest(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    highest = torch.tensor(value, device=device)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return highest.item()
 
 
 def _sum_metrics(contributions: list[dict[str, torch.Tensor]], device: torch.device) -> dict[str, float]:

@@ -19,10 +19,10 @@ class Platform(ABC):
     """
 
     name: str  # "cpu" | "cuda" | "npu": the value of cluster.device
-    device_type: str  # torch's name of the device type
     process_group_backend: str  # for torch.distributed.init_process_group
     ray_resource: str | None  # what Ray counts; None where processes need no device
     visible_devices_env: str  # variable that restricts a process to some devices; "" where there is none
+    can_offload: bool  # the device has memory of its own, which moving tensors to the host frees
 
     @property
     @abstractmethod
@@ -50,16 +50,13 @@ class Platform(ABC):
         """This process's device."""
 
     @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until everything that was queued on the device is done."""
-
-    @abstractmethod
     def empty_cache(self) -> None:
         """Give cached, unused device memory back."""
 
     @abstractmethod
-    def memory(self) -> dict[str, float]:
-        """Memory of this process in GiB, by kind (`peak` on every platform)."""
+    def peak_memory(self) -> float:
+        """The most memory that this process has held so far, in GiB: of tensors on the device, or, where
+        there is no device memory, of the whole process (resident)."""
 
     @staticmethod
     def _assert_before_megatron() -> None:

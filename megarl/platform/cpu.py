@@ -13,6 +13,7 @@ import logging
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +29,10 @@ class CPUPlatform(Platform):
     """CPU cores with gloo: the same code path as on accelerators, at a small scale."""
 
     name = "cpu"
-    device_type = "cpu"
     process_group_backend = "gloo"
     ray_resource = None
     visible_devices_env = ""
+    can_offload = False
 
     @property
     def uses_native_layers(self) -> bool:
@@ -50,7 +51,7 @@ class CPUPlatform(Platform):
         _moves()
         _type_names()
         _split_sizes()
-        _rng_warning()
+        _expected_warnings()
 
     def trainer_env(self) -> dict[str, str]:
         # Megatron compiles small functions with torch.compile, which would call a C++ compiler at run time.
@@ -62,15 +63,12 @@ class CPUPlatform(Platform):
     def device(self) -> torch.device:
         return CPU
 
-    def synchronize(self) -> None:
-        """Nothing to wait for: work on a CPU is done when the call returns."""
-
     def empty_cache(self) -> None:
         """Nothing is cached."""
 
-    def memory(self) -> dict[str, float]:
+    def peak_memory(self) -> float:
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux
-        return {"peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 def _give(owner: Any, names: str, result: Any = None) -> None:
@@ -245,8 +243,26 @@ def _split_sizes() -> None:
     torch.distributed.all_to_all_single = all_to_all_single
 
 
-def _rng_warning() -> None:
-    """One generator plays both the CPU's and CUDA's part, so Megatron's warning about it is expected."""
+_EXPECTED_WARNINGS = (
+    # Both are CUDA extensions: megarl/megatron/native_layers.py and adam.py stand in for them.
+    "Transformer Engine and Apex are not installed",
+    "Apex is not installed",
+    # Megatron's own calls, of names that torch is about to retire.
+    r"`torch\.distributed\.\w+` is deprecated",
+    "`load_state_dict` is deprecated",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
+    # Megatron's distributed optimizer asks shards, which are views, for a gradient; they have none.
+    r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
+    # Megatron's own default.
+    "full scope is deprecated. Use empty cuda_graph_scope",
+)
+
+
+def _expected_warnings() -> None:
+    """Leave out what Megatron says in every run on a CPU and nobody can act on; any other warning is shown."""
+    for message in _EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+    # One generator plays both the CPU's and CUDA's part.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )

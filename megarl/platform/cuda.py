@@ -8,17 +8,15 @@ import torch
 
 from megarl.platform.base import Platform
 
-GIB = 2**30
-
 
 class CUDAPlatform(Platform):
     """CUDA devices with NCCL; with or without Transformer Engine."""
 
     name = "cuda"
-    device_type = "cuda"
     process_group_backend = "cpu:gloo,cuda:nccl"
     ray_resource = "GPU"
     visible_devices_env = "CUDA_VISIBLE_DEVICES"
+    can_offload = True
 
     @property
     def uses_native_layers(self) -> bool:
@@ -37,15 +35,8 @@ class CUDAPlatform(Platform):
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
-    def memory(self) -> dict[str, float]:
-        return {
-            "allocated": torch.cuda.memory_allocated() / GIB,
-            "reserved": torch.cuda.memory_reserved() / GIB,
-            "peak": torch.cuda.max_memory_allocated() / GIB,
-        }
+    def peak_memory(self) -> float:
+        return torch.cuda.max_memory_allocated() / 2**30

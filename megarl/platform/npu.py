@@ -8,17 +8,15 @@ import torch
 
 from megarl.platform.base import Platform
 
-GIB = 2**30
-
 
 class NPUPlatform(Platform):
     """Ascend devices with HCCL. MindSpeed supplies what Transformer Engine supplies on CUDA."""
 
     name = "npu"
-    device_type = "npu"
     process_group_backend = "cpu:gloo,npu:hccl"
     ray_resource = "NPU"
     visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
+    can_offload = True
 
     @property
     def uses_native_layers(self) -> bool:
@@ -64,18 +62,11 @@ class NPUPlatform(Platform):
     def device(self) -> torch.device:
         return torch.device("npu", torch.npu.current_device())
 
-    def synchronize(self) -> None:
-        torch.npu.synchronize()
-
     def empty_cache(self) -> None:
         torch.npu.empty_cache()
 
-    def memory(self) -> dict[str, float]:
-        return {
-            "allocated": torch.npu.memory_allocated() / GIB,
-            "reserved": torch.npu.memory_reserved() / GIB,
-            "peak": torch.npu.max_memory_allocated() / GIB,
-        }
+    def peak_memory(self) -> float:
+        return torch.npu.max_memory_allocated() / 2**30
 
 
 # Trainer and engine share a device when colocated: without ranges both bind HCCL's default port.

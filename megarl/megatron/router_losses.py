@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megarl.megatron.batch import MicroBatch, padded_lengths
 
 
-class AuxiliaryLosses:
+class RouterLosses:
     """Gives Megatron's load-balancing and z-loss the weight of a mean over the mini batch.
 
     With gradients that simply add up (see step.py), Megatron weighs the loss of each micro batch and rank

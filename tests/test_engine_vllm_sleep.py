@@ -1,0 +1,129 @@
+"""What the vLLM engine lets through while it sleeps, and without layerwise reload; vLLM itself is a stand-in."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.engines.base import EngineDead, EngineRefused, EngineSpec
+from megarl.engines.vllm import VllmEngine
+from megarl.engines.vllm_compat import Capabilities
+from megarl.types import GenerationRequest, Prompt, Sampling
+
+
+class FakeVllm:
+    """Records what reaches vLLM's engine."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 100, hf_text_config=None)
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
+
+    def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
+        self.calls.append(method)
+        report = {"version": 1, "tensors": 1, "bytes": 4, "buckets": 1, "fingerprint": "f", "seconds": 0.0}
+        return [[0, "host"] if method == "megarl_endpoint" else [report, []]]
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(("sleep", level))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        self.calls.append(("wake_up", tags))
+
+    def reset_prefix_cache(self, **_: Any) -> bool:
+        return True
+
+
+REQUEST = GenerationRequest(0, Prompt("p", (1,), "", "x"), Sampling(1, 1), seed=0)
+
+
+def capabilities(**changes: Any) -> Capabilities:
+    has = {
+        "version": "0.15.1",
+        "device": "cuda",
+        "layerwise_reload": True,
+        "partial_wake": True,
+        "preempting_reset": True,
+        "flat_logprobs": True,
+    }
+    return Capabilities(**{**has, **changes})
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
+    fake = FakeVllm()
+    for name, content in {
+        "vllm": {},
+        "vllm.engine": {},
+        "vllm.engine.arg_utils": {"EngineArgs": lambda **_: None},
+        "vllm.v1": {},
+        "vllm.v1.engine": {},
+        "vllm.v1.engine.llm_engine": {"LLMEngine": SimpleNamespace(from_engine_args=lambda _: fake)},
+    }.items():
+        module = ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("megarl.engines.vllm.build_engine_args", lambda spec, device: {})
+    return fake
+
+
+def engine(monkeypatch: pytest.MonkeyPatch, *, load_weights: bool = True, **changes: Any) -> VllmEngine:
+    monkeypatch.setattr("megarl.engines.vllm_compat.capabilities", lambda: capabilities(**changes))
+    return VllmEngine(EngineSpec("e0", "model", "float32", 64, sleep_mode=True, load_weights=load_weights))
+
+
+def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
+    sleeper = engine(monkeypatch)
+    info = sleeper.start()
+    assert info["can_sleep"] and info["can_update"] and info["wake_tags"] == ["weights", "kv_cache"]
+    sleeper.sleep()
+    with pytest.raises(EngineRefused, match="no memory for weights while they sleep"):
+        sleeper.update_weights(1)
+    with pytest.raises(EngineRefused, match=r"asleep is \['weights', 'kv_cache'\]"):
+        sleeper.wake(("weight",))
+    sleeper.wake(("weights",))
+    sleeper.update_weights(1)
+    with pytest.raises(EngineRefused, match=r"sleeps \(kv_cache\)"):
+        sleeper.generate([REQUEST], print)
+    with pytest.raises(EngineRefused, match=r"asleep is \['kv_cache'\]"):
+        sleeper.wake(("weights",))
+    sleeper.wake(("kv_cache",))
+    assert vllm.calls[1:] == [("sleep", 2), ("wake_up", ["weights"]), "megarl_update", ("wake_up", ["kv_cache"])]
+
+    sleeper.sleep()
+    sleeper.wake()
+    with pytest.raises(EngineRefused, match="dropped its weights when it went to sleep"):
+        sleeper.generate([REQUEST], print)
+    sleeper.shutdown()
+
+
+def test_wakes_at_once_where_vllm_has_no_tags(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
+    sleeper = engine(monkeypatch, partial_wake=False)
+    assert sleeper.start()["wake_tags"] == []
+    sleeper.sleep()
+    with pytest.raises(EngineRefused, match="wakes everything at once"):
+        sleeper.wake(("weights",))
+    sleeper.wake()
+    assert vllm.calls[-1] == ("wake_up", None)
+    sleeper.shutdown()
+
+
+def test_without_layerwise_reload_no_weights_are_taken(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
+    waiting = engine(monkeypatch, load_weights=False, layerwise_reload=False)
+    with pytest.raises(
+        RuntimeError, match=r"vLLM 0\.15\.1 cannot take new weights safely.*Install vLLM 0\.16 or later"
+    ):
+        waiting.start()
+    with pytest.raises(EngineDead, match="cannot take new weights"):
+        waiting.update_weights(1)
+    assert vllm.calls == [], "it was refused before anything was loaded"
+
+    fixed = engine(monkeypatch, layerwise_reload=False)
+    assert fixed.start()["can_update"] is False
+    with pytest.raises(EngineRefused, match="cannot take new weights"):
+        fixed.connect_exchange(None)
+    assert "megarl_connect" not in vllm.calls
+    fixed.shutdown()

@@ -1,0 +1,88 @@
+"""An exported directory holds trained weights and nothing else, but for what is known not to be trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.megatron.export import Comparison, compare_with_hf, save_hf
+
+TRAINED = ["model.embed_tokens.weight", "model.layers.0.up.weight", "model.layers.1.up.weight"]
+EXTRA = ["model.layers.2.up.weight", "model.layers.2.eh_proj.weight"]  # a multi-token-prediction layer
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    directory = tmp_path / "source"
+    directory.mkdir()
+    save_file({name: torch.full((2, 2), float(i)) for i, name in enumerate(TRAINED)}, directory / "a.safetensors")
+    save_file({name: torch.full((2, 2), -1.0) for name in EXTRA}, directory / "b.safetensors")
+    configure(directory, num_nextn_predict_layers=1)
+    return directory
+
+
+def configure(directory: Path, **settings: object) -> None:
+    (directory / "config.json").write_text(json.dumps({"num_hidden_layers": 2, **settings}))
+
+
+def trained(*names: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """As mbridge exports: also the output layer, which is tied and which `source` does not have."""
+    for name in (*names, "lm_head.weight"):
+        yield name, torch.full((2, 2), 10.0 + len(name))
+
+
+def test_untrained_layers_are_copied_and_counted(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save_hf(out, source, trained(*TRAINED))
+    written = load_file(out / "model.safetensors")
+    assert sorted(written) == sorted(TRAINED + EXTRA)
+    assert all((written[name] == 10 + len(name)).all() for name in TRAINED)
+    assert all((written[name] == -1).all() for name in EXTRA)
+    assert compare_with_hf(out, trained(*TRAINED), source) == Comparison(equal=3, untrained=2)
+
+
+def test_a_tensor_that_was_not_exported_is_no_tensor_of_the_original(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"1 tensors of .*not among the exported weights: model.layers.0.up.weight"):
+        save_hf(tmp_path / "out", source, trained(TRAINED[0], TRAINED[2]))
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    configure(source, num_nextn_predict_layers=0)  # then layer 2 is a layer that should have been trained
+    with pytest.raises(RuntimeError, match=r"2 tensors .*: model.layers.2.eh_proj.weight, model.layers.2.up.weight\."):
+        save_hf(tmp_path / "out", source, trained(*TRAINED))
+
+
+def test_a_tied_output_layer_that_the_original_holds_twice_follows_the_embedding(source: Path, tmp_path: Path) -> None:
+    save_file({"lm_head.weight": torch.zeros(2, 2)}, source / "c.safetensors")
+    configure(source, num_nextn_predict_layers=1, tie_word_embeddings=True)
+    weights = [item for item in trained(*TRAINED) if item[0] != "lm_head.weight"]
+    save_hf(tmp_path / "out", source, iter(weights))
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
+    assert compare_with_hf(tmp_path / "out", iter(weights), source) == Comparison(equal=4, untrained=2)
+
+
+def test_every_tensor_of_the_directory_is_compared(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    save_hf(out, source, trained(*TRAINED))
+    with pytest.raises(RuntimeError, match=r"nothing to compare 1 tensors of .* with: model.layers.1.up.weight"):
+        compare_with_hf(out, trained(*TRAINED[:2]), source)
+    good = load_file(out / "model.safetensors")
+    for name, whose in ((TRAINED[1], "what the trainer holds"), (EXTRA[0], "what the original model has")):
+        damaged = {**good, name: good[name].clone()}
+        damaged[name][0, 0] += 1e-6 * damaged[name][0, 0]
+        save_file(damaged, out / "model.safetensors")
+        with pytest.raises(RuntimeError, match=rf"{name} in .* is not {whose}"):
+            compare_with_hf(out, trained(*TRAINED), source)
+    save_file({name: good[name] for name in TRAINED}, out / "model.safetensors")
+    with pytest.raises(RuntimeError, match="do not hold the same tensors"):
+        compare_with_hf(out, trained(*TRAINED), source)
