@@ -76,7 +76,8 @@ def report(
     from megarl.observe.command import report as write
 
     with blaming_input():
-        write(run_path)
+        path = write(run_path)
+    typer.echo(path)
 
 
 def main() -> None:

@@ -25,11 +25,16 @@ class Chart:
 CHARTS = (
     Chart(
         "Reward",
-        (("critic/rewards/mean", "mean"),),
-        "Mean over the batch; shaded: least to greatest.",
+        (("rollout/rewards/mean", "everything sampled"), ("critic/rewards/mean", "trained on")),
+        "Means; with dynamic sampling only the first shows learning. Shaded: least to greatest that was trained on.",
         band=("critic/rewards/min", "critic/rewards/max"),
     ),
-    Chart("Evaluation", (("eval/*", ""),), "On the held-out problems."),
+    Chart(
+        "Evaluation",
+        (("eval/*@*", ""), ("eval/greedy", "greedy")),
+        "Accuracy on the held-out problems.",
+    ),
+    Chart("Evaluation: response length", (("eval/response_length/mean", "mean"),), "Tokens."),
     Chart("Reward parts", (("critic/score/*/mean", ""),), "Mean of each part of the reward."),
     Chart("Response length", (("response_length/mean", "mean"), ("response_length/max", "longest")), "Tokens."),
     Chart(
@@ -97,5 +102,6 @@ def _match(names: list[str], pattern: str) -> list[str]:
 
 
 def _star(name: str, pattern: str) -> str:
-    before, _, after = pattern.partition("*")
+    """What the pattern's stars stand for, with what lies between them."""
+    before, after = pattern.partition("*")[0], pattern.rpartition("*")[2]
     return name[len(before) : len(name) - len(after)]

@@ -163,7 +163,8 @@ def _facts(
 def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
     """The few numbers one asks for first."""
     figures = []
-    evaluations = {name for line in lines for name in line if name.startswith("eval/")}
+    names = {name for line in lines for name in line}
+    evaluations = [name for name in names if name == "eval/greedy" or name.startswith(("eval/pass@", "eval/maj@"))]
     for name in sorted(evaluations, key=lambda name: (not name.endswith("pass@1"), name))[:3]:
         values = [(int(line["step"]), line[name]) for line in lines if name in line]
         (first_step, first), (last_step, last) = values[0], values[-1]
@@ -172,7 +173,8 @@ def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
         if len(values) > 1:
             detail = f"from {first:{how}} (steps {first_step:,} to {last_step:,})"
         figures.append({"label": name.removeprefix("eval/"), "value": f"{last:{how}}", "detail": detail})
-    reward = _column(lines, "critic/rewards/mean")
+    # Where groups are filtered, only the mean over everything that was sampled shows learning.
+    reward = _column(lines, "rollout/rewards/mean") or _column(lines, "critic/rewards/mean")
     if reward:
         width = max(1, min(10, len(reward) // 4))
         first, last = (sum(part) / len(part) for part in (reward[:width], reward[-width:]))
