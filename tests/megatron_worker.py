@@ -9,13 +9,11 @@ import json
 import logging
 import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
 from megarl.platform import select
 
-warnings.filterwarnings("ignore")
 platform = select("cpu")
 platform.prepare()
 
@@ -129,7 +127,11 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
     trainer.keep_reference()
     train(trainer, batches, 2)
     directory = output / f"{case['name']}.checkpoint"
+    on_disk = synced_files()
     trainer.save(directory)
+    assert f"random/rank_{dist.get_rank():05d}.pt" in " ".join(on_disk), "lost in a power failure: random states"
+    written = {str(path) for path in (directory, *directory.rglob("*"))}
+    assert dist.get_rank() != 0 or written <= set(on_disk), written - set(on_disk)
     noise = torch.rand(3)
     went_on, weights = train(trainer, batches, 2), weights_of(trainer)
 
@@ -164,6 +166,18 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
         assert "distributed_optimizer: 1 then, 0 now" in str(error), error
     else:
         raise AssertionError("a checkpoint of another layout was loaded")
+
+
+def synced_files() -> list[str]:
+    """Paths of the files that are forced to the disk from here on."""
+    fsync, paths = os.fsync, []
+
+    def record(descriptor: int) -> None:
+        paths.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    os.fsync = record
+    return paths
 
 
 def check_offload(trainer: Any) -> None:

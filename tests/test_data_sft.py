@@ -69,7 +69,7 @@ def test_every_assistant_turn_is_learned(tmp_path, tokenizer):
     example = build(tmp_path, tokenizer, [{"messages": [*TALK, {"role": "user", "content": "Thanks."}]}])[0]
     assert learned(tokenizer, example) == ["4<2>", "4+3=7.\n#### 7<2>"]
     # Nothing of the conversation is lost or doubled on the way, up to the last token that counts.
-    text = tokenizer.render(TALK, True, generate=False)[0]
+    text = tokenizer.render_text(TALK, True, generate=False)
     assert example.tokens.tolist() == tokenizer.encode(text.rstrip("\n"))
 
 

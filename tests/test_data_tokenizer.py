@@ -64,7 +64,7 @@ def test_the_tiny_tokenizer_keeps_digits_apart(directory):
 
 def test_special_tokens_are_ids_that_text_leaves_out(directory):
     tokenizer = load_tokenizer(directory)
-    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.stop_ids) == (2, 0, (2,))
+    assert (tokenizer.eos_id, tokenizer.stop_ids) == (2, (2,))
     assert tokenizer.decode([*tokenizer.encode("four"), tokenizer.eos_id]) == "four"
 
 
@@ -85,31 +85,32 @@ def test_the_models_own_stop_tokens_are_added(directory, tmp_path, files, stops)
 
 def test_chat_template(directory):
     tokenizer = load_tokenizer(directory)
-    text, ids = tokenizer.render(MESSAGES, chat_template=True)
+    text = tokenizer.render_text(MESSAGES, chat_template=True)
+    ids = tokenizer.encode(text)
     assert text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-    assert ids[0] == 1 and ids.count(2) == 1 and tokenizer.encode(text) == ids
-    assert tokenizer.render([{"role": "system", "content": "Q: "}, *MESSAGES], chat_template=False)[0] == "Q: 2+2?"
+    assert ids[0] == 1 and ids.count(2) == 1 and tokenizer.leading_ids(True) == []
+    assert tokenizer.render_text([{"role": "system", "content": "Q: "}, *MESSAGES], chat_template=False) == "Q: 2+2?"
 
 
 def test_arguments_reach_the_template_and_unknown_ones_are_refused(changed):
     template = "{{ messages[0].content }}{% if not enable_thinking %}/no_think{% endif %}"
     tokenizer = load_tokenizer(changed(chat_template=template))
-    assert tokenizer.render(MESSAGES, True, {"enable_thinking": False})[0] == "2+2?/no_think"
-    assert tokenizer.render(MESSAGES, True, {"enable_thinking": True})[0] == "2+2?"
+    assert tokenizer.render_text(MESSAGES, True, {"enable_thinking": False}) == "2+2?/no_think"
+    assert tokenizer.render_text(MESSAGES, True, {"enable_thinking": True}) == "2+2?"
     with pytest.raises(ValueError, match="never reads 'enable_thinkng'"):
-        tokenizer.render(MESSAGES, True, {"enable_thinkng": False})
+        tokenizer.render_text(MESSAGES, True, {"enable_thinkng": False})
     with pytest.raises(ValueError, match=r"need data\.chat_template: true"):
-        tokenizer.render(MESSAGES, False, {"enable_thinking": False})
+        tokenizer.render_text(MESSAGES, False, {"enable_thinking": False})
 
 
 def test_a_template_that_is_missing_or_refuses(changed):
     with pytest.raises(ValueError, match=r"no chat template: set data\.chat_template: false"):
-        load_tokenizer(changed(chat_template=None)).render(MESSAGES, True)
+        load_tokenizer(changed(chat_template=None)).render_text(MESSAGES, True)
     refusing = load_tokenizer(changed(chat_template="{{ raise_exception('roles must alternate') }}"))
     with pytest.raises(ValueError, match="roles must alternate"):
-        refusing.render(MESSAGES, True)
+        refusing.render_text(MESSAGES, True)
     with pytest.raises(ValueError, match="must be text"):
-        refusing.render([{"role": "user", "content": [{"type": "image"}]}], False)
+        refusing.render_text([{"role": "user", "content": [{"type": "image"}]}], False)
 
 
 def test_plain_text_begins_with_the_bos_token_where_the_tokenizer_says_so(changed):
@@ -125,9 +126,9 @@ def test_plain_text_begins_with_the_bos_token_where_the_tokenizer_says_so(change
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer_json))
     tokenizer = load_tokenizer(directory)
     assert tokenizer.bos_ids == (1,)
-    assert tokenizer.render(MESSAGES, False)[1] == [1, *tokenizer.encode("2+2?")]
+    assert tokenizer.leading_ids(False) == [1]
+    assert tokenizer.leading_ids(True) == [], "the template writes its own"
     assert 1 not in tokenizer.encode("2+2?")
-    assert tokenizer.render(MESSAGES, True)[1].count(1) == 2  # the template's own two, and no third
 
 
 def test_a_vocabulary_larger_than_the_models_is_refused(directory):
@@ -142,14 +143,13 @@ def test_a_vocabulary_larger_than_the_models_is_refused(directory):
 def test_a_bare_sentencepiece_model(sentencepiece_directory):
     tokenizer = load_tokenizer(sentencepiece_directory)
     assert tokenizer.vocab_size == 300 and tokenizer.stop_ids == (tokenizer.eos_id,) == (2,)
-    assert tokenizer.pad_id == tokenizer.eos_id
     ids = tokenizer.encode("what is 3 plus 4?")
     assert tokenizer.decode([*ids, tokenizer.eos_id]) == "what is 3 plus 4?"
     assert tokenizer.decode(tokenizer.encode("四")) == "四"
     assert tokenizer.encode_batch(["3", "what is 3 plus 4?"])[1] == ids
-    assert tokenizer.render(MESSAGES, False) == ("2+2?", tokenizer.encode("2+2?"))
+    assert tokenizer.render_text(MESSAGES, False) == "2+2?" and tokenizer.leading_ids(False) == []
     with pytest.raises(ValueError, match=r"data\.chat_template: false"):
-        tokenizer.render(MESSAGES, True)
+        tokenizer.render_text(MESSAGES, True)
 
 
 def test_directories_without_a_usable_tokenizer(tmp_path, changed):

@@ -45,7 +45,6 @@ def capabilities(**changes: Any) -> Capabilities:
         "version": "0.15.1",
         "device": "cuda",
         "layerwise_reload": True,
-        "partial_wake": True,
         "preempting_reset": True,
         "flat_logprobs": True,
     }
@@ -77,8 +76,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, *, load_weights: bool = True, **chan
 
 def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
     sleeper = engine(monkeypatch)
-    info = sleeper.start()
-    assert info["can_sleep"] and info["can_update"] and info["wake_tags"] == ["weights", "kv_cache"]
+    assert sleeper.start()["can_sleep"]
     sleeper.sleep()
     with pytest.raises(EngineRefused, match="no memory for weights while they sleep"):
         sleeper.update_weights(1)
@@ -100,17 +98,6 @@ def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: Fa
     sleeper.shutdown()
 
 
-def test_wakes_at_once_where_vllm_has_no_tags(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
-    sleeper = engine(monkeypatch, partial_wake=False)
-    assert sleeper.start()["wake_tags"] == []
-    sleeper.sleep()
-    with pytest.raises(EngineRefused, match="wakes everything at once"):
-        sleeper.wake(("weights",))
-    sleeper.wake()
-    assert vllm.calls[-1] == ("wake_up", None)
-    sleeper.shutdown()
-
-
 def test_without_layerwise_reload_no_weights_are_taken(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
     waiting = engine(monkeypatch, load_weights=False, layerwise_reload=False)
     with pytest.raises(
@@ -122,7 +109,7 @@ def test_without_layerwise_reload_no_weights_are_taken(monkeypatch: pytest.Monke
     assert vllm.calls == [], "it was refused before anything was loaded"
 
     fixed = engine(monkeypatch, layerwise_reload=False)
-    assert fixed.start()["can_update"] is False
+    fixed.start()
     with pytest.raises(EngineRefused, match="cannot take new weights"):
         fixed.connect_exchange(None)
     assert "megarl_connect" not in vllm.calls

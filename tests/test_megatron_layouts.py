@@ -122,6 +122,12 @@ def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def test_trainers_on_a_cpu_warn_of_nothing(results: Path) -> None:
+    """What is to be expected there is left out: a user could act on none of it."""
+    for log in results.glob("worker-*.log"):
+        assert "Warning" not in log.read_text(), log.read_text()
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_log_probs_match_transformers(results: Path, model: str) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(

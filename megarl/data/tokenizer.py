@@ -19,7 +19,6 @@ class Tokenizer(ABC):
         directory: where it was loaded from.
         vocab_size: largest id + 1.
         eos_id: the token that ends a response.
-        pad_id: the padding token; `eos_id` where the tokenizer names none.
         stop_ids: every token that ends generation: `eos_id` first, then what the model's
             generation_config.json adds.
         bos_ids: what plain text begins with, () or (bos,). A chat template writes its own.
@@ -29,7 +28,6 @@ class Tokenizer(ABC):
     directory: Path
     vocab_size: int
     eos_id: int
-    pad_id: int
     stop_ids: tuple[int, ...]
     bos_ids: tuple[int, ...] = ()
     end_ids: frozenset[int]
@@ -69,13 +67,6 @@ class Tokenizer(ABC):
                     f"without a chat template a message's content must be text, not {message['content']!r}"
                 )
         return "".join(message["content"] for message in messages)
-
-    def render(
-        self, messages: Messages, chat_template: bool, args: dict[str, Any] | None = None, generate: bool = True
-    ) -> tuple[str, list[int]]:
-        """`render_text` and its ids, with `bos_ids` in front of plain text."""
-        text = self.render_text(messages, chat_template, args, generate)
-        return text, self.leading_ids(chat_template) + self.encode(text)
 
     def leading_ids(self, chat_template: bool) -> list[int]:
         """The ids to put in front of a rendered text."""
@@ -138,7 +129,6 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(self._hf.get_vocab().values()) + 1
         self.stop_ids = _stop_ids(directory, self._hf.eos_token_id, model_stops)
         self.eos_id = self.stop_ids[0]
-        self.pad_id = self.eos_id if self._hf.pad_token_id is None else int(self._hf.pad_token_id)
         special = {number for number, token in self._hf.added_tokens_decoder.items() if token.special}
         self.end_ids = frozenset(special | set(self.stop_ids))
         bos = self._hf.bos_token_id
@@ -184,17 +174,16 @@ class SentencePieceTokenizer(Tokenizer):
         except (OSError, RuntimeError) as error:
             raise ValueError(f"{path} is not a sentencepiece model: {error}") from error
         self.vocab_size = self._model.get_piece_size()
-        eos, pad = self._model.eos_id(), self._model.pad_id()
+        eos = self._model.eos_id()
         self.stop_ids = _stop_ids(directory, eos if eos >= 0 else None, model_stops)
         self.eos_id = self.stop_ids[0]
-        self.pad_id = pad if pad >= 0 else self.eos_id
         self.end_ids = frozenset(self.stop_ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._model.encode(list(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        skipped = self.end_ids | {self.pad_id}
+        skipped = self.end_ids | {self._model.pad_id()}  # -1 where there is none
         return self._model.decode([int(number) for number in ids if int(number) not in skipped])
 
     def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool) -> str:

@@ -49,8 +49,7 @@ class RolloutEngine(Protocol):
 
     def start(self) -> dict[str, Any]:
         """Load the model; blocks. Returns plain values: `engine`, `version` (of the engine's software),
-        `device`, `can_sleep`, `wake_tags` (what `wake` can bring back one by one; [] where all comes at
-        once), `can_update`, `can_update_in_flight` and `receivers`, the [name, host id] pairs that the
+        `device`, `can_sleep`, `can_update_in_flight` and `receivers`, the [name, host id] pairs that the
         weight exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
         software cannot take."""
         ...
@@ -74,7 +73,8 @@ class RolloutEngine(Protocol):
     def resume(self) -> None: ...
 
     def connect_exchange(self, session: ExchangeSession) -> None:
-        """Join a weight exchange; replaces an earlier one. EngineRefused where info["can_update"] is False."""
+        """Join a weight exchange; replaces an earlier one. EngineRefused where the engine's software cannot
+        take weights safely."""
         ...
 
     def update_weights(self, version: int) -> UpdateReport:
@@ -91,7 +91,7 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back: all of it, or of info["wake_tags"] those given ("weights", "kv_cache").
+        """Take memory back: all of it, or only that of "weights" or "kv_cache".
 
         generate raises EngineRefused until all is back, and, where sleep dropped the weights, until an
         update; an update needs "weights" alone. EngineRefused for a tag that is unknown or not asleep.

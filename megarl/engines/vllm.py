@@ -82,8 +82,6 @@ class _VllmBackend:
             "version": self._can.version,
             "device": self._can.device,
             "can_sleep": self._can_sleep,
-            "wake_tags": list(_TAGS) if self._can_sleep and self._can.partial_wake else [],
-            "can_update": self._can.layerwise_reload,
             "can_update_in_flight": self._can.preempting_reset,
             "receivers": [[f"{self._spec.name}/{rank}", host] for rank, host in endpoints],
         }
@@ -227,8 +225,6 @@ class _VllmBackend:
             self._engine.wake_up()
             self.asleep = ()
             return
-        if not self._can.partial_wake:
-            raise EngineRefused(f"vLLM {self._can.version} wakes everything at once; call wake() without tags")
         if not tags or not set(tags) <= set(self.asleep):  # vLLM would warn and wake nothing
             raise EngineRefused(f"wake({list(tags)}): of engine {self._spec.name!r}, asleep is {list(self.asleep)}")
         self._engine.wake_up(list(tags))

@@ -17,7 +17,6 @@ class Capabilities:
     version: str
     device: str  # "cpu" | "cuda" | "npu" | ...
     layerwise_reload: bool  # takes checkpoint tensors although live weights were repacked: without, no updates
-    partial_wake: bool  # wakes weights and KV cache one by one
     preempting_reset: bool  # resetting the prefix cache can send running requests back to the queue
     flat_logprobs: bool  # log-probs as plain lists instead of an object a token
 
@@ -38,7 +37,6 @@ def capabilities() -> Capabilities:
         version=vllm.__version__,
         device=device,
         layerwise_reload=has_layerwise_reload(),
-        partial_wake="tags" in inspect.signature(LLMEngine.wake_up).parameters,
         preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
         flat_logprobs="flat_logprobs" in getattr(SamplingParams, "__struct_fields__", ()),
     )

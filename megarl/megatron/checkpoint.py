@@ -35,9 +35,12 @@ def save(directory: Path, model: Model, optimizer: Any, *, step: int, layout: di
     dist_checkpointing.save(_sharded_state(model, optimizer, loading=False), str(directory / "state"))
     with _durable(directory / "random" / f"rank_{rank:05d}.pt") as file:
         torch.save(_random_states(), file)
+    torch.distributed.barrier()
     if rank == 0:
         with _durable(directory / _STATE_FILE) as file:
             file.write(json.dumps({"step": step, "layout": layout}).encode())
+        for path in (*directory.rglob("*"), directory):  # folders, and files that Megatron only writes
+            _sync(path)
     torch.distributed.barrier()
 
 
@@ -73,8 +76,15 @@ def _durable(path: Path) -> Iterator[BinaryIO]:
     """A file to write that is on the disk at the end: a power loss after the save leaves it whole."""
     with path.open("wb") as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sharded_state(model: Model, optimizer: Any, *, loading: bool) -> dict[str, Any]:

@@ -247,14 +247,16 @@ _EXPECTED_WARNINGS = (
     # Both are CUDA extensions: megarl/megatron/native_layers.py and adam.py stand in for them.
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
+    "If you are using transformer_engine as the transformer implementation, the core_attn is from",
     # Megatron's own calls, of names that torch is about to retire.
     r"`torch\.distributed\.\w+` is deprecated",
     "`load_state_dict` is deprecated",
     "Please use DTensor instead and we are deprecating ShardedTensor",
     # Megatron's distributed optimizer asks shards, which are views, for a gradient; they have none.
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
-    # Megatron's own default.
+    # Megatron's own default, and its advice for CUDA.
     "full scope is deprecated. Use empty cuda_graph_scope",
+    "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
 )
 
 
