@@ -156,15 +156,15 @@ def wait_until(condition, seconds):
 
 def torchrun(scenario, logs):
     """Under torchrun: what a test needs of a good group, then one failure."""
-    from megarl.cluster import ClusterError, torchrun
+    from megarl.cluster import ClusterError, torchrun, torchrun_rank
     from megarl.cluster.devices import LocalDevices
 
-    if not torchrun.is_controller():
-        torchrun.serve(logs)
+    if not torchrun_rank.is_controller():
+        torchrun_rank.serve(logs)
         return
     devices = LocalDevices("TEST_VISIBLE_DEVICES", 2)
     with torchrun.TorchrunCluster(
-        logs, devices, trainer_env={"ROLE": "trainer"}, service_env={"ROLE": "engine"}
+        2, logs, devices, trainer_env={"ROLE": "trainer"}, service_env={"ROLE": "engine"}
     ) as cluster:
         group = cluster.start_trainers("tests.cluster_workers:Reducer", 2, (), {})
         engine = cluster.start_service("tests.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
@@ -177,6 +177,12 @@ def torchrun(scenario, logs):
             if scenario == "engine_dies":
                 engine.call("die_later", 0.3).result()
                 group.call("sleep", 100)
+            elif scenario.startswith("trainer_dies"):  # while none is called
+                os.kill(group.call("identify")[1][1], signal.SIGKILL)
+                while scenario == "trainer_dies_polled":
+                    cluster.check()
+                    time.sleep(0.02)
+                time.sleep(1000)
             elif scenario == "idle":
                 group.call("sleep", 1000)
             elif scenario != "good":

@@ -38,13 +38,15 @@ def one_ray():
 
 @pytest.fixture
 def connect(one_ray, tmp_path):
+    from megarl.cluster.placement import Demand
     from megarl.cluster.ray_cluster import RayCluster
     from megarl.cluster.ray_devices import RayDevices
 
     clusters = []
 
-    def connect(resource=None, variable="", shared=True):
-        devices = RayDevices(resource, variable, shared=shared)
+    def connect(trainers=0, engines=0, tensor_parallel=1, *, npus=False, shared=True):
+        kind = ("NPU", "ASCEND_RT_VISIBLE_DEVICES") if npus else (None, "")
+        devices = RayDevices(*kind, Demand(trainers, engines, tensor_parallel, shared=shared))
         role = {"trainer_env": THREADS | {"ROLE": "trainer"}, "service_env": THREADS | {"ROLE": "engine"}}
         clusters.append(RayCluster(None, devices, tmp_path, **role))
         return clusters[-1]
@@ -55,7 +57,7 @@ def connect(one_ray, tmp_path):
 
 
 def test_calls_scatters_and_collectives(connect, tmp_path):
-    group = connect().start_trainers("tests.cluster_workers:Reducer", 2, (), {})
+    group = connect(2).start_trainers("tests.cluster_workers:Reducer", 2, (), {})
     first, second = group.call("identify")
     assert (first[0], first[2:], second[0], second[2:]) == (0, ("0", "2", "trainer"), 1, ("1", "2", "trainer"))
     assert group.call("sum", 2) == [4.0, 4.0]
@@ -76,7 +78,7 @@ def test_calls_scatters_and_collectives(connect, tmp_path):
     ],
 )
 def test_the_first_cause_is_told_within_seconds(connect, method, says):
-    cluster = connect()
+    cluster = connect(2, 1)
     engine = cluster.start_service("tests.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
     pids = [*engine.call("child_pid").result(timeout=60)]
     group = cluster.start_trainers("tests.cluster_workers:Reducer", 2, (), {})
@@ -91,14 +93,16 @@ def test_the_first_cause_is_told_within_seconds(connect, method, says):
 
 def test_a_constructor_that_raises_is_told(connect):
     with pytest.raises(WorkerFailed, match="TypeError"):
-        connect().start_trainers("tests.cluster_workers:Engine", 1, (), {})
-    engine = connect().start_service("tests.cluster_workers:Engine", (-1,), name="engine0", devices=1, env={})
+        connect(1).start_trainers("tests.cluster_workers:Engine", 1, (), {})
+    engine = connect(0, 1, shared=False).start_service(
+        "tests.cluster_workers:Engine", (-1,), name="engine0", devices=1, env={}
+    )
     with pytest.raises(ServiceDied, match="ValueError: scale is negative"):
         engine.call("scaled", 1).result(timeout=60)
 
 
 def test_a_service_answers_many_calls_at_once(connect, one_ray, tmp_path):
-    cluster = connect()
+    cluster = connect(1, 1)
     engine = cluster.start_service("tests.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
     futures = [engine.call("slow", i) for i in range(300)]
     assert [future.result(timeout=60) for future in futures] == list(range(300))
@@ -126,7 +130,7 @@ def test_a_service_answers_many_calls_at_once(connect, one_ray, tmp_path):
 
 
 def test_a_killed_service_ends_the_call_that_trainers_are_in(connect):
-    cluster = connect()
+    cluster = connect(1, 1)
     engine = cluster.start_service("tests.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
     group = cluster.start_trainers("tests.cluster_workers:Echo", 1, (), {})
     engine.call("die_later", 0.3).result(timeout=60)
@@ -140,23 +144,97 @@ def test_a_killed_service_ends_the_call_that_trainers_are_in(connect):
         engine.call("scaled", 1).result(timeout=10)
 
 
-def test_devices_are_handed_out_in_order(connect):
-    """With pretended NPUs: who shares what, and what each process sees."""
-    shared = connect("NPU", "ASCEND_RT_VISIBLE_DEVICES", shared=True)
-    group = shared.start_trainers("tests.cluster_workers:Echo", 2, (), {})
-    assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0,1", "0,1"]
-    engine = shared.start_service("tests.cluster_workers:Engine", (3,), name="engine0", devices=2, env={})
-    assert engine.call("variable", "ASCEND_RT_VISIBLE_DEVICES").result(timeout=60) == "0,1"
-    shared.shutdown()
+def start_engines(cluster, count, devices=1):
+    """What each engine sees of the devices."""
+    engines = [
+        cluster.start_service("tests.cluster_workers:Engine", (3,), name=f"engine{i}", devices=devices, env={})
+        for i in range(count)
+    ]
+    return [engine.call("variable", "ASCEND_RT_VISIBLE_DEVICES").result(timeout=60) for engine in engines]
 
-    apart = connect("NPU", "ASCEND_RT_VISIBLE_DEVICES", shared=False)
+
+def test_engines_that_share_devices_spread_over_them(connect):
+    """With pretended NPUs: two engines and a trainer would not fit on one of them."""
+    cluster = connect(2, 2, npus=True)
+    assert start_engines(cluster, 2) == ["0", "1"]
+    group = cluster.start_trainers("tests.cluster_workers:Echo", 2, (), {})
+    assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0,1", "0,1"]
+    assert [identity[2] for identity in group.call("identify")] == ["0", "1"]
+
+
+def test_engines_with_devices_of_their_own(connect):
     assert wait_until(lambda: _free_npus() == 4, 10)
-    engine = apart.start_service("tests.cluster_workers:Engine", (3,), name="engine0", devices=3, env={})
-    group = apart.start_trainers("tests.cluster_workers:Echo", 1, (), {})
-    assert engine.call("variable", "ASCEND_RT_VISIBLE_DEVICES").result(timeout=60) == "0,1,2"
-    assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["3"]
-    with pytest.raises(ValueError, match=r"service engine1 needs 1 more of NPU; the Ray cluster has 4, 0 of them free"):
-        apart.start_service("tests.cluster_workers:Engine", (3,), name="engine1", devices=1, env={})
+    cluster = connect(1, 1, 3, npus=True, shared=False)
+    assert start_engines(cluster, 1, devices=3) == ["1,2,3"]
+    group = cluster.start_trainers("tests.cluster_workers:Echo", 1, (), {})
+    assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0"]
+    with pytest.raises(ValueError, match=r"need 1 of NPU, and what is free does not hold them so: 0 on 127\.0\.0\.1"):
+        connect(1, npus=True)
+
+
+def test_processes_without_devices_never_wait_for_room(connect):
+    cluster = connect(20, 40)  # of 16 CPUs
+    assert len(cluster._devices.trainers) == 20
+    assert connect(1, 1, npus=False)._devices.next_engine(1)
+
+
+def test_a_process_that_ray_does_not_start_is_named(connect, monkeypatch):
+    """Ray would wait for room as long as it takes: here more is taken of a device than it has."""
+    from megarl.cluster import ray_cluster, ray_devices
+
+    assert wait_until(lambda: _free_npus() == 4, 10)
+    monkeypatch.setattr(ray_cluster, "START_SECONDS", 4.0)
+    monkeypatch.setattr(ray_devices, "SHARE", 0.6)
+    cluster = connect(1, 1, npus=True)
+    start_engines(cluster, 1)
+    with pytest.raises(WorkerFailed, match=r"trainer rank 0 on 127\.0\.0\.1 failed: Ray has not started .* within 4 s"):
+        cluster.start_trainers("tests.cluster_workers:Echo", 1, (), {})
+
+    cluster = connect(1, 1, npus=True)
+    cluster.start_trainers("tests.cluster_workers:Echo", 1, (), {})
+    engine = cluster.start_service("tests.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    time.sleep(4.1)
+    with pytest.raises(ServiceDied, match=r"service engine0 on 127\.0\.0\.1 failed: Ray has not started"):
+        cluster.check()
+    with pytest.raises(ServiceDied):
+        engine.call("scaled", 1).result(timeout=10)
+
+
+def test_an_idle_trainer_that_dies_is_named(connect):
+    cluster = connect(2, 1)
+    engine = cluster.start_service("tests.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    group = cluster.start_trainers("tests.cluster_workers:Echo", 2, (), {})
+    engine.call("scaled", 1).result(timeout=60)
+    began = time.monotonic()
+    for _ in range(10):
+        cluster.check()
+    assert time.monotonic() - began < 1
+    pids = [identity[1] for identity in group.call("identify")]
+    os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=rf"trainer rank 1 on .* \(pid {pids[1]}\) died: its process ended"):
+        while True:
+            cluster.check()
+            time.sleep(1)
+    assert time.monotonic() - began < 3
+    assert wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+def test_a_service_that_dies_is_named_and_one_that_was_stopped_is_not(connect):
+    cluster = connect(0, 2, shared=False)
+    first, second = (
+        cluster.start_service("tests.cluster_workers:Engine", (3,), name=f"engine{i}", devices=1, env={})
+        for i in range(2)
+    )
+    second.call("scaled", 1).result(timeout=60)
+    first.stop()
+    cluster.check()
+    second.call("die_later", 0.0)
+    began = time.monotonic()
+    with pytest.raises(ServiceDied, match=r"service engine1 on .* died"):
+        while time.monotonic() < began + 3:
+            cluster.check()
+            time.sleep(0.2)
 
 
 def _free_npus():

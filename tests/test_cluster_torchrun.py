@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from megarl.cluster import torchrun
-from megarl.cluster.devices import LocalDevices
 from megarl.config.schema import Recipe
 from tests.cluster_workers import ROOT, alive, wait_until
 
@@ -60,6 +58,8 @@ def test_a_good_run(launch, tmp_path):
     [
         ("die_in_collective", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
         ("raise_in_collective", "WorkerFailed trainer rank 1 on .* failed: ValueError: this rank has had enough"),
+        ("trainer_dies_polled", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
+        ("trainer_dies_unpolled", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
         ("engine_dies", r"ServiceDied service engine0 on .* died: .*SIGKILL"),
     ],
 )
@@ -69,14 +69,14 @@ def test_the_first_cause_is_told_within_seconds(launch, scenario, says):
     output, _ = process.communicate(timeout=60)
     (fact,) = [line for line in output.splitlines() if line.startswith("FACT failed")]
     assert re.search(says, fact), output
-    assert float(fact.split()[2]) < 8
+    assert float(fact.split()[2]) < (3 if scenario.startswith("trainer_dies") else 8)
     assert process.returncode != 0
     assert wait_until(lambda: not any(map(alive, pids)), 5)
     if scenario == "die_in_collective":
         assert "  the last words" in output
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_torchrun(launch, how):
     process = launch("idle")
     pids = pids_of(process)
@@ -86,7 +86,8 @@ def test_nothing_outlives_torchrun(launch, how):
 
 
 def test_what_cannot_work_is_refused(monkeypatch, tmp_path):
-    from megarl.cluster import transport
+    from megarl.cluster import connect, transport
+    from megarl.platform import select
 
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -100,4 +101,7 @@ def test_what_cannot_work_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert transport(recipe) == "torchrun"
     with pytest.raises(ValueError, match=r"launch/multinode\.sh"):
-        torchrun.TorchrunCluster(tmp_path, LocalDevices("", 0), trainer_env={}, service_env={})
+        connect(recipe, select("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    with pytest.raises(ValueError, match=r"--nproc-per-node 1, or set cluster\.trainers=16"):
+        connect(recipe, select("cpu"))

@@ -11,12 +11,14 @@ Imports neither Ray nor torch until `connect`.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cluster.base import Cluster, Service, WorkerGroup, host_name
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
+from megarl.cluster.placement import Demand
 from megarl.config.schema import Recipe
 
 if TYPE_CHECKING:
@@ -54,9 +56,9 @@ def transport(recipe: Recipe) -> str:
 
 def is_controller(recipe: Recipe) -> bool:
     """False in torchrun's ranks other than 0: these `serve`."""
-    from megarl.cluster import torchrun
+    from megarl.cluster import torchrun_rank
 
-    return transport(recipe) == "ray" or torchrun.is_controller()
+    return transport(recipe) == "ray" or torchrun_rank.is_controller()
 
 
 def log_dir(recipe: Recipe) -> Path:
@@ -66,25 +68,40 @@ def log_dir(recipe: Recipe) -> Path:
 
 def serve(recipe: Recipe) -> None:
     """Answer the controller's calls until it is done."""
-    from megarl.cluster import torchrun
+    from megarl.cluster import torchrun_rank
 
-    torchrun.serve(log_dir(recipe))
+    torchrun_rank.serve(log_dir(recipe))
 
 
-def connect(recipe: Recipe, platform: Platform) -> Cluster:
+def connect(recipe: Recipe, platform: Platform, *, trainers: bool = True, engines: bool | None = None) -> Cluster:
     """The cluster that the recipe asks for; nothing of ours runs on it yet.
 
-    Raises ValueError where there is no such cluster, or where it was not started as the recipe expects.
+    trainers, engines: whether these will be started, and so need devices; engines None: where the recipe
+    trains on rollouts.
+    Raises ValueError, with the remedy, where there is no such cluster, where it was not started as the
+    recipe expects, and where it has not the devices.
     """
-    colocated = recipe.cluster.placement == "colocated"
+    demand = Demand.of(
+        recipe, trainers=trainers, engines=recipe.train.source == "rollout" if engines is None else engines
+    )
+    if platform.ray_resource is not None:  # on a CPU there are no devices to run out of
+        demand.require_trainers_devices_suffice()
     threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
-    trainer_env, service_env = threads | platform.trainer_env(), threads | platform.rollout_env()
+    role_env = {
+        "trainer_env": threads | platform.trainer_env(),
+        "service_env": threads | platform.rollout_env(),
+    }
     if transport(recipe) == "torchrun":
         from megarl.cluster.devices import LocalDevices
         from megarl.cluster.torchrun import TorchrunCluster
 
-        devices = LocalDevices(platform.visible_devices_env, 0 if colocated else recipe.cluster.trainers)
-        return TorchrunCluster(log_dir(recipe), devices, trainer_env=trainer_env, service_env=service_env)
+        local = LocalDevices(platform.visible_devices_env, 0 if demand.shared else demand.trainers)
+        return TorchrunCluster(recipe.cluster.trainers if trainers else None, log_dir(recipe), local, **role_env)
+    if importlib.util.find_spec("ray") is None:
+        raise ValueError(
+            f"cluster.transport is {recipe.cluster.transport}, which here means Ray, and Ray is not installed: pip install "
+            f"ray, or start with torchrun --nproc-per-node {recipe.cluster.trainers} -m megarl ... on one machine."
+        )
     from megarl.cluster import ray_env
 
     address = recipe.cluster.ray_address or os.environ.get("RAY_ADDRESS")
@@ -92,10 +109,5 @@ def connect(recipe: Recipe, platform: Platform) -> Cluster:
     from megarl.cluster.ray_cluster import RayCluster
     from megarl.cluster.ray_devices import RayDevices
 
-    return RayCluster(
-        address,
-        RayDevices(platform.ray_resource, platform.visible_devices_env, shared=colocated),
-        log_dir(recipe),
-        trainer_env=trainer_env,
-        service_env=service_env,
-    )
+    devices = RayDevices(platform.ray_resource, platform.visible_devices_env, demand)
+    return RayCluster(address, devices, log_dir(recipe), **role_env)

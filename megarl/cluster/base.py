@@ -76,14 +76,27 @@ class Cluster(Protocol):
 
         RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set before the
         class is imported, as torchrun sets them; LOCAL_RANK counts within the devices that are visible.
-        `env` is added to the environment of every rank.
+        `env` is added to the environment of every rank. `size` is that of the recipe's cluster.trainers.
         """
         ...
 
     def start_service(
         self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
     ) -> Service:
-        """A process with `devices` devices of one machine visible, that constructs ``class_path(*args)``."""
+        """A process with `devices` devices of one machine visible, that constructs ``class_path(*args)``.
+
+        Services are the engines that were connected for, in order: rollout.engines, of rollout.tensor_parallel
+        devices each. Where they share the trainers' devices, they spread over these.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise `WorkerFailed` or `ServiceDied` where something that was started here has died, or could not
+        be started; everything else has ended by then.
+
+        For a controller that waits for something else than trainers: these are asked too. Takes some
+        milliseconds, so that it can be called every second, from the thread that calls the trainers.
+        """
         ...
 
     def shutdown(self) -> None:

@@ -168,11 +168,11 @@ def collect(
         if all(failure.is_communication for failure in failures):
             check()
     if failures:
-        raise _worker_failed(failures)
+        raise worker_failed(failures)
     return values
 
 
-def _worker_failed(failures: list[Failure]) -> WorkerFailed:
+def worker_failed(failures: list[Failure]) -> WorkerFailed:
     """The first failure that is no mere consequence, and how many ranks say the same."""
     cause = next((failure for failure in failures if not failure.is_communication), failures[0])
     same = sum(failure.cause == cause.cause for failure in failures) - 1

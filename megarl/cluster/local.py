@@ -62,7 +62,7 @@ class LocalService:
         self._lock = threading.Lock()  # over the two below
         self._waiting: dict[int, tuple[Future[Any], bool]] = {}
         self.failure: Failure | None = None
-        self._stopping = False
+        self.stopping = False
         self._reader = threading.Thread(target=self._read, name=f"service-{name}", daemon=True)
         self._send(Start(class_path, args, self.place.who, str(log)))
         self._reader.start()
@@ -88,8 +88,8 @@ class LocalService:
 
     def begin_stop(self) -> None:
         """Ask the process to end, without waiting: several services end together."""
-        if not self._stopping:
-            self._stopping = True
+        if not self.stopping:
+            self.stopping = True
             self._send(Stop())
 
     def _send(self, message: Any) -> None:
@@ -139,7 +139,7 @@ class LocalService:
         if unborn is not None:
             failure = Failure.raised(self.place, unborn)
         else:
-            failure = Failure.death(self.place, "it was stopped" if self._stopping else exit_cause(returncode))
+            failure = Failure.death(self.place, "it was stopped" if self.stopping else exit_cause(returncode))
         with self._lock:
             self.failure = failure
             waiting, self._waiting = self._waiting, {}

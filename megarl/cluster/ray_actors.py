@@ -29,6 +29,10 @@ class TrainerActor:
         """This process, and a free port on its machine."""
         return Returned((self._place, free_port()))
 
+    def ping(self) -> Returned:
+        """Says that the process lives."""
+        return Returned(None)
+
     def construct(self, class_path: str, args: tuple[Any, ...], env: dict[str, str]) -> Returned | Raised:
         os.environ.update(env)
         outcome = run(lambda: load_class(class_path)(*args))
@@ -53,15 +57,21 @@ class ServiceActor:
         self._target: Any = None
         self._unborn: Unborn | None = None
         self._guard: Guard | None = None
-        self._born = asyncio.Event()  # Ray may begin calls of an async actor in any order
+        self._told = asyncio.Event()  # Ray may begin calls of an async actor in any order
+        self._born = asyncio.Event()
 
-    async def construct(self, class_path: str, args: tuple[Any, ...], who: str, log: str) -> Place:
+    async def where(self, who: str, log: str) -> Place:
+        """This process; answered before its object is constructed, which may take long."""
+        self._told.set()
+        return Place(who, pid=os.getpid(), log=log)
+
+    async def construct(self, class_path: str, args: tuple[Any, ...], who: str, log: str) -> None:
+        await self._told.wait()
         outcome = run(self._construct, class_path, args, who, log)
         if isinstance(outcome, Raised):
             self._unborn = Unborn(outcome.type, outcome.message, outcome.traceback)
             print(outcome.traceback)
         self._born.set()
-        return Place(who, pid=os.getpid(), log=log)
 
     def _construct(self, class_path: str, args: tuple[Any, ...], who: str, log: str) -> None:
         redirect_output(log, who)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
 
 from megarl.cluster.failures import (
     CallFailed,
@@ -22,15 +24,18 @@ from megarl.cluster.failures import (
     Raised,
     Returned,
     ServiceDied,
+    WorkerFailed,
     collect,
+    worker_failed,
 )
 from megarl.cluster.guard import VARIABLE, Guard
 from megarl.cluster.ray_actors import ServiceActor, TrainerActor, Unborn
 from megarl.cluster.ray_devices import Device, RayDevices
+from megarl.cluster.ray_start import start
 
-OBJECT_STORE_BYTES = 512 << 20  # of a private cluster
+START_SECONDS = 300.0  # left to Ray to start a process on a device that is reserved for it
+PING_SECONDS = 0.1  # left to an idle trainer to say that it lives; one that does not is asked again later
 STOP_SECONDS = 5.0  # left to an object's shutdown() before its process is killed
-PRIVATE_CPUS = 1024  # of a private cluster: more than there are, because a process is one device, not one core
 CONCURRENT_CALLS = 100_000  # one service answers at once; the engine behind it has its own limit
 
 
@@ -51,6 +56,7 @@ class RayGroup:
     def __init__(self, cluster: RayCluster, actors: list[Any], places: list[Place]) -> None:
         self._cluster, self._actors, self._places = cluster, actors, places
         self._has_shutdown = False
+        self._pings: list[Any] = []  # not all answered yet
 
     @property
     def size(self) -> int:
@@ -72,16 +78,44 @@ class RayGroup:
     def kill(self) -> None:
         for actor in self._actors:
             ray.kill(actor)
-        self._actors = []
+        self._actors, self._pings = [], []
 
     def construct(self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]]) -> None:
         asked = [actor.construct.remote(class_path, args, own) for actor, own in zip(self._actors, env, strict=True)]
         self._has_shutdown = all(self.wait(asked))
 
-    def wait(self, refs: list[Any]) -> list[Any]:
+    def check(self) -> None:
+        """Raise WorkerFailed where a rank has died while it was not called."""
+        if not self._actors:
+            return
+        if not self._pings:
+            self._pings = [actor.ping.remote() for actor in self._actors]
+        answers = self._poll(self._pings, set(range(self.size)), PING_SECONDS)
+        failures = [answer for _, answer in answers if isinstance(answer, Failure)]
+        if failures:
+            raise worker_failed(failures)
+        if len(answers) == self.size:
+            self._pings = []
+
+    def wait_for_start(self, refs: list[Any]) -> list[Any]:
+        """`wait` for the first call of each rank. Raises WorkerFailed where Ray has not started one in time."""
+        deadline = time.monotonic() + START_SECONDS
+
+        def check() -> None:
+            self._cluster.check_services()
+            if time.monotonic() > deadline:
+                _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
+                ranks = [rank for rank, ref in enumerate(refs) if ref in late]
+                note = f"\n{len(ranks)} of {len(refs)} trainers were not started." if len(ranks) > 1 else ""
+                raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0]), note)
+
+        return self.wait(refs, check)
+
+    def wait(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
         """The results behind `refs`, one a rank."""
+        check = check or self._cluster.check_services
         try:
-            return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), self._cluster.check)
+            return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), check)
         except ClusterError:
             self._cluster.shutdown()
             raise
@@ -105,12 +139,13 @@ class RayGroup:
 class RayService:
     """See `megarl.cluster.base.Service`."""
 
-    def __init__(self, actor: Any, name: str, class_path: str, args: tuple[Any, ...], log: str) -> None:
+    def __init__(self, actor: Any, place: Place, name: str, class_path: str, args: tuple[Any, ...]) -> None:
         self.name = name
-        self._actor, self._log = actor, log
-        self._stopping = False
-        self._place = Place(f"service {name}", log=log)
-        self._born = actor.construct.remote(class_path, args, self._place.who, log)
+        self._actor, self._place = actor, place
+        self.stopping = False
+        self._deadline = time.monotonic() + START_SECONDS
+        self._where = actor.where.remote(place.who, place.log)
+        actor.construct.remote(class_path, args, place.who, place.log)
         self._lifetime = actor.lifetime.remote()
         self._constructed = actor.constructed.remote()
 
@@ -119,12 +154,14 @@ class RayService:
         return self.place().host
 
     def place(self) -> Place:
-        """Where it runs. Waits until its object is constructed, or raises ServiceDied."""
+        """Where it runs. Waits until its process has started, or raises ServiceDied."""
         if not self._place.pid:
             try:
-                self._place = ray.get(self._born)
+                self._place = ray.get(self._where, timeout=max(0.0, self._deadline - time.monotonic()))
             except RayActorError as error:
                 raise ServiceDied(Failure.death(self._place, death_cause(error))) from error
+            except GetTimeoutError as error:
+                raise ServiceDied(not_started(self._place)) from error
         return self._place
 
     def call(self, method: str, *args: Any) -> Future[Any]:
@@ -147,6 +184,8 @@ class RayService:
                 return self._death(error)
             if isinstance(outcome, Raised):
                 return Failure.raised(self.place(), outcome)
+        if not self._place.pid and time.monotonic() > self._deadline and not ray.wait([self._where], timeout=0)[0]:
+            return not_started(self._place)
         return None
 
     def stop(self) -> None:
@@ -154,9 +193,9 @@ class RayService:
 
     def begin_stop(self) -> list[Any]:
         """Ask for the end without waiting; what to wait for."""
-        if self._stopping or not self.alive():
+        if self.stopping or not self.alive():
             return []
-        self._stopping = True
+        self.stopping = True
         return [self._actor.stop.remote()]
 
     def finish_stop(self, asked: list[Any]) -> None:
@@ -166,12 +205,12 @@ class RayService:
 
     def _death(self, error: RayActorError) -> Failure:
         # The place is known unless the process died before it had told.
-        if not self._place.pid and ray.wait([self._born], timeout=0)[0]:
+        if not self._place.pid and ray.wait([self._where], timeout=0)[0]:
             try:
-                self._place = ray.get(self._born)
+                self._place = ray.get(self._where)
             except RayActorError:
                 return Failure.death(self._place, death_cause(error))
-        return Failure.death(self._place, "it was stopped" if self._stopping else death_cause(error))
+        return Failure.death(self._place, "it was stopped" if self.stopping else death_cause(error))
 
     def _chain(self, ref: Any, convert: Any) -> Future[Any]:
         result: Future[Any] = Future()
@@ -225,26 +264,32 @@ class RayCluster:
         self._devices, self._log_dir = devices, log_dir
         self._guard = Guard()
         self._trainer_env, self._service_env = trainer_env | self._guard.env, service_env | self._guard.env
-        self._owns_ray = not ray.is_initialized()
-        if self._owns_ray:
-            _init(address, self._guard)
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []
+        self._owns_ray = not ray.is_initialized()
+        try:
+            if self._owns_ray:
+                start(address, self._guard)
+            devices.reserve()
+        except BaseException:
+            self.shutdown()
+            raise
 
     def start_trainers(self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str]) -> RayGroup:
-        devices = self._devices.claim("cluster.trainers", size, one_node=False)
+        devices = self._devices.trainers
+        assert size == len(devices), f"{size} trainers, connected for {len(devices)}"
         by_node = {device.node_id: [d for d in devices if d.node_id == device.node_id] for device in devices}
         role_env = self._trainer_env | env
         actors, places = [], []
         for rank, device in enumerate(devices):
-            places.append(Place(f"trainer rank {rank}", device.node_ip))
+            places.append(Place(f"trainer rank {rank}", device.node_ip))  # until it says more
             visible = self._devices.visible(by_node[device.node_id])
             options = self._devices.options(device) | _environment(role_env | visible)
             log = str(self._log_dir / f"trainer-{rank}.log")
             actors.append(ray.remote(TrainerActor).options(**options).remote(places[rank].who, log))
         group = RayGroup(self, actors, places)
         self._groups.append(group)
-        where = group.wait([actor.where.remote() for actor in actors])
+        where = group.wait_for_start([actor.where.remote() for actor in actors])
         group = self._groups[-1] = RayGroup(self, actors, [place for place, _ in where])
         group.construct(class_path, args, _rank_environments(devices, master_port=where[0][1]))
         return group
@@ -252,18 +297,28 @@ class RayCluster:
     def start_service(
         self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
     ) -> RayService:
-        claimed = self._devices.claim(f"service {name}", devices, one_node=True)
+        claimed = self._devices.next_engine(devices)
         role_env = self._service_env | env | self._devices.visible(claimed)
         options = self._devices.options(claimed[0]) | _environment(role_env)
         actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()
-        service = RayService(actor, name, class_path, args, str(self._log_dir / f"{name}.log"))
+        place = Place(f"service {name}", claimed[0].node_ip, log=str(self._log_dir / f"{name}.log"))
+        service = RayService(actor, place, name, class_path, args)
         self._services.append(service)
         return service
 
     def check(self) -> None:
-        """Raise where a service has ended while the ranks are waited for."""
+        try:
+            self.check_services()
+            for group in self._groups:
+                group.check()
+        except ClusterError:
+            self.shutdown()
+            raise
+
+    def check_services(self) -> None:
+        """Raise where a service that was not told to stop has ended."""
         for service in self._services:
-            failure = service.failure()
+            failure = None if service.stopping else service.failure()
             if failure is not None:
                 raise ServiceDied(failure)
 
@@ -289,28 +344,6 @@ class RayCluster:
         self.shutdown()
 
 
-def _init(address: str | None, guard: Guard) -> None:
-    quiet = {"logging_level": "error", "log_to_driver": False}
-    if address:
-        try:
-            ray.init(address=address, **quiet)
-        except ConnectionError as error:
-            raise ValueError(
-                f"no Ray cluster answers at {address} (cluster.ray_address or RAY_ADDRESS): start it "
-                "(launch/multinode.sh does), correct the address, or unset both for a private one on this machine."
-            ) from error
-        return
-    os.environ.update(guard.env)  # inherited by all that Ray starts
-    ray.init(
-        address="local",
-        num_cpus=PRIVATE_CPUS,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=OBJECT_STORE_BYTES,
-        **quiet,
-    )
-
-
 def _environment(env: dict[str, str]) -> dict[str, Any]:
     return {"runtime_env": {"env_vars": env}}
 
@@ -333,6 +366,15 @@ def _rank_environments(devices: list[Device], master_port: int) -> list[dict[str
         )
         seen[device.node_id] += 1
     return environments
+
+
+def not_started(place: Place) -> Failure:
+    """Of a process that Ray has not started on the device that is reserved for it."""
+    return Failure(
+        place,
+        f"Ray has not started its process within {START_SECONDS:.0f} s, on a device that is reserved for it: its "
+        "machine is gone or overloaded. `ray status` shows what Ray waits for; its logs are under /tmp/ray.",
+    )
 
 
 def death_cause(error: RayActorError) -> str:

@@ -1,4 +1,4 @@
-"""Devices of a Ray cluster, in the order in which ranks and engines take them."""
+"""Devices of a Ray cluster, reserved for trainers and engines at once."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray._private.state import available_resources_per_node  # Ray shows what is free on a node nowhere else
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from megarl.cluster.placement import Demand, Plan, place, place_on_cpus
 
 # What one process takes of a device, in Ray's books: less than half, so that a trainer and an engine
 # that take turns on it fit. Ray meters nothing by it.
@@ -18,49 +22,54 @@ _RESERVE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Device:
-    """One device, reserved by one bundle of a placement group."""
+    """One device, reserved by one bundle of a placement group; or a place on a machine, where none is needed."""
 
-    group: PlacementGroup
-    bundle: int
     node_id: str
     node_ip: str
-    id: str  # the driver's number of it on its node; "" on a CPU
+    group: PlacementGroup | None = None
+    bundle: int = 0
+    id: str = ""  # the driver's number of it on its node
 
 
 class RayDevices:
-    """Hands out devices; reserves more when it runs out.
+    """The devices of one run.
 
-    resource: Ray's name of the device ("GPU", "NPU"); None where processes need none: each then counts as one
-    of Ray's CPUs.
+    resource: Ray's name of the device ("GPU", "NPU"); None where processes need none: these go to machines
+    by their number of CPUs, take nothing in Ray's books, and never wait for room.
     variable: the visible-devices variable; "" where there is none.
-    shared: True where trainers and engines take turns on the same devices: each role then starts
-    from the first one.
     """
 
-    def __init__(self, resource: str | None, variable: str, *, shared: bool) -> None:
-        self._resource, self._variable, self._shared = resource or "CPU", variable, shared
-        self._devices: list[Device] = []
-        self._taken: dict[str, int] = {}
+    def __init__(self, resource: str | None, variable: str, demand: Demand) -> None:
+        self._resource, self._variable, self._demand = resource, variable, demand
+        self._group: PlacementGroup | None = None
+        self.trainers: list[Device] = []  # in rank order
+        self._engines: list[list[Device]] = []  # those that no engine has taken yet
 
-    def claim(self, role: str, count: int, *, one_node: bool) -> list[Device]:
-        """The next `count` devices for `role`, ordered by node.
+    def reserve(self) -> None:
+        """Take what the run needs. Raises ValueError where the cluster does not have it."""
+        nodes = sorted(
+            (node for node in ray.nodes() if node["Alive"]),
+            key=lambda node: (ipaddress.ip_address(node["NodeManagerAddress"]), node["NodeID"]),
+        )
+        if self._resource is None:
+            plan = place_on_cpus([int(node["Resources"].get("CPU", 0)) for node in nodes], self._demand)
+            taken = plan.per_machine(len(nodes))
+            places = [[_device(node)] * count for node, count in zip(nodes, taken, strict=True)]
+        else:
+            free = available_resources_per_node()
+            machines = [
+                (node["NodeManagerAddress"], int(free.get(node["NodeID"], {}).get(self._resource, 0))) for node in nodes
+            ]
+            plan = place(machines, self._demand, self._resource)
+            places = self._take(nodes, plan)
+        self.trainers = [places[node][number] for node, number in plan.trainers]
+        self._engines = [[places[node][number] for node, number in slots] for slots in plan.engines]
 
-        Raises ValueError where the cluster has no more, or, with `one_node`, where they lie on two.
-        """
-        cursor = role if self._shared else "any"
-        first = self._taken.get(cursor, 0)
-        missing = first + count - len(self._devices)
-        if missing > 0:
-            self._devices += self._reserve(missing, role, one_node=one_node and missing == count)
-        self._taken[cursor] = first + count
-        claimed = self._devices[first : first + count]
-        nodes = sorted({device.node_ip for device in claimed})
-        if one_node and len(nodes) > 1:
-            raise ValueError(
-                f"{role} takes {count} devices that must lie in one machine, and they fall on {', '.join(nodes)}: "
-                "choose rollout.tensor_parallel so that it divides the devices of each machine."
-            )
-        return claimed
+    def next_engine(self, count: int) -> list[Device]:
+        """The devices of the next engine, all of one machine."""
+        assert self._engines, f"an engine more than was connected for: {self._demand}"
+        assert count == self._demand.tensor_parallel, f"an engine of {count} devices; connected for {self._demand}"
+        return self._engines.pop(0)
 
     def visible(self, devices: list[Device]) -> dict[str, str]:
         """Environment under which a process sees just `devices`, as its numbers 0 .. n - 1."""
@@ -74,49 +83,45 @@ class RayDevices:
 
     def options(self, device: Device) -> dict[str, Any]:
         """Options of an actor that lives on `device`."""
+        if device.group is None:
+            return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(device.node_id, soft=False)}
         strategy = PlacementGroupSchedulingStrategy(device.group, placement_group_bundle_index=device.bundle)
         return {**self._amount(SHARE), "scheduling_strategy": strategy}
 
     def release(self) -> None:
-        """Give every reservation back."""
-        for group in {device.group.id: device.group for device in self._devices}.values():
-            ray.util.remove_placement_group(group)
-        self._devices, self._taken = [], {}
+        """Give the reservation back."""
+        if self._group is not None:
+            ray.util.remove_placement_group(self._group)
+        self._group, self.trainers, self._engines = None, [], []
 
     def _amount(self, count: float) -> dict[str, Any]:
-        if self._resource == "CPU":
-            return {"num_cpus": count}
         if self._resource == "GPU":
             return {"num_cpus": 0, "num_gpus": count}
         return {"num_cpus": 0, "resources": {self._resource: count}}
 
-    def _reserve(self, count: int, role: str, *, one_node: bool) -> list[Device]:
-        free = int(ray.available_resources().get(self._resource, 0))
-        total = int(ray.cluster_resources().get(self._resource, 0))
-        if free < count:
-            raise ValueError(
-                f"{role} needs {count} more of {self._resource}; the Ray cluster has {total}, {free} of them free. "
-                "Lower cluster.trainers, rollout.engines or rollout.tensor_parallel, or bring more machines."
-            )
-        strategy = "STRICT_PACK" if one_node else "PACK"
-        group = placement_group([{self._resource: 1}] * count, strategy=strategy)
-        if not group.wait(_RESERVE_SECONDS):
-            ray.util.remove_placement_group(group)
-            raise ValueError(
-                f"{role}: no {'machine' if one_node else 'machines'} with {count} free {self._resource} "
-                f"after {_RESERVE_SECONDS:.0f} s, though {free} were free in all."
-            )
-        return self._in_order(group, count)
+    def _take(self, nodes: list[dict[str, Any]], plan: Plan) -> list[list[Device]]:
+        """Reserve a bundle for each device of `plan`; each node's devices, by their numbers."""
+        taken = plan.per_machine(len(nodes))
+        owners = [node for node, count in zip(nodes, taken, strict=True) for _ in range(count)]
+        selectors = [{"ray.io/node-id": node["NodeID"]} for node in owners]
+        self._group = placement_group([{self._resource: 1}] * len(owners), bundle_label_selector=selectors)
+        if not self._group.wait(_RESERVE_SECONDS):
+            self.release()
+            raise ValueError(self._gone(nodes, taken))
+        try:
+            ids = self._ids(self._group, len(owners))
+        except GetTimeoutError as error:
+            self.release()
+            raise ValueError(self._gone(nodes, taken)) from error
+        devices = [_device(node, self._group, i, ids[i]) for i, node in enumerate(owners)]
+        return [sorted((d for d in devices if d.node_id == node["NodeID"]), key=_number) for node in nodes]
 
-    def _in_order(self, group: PlacementGroup, count: int) -> list[Device]:
-        """The bundles of `group` by machine, then device number: neighbours in rank share a machine."""
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        nodes = placement_group_table(group)["bundles_to_node_id"]
-        ids = self._ids(group, count)
-        devices = [
-            Device(group, bundle, nodes[bundle], addresses[nodes[bundle]], ids[bundle]) for bundle in range(count)
-        ]
-        return sorted(devices, key=lambda device: (ipaddress.ip_address(device.node_ip), int(device.id or 0)))
+    def _gone(self, nodes: list[dict[str, Any]], taken: list[int]) -> str:
+        wanted = ", ".join(f"{n} on {node['NodeManagerAddress']}" for node, n in zip(nodes, taken, strict=True) if n)
+        return (
+            f"Ray has not given the {self._resource} that were free a moment ago within {_RESERVE_SECONDS:.0f} s "
+            f"({wanted}): another job has taken them, or a machine has left. `ray status` shows which."
+        )
 
     def _ids(self, group: PlacementGroup, count: int) -> list[str]:
         """The device number behind each bundle: only a process that holds the whole bundle is told."""
@@ -130,7 +135,16 @@ class RayDevices:
             ).remote(self._resource)
             for bundle in range(count)
         ]
-        return ray.get(asked)
+        return ray.get(asked, timeout=_RESERVE_SECONDS)
+
+
+def _device(node: dict[str, Any], group: PlacementGroup | None = None, bundle: int = 0, number: str = "") -> Device:
+    return Device(node["NodeID"], node["NodeManagerAddress"], group, bundle, number)
+
+
+def _number(device: Device) -> tuple[int, str]:
+    """By number; a driver may name devices otherwise (UUIDs)."""
+    return (int(device.id) if device.id.isdigit() else -1, device.id)
 
 
 def _device_ids(resource: str) -> str:

@@ -14,11 +14,8 @@ import shutil
 import signal
 import socket
 import stat
-import sys
-import tempfile
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,126 +26,18 @@ from megarl.cluster.failures import (
     ClusterError,
     Failure,
     Place,
-    Raised,
     Returned,
     ServiceDied,
     collect,
-    run,
+    worker_failed,
 )
 from megarl.cluster.local import LocalService
-from megarl.cluster.process import die_with_parent, ignore_interrupt, redirect_output
+from megarl.cluster.process import die_with_parent
+from megarl.cluster.torchrun_rank import JOIN_SECONDS, Call, Construct, Rank, Stop, socket_path
 from megarl.cluster.wire import Wire
 
-JOIN_SECONDS = 300.0  # left to the ranks to import their modules and call
 TERMINATE_SECONDS = 3.0  # left to a failure to show after torchrun's SIGTERM
-
-
-@dataclass(frozen=True)
-class _Construct:
-    class_path: str
-    args: tuple[Any, ...]
-    env: dict[str, str]
-
-
-@dataclass(frozen=True)
-class _Call:
-    method: str
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class _Stop:
-    """End: after the present call, or ``now``, because that call may never end."""
-
-    now: bool
-
-
-class _Rank:
-    """One rank's worker object."""
-
-    def __init__(self) -> None:
-        self._worker: Any = None
-
-    def answer(self, message: _Construct | _Call) -> Returned | Raised:
-        if isinstance(message, _Call):
-            return run(lambda: getattr(self._worker, message.method)(*message.args))
-        return run(self._construct, message)
-
-    def _construct(self, message: _Construct) -> None:
-        os.environ.update(message.env)
-        self._worker = load_class(message.class_path)(*message.args)
-
-
-def is_controller() -> bool:
-    """True in the one process that runs the controller; the others call `serve`."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _socket_path() -> Path:
-    """Where the ranks of one torchrun meet: torchrun is the parent of all of them."""
-    return Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}-{os.getppid()}" / "control"
-
-
-# --- the other ranks ----------------------------------------------------------------------------
-
-
-def serve(log_dir: Path) -> None:
-    """Answer the controller's calls until it says to stop; for ranks other than 0.
-
-    Ends the process, with a line on stderr, when the controller is gone. Output goes to
-    ``log_dir/trainer-<rank>.log``.
-    """
-    ignore_interrupt()
-    die_with_parent(signal.SIGKILL)
-    rank = int(os.environ["RANK"])
-    place = Place(f"trainer rank {rank}", pid=os.getpid(), log=str(log_dir / f"trainer-{rank}.log"))
-    wire = _connect(place)
-    console = os.dup(2)
-    redirect_output(place.log, place.who)
-    wire.send((rank, place))
-    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_read_calls, args=(wire, messages, place.who, console), daemon=True).start()
-    worker = _Rank()
-    while not isinstance(message := messages.get(), _Stop):
-        outcome = worker.answer(message)
-        if isinstance(outcome, Raised):
-            print(outcome.traceback, file=sys.stderr)
-        try:
-            wire.send(outcome)
-        except OSError:
-            continue  # the controller is gone: the reading thread ends this process
-        except Exception as error:  # noqa: BLE001 -- what was returned does not pickle
-            wire.send(Raised.of(error))
-
-
-def _read_calls(wire: Wire, messages: queue.SimpleQueue[Any], who: str, console: int) -> None:
-    message = None
-    while not isinstance(message, _Stop):
-        try:
-            message = wire.receive()
-        except EOFError:
-            os.write(console, f"megarl: {who} ends: the controller (rank 0) is gone.\n".encode())
-            os._exit(1)  # the main thread may be in a collective that no one will finish
-        if isinstance(message, _Stop) and message.now:
-            os._exit(0)  # what went wrong is the controller's to tell, and its exit status
-        messages.put(message)
-
-
-def _connect(place: Place) -> Wire:
-    path, deadline = _socket_path(), time.monotonic() + JOIN_SECONDS
-    while True:
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(str(path))
-            return Wire(connection)
-        except (FileNotFoundError, ConnectionRefusedError) as error:  # rank 0 is still importing
-            connection.close()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"{place.who}: the controller (rank 0) did not appear at {path}.") from error
-            time.sleep(0.05)
-
-
-# --- the controller -----------------------------------------------------------------------------
+DEATH_SECONDS = 0.5  # left to a death to show that torchrun has seen first
 
 
 class _Peer:
@@ -156,6 +45,7 @@ class _Peer:
 
     def __init__(self, wire: Wire, place: Place) -> None:
         self.wire, self.place = wire, place
+        self.death: Failure | None = None
         self.answers: queue.SimpleQueue[Returned | Failure] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -165,7 +55,8 @@ class _Peer:
                 outcome = self.wire.receive()
             except EOFError:
                 cause = "its process ended without a word (torchrun's report names the exit code or signal)"
-                self.answers.put(Failure.death(self.place, cause))
+                self.death = Failure.death(self.place, cause)
+                self.answers.put(self.death)
                 return
             self.answers.put(outcome if isinstance(outcome, Returned) else Failure.raised(self.place, outcome))
 
@@ -188,8 +79,8 @@ class _Self:
         self._thread.start()
 
     def _serve(self) -> None:
-        rank = _Rank()
-        while not isinstance(message := self._messages.get(), _Stop):
+        rank = Rank()
+        while not isinstance(message := self._messages.get(), Stop):
             self.busy = True
             outcome = rank.answer(message)
             self.busy = False
@@ -215,11 +106,11 @@ class TorchrunGroup:
         return len(self._ranks)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self.run([_Call(method, args)] * self.size)
+        return self.run([Call(method, args)] * self.size)
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        return self.run([_Call(method, args) for args in per_rank])
+        return self.run([Call(method, args) for args in per_rank])
 
     def shutdown(self) -> None:
         if self._has_shutdown:
@@ -227,15 +118,15 @@ class TorchrunGroup:
         self._cluster.release_trainers(now=False)
 
     def construct(self, class_path: str, args: tuple[Any, ...], env: dict[str, str]) -> None:
-        self.run([_Construct(class_path, args, env)] * self.size)
+        self.run([Construct(class_path, args, env)] * self.size)
         self._has_shutdown = hasattr(load_class(class_path), "shutdown")
 
-    def run(self, messages: list[_Construct | _Call]) -> list[Any]:
+    def run(self, messages: list[Construct | Call]) -> list[Any]:
         try:
-            for rank, message in zip(self._ranks, messages, strict=True):
-                rank.send(message)
             with self._cluster.waiting:
-                return collect(self.size, self._poll, self._cluster.check)
+                for rank, message in zip(self._ranks, messages, strict=True):
+                    rank.send(message)
+                return collect(self.size, self._poll, self._cluster.check_others)
         except ClusterError:
             self._cluster.abort()
             raise
@@ -264,10 +155,8 @@ class _Waiting:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
 
-    def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        if not self._depth:
-            raise SystemExit(128 + number)
-        self.terminated_at = time.monotonic()
+    def __bool__(self) -> bool:
+        return self._depth > 0
 
     def check(self) -> None:
         if self.terminated_at is not None and time.monotonic() > self.terminated_at + TERMINATE_SECONDS:
@@ -277,12 +166,19 @@ class _Waiting:
 class TorchrunCluster:
     """See `megarl.cluster.base.Cluster`; made in rank 0.
 
+    trainers: how many ranks the recipe wants; None where none is called.
     log_dir: where processes write their output, but rank 0, which has the console.
     trainer_env, service_env: added to the environment of each, before what the caller gives.
     """
 
     def __init__(
-        self, log_dir: Path, devices: LocalDevices, *, trainer_env: dict[str, str], service_env: dict[str, str]
+        self,
+        trainers: int | None,
+        log_dir: Path,
+        devices: LocalDevices,
+        *,
+        trainer_env: dict[str, str],
+        service_env: dict[str, str],
     ) -> None:
         self._world_size = int(os.environ["WORLD_SIZE"])
         local = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
@@ -291,6 +187,11 @@ class TorchrunCluster:
                 f"torchrun started {self._world_size} processes, {local} of them on this machine; the torchrun "
                 "transport works inside one machine. For several, use launch/multinode.sh (Ray)."
             )
+        if trainers not in (None, self._world_size):
+            raise ValueError(
+                f"cluster.trainers is {trainers}, and torchrun started {self._world_size} processes: "
+                f"start it with --nproc-per-node {trainers}, or set cluster.trainers={self._world_size}."
+            )
         self._log_dir, self._devices = log_dir, devices
         self._trainer_env, self._service_env = trainer_env, service_env
         self._services: list[LocalService] = []
@@ -298,14 +199,10 @@ class TorchrunCluster:
         self._ranks: list[_Self | _Peer] = [self._own, *_listen(self._world_size)]
         self.waiting = _Waiting()
         die_with_parent(signal.SIGTERM)
-        self._former_handler = signal.signal(signal.SIGTERM, self.waiting.on_signal)
+        self._former_handler = signal.signal(signal.SIGTERM, self._on_terminate)
 
     def start_trainers(self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str]) -> TorchrunGroup:
-        if size != self._world_size:
-            raise ValueError(
-                f"cluster.trainers is {size}, and torchrun started {self._world_size} processes: "
-                f"start it with --nproc-per-node {size}, or set cluster.trainers={self._world_size}."
-            )
+        assert size == self._world_size, f"{size} trainers, connected for {self._world_size}"
         group = TorchrunGroup(self, self._ranks)
         group.construct(class_path, args, self._trainer_env | env)
         return group
@@ -320,25 +217,55 @@ class TorchrunCluster:
         return service
 
     def check(self) -> None:
-        """Raise for what else has failed while the ranks are waited for."""
+        try:
+            self._check_deaths()
+        except ClusterError:
+            self.abort()
+            raise
+
+    def check_others(self) -> None:
+        """Raise for what else than a rank has failed while the ranks are waited for."""
         for service in self._services:
-            if service.failure is not None:
+            if service.failure is not None and not service.stopping:
                 raise ServiceDied(service.failure)
         self.waiting.check()
+
+    def _check_deaths(self) -> None:
+        self.check_others()
+        deaths = [rank.death for rank in self._ranks if isinstance(rank, _Peer) and rank.death is not None]
+        if deaths:
+            raise worker_failed(deaths)
+
+    def _on_terminate(self, number: int, _frame: FrameType | None) -> None:
+        """torchrun's word that a rank has died, or anyone's that the run is to end. What it interrupts may hold
+        a lock, so it ends nothing itself: what it raises leaves the ``with`` of this cluster."""
+        if self.waiting:
+            self.waiting.terminated_at = time.monotonic()
+            return
+        self._ignore_terminate()
+        deadline = time.monotonic() + DEATH_SECONDS
+        while time.monotonic() < deadline:
+            self._check_deaths()
+            time.sleep(0.02)
+        raise SystemExit(128 + number)
+
+    def _ignore_terminate(self) -> None:
+        """It is being acted on: torchrun sends it once more for each rank that ends, and kills later."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        self._former_handler = signal.SIG_IGN
 
     def release_trainers(self, *, now: bool) -> None:
         """Let every rank return from `serve`; with `now`, end the others in the middle of a call. Idempotent."""
         if not self._ranks:
             return
-        for rank in self._ranks:
-            rank.send(_Stop(now))
-        self._ranks = []
+        ranks, self._ranks = self._ranks, []
+        for rank in ranks:
+            rank.send(Stop(now))
         self._own.join()
 
     def abort(self) -> None:
         """End everything at once, after a failure that this process goes on to report."""
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, for the same failure; it kills later
-        self._former_handler = signal.SIG_IGN
+        self._ignore_terminate()
         self.release_trainers(now=True)
         self.shutdown()
 
@@ -362,7 +289,7 @@ def _listen(world_size: int) -> list[_Peer]:
     """Wait until every other rank has called; in rank order."""
     if world_size == 1:
         return []
-    path = _socket_path()
+    path = socket_path()
     path.parent.mkdir(mode=0o700, exist_ok=True)
     status = path.parent.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:

@@ -1,0 +1,173 @@
+"""Which device of which machine each trainer and engine takes: arithmetic alone, no process is asked.
+
+Trainers' ranks go machine by machine, and a tensor-parallel group stays in one where one is large enough.
+An engine's devices lie in one machine. Both are placed at once: what engines take first, rank by rank,
+would cut the trainers' machines to pieces.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megarl.config.schema import Recipe
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a run places.
+
+    trainers, engines: how many there are; 0 of what the command does not start.
+    tensor_parallel: devices of an engine.
+    trainer_block: neighbours in rank that should share a machine (megatron.tensor_parallel).
+    shared: engines and trainers take turns on the same devices.
+    """
+
+    trainers: int
+    engines: int
+    tensor_parallel: int = 1
+    trainer_block: int = 1
+    shared: bool = False
+
+    @classmethod
+    def of(cls, recipe: Recipe, *, trainers: bool, engines: bool) -> Demand:
+        """What `recipe` places, of trainers and engines those that are started at all."""
+        return cls(
+            trainers=recipe.cluster.trainers if trainers else 0,
+            engines=recipe.rollout.engines if engines else 0,
+            tensor_parallel=recipe.rollout.tensor_parallel,
+            trainer_block=recipe.megatron.tensor_parallel,
+            shared=trainers and recipe.cluster.placement == "colocated",
+        )
+
+    @property
+    def engine_devices(self) -> int:
+        return self.engines * self.tensor_parallel
+
+    @property
+    def devices(self) -> int:
+        """How many devices all of it takes."""
+        return self.trainers if self.shared else self.trainers + self.engine_devices
+
+    def require_trainers_devices_suffice(self) -> None:
+        """Raise ValueError where engines that share the trainers' devices are more than these."""
+        if self.shared and self.engine_devices > self.trainers:
+            raise ValueError(
+                f"rollout.engines x rollout.tensor_parallel = {self.engines} x {self.tensor_parallel} = "
+                f"{self.engine_devices} devices, and colocated engines have the trainers' alone: "
+                f"cluster.trainers = {self.trainers}. Lower the former, raise cluster.trainers, or set "
+                "cluster.placement=disaggregated."
+            )
+
+    def __str__(self) -> str:
+        parts = []
+        if self.trainers:
+            parts.append(f"cluster.trainers = {self.trainers}")
+            if self.trainer_block > 1:
+                parts[0] += f" (each megatron.tensor_parallel = {self.trainer_block} of them in one machine)"
+        if self.engines:
+            parts.append(
+                f"rollout.engines x rollout.tensor_parallel = {self.engines} x {self.tensor_parallel} "
+                f"({'on the same devices, ' if self.shared else ''}each engine in one machine)"
+            )
+        return " and ".join(parts)
+
+
+Slot = tuple[int, int]  # number of the machine, number of the device among those that are taken there
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything goes."""
+
+    trainers: list[Slot]  # in rank order
+    engines: list[list[Slot]]  # the devices of each engine
+
+    def per_machine(self, machines: int) -> list[int]:
+        """How many devices are taken of each machine."""
+        slots = {*self.trainers, *(slot for engine in self.engines for slot in engine)}
+        return [sum(machine == number for machine, _ in slots) for number in range(machines)]
+
+
+def place(machines: Sequence[tuple[str, int]], demand: Demand, resource: str) -> Plan:
+    """Place `demand` on devices.
+
+    machines: (name, free devices) of each, in the order in which ranks go over them.
+    resource: the devices' name in messages.
+    Raises ValueError, with the arithmetic, for what does not fit.
+    """
+    demand.require_trainers_devices_suffice()
+    plan = _place([free for _, free in machines], demand)
+    if plan is None:
+        have = ", ".join(f"{free} on {name}" for name, free in machines) or "none"
+        raise ValueError(
+            f"{demand} need {demand.devices} of {resource}, and what is free does not hold them so: {have}. "
+            "Lower these numbers or make them divide the devices of a machine, free devices, or bring more machines."
+        )
+    return plan
+
+
+def place_on_cpus(cpus: Sequence[int], demand: Demand) -> Plan:
+    """Place processes that need no device. They are spread as if each took a CPU; one may be given many.
+
+    cpus: of each machine.
+    """
+    assert cpus, "no machine"
+    slots = list(cpus) if any(cpus) else [1] * len(cpus)  # a machine that offers none wants no processes
+    alone = Demand(demand.trainers, 0) if demand.shared else demand
+    rounds = 1
+    while (plan := _place([count * rounds for count in slots], alone)) is None:
+        rounds += 1
+    if not demand.shared:
+        return plan
+    turns = [number * demand.tensor_parallel % demand.trainers for number in range(demand.engines)]
+    return Plan(plan.trainers, [[plan.trainers[turn]] for turn in turns])
+
+
+def _place(free: Sequence[int], demand: Demand) -> Plan | None:
+    block = demand.trainer_block if max(free, default=0) >= demand.trainer_block else 1
+    if not demand.shared:
+        return next(_apart(free, demand, block), None)
+    both = math.lcm(block, demand.tensor_parallel)  # leaves no machine with a piece of an engine's devices
+    for size in (both, block) if demand.trainers % both == 0 else (block,):
+        trainers = _fill(free, demand.trainers, size, _largest_first(free))
+        engines = _fill(trainers, demand.engine_devices, demand.tensor_parallel, range(len(free))) if trainers else None
+        if trainers and engines:
+            return Plan(_slots(trainers), _chunks(_slots(engines), demand.tensor_parallel))
+    return None
+
+
+def _apart(free: Sequence[int], demand: Demand, block: int) -> Iterator[Plan]:
+    """Trainers first, on the fewest machines; else engines first, on the others' end."""
+    order = _largest_first(free)
+    for trainers_first in (True, False):
+        kinds = [(demand.trainers, block, order), (demand.engine_devices, demand.tensor_parallel, order[::-1])]
+        first, second = kinds if trainers_first else kinds[::-1]
+        taken = _fill(free, *first)
+        left = [have - take for have, take in zip(free, taken, strict=True)] if taken else []
+        rest = _fill(left, *second) if taken else None
+        if taken and rest:
+            trainers, engines = (taken, rest) if trainers_first else (rest, taken)
+            yield Plan(_slots(trainers), _chunks(_slots(engines, after=trainers), demand.tensor_parallel))
+
+
+def _fill(free: Sequence[int], count: int, block: int, order: Sequence[int]) -> list[int] | None:
+    """How many devices to take of each machine, whole blocks, in `order`; None where they do not fit."""
+    taken = [0] * len(free)
+    for machine in order:
+        taken[machine] = min(count - sum(taken), free[machine]) // block * block
+    return taken if sum(taken) == count else None
+
+
+def _largest_first(free: Sequence[int]) -> list[int]:
+    return sorted(range(len(free)), key=lambda machine: (-free[machine], machine))
+
+
+def _slots(taken: Sequence[int], after: Sequence[int] | None = None) -> list[Slot]:
+    first = after or [0] * len(taken)
+    return [(machine, first[machine] + i) for machine, count in enumerate(taken) for i in range(count)]
+
+
+def _chunks(slots: list[Slot], size: int) -> list[list[Slot]]:
+    return [slots[start : start + size] for start in range(0, len(slots), size)]

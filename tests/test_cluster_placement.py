@@ -1,0 +1,140 @@
+"""Where trainers and engines go, over simulated machines; and what is refused before anything starts."""
+
+import importlib.util
+import sys
+import types
+
+import pytest
+
+from megarl.cluster import connect
+from megarl.cluster.placement import Demand, place, place_on_cpus
+from megarl.config.schema import Recipe
+
+
+def machines_of(free, demand):
+    """Machine of each trainer and of each engine, after checks that hold for every plan."""
+    plan = place([(f"10.0.0.{i}", count) for i, count in enumerate(free)], demand, "NPU")
+    devices = [slot for engine in plan.engines for slot in engine]
+    assert (len(plan.trainers), len(devices)) == (demand.trainers, demand.engine_devices)
+    assert len(set(plan.trainers)) == len(plan.trainers) and len(set(devices)) == len(devices)
+    assert plan.trainers == sorted(plan.trainers)  # ranks go machine by machine
+    assert all(len({machine for machine, _ in engine}) == 1 for engine in plan.engines)
+    assert set(devices) <= set(plan.trainers) if demand.shared else not set(devices) & set(plan.trainers)
+    taken = plan.per_machine(len(free))
+    assert all(count <= have for count, have in zip(taken, free, strict=True))
+    assert all(number < taken[machine] for machine, number in plan.trainers + devices)
+    return [machine for machine, _ in plan.trainers], [engine[0][0] for engine in plan.engines]
+
+
+@pytest.mark.parametrize(
+    ("free", "demand", "trainers", "engines"),
+    [
+        # Devices of their own: engines do not cut the trainers' machine to pieces.
+        ([8, 8], Demand(8, 2, 4), [0] * 8, [1, 1]),
+        ([8, 8], Demand(12, 1, 4), [0] * 8 + [1] * 4, [1]),
+        ([4, 8], Demand(8, 1, 4), [1] * 8, [0]),
+        ([3, 4], Demand(4, 0, trainer_block=4), [1] * 4, []),
+        ([3, 3], Demand(4, 1, 1, trainer_block=2), [0, 0, 1, 1], [1]),
+        ([8, 8], Demand(4, 2, 6), [0, 0, 1, 1], [0, 1]),  # trainers on what the engines leave
+        ([2, 2], Demand(4, 0, trainer_block=4), [0, 0, 1, 1], []),  # no machine holds a group of four
+        ([0, 4], Demand(0, 2, 2), [], [1, 1]),
+        # Shared: engines spread over the trainers' devices.
+        ([2], Demand(2, 2, shared=True), [0, 0], [0, 0]),
+        ([3, 3], Demand(4, 2, 2, shared=True), [0, 0, 1, 1], [0, 1]),
+        ([8, 8], Demand(16, 4, 4, trainer_block=2, shared=True), [0] * 8 + [1] * 8, [0, 0, 1, 1]),
+        ([8], Demand(8, 1, 2, shared=True), [0] * 8, [0]),
+    ],
+)
+def test_what_fits_is_placed(free, demand, trainers, engines):
+    assert machines_of(free, demand) == (trainers, engines)
+
+
+@pytest.mark.parametrize(
+    ("free", "demand", "says"),
+    [
+        ([4, 4], Demand(8, 1, 4), r"cluster\.trainers = 8 .* 1 x 4 .* need 12 of NPU.*: 4 on 10\.0\.0\.0, 4 on 10"),
+        ([3, 3], Demand(2, 1, 4), r"each engine in one machine\) need 6 of NPU"),
+        ([3, 3], Demand(4, 1, 2, trainer_block=2), r"each megatron\.tensor_parallel = 2 of them in one machine"),
+        ([3, 3], Demand(6, 2, 3, trainer_block=2, shared=True), r"on the same devices"),
+        ([8], Demand(2, 3, shared=True), r"3 x 1 = 3 devices, .*: cluster\.trainers = 2.*placement=disaggregated"),
+        ([], Demand(1, 0), r"need 1 of NPU.*: none"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(free, demand, says):
+    with pytest.raises(ValueError, match=says):
+        machines_of(free, demand)
+
+
+def test_processes_without_devices_always_find_a_place():
+    assert [machine for machine, _ in place_on_cpus([1, 1], Demand(2, 0)).trainers] == [0, 1]
+    assert [machine for machine, _ in place_on_cpus([1, 1], Demand(5, 0)).trainers] == [0, 0, 0, 1, 1]
+    assert [machine for machine, _ in place_on_cpus([0, 1], Demand(3, 0)).trainers] == [1, 1, 1]
+    assert place_on_cpus([0], Demand(1, 1, 4)).engines == [[(0, number) for number in range(1, 5)]]
+    shared = place_on_cpus([1, 1], Demand(2, 5, 1, shared=True))
+    assert [engine[0][0] for engine in shared.engines] == [0, 1, 0, 1, 0]  # beside the trainers
+
+
+def npus():
+    return types.SimpleNamespace(
+        ray_resource="NPU", visible_devices_env="X", trainer_env=dict, rollout_env=dict
+    )  # fails where it is asked for more
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    return Recipe()
+
+
+def test_engines_beyond_the_trainers_devices_are_refused_on_every_transport(recipe, monkeypatch):
+    recipe.rollout.engines, recipe.rollout.tensor_parallel, recipe.cluster.trainers = 2, 2, 3
+    with pytest.raises(ValueError, match=r"2 x 2 = 4 devices.*cluster\.trainers = 3"):
+        connect(recipe, npus())
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"2 x 2 = 4 devices.*cluster\.trainers = 3"):
+        connect(recipe, npus())
+
+
+def test_what_a_command_does_not_start_takes_no_device(recipe):
+    recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
+    assert Demand.of(recipe, trainers=True, engines=True).devices == 4
+    assert Demand.of(recipe, trainers=False, engines=True) == Demand(0, 2, 2)
+    assert Demand.of(recipe, trainers=True, engines=False).devices == 4
+    recipe.cluster.placement = "disaggregated"
+    assert Demand.of(recipe, trainers=True, engines=True).devices == 8
+
+
+def test_a_missing_ray_is_told_with_the_remedy(recipe, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"Ray is not installed: pip install ray, or start with torchrun"):
+        connect(recipe, npus())
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("127.0.0.1:1", r"no Ray cluster can be joined at 127\.0\.0\.1:1 .*multinode"),
+        ("ray://127.0.0.1:10001", r"client or jobs server"),
+        ("head", r"host:port"),
+    ],
+)
+def test_a_ray_that_does_not_answer_is_told_with_the_remedy(recipe, tmp_path, address, says):
+    from megarl.platform import select
+
+    assert "ray" not in sys.modules or not sys.modules["ray"].is_initialized()
+    recipe.cluster.ray_address, recipe.runs_dir = address, str(tmp_path)
+    with pytest.raises(ValueError, match=says):
+        connect(recipe, select("cpu"))
+
+
+def test_the_object_store_leaves_shared_memory_to_the_weight_exchange():
+    pytest.importorskip("ray")
+    from megarl.cluster.ray_start import MIB, _free_shared_memory, _memory, object_store_bytes
+
+    assert object_store_bytes(1000 * MIB, 10000 * MIB) == 300 * MIB
+    assert object_store_bytes(10000 * MIB, 1000 * MIB) == 300 * MIB
+    assert object_store_bytes(64 * MIB, 10000 * MIB) == 256 * MIB  # Ray takes another directory then
+    assert _free_shared_memory() > 0 and _memory() > 100 * MIB
