@@ -66,10 +66,12 @@ def _join(address: str) -> None:
             "An address is host:port, or auto on a machine of the cluster."
         )
     try:
+        if address != "auto" and not address.rpartition(":")[0]:
+            raise ValueError(f"{address!r} is no Ray address {remedy} An address is host:port or auto.")
         # Ray itself would try for minutes; "auto" may name a cluster that is gone.
         host, _, port = (canonicalize_bootstrap_address(address) or "").rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"{address!r} is no Ray address {remedy} An address is host:port or auto.")
+        if not host:
+            raise ValueError(f"no Ray cluster runs on this machine, and its address is given as {address} {remedy}")
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=address, logging_level="error", log_to_driver=False)
     except (OSError, RuntimeError) as error:  # ConnectionError among them; RuntimeError: other versions, no token
