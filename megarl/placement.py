@@ -70,13 +70,20 @@ class Colocated(Disaggregated):
             self.trainers.call("onload")
 
     def to_rollout(self, version: int) -> Metrics:
-        if self.engines_asleep:
-            _all([service.call("wake") for service in self.services])
-            self.engines_asleep = False
+        """Hand over in an order that never holds both sides' all: an update needs weights on both, and nothing else."""
+        if self.trainers_offload:
+            self.trainers.call("offload_optimizer")
+        self._wake("weights")
         metrics = super().to_rollout(version)
         if self.trainers_offload:
-            self.trainers.call("offload")
+            self.trainers.call("offload_weights")
+        self._wake("kv_cache")
+        self.engines_asleep = False
         return metrics
+
+    def _wake(self, tag: str) -> None:
+        if self.engines_asleep:
+            _all([service.call("wake", [tag]) for service in self.services])
 
 
 def publish(trainers: WorkerGroup, services: Sequence[Service], session: ExchangeSession, version: int) -> Metrics:

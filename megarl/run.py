@@ -58,10 +58,10 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 @contextlib.contextmanager
-def connected(recipe: Recipe, platform: Any) -> Iterator[Cluster]:
-    """The cluster that the recipe asks for; a ValueError while connecting is the recipe's fault."""
+def connected(recipe: Recipe, platform: Any, *, trainers: bool, engines: bool) -> Iterator[Cluster]:
+    """The cluster that the recipe asks for, with room for what will be started; a ValueError is the recipe's fault."""
     with blaming_input():
-        cluster = connect(recipe, platform)
+        cluster = connect(recipe, platform, trainers=trainers, engines=engines)
     with cluster:
         yield cluster
 
@@ -89,7 +89,8 @@ def train(recipe: Recipe) -> Path:
     with log:
         for notice in prepared.notices:
             log.notice(notice)
-        with connected(recipe, platform) as cluster:
+        rl = recipe.train.source == "rollout"
+        with connected(recipe, platform, trainers=True, engines=rl) as cluster:
             with log.phase("start"):
                 controller = _assemble(recipe, prepared, platform, cluster, log, place.directory)
             controller.fit(place.checkpoint)
@@ -111,7 +112,7 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         prepared = prepare_evaluation(recipe)
         platform = platforms.select(recipe.cluster.device)
     assert prepared.evaluation is not None
-    with connected(recipe, platform) as cluster:
+    with connected(recipe, platform, trainers=False, engines=True) as cluster:
         services = _start_engines(recipe, prepared, platform, cluster, load_weights=True)
         _wait_for_engines(recipe, services, [service.call("start") for service in services])
         result = evaluate(recipe, prepared.evaluation, services, prepared.tokenizer.stop_ids, cluster.check)
@@ -133,19 +134,23 @@ def export(run_path: Path, out: Path, step: int | None = None) -> Path:
     if not is_controller(recipe):
         serve(recipe)
         return out
-    with connected(recipe, platform) as cluster:
+    with connected(recipe, platform, trainers=True, engines=False) as cluster:
         trainers = _start_trainers(recipe, cluster)
         trainers.call("load", str(checkpoint / "trainer"))
-        tensors = _export_and_compare(trainers, out)
+        equal, untrained = _export_and_compare(trainers, out)
         trainers.shutdown()
-    print(f"{out}: {tensors} tensors of {checkpoint.name}, read back equal to the trainer's, bit for bit")
+    print(f"{out}: {equal} tensors of {checkpoint.name}, read back equal to the trainer's, bit for bit")
+    if untrained:
+        print(f"{untrained} more, of layers that are not trained, are equal to the starting model's")
     return out
 
 
-def _export_and_compare(trainers: WorkerGroup, out: Path) -> int:
-    """Write the trainers' weights as a Hugging Face model, read it back, compare; returns the number of tensors."""
+def _export_and_compare(trainers: WorkerGroup, out: Path) -> tuple[int, int]:
+    """Write the trainers' weights as a Hugging Face model, read it back, compare. Returns the number of tensors
+    that are equal to the trainers', and of those that are not trained and equal to the starting model's."""
     trainers.call("save_hf", str(out.absolute()))
-    return int(trainers.call("compare_with_hf", str(out.absolute()))[0])
+    equal, untrained = trainers.call("compare_with_hf", str(out.absolute()))[0]
+    return equal, untrained
 
 
 def _choose_checkpoint(run_dir: RunDirectory, step: int | None) -> Path:

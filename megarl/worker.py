@@ -167,14 +167,18 @@ class TrainerWorker:
     def save_hf(self, directory: str) -> None:
         self.trainer.save_hf(Path(directory))
 
-    def compare_with_hf(self, directory: str) -> int:
-        """Hold an exported directory to the weights here; returns its number of tensors (rank 0)."""
+    def compare_with_hf(self, directory: str) -> tuple[int, int]:
+        """Hold an exported directory to the weights here; returns how many tensors are equal, and how many untrained."""
         from megarl.megatron.export import compare_with_hf
 
-        return compare_with_hf(Path(directory), self.trainer.export_weights(), Path(self.recipe.model.path))
+        result = compare_with_hf(Path(directory), self.trainer.export_weights(), Path(self.recipe.model.path))
+        return result.equal, result.untrained
 
-    def offload(self) -> None:
-        self.trainer.offload()
+    def offload_optimizer(self) -> None:
+        self.trainer.offload_optimizer()
+
+    def offload_weights(self) -> None:
+        self.trainer.offload_weights()
 
     def onload(self) -> None:
         self.trainer.onload()

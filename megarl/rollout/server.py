@@ -81,8 +81,8 @@ class RolloutServer:
     async def sleep(self) -> None:
         await self._in_thread(self.engine.sleep)
 
-    async def wake(self) -> None:
-        await self._in_thread(self.engine.wake)
+    async def wake(self, tags: list[str]) -> None:
+        await self._in_thread(self.engine.wake, tags)
 
     async def shutdown(self) -> None:
         await self._in_thread(self.engine.shutdown)
