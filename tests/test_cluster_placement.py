@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from megarl.cluster import connect
+from megarl.cluster import connect, ray_env
 from megarl.cluster.placement import Demand, place, place_on_cpus
 from megarl.config.schema import Recipe
 
@@ -112,7 +112,14 @@ def test_a_missing_ray_is_told_with_the_remedy(recipe, monkeypatch):
         connect(recipe, npus())
 
 
+@pytest.fixture
+def ray_of_the_tests():
+    """Ray reads its settings when it is imported, once a process: those of a private cluster, which later files start."""
+    ray_env.prepare(private=True)
+
+
 @pytest.mark.stack
+@pytest.mark.usefixtures("ray_of_the_tests")
 @pytest.mark.parametrize(
     ("address", "says"),
     [
@@ -130,6 +137,7 @@ def test_a_ray_that_does_not_answer_is_told_with_the_remedy(recipe, tmp_path, ad
         connect(recipe, select("cpu"))
 
 
+@pytest.mark.usefixtures("ray_of_the_tests")
 def test_the_object_store_leaves_shared_memory_to_the_weight_exchange():
     pytest.importorskip("ray")
     from megarl.cluster.ray_start import MIB, _free_shared_memory, _memory, object_store_bytes

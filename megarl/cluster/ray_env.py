@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from collections.abc import Mapping
 
 _AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
@@ -15,7 +16,8 @@ def prepare(*, private: bool) -> None:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without devices keep what we set
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # Ray's own news of dead actors: ours says it once
     if private:
-        os.environ.update(authentication(os.environ))
+        if "ray" not in sys.modules:  # imported, it has read this already, and would refuse the cluster it starts
+            os.environ.update(authentication(os.environ))
         # Ray takes 127.0.0.1 for the machine's outer address, and listens on all of them, unless it
         # believes to be on a system without clusters.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
