@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, NoReturn, Optional
 
 import typer
 
@@ -83,9 +83,17 @@ def report(
 def main() -> None:
     """Run the command line and exit with its status."""
     arguments = sys.argv[1:]
-    sys.exit(
-        guarded(lambda: app(args=arguments, prog_name="megarl", standalone_mode=False), debug="--debug" in arguments)
-    )
+    leave(guarded(lambda: app(args=arguments, prog_name="megarl", standalone_mode=False), debug="--debug" in arguments))
+
+
+def leave(status: int) -> NoReturn:
+    """Exit with `status`. After a failure at once: everything is put away by then, and threads of libraries that
+    were interrupted at their start have crashed slower exits, which would hide the status."""
+    if status == 0:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def guarded(command: Callable[[], Any], *, debug: bool) -> int:
@@ -124,7 +132,7 @@ def _terminate(number: int, frame: Any) -> None:
 def _fail(status: int, kind: str, error: Exception, debug: bool) -> int:
     if os.environ.get("RANK", "0") != "0":
         return status  # torchrun's first rank says it
-    print(f"{kind}: {error}", file=sys.stderr)
+    print(f"{kind}:{error}" if str(error).startswith("\n") else f"{kind}: {error}", file=sys.stderr)
     if debug:
         traceback.print_exc()
         print(getattr(getattr(error, "failure", None), "traceback", None) or "", file=sys.stderr)  # the remote one

@@ -82,6 +82,11 @@ def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
             "set train.resume=auto to go on with it, name=... for another directory, or move it away",
             value="never",
         )
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        remedy = "name a directory that can be written to"
+        raise RecipeError("runs_dir", f"{directory.path}: {error.strerror}", remedy, value=recipe.runs_dir) from error
     _check_disk(directory.path)
     if checkpoint is None:
         return RunPlace(directory, None, 1)

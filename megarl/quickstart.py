@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.cli import guarded
+from megarl.cli import guarded, leave
 from megarl.config import Recipe, load_recipe
 from megarl.config.errors import InputError
 from megarl.observe.run_dir import RunDirectory
@@ -64,4 +64,4 @@ def say_what_was_learned(recipe: Recipe, run: Path, seconds: float) -> None:
 
 if __name__ == "__main__":  # engine and Ray processes import this module anew
     arguments = sys.argv[1:]
-    sys.exit(guarded(lambda: quickstart(arguments), debug=False))
+    leave(guarded(lambda: quickstart(arguments), debug=False))

@@ -52,5 +52,5 @@ class Registry(Generic[T]):
 
     def unknown(self, name: str) -> str:
         close = nearest(name, self._entries)
-        hint = f"; did you mean '{close}'?" if close else ""
+        hint = f"; did you mean '{close}'?" if close else "."
         return f"there is no {self.kind} '{name}'{hint} Known: {', '.join(self.names())}."

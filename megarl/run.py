@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -60,9 +62,12 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 @contextlib.contextmanager
 def connected(recipe: Recipe, platform: Any, *, trainers: bool, engines: bool) -> Iterator[Cluster]:
     """The cluster that the recipe asks for, with room for what will be started; a ValueError is the recipe's fault."""
+    on_termination = signal.getsignal(signal.SIGTERM)
     with blaming_input():
         cluster = connect(recipe, platform, trainers=trainers, engines=engines)
     with cluster:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_termination)  # Ray installs its own, which ends the process at once
         yield cluster
 
 
