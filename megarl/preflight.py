@@ -128,7 +128,10 @@ def read_hf_config(path: str) -> dict[str, Any]:
     directory = Path(path)
     if not directory.is_dir():
         raise RecipeError(
-            "model.path", "there is no such directory", "give the model's Hugging Face directory", value=path
+            "model.path",
+            f"there is no such directory (seen from {Path.cwd()})",
+            "give the model's Hugging Face directory (recipes/quickstart_sft.yaml makes the quickstart's)",
+            value=path,
         )
     try:
         config = json.loads((directory / "config.json").read_text())
