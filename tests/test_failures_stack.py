@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -69,6 +70,19 @@ def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
     status, errors = one.end(10)
     assert status == 130
     assert "stopped by Ctrl-C" in errors and "Traceback" not in errors
+    assert_ended(processes)
+
+
+def test_sigterm_ends_everything_and_says_so(started) -> None:
+    """As cluster managers send it. Ray puts a handler of its own in place, which would end the process without a word."""
+    one = started("terminated")
+    one.wait_for_steps(1)
+    processes = descendants(one.process.pid)
+    one.process.send_signal(signal.SIGTERM)
+    status, errors = one.end(10)
+    assert status == 143
+    assert errors.strip() == "stopped by SIGTERM"
+    assert json.loads((one.directory / "summary.json").read_text())["status"] == "stopped"
     assert_ended(processes)
 
 

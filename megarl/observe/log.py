@@ -196,6 +196,8 @@ class RunLog:
             self.close("finished")
         elif isinstance(error, KeyboardInterrupt):
             self.close("stopped", "interrupted from the keyboard")
+        elif not isinstance(error, Exception):  # SIGTERM, as cluster managers send it
+            self.close("stopped", "terminated from outside")
         else:
             self.close("failed", f"{type(error).__name__}: {error}")
 
