@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.durable import sync
 from megarl.rollout.admission import TriedGroup
 from megarl.types import Group, InlineData, Sample, SampleTokens
 
@@ -99,7 +100,7 @@ def save_checkpoint(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _sync(folder)
+    sync(folder)
     for old in list_checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return final
@@ -163,11 +164,3 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
 
 def _without_data(sample: Sample) -> Sample:
     return Sample(**{**sample.__dict__, "data": InlineData([])})
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

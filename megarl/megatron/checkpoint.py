@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import random
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 
+from megarl.durable import sync
 from megarl.megatron.model import Model
 
 _STATE_FILE = "trainer_state.json"
@@ -40,7 +40,7 @@ def save(directory: Path, model: Model, optimizer: Any, *, step: int, layout: di
         with _durable(directory / _STATE_FILE) as file:
             file.write(json.dumps({"step": step, "layout": layout}).encode())
         for path in (*directory.rglob("*"), directory):  # folders, and files that Megatron only writes
-            _sync(path)
+            sync(path)
     torch.distributed.barrier()
 
 
@@ -76,15 +76,7 @@ def _durable(path: Path) -> Iterator[BinaryIO]:
     """A file to write that is on the disk at the end: a power loss after the save leaves it whole."""
     with path.open("wb") as file:
         yield file
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path)
 
 
 def _sharded_state(model: Model, optimizer: Any, *, loading: bool) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.durable import sync
+
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -89,16 +91,7 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(path.parent)
 
 
 def drop_torn_line(path: Path) -> bytes:
