@@ -72,38 +72,65 @@ def test_learning_rates_worked_by_hand() -> None:
     assert rates(3, warmup_steps=3, decay="cosine") == pytest.approx([1 / 3, 2 / 3, 1.0])
 
 
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 rows a block."""
+    monkeypatch.setattr("megarl.megatron.vocab._BLOCK_ELEMENTS_CPU", 22)
+    monkeypatch.setattr("megarl.megatron.vocab._LEAST_ROWS", 1)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("blocked", [False, True])
 def test_log_probs_and_entropy_are_those_of_the_softmax(
     temperature: float, blocked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if blocked:  # 2 rows a block
-        monkeypatch.setattr("megarl.megatron.vocab._BLOCK_ELEMENTS_CPU", 22)
+    if blocked:
+        small_blocks(monkeypatch)
     torch.manual_seed(0)
-    logits = (torch.randn(5, 11, dtype=torch.float64) * 3).requires_grad_()
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = (torch.randn(11, 3, dtype=torch.float64) * 3).requires_grad_()
     labels = torch.tensor([0, 8, 3, 3, 1])
 
-    def ours(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return log_probs_and_entropy(x, labels, temperature=temperature, vocab_size=9, with_entropy=True, group=None)
+    def ours(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        settings = {"temperature": temperature, "vocab_size": 9, "with_entropy": True}
+        return log_probs_and_entropy(x, w, labels, **settings, keep_logits=False, group=None)
 
-    naive = (logits[:, :9] / temperature).log_softmax(-1)  # entries 9 and 10 are padding
-    log_probs, entropy = ours(logits)
+    naive = ((hidden @ weight.T)[:, :9] / temperature).log_softmax(-1)  # entries 9 and 10 are padding
+    log_probs, entropy = ours(hidden, weight)
     torch.testing.assert_close(log_probs, naive.gather(1, labels[:, None]).squeeze(1))
     torch.testing.assert_close(entropy, -(naive.exp() * naive).sum(-1))
-    assert torch.autograd.gradcheck(ours, (logits,))
+    assert torch.autograd.gradcheck(ours, (hidden, weight))
     (log_probs * entropy).sum().backward()
-    assert torch.equal(logits.grad[:, 9:], torch.zeros(5, 2, dtype=torch.float64))
+    assert torch.equal(weight.grad[9:], torch.zeros(2, 3, dtype=torch.float64))
 
 
 def test_log_probs_without_entropy_have_the_same_gradient() -> None:
     torch.manual_seed(0)
-    logits = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    labels = torch.tensor([5, 0, 2, 2])
+    hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    settings = {"temperature": 2.0, "vocab_size": 6, "with_entropy": False, "keep_logits": False, "group": None}
 
-    def ours(x: torch.Tensor) -> torch.Tensor:
-        return log_probs_and_entropy(x, labels, temperature=2.0, vocab_size=6, with_entropy=False, group=None)[0]
+    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return log_probs_and_entropy(x, w, torch.tensor([5, 0, 2, 2]), **settings)[0]
 
-    assert torch.autograd.gradcheck(ours, (logits,))
+    assert torch.autograd.gradcheck(ours, (hidden, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_change_memory_and_nothing_else(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    torch.manual_seed(0)
+    start = torch.randn(7, 5).to(dtype), torch.randn(11, 5).to(dtype)
+    labels, slopes = torch.randint(0, 11, (7,)), torch.randn(2, 7)
+    results = []
+    for keep_logits in (False, True):
+        hidden, weight = (tensor.clone().requires_grad_() for tensor in start)
+        settings = {"temperature": 0.7, "vocab_size": 11, "with_entropy": True, "keep_logits": keep_logits}
+        log_probs, entropy = log_probs_and_entropy(hidden, weight, labels, **settings, group=None)
+        assert len(log_probs.grad_fn.kept) == (4 if keep_logits else 0)
+        (log_probs * slopes[0] + entropy * slopes[1]).sum().backward()
+        results.append((log_probs, entropy, hidden.grad, weight.grad))
+    for recomputed, kept in zip(*results, strict=True):
+        assert torch.equal(recomputed, kept)
 
 
 def test_norm_and_rotation_have_the_gradients_they_say() -> None:

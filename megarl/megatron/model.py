@@ -46,6 +46,9 @@ def build(recipe: Recipe, platform: Platform) -> Model:
     _initialize_parallel(recipe.megatron, recipe.cluster.timeout)
     seed_everything(recipe.train.seed)
 
+    from megarl.megatron.heads import hidden_states_out, language_model
+    from megarl.megatron.stream_context import watch
+
     if platform.uses_native_layers:
         from megarl.megatron import native_layers
 
@@ -62,6 +65,10 @@ def build(recipe: Recipe, platform: Platform) -> Model:
                 "use_distributed_optimizer": recipe.megatron.distributed_optimizer,
             },
         )
+    for chunk in chunks:
+        watch(chunk)
+        if language_model(chunk).post_process:
+            hidden_states_out(language_model(chunk))
     bridge.load_weights(chunks, recipe.model.path)
     return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size)
 

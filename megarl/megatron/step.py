@@ -1,37 +1,26 @@
-"""Forward and backward over micro batches: the one place where logits meet the tokens they predict.
+"""Forward and backward over micro batches, through Megatron's pipeline schedules.
 
-The model reads a packed stream; its logits at one place predict the token at the next. Here alone that
-shift by one happens (see `PackedStream`): everything that goes in or comes out is at token index.
+The model reads a packed stream; what it computes at one place predicts the token at the next. That shift by one
+happens in `PackedStream` and `heads.py` alone: everything that goes in or comes out here is at token index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.megatron.batch import MicroBatch, PackedStream, pack
-from megarl.megatron.vocab import log_probs_and_entropy
+from megarl.megatron.heads import Head, language_model
+from megarl.megatron.stream_context import stream_params
 
 Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """From loss inputs to a loss (scalar, already normalised over everything) and metrics (scalars to be summed)."""
-
-
-@dataclass(frozen=True)
-class Forward:
-    """What the last stage computes from the logits."""
-
-    temperature: float
-    with_entropy: bool
-    vocab_size: int  # entries past it are padding
 
 
 def configure(config: Any) -> None:
@@ -53,16 +42,16 @@ def run(
     chunks: list[Any],
     config: Any,
     micro_batches: list[MicroBatch],
-    loss: Callable[[MicroBatch, torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, Any]],
-    forward: Forward,
+    loss: Callable[..., tuple[torch.Tensor, Any]],
+    head: Head,
     *,
     device: torch.device,
     forward_only: bool,
 ) -> list[Any] | None:
     """Run the pipeline over `micro_batches`; gradients are left in the DDP buffers.
 
-    `loss(batch, log_probs [T], entropy [T] or None)` is called on the last stage and returns the loss to
-    be differentiated and anything to be returned. On the last stage returns these, one a micro batch;
+    `loss(batch, *what head returns)` is called on the last stage and returns the loss to be differentiated and
+    anything to be returned. On the last stage returns these, one a micro batch;
     elsewhere None. Under interleaving (several chunks) the number of micro batches must be a multiple of
     the pipeline stages, which megarl.schedule sees to.
     """
@@ -76,7 +65,7 @@ def run(
     iterators = [iter(packed) for _ in chunks]
     longest = max(stream.share for _, stream in packed)
     results = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, config=config, loss=loss, forward=forward),
+        forward_step_func=partial(_forward_step, config=config, loss=loss, head=head),
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(packed),
@@ -98,77 +87,21 @@ def _pack(batch: MicroBatch, config: Any, device: torch.device) -> PackedStream:
 
 
 def _forward_step(
-    iterator: Iterator[tuple[MicroBatch, PackedStream]], model: Any, *, config: Any, loss: Any, forward: Forward
+    iterator: Iterator[tuple[MicroBatch, PackedStream]], model: Any, *, config: Any, loss: Any, head: Head
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Megatron's forward step: the model's output, and what to do with it on the last stage."""
     batch, stream = next(iterator)
-    offsets = stream.cu_seqlens
     output = model(
         input_ids=stream.tokens[None],
         position_ids=stream.positions[None],
         attention_mask=None,
-        packed_seq_params=PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=offsets,
-            cu_seqlens_kv=offsets,
-            cu_seqlens_q_padded=offsets,
-            cu_seqlens_kv_padded=offsets,
-            max_seqlen_q=stream.longest,
-            max_seqlen_kv=stream.longest,
-        ),
-        # Megatron would copy all logits to float32; `log_probs_and_entropy` does so block by block.
+        packed_seq_params=stream_params(stream),
+        # Megatron would make a float32 copy of what comes out.
         **({"fp32_output": False} if config.bf16 else {}),
     )
 
-    def last_stage(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        value, result = loss(batch, *at_tokens(logits.squeeze(0), stream, forward))
+    def last_stage(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        value, result = loss(batch, *head(language_model(model), hidden.squeeze(0), stream))
         return value, torch.zeros([], dtype=torch.int), result  # no token count: see `configure`
 
     return output, last_stage
-
-
-def at_tokens(logits: torch.Tensor, stream: PackedStream, forward: Forward) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs and entropy [T] at token index from this rank's logits [share, vocabulary / TP].
-
-    Entry t says how token t was predicted: from the logits one place before it. The first token of a
-    sequence is predicted by nothing and has 0. Entropy is None unless asked for.
-    """
-    log_probs, entropy = log_probs_and_entropy(
-        logits,
-        stream.labels,
-        temperature=forward.temperature,
-        vocab_size=forward.vocab_size,
-        with_entropy=forward.with_entropy,
-        group=_group_or_none(parallel_state.get_tensor_model_parallel_group()),
-    )
-    context = _group_or_none(parallel_state.get_context_parallel_group())
-
-    def place(rows: torch.Tensor) -> torch.Tensor:
-        if context is not None:
-            rows = _GatherRanks.apply(rows, context)
-        return rows.new_zeros(stream.total).index_put((stream.targets,), rows[stream.sources])
-
-    return place(log_probs), None if entropy is None else place(entropy)
-
-
-def _group_or_none(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    return group if dist.get_world_size(group) > 1 else None
-
-
-class _GatherRanks(torch.autograd.Function):
-    """All ranks' rows, one rank after the other.
-
-    Each rank then computes the same loss from all rows, so the gradient of a rank's own rows is whole as it
-    is: the backward pass takes this rank's part and adds nothing up.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, rows.contiguous(), group=group)
-        ctx.rank, ctx.share = dist.get_rank(group), len(rows)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad[ctx.rank * ctx.share : (ctx.rank + 1) * ctx.share].contiguous(), None

@@ -17,11 +17,12 @@ from megarl.algorithms.inputs import LossInputs
 from megarl.config.schema import Recipe
 from megarl.megatron import checkpoint, export
 from megarl.megatron.batch import MicroBatch
+from megarl.megatron.heads import PolicyHead
 from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
 from megarl.megatron.router_losses import RouterLosses
-from megarl.megatron.step import Forward, Objective, configure, run
+from megarl.megatron.step import Objective, configure, run
 from megarl.platform import Platform
 
 logger = logging.getLogger(__name__)
@@ -196,7 +197,7 @@ class PolicyTrainer:
             self.model.config,
             micro_batches,
             loss,
-            Forward(temperature, with_entropy, self.model.vocab_size),
+            PolicyHead(temperature, with_entropy, self.model.vocab_size, self.recipe.megatron.keep_logits),
             device=self.platform.device(),
             forward_only=forward_only,
         )

@@ -1,8 +1,8 @@
-"""Log-probabilities and entropy from logits that are cut over tensor-parallel ranks.
+"""Log-probabilities and entropy from hidden states, through an output layer that is cut over tensor-parallel ranks.
 
-The logits of one rank never leave it: ranks exchange three numbers a token. Both results carry
-gradients, and the backward pass computes the probabilities again from the logits, block by block, so
-that no float32 copy of all logits is held.
+Logits exist for a block of tokens at a time: peak memory grows with the tokens and with the vocabulary, not
+with their product. The backward pass computes each block's logits again (or has kept them, where asked to).
+Ranks exchange four numbers a token.
 """
 
 from __future__ import annotations
@@ -12,27 +12,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_BLOCK_ELEMENTS = 2**25  # of a block: 128 MiB in float32
+_BLOCK_ELEMENTS = 2**25  # of a block of logits: 128 MiB in float32
 _BLOCK_ELEMENTS_CPU = 2**17  # half a MiB: a block stays in a core's cache from one operation to the next
+_LEAST_ROWS = 64  # of a block: fewer make matrix products slow
 _HIDDEN = -1e30  # logit of a padding entry: its probability is 0, and 0 times it is still a number
 
 
 def log_probs_and_entropy(
-    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
     labels: torch.Tensor,
     *,
     temperature: float,
     vocab_size: int,
     with_entropy: bool,
+    keep_logits: bool,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each label and entropy of each row, of softmax(logits / temperature).
+    """Log-probability of each label and entropy of each row, of softmax(hidden @ weight.T / temperature).
 
-    `logits` is [t, entries of this rank]; ranks of `group` hold consecutive parts of equal size, of which
-    entries from `vocab_size` on are padding and get no probability. `labels` is int64 [t]. Returns
-    float32 [t] and float32 [t] (or None), equal on all ranks of `group`. `group=None`: not cut.
+    `hidden` is [t, h], the same on all ranks of `group`; `weight` is [entries of this rank, h]: ranks hold
+    consecutive parts of equal size, of which entries from `vocab_size` on are padding and get no probability.
+    `labels` is int64 [t]. Returns float32 [t] and float32 [t] (or None), equal on all ranks of `group`;
+    `group=None`: not cut. The gradient of `hidden` is this rank's part: the caller sums it over `group`.
+    `keep_logits` holds all logits for the backward pass instead of computing them again: the same result to
+    the last bit, a third less work in the output layer, and t x entries numbers of memory.
     """
-    log_probs, entropy = _LogProbsAndEntropy.apply(logits, labels, temperature, vocab_size, with_entropy, group)
+    keep = keep_logits and torch.is_grad_enabled()
+    log_probs, entropy = _LogProbsAndEntropy.apply(
+        hidden, weight, labels, temperature, vocab_size, with_entropy, keep, group
+    )
     return log_probs, entropy if with_entropy else None
 
 
@@ -40,46 +49,47 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        logits: torch.Tensor,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
         labels: torch.Tensor,
         temperature: float,
         vocab_size: int,
         with_entropy: bool,
+        keep_logits: bool,
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        width = logits.shape[1]
+        width = len(weight)
         first = 0 if group is None else dist.get_rank(group) * width
         ctx.temperature, ctx.real, ctx.with_entropy = temperature, min(max(vocab_size - first, 0), width), with_entropy
         here = (labels >= first) & (labels < first + width)
         local = torch.where(here, labels - first, 0)
 
-        blocks = _blocks(logits)
-        maxima = torch.cat([_scaled(logits[rows], ctx).amax(1) for rows in blocks])
-        if group is not None:
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        sums = torch.stack(
-            [
-                torch.cat(x)
-                for x in zip(*(_sums(logits, local, here, maxima, rows, ctx) for rows in blocks), strict=True)
-            ]
-        )
-        if group is not None:
-            dist.all_reduce(sums, group=group)
-        total, weighted, chosen = sums
-        log_total = maxima + total.log()
+        parts, ctx.kept = [], []
+        for rows in _blocks(hidden, width):
+            logits = hidden[rows] @ weight.T
+            parts.append(_statistics(logits, local[rows], here[rows], ctx))
+            if keep_logits:
+                ctx.kept.append(logits)
+        own_maximum, *sums = (torch.cat(part) for part in zip(*parts, strict=True))
+        maximum, (total, weighted, chosen) = _over_ranks(own_maximum, torch.stack(sums), group)
+        log_total = maximum + total.log()
         entropy = log_total - weighted / total if with_entropy else torch.zeros_like(log_total)
-        ctx.save_for_backward(logits, local, here, log_total, entropy)
+        ctx.save_for_backward(hidden, weight, local, here, log_total, entropy)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return chosen - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
-        logits, local, here, log_total, entropy = ctx.saved_tensors
-        result = torch.empty_like(logits)
-        for rows in _blocks(logits):
-            z = _scaled(logits[rows], ctx)
-            log_p = z - log_total[rows, None]
+        hidden, weight, local, here, log_total, entropy = ctx.saved_tensors
+        hidden_wanted, weight_wanted = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if hidden_wanted else None
+        # Blocks add up here, which bfloat16 would round each time.
+        total_dtype = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
+        grad_weight = torch.zeros_like(weight, dtype=total_dtype) if weight_wanted else None
+        for number, rows in enumerate(_blocks(hidden, len(weight))):
+            logits = ctx.kept[number] if ctx.kept else hidden[rows] @ weight.T
+            log_p = _scaled(logits, ctx) - log_total[rows, None]
             grad_rows = grad_log_probs[rows] / ctx.temperature
             # d log p_y / dz_j = [j = y] - p_j        d H / dz_j = -p_j (log p_j + H)
             if ctx.with_entropy:
@@ -88,34 +98,51 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             else:
                 grad = log_p.exp_().mul_(-grad_rows[:, None])
             grad.scatter_add_(1, local[rows, None], (grad_rows * here[rows])[:, None])
-            result[rows] = grad
-        return result, None, None, None, None, None
+            grad = grad.to(weight.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = grad @ weight
+            if grad_weight is not None:
+                grad_weight += grad.T @ hidden[rows]
+        if grad_weight is not None:
+            grad_weight = grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
-def _blocks(logits: torch.Tensor) -> list[slice]:
-    elements = _BLOCK_ELEMENTS_CPU if logits.device.type == "cpu" else _BLOCK_ELEMENTS
-    rows = max(1, elements // logits.shape[1])
-    return [slice(start, start + rows) for start in range(0, max(1, len(logits)), rows)]
+def _blocks(hidden: torch.Tensor, width: int) -> list[slice]:
+    elements = _BLOCK_ELEMENTS_CPU if hidden.device.type == "cpu" else _BLOCK_ELEMENTS
+    rows = max(_LEAST_ROWS, elements // width)
+    return [slice(start, start + rows) for start in range(0, max(1, len(hidden)), rows)]
 
 
-def _scaled(block: torch.Tensor, ctx: Any) -> torch.Tensor:
-    """Logits of a block over temperature, in float32 (float64 stays), padding entries hidden."""
-    z = block if block.dtype == torch.float64 else block.float()
+def _scaled(logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+    """A block's logits over temperature, in float32 (float64 stays), padding entries hidden. Not `logits` itself."""
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     if ctx.temperature != 1.0:
-        z = z / ctx.temperature
-    if ctx.real < block.shape[1]:
-        z = z.clone() if z.data_ptr() == block.data_ptr() else z
+        z /= ctx.temperature
+    if ctx.real < logits.shape[1]:
         z[:, ctx.real :] = _HIDDEN
     return z
 
 
-def _sums(
-    logits: torch.Tensor, local: torch.Tensor, here: torch.Tensor, maxima: torch.Tensor, rows: slice, ctx: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's part of sum exp(z - max), sum z exp(z - max), and z of the label; each [rows]."""
-    z = _scaled(logits[rows], ctx)
-    weights = (z - maxima[rows, None]).exp_()
+def _statistics(logits: torch.Tensor, local: torch.Tensor, here: torch.Tensor, ctx: Any) -> tuple[torch.Tensor, ...]:
+    """This rank's max z, sum exp(z - max), sum z exp(z - max), and z of the label (0 elsewhere); each [rows]."""
+    z = _scaled(logits, ctx)
+    maximum = z.amax(1)
+    chosen = z.gather(1, local[:, None]).squeeze(1) * here
+    weights = (z - maximum[:, None]).exp_()
     total = weights.sum(1)
-    weighted = (weights * z).sum(1) if ctx.with_entropy else torch.zeros_like(total)
-    chosen = z.gather(1, local[rows, None]).squeeze(1) * here[rows]
-    return total, weighted, chosen
+    weighted = weights.mul_(z).sum(1) if ctx.with_entropy else torch.zeros_like(total)
+    return maximum, total, weighted, chosen
+
+
+def _over_ranks(
+    own_maximum: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum [t] and sums [3, t] of `_statistics` over all ranks' entries."""
+    if group is None:
+        return own_maximum, sums
+    maximum = own_maximum.clone()
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
+    sums[:2] *= (own_maximum - maximum).exp()  # from a rank's own maximum to everybody's
+    dist.all_reduce(sums, group=group)
+    return maximum, sums

@@ -1,0 +1,58 @@
+"""Which packed stream a layer is computing, for code deep inside a model that needs to know where sequences lie.
+
+Megatron hands `packed_seq_params` to every layer, also when it computes one again in the backward pass; routers
+and experts below do not get it. Under pipelining, micro batches alternate, so "the latest one" is no answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megarl.megatron.batch import PackedStream
+
+_current: PackedStream | None = None
+
+
+@dataclass
+class StreamParams(PackedSeqParams):
+    """Megatron's description of a packed stream, and the stream itself."""
+
+    stream: PackedStream | None = None
+
+
+def stream_params(stream: PackedStream) -> StreamParams:
+    offsets = stream.cu_seqlens
+    return StreamParams(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=offsets,
+        cu_seqlens_kv_padded=offsets,
+        max_seqlen_q=stream.longest,
+        max_seqlen_kv=stream.longest,
+        stream=stream,
+    )
+
+
+def watch(chunk: Any) -> None:
+    """Keep `current` true in all layers of a model chunk."""
+    for module in chunk.modules():
+        if isinstance(module, TransformerLayer):
+            module.register_forward_pre_hook(_remember, with_kwargs=True)
+
+
+def current() -> PackedStream:
+    """The stream of the layer that is being computed."""
+    assert _current is not None, "no layer of a watched model is being computed"
+    return _current
+
+
+def _remember(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    global _current
+    params = kwargs.get("packed_seq_params")
+    if isinstance(params, StreamParams):
+        _current = params.stream
