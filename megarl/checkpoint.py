@@ -23,7 +23,7 @@ from megarl.rollout.admission import TriedGroup
 from megarl.types import Group, InlineData, Sample, SampleTokens
 
 _NAME = re.compile(r"step_(\d{6,})$")
-_VECTORS = ("tokens", "loss_mask", "rollout_log_probs")
+_VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
 
 
 def checkpoint_name(step: int) -> str:
@@ -136,7 +136,8 @@ def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, 
     for index, sample in enumerate(group.samples[0].data.get()):
         texts.append(sample.text)
         for name in _VECTORS:
-            vectors[f"{group.number}.{index}.{name}"] = getattr(sample, name)
+            if (vector := getattr(sample, name)) is not None:
+                vectors[f"{group.number}.{index}.{name}"] = vector
     samples = [{**asdict(_without_data(sample)), "data": None} for sample in group.samples]
     return {
         "accepted": item.accepted,
@@ -153,7 +154,9 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
     number = item["number"]
     data = InlineData(
         [
-            SampleTokens(text=text, **{name: vectors[f"{number}.{index}.{name}"] for name in _VECTORS})
+            SampleTokens(
+                text=text, **{name: vectors[key] for name in _VECTORS if (key := f"{number}.{index}.{name}") in vectors}
+            )
             for index, text in enumerate(item["texts"])
         ]
     )

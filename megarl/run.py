@@ -267,6 +267,7 @@ def _start_engines(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            return_routed_experts=recipe.megatron.routing_replay == "rollout" and not load_weights,
         )
         tokenizer = recipe.model.tokenizer or recipe.model.path
         args = (rollout.engine, spec, tokenizer, recipe.reward.function, prepared.data_sources)

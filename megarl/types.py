@@ -1,7 +1,8 @@
 """What flows through megarl: Prompt -> Group of Samples -> Shard -> MicroBatch.
 
 The index law: every per-token vector has ``len(tokens)`` entries and index t describes token t.
-The shift by one between a logit and the token it predicts happens once, in megatron/step.py.
+The shift by one between a logit and the token it predicts happens once, in
+megatron/heads.py and the PackedStream that it reads.
 
 Control and data are apart. A `Sample` is what the controller decides from (lengths, reward,
 version): a few hundred bytes. Its token vectors (`SampleTokens`) stay where they were made,
@@ -66,6 +67,9 @@ class Completion:
     tokens: np.ndarray  # int32 [response]
     log_probs: np.ndarray  # float32 [response]
     finish_reason: str  # "stop" | "length"
+    # int16 [prompt + response, layers, topk]: the experts that each token went to; -1 where the engine did not
+    # say (the last token is never read). None: not asked for.
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass
@@ -76,6 +80,7 @@ class SampleTokens:
     loss_mask: np.ndarray  # bool [L]: tokens that the policy chose and that the loss counts
     rollout_log_probs: np.ndarray  # float32 [L]: the engine's own; 0 where it sampled nothing
     text: str = ""  # the response as text, for people
+    routed_experts: np.ndarray | None = None  # int16 [L, layers, topk]: see `Completion`
 
 
 class DataRef(Protocol):

@@ -129,7 +129,20 @@ class TrainerWorker:
                 "advantages": join([np.full(len(vectors.tokens), sample.advantage) for sample, vectors in members]),
                 "rollout_log_probs": join([vectors.rollout_log_probs for _, vectors in members]),
             },
+            routing=self._routing([vectors for _, vectors in members]),
         )
+
+    def _routing(self, vectors: list[SampleTokens]) -> Any:
+        """Where the engine sent the tokens, for `megatron.routing_replay: rollout`."""
+        if self.recipe.megatron.routing_replay != "rollout":
+            return None
+        import torch
+
+        from megarl.megatron.routing_replay import Routing
+
+        experts = [sample.routed_experts for sample in vectors]
+        assert all(part is not None for part in experts), "the engine was started without return_routed_experts"
+        return Routing(tokens=torch.from_numpy(np.concatenate(experts)))  # type: ignore[arg-type]
 
     # --- weights --------------------------------------------------------------------------------
 

@@ -101,6 +101,28 @@ def _source_and_loss_agree(recipe: Recipe) -> None:
 
 
 @check
+def _routing_can_be_replayed(recipe: Recipe) -> None:
+    from megarl.algorithms.losses import LOSSES
+
+    replay = recipe.megatron.routing_replay
+    if replay != "none" and recipe.train.source != "rollout":
+        raise RecipeError(
+            "megatron.routing_replay", "demonstrations are routed once", "leave it at none for SFT", value=replay
+        )
+    if replay == "old_log_probs" and not LOSSES[recipe.algorithm.loss].needs_old_log_probs:
+        raise RecipeError(
+            "megatron.routing_replay",
+            f"algorithm.loss={recipe.algorithm.loss} has no old-log-prob pass to replay",
+            "set it to rollout or none",
+            value=replay,
+        )
+    if replay != "none" and recipe.megatron.extra.get("moe_router_fusion"):
+        raise RecipeError(
+            "megatron.extra.moe_router_fusion", "the fused router cannot replay", "leave it out", value=True
+        )
+
+
+@check
 def _advantages_are_used(recipe: Recipe) -> None:
     if recipe.train.source == "rollout" and recipe.algorithm.advantage == "none":
         remedy = "set algorithm.advantage=grpo"

@@ -41,6 +41,7 @@ class EngineSpec:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    return_routed_experts: bool = False  # fill Completion.routed_experts, or refuse to start
 
 
 class RolloutEngine(Protocol):

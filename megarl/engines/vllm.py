@@ -74,6 +74,11 @@ class _VllmBackend:
         self._can = capabilities()
         if not self._spec.load_weights and not self._can.layerwise_reload:
             raise RuntimeError(self._no_updates())
+        if self._spec.return_routed_experts and not self._can.routed_experts:
+            raise RuntimeError(
+                f"vLLM {self._can.version} on {self._can.device} cannot tell which experts a token went to, which "
+                "megatron.routing_replay=rollout needs. Set megatron.routing_replay=old_log_probs or none"
+            )
         self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
         self._vocab_size = self._engine.model_config.get_vocab_size()
         endpoints = self._engine.collective_rpc("megarl_endpoint")
@@ -148,7 +153,9 @@ class _VllmBackend:
             assert output.finished, "FINAL_ONLY yields finished requests"
             assert len(output.outputs) == self._n.pop(output.request_id)
             samples = sorted(output.outputs, key=lambda sample: sample.index)
-            finished.append((output.request_id, [_completion(sample) for sample in samples]))
+            finished.append(
+                (output.request_id, [_completion(sample, len(output.prompt_token_ids)) for sample in samples])
+            )
         return finished
 
     def cancel(self, keys: list[str]) -> None:
@@ -237,7 +244,7 @@ class _VllmBackend:
         self._engine = None
 
 
-def _completion(sample: Any) -> Completion:
+def _completion(sample: Any, prompt_length: int) -> Completion:
     """From vLLM's CompletionOutput."""
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a request with {sample.finish_reason!r}")
@@ -251,7 +258,21 @@ def _completion(sample: Any) -> Completion:
             [p[t].logprob for p, t in zip(sample.logprobs, sample.token_ids, strict=True)], np.float32
         )
     assert log_probs.shape == tokens.shape, (log_probs.shape, tokens.shape)
-    return Completion(tokens, log_probs, sample.finish_reason)
+    experts = getattr(sample, "routed_experts", None)
+    if experts is not None:
+        experts = _whole(experts, prompt_length + len(tokens))
+    return Completion(tokens, log_probs, sample.finish_reason, experts)
+
+
+def _whole(experts: np.ndarray, length: int) -> np.ndarray:
+    """vLLM's experts of the tokens that it read [length - 1, layers, topk] -> int16 [length, layers, topk]."""
+    if len(experts) not in (length - 1, length):
+        raise RuntimeError(
+            f"vLLM told the experts of {len(experts)} of a sample's {length} tokens; they cannot be matched"
+        )
+    whole = np.full((length, *experts.shape[1:]), -1, np.int16)
+    whole[: length - 1] = experts[: length - 1]
+    return whole
 
 
 def _is_unused(name: str, config: Any) -> bool:

@@ -23,6 +23,7 @@ _OWNED = {
     "seed": "train.seed",
     "enable_sleep_mode": "cluster.placement",
     "load_format": None,
+    "enable_return_routed_experts": "megatron.routing_replay",
     "logprobs_mode": None,
     "skip_tokenizer_init": None,
     "worker_extension_cls": None,
@@ -106,6 +107,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if spec.return_routed_experts:
+        arguments["enable_return_routed_experts"] = True
     arguments.update(spec.engine_args)
     config = _model_config(spec.model_path)
     if config.get("model_type") == "deepseek_v3":

@@ -5,6 +5,7 @@ The engine samples with vLLM 0.11 and later. It takes weights where vLLM can rel
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 from dataclasses import dataclass
@@ -18,12 +19,14 @@ class Capabilities:
     device: str  # "cpu" | "cuda" | "npu" | ...
     layerwise_reload: bool  # takes checkpoint tensors although live weights were repacked: without, no updates
     preempting_reset: bool  # resetting the prefix cache can send running requests back to the queue
+    routed_experts: bool  # can tell which experts each token went to: not with the CPU's kernels
     flat_logprobs: bool  # log-probs as plain lists instead of an object a token
 
 
 def capabilities() -> Capabilities:
     import vllm
     from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -38,6 +41,8 @@ def capabilities() -> Capabilities:
         device=device,
         layerwise_reload=has_layerwise_reload(),
         preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
+        routed_experts=device != "cpu"
+        and "enable_return_routed_experts" in {field.name for field in dataclasses.fields(EngineArgs)},
         flat_logprobs="flat_logprobs" in getattr(SamplingParams, "__struct_fields__", ()),
     )
 

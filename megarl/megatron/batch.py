@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from megarl.megatron.routing_replay import Routing
 
 
 @dataclass
@@ -19,6 +23,7 @@ class MicroBatch:
     tokens: torch.Tensor  # int64 [T]
     lengths: list[int]  # of the sequences; they sum to T
     vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # each [T]
+    routing: Routing | None = None  # mixture of experts: to be recorded or replayed; None: routers choose freely
 
     def __post_init__(self) -> None:
         assert sum(self.lengths) == len(self.tokens), (self.lengths, len(self.tokens))
@@ -43,6 +48,8 @@ class PackedStream:
     sources: torch.Tensor  # int64 [T - sequences]
     targets: torch.Tensor  # int64 [T - sequences]: index into the micro batch
     total: int  # T
+    row_tokens: torch.Tensor  # int64 [share]: the micro batch's token that each place of this rank holds; -1: padding
+    routing: Routing | None
 
     @property
     def share(self) -> int:
@@ -79,6 +86,8 @@ def pack(
     places = cu_seqlens[:-1].repeat_interleave(lengths) + within
     stream = torch.zeros(size, dtype=torch.int64)
     stream[places] = batch.tokens.cpu()
+    row_tokens = torch.full((size,), -1)
+    row_tokens[places] = torch.arange(total)
     positions = torch.arange(size) - cu_seqlens[:-1].repeat_interleave(padded)
 
     targets = torch.nonzero(within > 0).squeeze(1)  # every token but the first of a sequence is predicted
@@ -91,7 +100,7 @@ def pack(
         gathered = torch.empty(size, dtype=torch.int64)
         gathered[torch.cat(cuts)] = torch.arange(size)
         sources = gathered[sources]
-        stream, positions, labels = (x[cuts[context_rank]] for x in (stream, positions, labels))
+        stream, positions, labels, row_tokens = (x[cuts[context_rank]] for x in (stream, positions, labels, row_tokens))
     return PackedStream(
         tokens=stream.to(device),
         positions=positions.to(device),
@@ -101,6 +110,8 @@ def pack(
         sources=sources.to(device),
         targets=targets.to(device),
         total=total,
+        row_tokens=row_tokens.to(device),
+        routing=batch.routing,
     )
 
 

@@ -106,6 +106,10 @@ def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_par
         for name, size in (("expert_parallel", ep), ("expert_tensor_parallel", etp)):
             if size > 1:
                 raise ValueError(f"megatron.{name}={size} needs a mixture of experts; this model is dense.")
+        if megatron.routing_replay != "none":
+            raise ValueError(
+                f"megatron.routing_replay={megatron.routing_replay} needs a mixture of experts; this model is dense."
+            )
         if megatron.moe_aux_loss_coef:
             raise ValueError("megatron.moe_aux_loss_coef needs a mixture of experts; this model is dense.")
         return

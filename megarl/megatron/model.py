@@ -46,6 +46,7 @@ def build(recipe: Recipe, platform: Platform) -> Model:
     _initialize_parallel(recipe.megatron, recipe.cluster.timeout)
     seed_everything(recipe.train.seed)
 
+    from megarl.megatron import routing_replay
     from megarl.megatron.heads import hidden_states_out, language_model
     from megarl.megatron.stream_context import watch
 
@@ -67,6 +68,8 @@ def build(recipe: Recipe, platform: Platform) -> Model:
         )
     for chunk in chunks:
         watch(chunk)
+        if recipe.megatron.routing_replay != "none":
+            routing_replay.install(chunk)
         if language_model(chunk).post_process:
             hidden_states_out(language_model(chunk))
     bridge.load_weights(chunks, recipe.model.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
 from megarl.megatron.router_losses import RouterLosses
+from megarl.megatron.routing_replay import Routing
 from megarl.megatron.step import Objective, configure, run
 from megarl.platform import Platform
 
@@ -83,7 +85,8 @@ class PolicyTrainer:
         with_entropy: bool = False,
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]] | None:
         """Log-probs [T] of each micro batch at token index (float32), without gradients; and their entropy [T]
-        where asked for, else None.
+        where asked for, else None. The policy's own pass records its routing into the micro batches where
+        `megatron.routing_replay` asks for it; the reference's routers choose freely.
 
         The first token of a sequence is predicted by nothing: 0. With `reference`, those of the weights
         that `keep_reference` kept. On ranks of the last pipeline stage; elsewhere None.
@@ -94,8 +97,17 @@ class PolicyTrainer:
 
         for chunk in self.model.chunks:
             chunk.eval()
+        if reference:
+            micro_batches = [dataclasses.replace(batch, routing=None) for batch in micro_batches]
+        elif self.recipe.megatron.routing_replay == "old_log_probs":
+            for batch in micro_batches:
+                batch.routing = Routing(recording=True)
         with torch.no_grad(), self._reference_weights() if reference else contextlib.nullcontext():
-            return self._run(micro_batches, keep, temperature, with_entropy=with_entropy, forward_only=True)
+            results = self._run(micro_batches, keep, temperature, with_entropy=with_entropy, forward_only=True)
+        for batch in micro_batches:
+            if batch.routing is not None:
+                batch.routing.recording = False
+        return results
 
     def train_step(
         self,

@@ -138,4 +138,5 @@ def _join(prompt: tuple[int, ...], completion: Completion, text: str) -> SampleT
         loss_mask=np.concatenate([blank.astype(bool), np.ones(len(completion.tokens), dtype=bool)]),
         rollout_log_probs=np.concatenate([blank, completion.log_probs.astype(np.float32)]),
         text=text,
+        routed_experts=completion.routed_experts,
     )
