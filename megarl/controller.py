@@ -18,6 +18,7 @@ from megarl.checkpoint import load_state, save_checkpoint, set_aside_later
 from megarl.cluster.base import WorkerGroup
 from megarl.config.schema import Recipe
 from megarl.data.tokenizer import Tokenizer
+from megarl.flops import FORWARD, FORWARD_BACKWARD, ModelFlops
 from megarl.observe.log import RunLog
 from megarl.placement import Placement
 from megarl.rollout.evaluate import EvaluationResult
@@ -35,6 +36,8 @@ class Layout:
     data_parallel: int
     micro_batches_multiple_of: int
     devices: int  # of trainers and engines together: what perf/throughput is counted over
+    model_flops: ModelFlops | None  # None: not counted for this model
+    device_peak: float | None  # of a trainer's device, in FLOP/s; None: not known
 
 
 @dataclass
@@ -99,19 +102,30 @@ class Controller:
 
     def _train(self, step: int, batch: Batch) -> None:
         log, recipe = self.log, self.recipe
-        plan = plan_step(batch.groups, recipe, self.layout.data_parallel, self.layout.micro_batches_multiple_of)
+        layout = self.layout
+        plan = plan_step(
+            batch.groups, recipe, layout.data_parallel, layout.micro_batches_multiple_of, layout.model_flops
+        )
         self.trainers.scatter("load_shard", [(self._shard(plan.shards, rank),) for rank in range(self.trainers.size)])
         if LOSSES[recipe.algorithm.loss].needs_old_log_probs:
             with log.phase("old_log_prob"):
                 log.add(combine_gaps(self.trainers.call("compute_old_log_probs")))
+            self._add_speed("old_log_prob", "old_log_prob", plan.flops * FORWARD)
         if recipe.algorithm.kl_coef:
             with log.phase("reference"):
                 self.trainers.call("compute_reference_log_probs")
         with log.phase("update_actor"):
             log.add(combine_updates(self.trainers.call("update_actor")))
+        self._add_speed("actor", "update_actor", plan.flops * FORWARD_BACKWARD)
         log.add({**plan.metrics, **staleness(batch.groups, step - 1)})
         if recipe.train.source == "rollout":
             log.samples(step, self._records(batch.groups, step))
+
+    def _add_speed(self, name: str, phase: str, flops: float) -> None:
+        """What the trainers made of a phase that has just ended: `flops` on all devices together."""
+        if flops:
+            seconds = self.log.pending()[f"timing_s/{phase}"]
+            self.log.add(speed(name, flops / seconds / self.trainers.size, self.layout.device_peak))
 
     def _shard(self, shards: Sequence[Shard], rank: int) -> Shard:
         return shards[self.layout.data_parallel_rank[rank]]
@@ -208,6 +222,12 @@ def combine_updates(per_rank: Sequence[list[Metrics] | None]) -> Metrics:
     metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[-1]}
     skipped = sum(step.get("actor/skipped_updates", 0.0) for step in steps)
     return {**metrics, "actor/lr": steps[-1]["actor/lr"], "actor/skipped_updates": skipped}
+
+
+def speed(name: str, flops_per_second: float, peak: float | None) -> Metrics:
+    """A device's model FLOP/s -> TFLOP/s, and MFU where its peak is known."""
+    metrics = {f"perf/tflops_per_device/{name}": flops_per_second / 1e12}
+    return metrics if peak is None else {**metrics, f"perf/mfu/{name}": flops_per_second / peak}
 
 
 def staleness(groups: Sequence[Group], version: int) -> Metrics:

@@ -18,6 +18,7 @@ from megarl.config.schema import Recipe
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from megarl.flops import COUNTED, ModelFlops, model_flops
 from megarl.megatron.layout import check_layout
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
@@ -34,6 +35,7 @@ class Prepared:
     examples: SFTDataset | None
     evaluation: PromptDataset | None
     notices: list[str]
+    flops: ModelFlops | None = None  # None: not counted for this model, or not trained
 
     @property
     def data_sources(self) -> list[str]:
@@ -48,7 +50,15 @@ def prepare_training(recipe: Recipe) -> Prepared:
     engines.check_known(recipe.rollout.engine)
     tokenizer, config = _read_model(recipe)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
-    return _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
+    prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
+    if config.get("model_type") in COUNTED:
+        prepared.flops = model_flops(config)
+    else:
+        prepared.notices.append(
+            f"FLOPs of a {config.get('model_type')!r} model are not counted: micro batches are balanced by tokens, and "
+            "perf/tflops_per_device and perf/mfu are left out"
+        )
+    return prepared
 
 
 def prepare_evaluation(recipe: Recipe) -> Prepared:

@@ -25,9 +25,11 @@ from megarl.config.errors import blaming_input
 from megarl.controller import Controller, Layout
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
+from megarl.flops import ModelFlops
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.placement import Colocated, Disaggregated, Placement, TrainersOnly
+from megarl.platform.peaks import peak_flops
 from megarl.preflight import Prepared, identity, open_run_directory, prepare_evaluation, prepare_training
 from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
@@ -194,7 +196,7 @@ def _assemble(
     return Controller(
         recipe=recipe,
         trainers=trainers,
-        layout=_layout(recipe, trainers.call("describe")),
+        layout=_layout(recipe, prepared.flops, trainers.call("describe")),
         source=_source(recipe, prepared, services, cluster),
         placement=_placement(recipe, trainers, services, engines, asleep=take_turns),
         log=log,
@@ -277,7 +279,8 @@ def _start_engines(
     return services
 
 
-def _layout(recipe: Recipe, ranks: Sequence[dict[str, Any]]) -> Layout:
+def _layout(recipe: Recipe, flops: ModelFlops | None, ranks: Sequence[dict[str, Any]]) -> Layout:
+    by_hand = recipe.cluster.device_peak_tflops
     engine_devices = recipe.rollout.engines * recipe.rollout.tensor_parallel
     own_devices = recipe.train.source == "rollout" and recipe.cluster.placement == "disaggregated"
     return Layout(
@@ -285,6 +288,8 @@ def _layout(recipe: Recipe, ranks: Sequence[dict[str, Any]]) -> Layout:
         data_parallel=ranks[0]["dp_size"],
         micro_batches_multiple_of=recipe.megatron.pipeline_parallel if recipe.megatron.virtual_pipeline else 1,
         devices=len(ranks) + (engine_devices if own_devices else 0),
+        model_flops=flops,
+        device_peak=by_hand * 1e12 if by_hand else peak_flops(ranks[0]["device_name"]),
     )
 
 

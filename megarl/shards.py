@@ -11,6 +11,7 @@ from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.shaping import counts_in_loss, group_numbers
 from megarl.config.schema import Recipe
+from megarl.flops import ModelFlops
 from megarl.schedule import Slot, plan_micro_batches, split_evenly
 from megarl.types import Group, Metrics, Sample, Shard, ShardSample
 
@@ -21,9 +22,16 @@ class StepPlan:
 
     shards: list[Shard]
     metrics: Metrics
+    flops: float  # of one forward pass over the batch; 0 where the model's are not counted
 
 
-def plan_step(groups: Sequence[Group], recipe: Recipe, data_parallel: int, micro_batches_multiple_of: int) -> StepPlan:
+def plan_step(
+    groups: Sequence[Group],
+    recipe: Recipe,
+    data_parallel: int,
+    micro_batches_multiple_of: int,
+    model_flops: ModelFlops | None = None,
+) -> StepPlan:
     """Lay out one batch over `data_parallel` ranks.
 
     Mini batches are runs of whole groups in admission order. Every normaliser is counted here, over a
@@ -57,7 +65,8 @@ def plan_step(groups: Sequence[Group], recipe: Recipe, data_parallel: int, micro
     metrics = _length_metrics(samples, loss_tokens)
     if recipe.train.source == "rollout":  # demonstrations are not scored
         metrics.update(_reward_metrics(samples, advantages))
-    return StepPlan(shards, metrics)
+    flops = model_flops.of([sample.length for sample in samples]).sum() if model_flops else 0.0
+    return StepPlan(shards, metrics, float(flops))
 
 
 def _advantages(groups: Sequence[Group], samples: Sequence[Sample], recipe: Recipe) -> np.ndarray:

@@ -54,7 +54,8 @@ class TrainerWorker:
 
     def describe(self) -> dict[str, Any]:
         """Where this rank stands in the layout, and what it holds."""
-        return {**asdict(self.trainer.coordinates), "host": host_id(), "pid": os.getpid(), **self.trainer.describe()}
+        own = {"host": host_id(), "pid": os.getpid(), "device_name": self.platform.device_name()}
+        return {**asdict(self.trainer.coordinates), **own, **self.trainer.describe()}
 
     def sees(self, path: str) -> tuple[str, bool]:
         """This machine's name, and whether `path` exists on it."""

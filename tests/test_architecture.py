@@ -14,7 +14,7 @@ PACKAGE = ROOT / "megarl"
 # A module may import from its own layer and from those before it.
 LAYERS = [
     ["registry", "types", "config", "platform", "durable"],
-    ["algorithms", "rewards", "data", "schedule"],
+    ["algorithms", "rewards", "data", "flops", "schedule"],
     ["shards", "engines", "megatron", "exchange"],
     ["worker"],
     ["cluster"],

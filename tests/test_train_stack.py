@@ -65,10 +65,11 @@ class TestReference:
         for line in lines[1:]:
             for name in (
                 "critic/rewards/mean", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/lr",
-                "response_length/mean", "perf/throughput", "timing_s/gen", "timing_s/update_actor",
+                "response_length/mean", "perf/throughput", "perf/tflops_per_device/actor", "timing_s/gen", "timing_s/update_actor",
                 "timing_s/old_log_prob", "timing_s/reference", "timing_s/step", "rollout/logprob_gap_k3",
             ):  # fmt: skip
                 assert name in line, name
+            assert not any(name.startswith("perf/mfu/") for name in line), "a CPU has no peak to be a share of"
             assert line["rollout/logprob_gap_mean"] < 1e-4
             assert line["rollout/logprob_gap_max"] < 1e-3
             assert line["rollout/staleness_max"] == 0

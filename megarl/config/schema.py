@@ -288,6 +288,11 @@ class ClusterConfig:
         "auto", "How worker processes are reached. auto: torchrun when started by it, else Ray."
     )
     trainers: int = key(1, "Trainer processes, one a device. Under torchrun: --nproc-per-node.", at_least=1)
+    device_peak_tflops: Optional[float] = key(
+        None,
+        "Dense bf16 peak of a trainer's device in TFLOP/s, which `perf/mfu` is a share of. Unset: known by the device's name; of an unknown one there is no MFU.",
+        above=0,
+    )
     placement: Literal["colocated", "disaggregated"] = key(
         "colocated", "Engines on the trainers' devices in turn with them, or on devices of their own."
     )

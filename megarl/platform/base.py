@@ -50,6 +50,10 @@ class Platform(ABC):
         """This process's device."""
 
     @abstractmethod
+    def device_name(self) -> str:
+        """The model of this process's device, as its vendor's library names it: what `peaks.py` goes by."""
+
+    @abstractmethod
     def empty_cache(self) -> None:
         """Give cached, unused device memory back."""
 

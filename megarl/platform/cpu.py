@@ -63,6 +63,9 @@ class CPUPlatform(Platform):
     def device(self) -> torch.device:
         return CPU
 
+    def device_name(self) -> str:
+        return "cpu"
+
     def empty_cache(self) -> None:
         """Nothing is cached."""
 

@@ -35,6 +35,9 @@ class CUDAPlatform(Platform):
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
 
+    def device_name(self) -> str:
+        return torch.cuda.get_device_name()
+
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 

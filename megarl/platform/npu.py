@@ -62,6 +62,9 @@ class NPUPlatform(Platform):
     def device(self) -> torch.device:
         return torch.device("npu", torch.npu.current_device())
 
+    def device_name(self) -> str:
+        return torch.npu.get_device_name()
+
     def empty_cache(self) -> None:
         torch.npu.empty_cache()
 
