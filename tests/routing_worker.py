@@ -22,13 +22,12 @@ import torch.distributed as dist  # noqa: E402
 from megarl.megatron.batch import MicroBatch  # noqa: E402
 from megarl.megatron.routing_replay import Routing  # noqa: E402
 from tests.megatron_models import LENGTHS  # noqa: E402
+from tests.trainer_processes import forget_last_model  # noqa: E402
 
 torch.set_num_threads(1)
 
 
 def build(case: dict[str, Any]) -> Any:
-    from megatron.core import parallel_state
-
     from megarl.config.schema import Recipe
     from megarl.megatron.trainer import PolicyTrainer
 
@@ -37,7 +36,7 @@ def build(case: dict[str, Any]) -> Any:
     recipe.actor.optimizer.lr, recipe.actor.optimizer.eps = case.get("lr", 1e-2), 1e-2
     for name, value in case["megatron"].items():
         setattr(recipe.megatron, name, value)
-    parallel_state.destroy_model_parallel()
+    forget_last_model()
     return PolicyTrainer(recipe, platform, total_optimizer_steps=10)
 
 

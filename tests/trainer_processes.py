@@ -13,6 +13,16 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 
+def forget_last_model() -> None:
+    """Let a process build another model: Megatron keeps the layout, and notes the last model's attention in the
+    environment, where it would contradict the next one's."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)
+
+
 def run_cases(module: str, processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 400) -> None:
     """Run `python -m module CASES.json directory` in `processes` processes; fails with the ends of their output."""
     file = directory / f"{module}-{processes}.json"
