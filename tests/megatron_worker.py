@@ -21,6 +21,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from tests.megatron_models import LENGTHS  # noqa: E402
+from tests.vl_model import images_of, sequences  # noqa: E402
 
 torch.set_num_threads(1)
 LOSS_SCALE = 1 / sum(LENGTHS)
@@ -55,6 +56,9 @@ def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[in
 
     generator = torch.Generator().manual_seed(3)
     tokens = [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
+    with_images = trainer.model.image_layout is not None
+    if with_images:
+        tokens = [own for own, _ in sequences()]
     advantages = [torch.randn(length, generator=generator) for length in LENGTHS]
     share = len(LENGTHS) // trainer.coordinates.dp_size
     mine = list(range(len(LENGTHS)))[trainer.coordinates.dp_rank * share :][:share]
@@ -64,6 +68,7 @@ def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[in
             torch.cat([tokens[i] for i in group]),
             [LENGTHS[i] for i in group],
             vectors_of(torch.cat([advantages[i] for i in group])),
+            images_of(group) if with_images else None,
         )
         for group in numbers
     ]

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.megatron.images import ImageLayout, Images, StreamImages, batch_places, batch_positions, check_images
+
 if TYPE_CHECKING:
     from megarl.megatron.routing_replay import Routing
 
@@ -24,6 +26,7 @@ class MicroBatch:
     lengths: list[int]  # of the sequences; they sum to T
     vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # each [T]
     routing: Routing | None = None  # mixture of experts: to be recorded or replayed; None: routers choose freely
+    images: Images | None = None  # None: text alone
 
     def __post_init__(self) -> None:
         assert sum(self.lengths) == len(self.tokens), (self.lengths, len(self.tokens))
@@ -41,7 +44,7 @@ class PackedStream:
     """
 
     tokens: torch.Tensor  # int64 [share]: this rank's part of the stream
-    positions: torch.Tensor  # int64 [share]: position within the sequence
+    positions: torch.Tensor  # int64 [share], or [3, share] for a model that reads images: position in the sequence
     labels: torch.Tensor  # int64 [share]: the token that follows; 0 where none does
     cu_seqlens: torch.Tensor  # int32 [sequences + 1]: offsets of the padded sequences in the whole stream
     longest: int  # padded length of the longest sequence
@@ -50,6 +53,7 @@ class PackedStream:
     total: int  # T
     row_tokens: torch.Tensor  # int64 [share]: the micro batch's token that each place of this rank holds; -1: padding
     routing: Routing | None
+    images: StreamImages | None
 
     @property
     def share(self) -> int:
@@ -70,9 +74,16 @@ def padded_lengths(lengths: list[int], *, context_parallel: int, sequence_parall
 
 
 def pack(
-    batch: MicroBatch, *, context_parallel: int, context_rank: int, sequence_parallel: int, device: torch.device
+    batch: MicroBatch,
+    *,
+    context_parallel: int,
+    context_rank: int,
+    sequence_parallel: int,
+    device: torch.device,
+    image_layout: ImageLayout | None = None,
 ) -> PackedStream:
-    """Lay `batch` out for one context-parallel rank. `sequence_parallel` is TP's size where SP is on, else 1."""
+    """Lay `batch` out for one context-parallel rank. `sequence_parallel` is TP's size where SP is on, else 1;
+    `image_layout` is that of a model that reads images. Raises ValueError for images that do not suit it."""
     lengths = torch.tensor(batch.lengths)
     padded = torch.tensor(
         padded_lengths(batch.lengths, context_parallel=context_parallel, sequence_parallel=sequence_parallel)
@@ -89,6 +100,9 @@ def pack(
     row_tokens = torch.full((size,), -1)
     row_tokens[places] = torch.arange(total)
     positions = torch.arange(size) - cu_seqlens[:-1].repeat_interleave(padded)
+    if image_layout is not None:
+        positions = positions.repeat(3, 1)
+        positions[:, places] = batch_positions(batch.images, batch.lengths, image_layout)
 
     targets = torch.nonzero(within > 0).squeeze(1)  # every token but the first of a sequence is predicted
     sources = places[targets] - 1  # by the logits one place before it
@@ -100,7 +114,9 @@ def pack(
         gathered = torch.empty(size, dtype=torch.int64)
         gathered[torch.cat(cuts)] = torch.arange(size)
         sources = gathered[sources]
-        stream, positions, labels, row_tokens = (x[cuts[context_rank]] for x in (stream, positions, labels, row_tokens))
+        stream, positions, labels, row_tokens = (
+            x[..., cuts[context_rank]] for x in (stream, positions, labels, row_tokens)
+        )
     return PackedStream(
         tokens=stream.to(device),
         positions=positions.to(device),
@@ -112,7 +128,24 @@ def pack(
         total=total,
         row_tokens=row_tokens.to(device),
         routing=batch.routing,
+        images=_stream_images(batch, row_tokens, image_layout),
     )
+
+
+def _stream_images(batch: MicroBatch, row_tokens: torch.Tensor, layout: ImageLayout | None) -> StreamImages | None:
+    """The images of `batch` for a rank that holds `row_tokens` (see `PackedStream`).
+
+    Every rank computes all images of the micro batch, and uses the rows whose tokens it holds.
+    """
+    if batch.images is None:
+        return None
+    assert layout is not None, "check_images comes first"
+    of_images = batch_places(batch.images, batch.lengths, layout)
+    row_of = torch.full((len(batch.tokens) + 1,), -1)  # the last entry is that of padding
+    row_of[of_images] = torch.arange(len(of_images))
+    rows = row_of[row_tokens]
+    held = torch.nonzero(rows >= 0).squeeze(1)
+    return StreamImages(batch.images.pixels, batch.images.grids, rows=rows[held], places=held)
 
 
 def _share(padded: torch.Tensor, cu_seqlens: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:

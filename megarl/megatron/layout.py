@@ -13,10 +13,16 @@ def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size
     `hf_config` is the model's config.json; `world_size` counts trainer processes. Raises ValueError with
     the arithmetic and the recipe's key.
     """
+    hf_config = text_fields(hf_config)
     data_parallel = _check_world(megatron, world_size)
     _check_heads(hf_config, megatron)
     _check_pipeline(hf_config, megatron)
     _check_experts(hf_config, megatron, data_parallel)
+
+
+def text_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with the fields of its text part, which multi-modal models may keep in a section of their own."""
+    return {**(hf_config.get("text_config") or {}), **hf_config}
 
 
 def number_of_experts(hf_config: dict[str, Any]) -> int:

@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
+from megarl.megatron import qwen2_5_vl
+
 
 def mend_config(hf_config: Any) -> None:
     """Give a transformers 5 configuration the fields that mbridge reads. Changes `hf_config` in place.
 
     Raises ValueError for what mbridge would leave out without a word.
     """
+    if hf_config.model_type == "qwen2_5_vl":
+        qwen2_5_vl.mend_config(hf_config)
     parameters = getattr(hf_config, "rope_parameters", None)
     if parameters is not None and not hasattr(hf_config, "rope_theta"):
         hf_config.rope_theta = parameters["rope_theta"]
@@ -52,6 +56,7 @@ def install() -> None:
     Bridge._megarl_mended = True
     _keep_shared_weights_apart(Bridge)
     _mend_deepseek(DeepseekV3Bridge)
+    qwen2_5_vl.install()
 
 
 def _keep_shared_weights_apart(bridge: Any) -> None:

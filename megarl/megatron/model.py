@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from megarl.config.schema import MegatronConfig, Recipe
-from megarl.megatron.layout import check_layout, number_of_experts, uses_sequence_parallel, vocab_divisor
+from megarl.megatron.images import ImageLayout
+from megarl.megatron.layout import check_layout, number_of_experts, text_fields, uses_sequence_parallel, vocab_divisor
 from megarl.platform import Platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -33,6 +34,7 @@ class Model:
     config: Any  # Megatron's TransformerConfig, shared by the chunks
     dtype: torch.dtype
     vocab_size: int  # without padding
+    image_layout: ImageLayout | None  # None: the model reads no images
 
 
 def build(recipe: Recipe, platform: Platform) -> Model:
@@ -73,7 +75,17 @@ def build(recipe: Recipe, platform: Platform) -> Model:
         if language_model(chunk).post_process:
             hidden_states_out(language_model(chunk))
     bridge.load_weights(chunks, recipe.model.path)
-    return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size)
+    return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config))
+
+
+def _image_layout(hf_config: Any) -> ImageLayout | None:
+    vision = getattr(hf_config, "vision_config", None)
+    if vision is None:
+        return None
+    return ImageLayout(
+        merge=vision.spatial_merge_size,
+        patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+    )
 
 
 def _read_hf_config(path: str) -> Any:
@@ -140,7 +152,7 @@ def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
     bridge = AutoBridge.from_config(
         hf_config,
         dtype=DTYPES[recipe.model.dtype],
-        make_vocab_size_divisible_by=vocab_divisor(hf_config.to_dict(), recipe.megatron),
+        make_vocab_size_divisible_by=vocab_divisor(text_fields(hf_config.to_dict()), recipe.megatron),
     )
     settings = _transformer_settings(recipe, hf_config, platform)
     _check_names(recipe.megatron.extra, bridge)
@@ -172,7 +184,7 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif megatron.recompute == "selective":
         settings.update(recompute_granularity="selective")
-    if number_of_experts(hf_config.to_dict()):
+    if number_of_experts(text_fields(hf_config.to_dict())):
         balanced = megatron.moe_aux_loss_coef > 0
         settings.update(
             moe_aux_loss_coeff=megatron.moe_aux_loss_coef,

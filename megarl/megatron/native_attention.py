@@ -20,6 +20,7 @@ class PaddedBatch:
     count: int  # sequences
     length: int  # of the longest one
     rows: torch.Tensor  # int64 [count * length]: index into the stream; padding repeats a sequence's last token
+    real: torch.Tensor | None  # bool [count, 1, 1, length]: what is no padding; None where nothing is
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,9 @@ def plan_padding(lengths: tuple[int, ...], device: torch.device) -> PaddingPlan:
         rows = torch.stack([starts[i] + steps.clamp(max=max(lengths[i] - 1, 0)) for i in members])
         for row, i in enumerate(members):
             places[starts[i] : starts[i + 1]] = offset + row * longest + steps[: lengths[i]]
-        batches.append(PaddedBatch(len(members), longest, rows.flatten().clamp(max=starts[-1] - 1).to(device)))
+        filling = torch.tensor([lengths[i] for i in members])
+        real = None if int(filling.min()) == longest else (steps < filling[:, None])[:, None, None].to(device)
+        batches.append(PaddedBatch(len(members), longest, rows.flatten().clamp(max=starts[-1] - 1).to(device), real))
         offset += len(members) * longest
     return PaddingPlan(batches, places.to(device))
 
@@ -71,8 +74,8 @@ class Attention(torch.nn.Module):
     """Megatron's core attention over query, key, value of shape [s, b, heads, d] or, packed, [t, heads, d].
 
     Packed sequences are padded into rectangles inside: right padding under a causal mask needs no mask of
-    its own, since no token looks to its right. Context parallel gathers keys and values over the ranks
-    (each holds chunks r and 2n-1-r of a sequence that is cut into 2n).
+    its own, since no token looks to its right. Context parallel, where `config` has it (vision towers do not),
+    gathers keys and values over the ranks (each holds chunks r and 2n-1-r of a sequence that is cut into 2n).
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.scale, self.mask_type = softmax_scale, attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.ranks = config.context_parallel_size
         has_group = pg_collection is not None and hasattr(pg_collection, "cp")
         self.cp = pg_collection.cp if has_group else parallel_state.get_context_parallel_group()
 
@@ -105,7 +109,7 @@ class Attention(torch.nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """Context of shape [s, b, heads * d], or [t, heads * d] for packed sequences."""
-        n = self.cp.size()
+        n = self.ranks
         if n > 1:
             both = torch.cat([key, value], -1).contiguous()
             both = tensor_parallel.gather_from_sequence_parallel_region(
@@ -125,7 +129,7 @@ class Attention(torch.nn.Module):
     ) -> torch.Tensor:
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         mask = None
-        if self.cp.size() > 1:
+        if self.ranks > 1:
             mask = self._mask_over_ranks(query.shape[2], query.device)
         elif attention_mask is not None and self.mask_type != AttnMaskType.causal:
             mask = ~attention_mask  # Megatron's masks say what is hidden, torch's what is seen
@@ -140,7 +144,8 @@ class Attention(torch.nn.Module):
                 x.index_select(0, batch.rows).view(batch.count, batch.length, *x.shape[1:]).transpose(1, 2)
                 for x in (query, key, value)
             )
-            outputs.append(self._attend(q, k, v, None).transpose(1, 2).flatten(0, 1))
+            mask = None if self._causal else batch.real
+            outputs.append(self._attend(q, k, v, mask).transpose(1, 2).flatten(0, 1))
         together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return together.index_select(0, plan.places)
 
@@ -148,7 +153,7 @@ class Attention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor:
         """Sequence by sequence: each has a mask of its own, from its length. `lengths` are a rank's share."""
-        n = self.cp.size()
+        n = self.ranks
         key, value = (x.view(n, -1, *x.shape[1:]) for x in (key, value))
         outputs, start = [], 0
         for length in lengths:
@@ -159,25 +164,28 @@ class Attention(torch.nn.Module):
             start += length
         return torch.cat(outputs)
 
+    @property
+    def _causal(self) -> bool:
+        return self.mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
+
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """[b, heads, s, d] of query, key and value; `mask` is true where a query sees a key."""
-        causal = self.mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         return F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=causal and mask is None,
+            is_causal=self._causal and mask is None,
             scale=self.scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
     def _mask_over_ranks(self, share: int, device: torch.device) -> torch.Tensor:
         """[share, n * share]: this rank's queries by all ranks' keys, for a sequence of n * share tokens."""
-        n, chunk = self.cp.size(), share // 2
+        n, chunk = self.ranks, share // 2
         steps = torch.arange(chunk, device=device)
         places = [torch.cat([rank * chunk + steps, (2 * n - 1 - rank) * chunk + steps]) for rank in range(n)]
         return places[self.cp.rank()][:, None] >= torch.cat(places)[None, :]

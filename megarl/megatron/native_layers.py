@@ -225,6 +225,17 @@ def install() -> None:
     distributed_optimizer.Adam = Adam
     distributed_optimizer.HAVE_APEX_OR_TE = distributed_optimizer.USING_APEX_OPTIMIZER = True
     _mend_missing_names(mla)
+    _install_vision_layers()
+
+
+def _install_vision_layers() -> None:
+    """Vision towers name Transformer Engine's classes, instead of asking a provider for them."""
+    import megatron.core.extensions.transformer_engine as engine
+    import megatron.core.models.vision.vit_layer_specs as vision
+
+    engine.TEColumnParallelLinear, engine.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
+    vision.TELayerNormColumnParallelLinear, vision.TERowParallelLinear = LayerNormColumnParallelLinear, RowParallelLinear
+    vision.TEDotProductAttention = Attention
 
 
 def _mend_missing_names(mla: Any) -> None:

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.megatron.batch import MicroBatch, PackedStream, pack
 from megarl.megatron.heads import Head, language_model
+from megarl.megatron.images import ImageLayout
 from megarl.megatron.stream_context import stream_params
 
 Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -47,6 +48,7 @@ def run(
     *,
     device: torch.device,
     forward_only: bool,
+    image_layout: ImageLayout | None = None,
 ) -> list[Any] | None:
     """Run the pipeline over `micro_batches`; gradients are left in the DDP buffers.
 
@@ -61,7 +63,7 @@ def run(
         assert len(micro_batches) % stages == 0, (
             f"{len(micro_batches)} micro batches: the interleaved schedule takes whole rounds of {stages} pipeline stages"
         )
-    packed = [(batch, _pack(batch, config, device)) for batch in micro_batches]
+    packed = [(batch, _pack(batch, config, device, image_layout)) for batch in micro_batches]
     iterators = [iter(packed) for _ in chunks]
     longest = max(stream.share for _, stream in packed)
     results = get_forward_backward_func()(
@@ -76,13 +78,16 @@ def run(
     return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
 
 
-def _pack(batch: MicroBatch, config: Any, device: torch.device) -> PackedStream:
+def _pack(
+    batch: MicroBatch, config: Any, device: torch.device, image_layout: ImageLayout | None
+) -> PackedStream:
     return pack(
         batch,
         context_parallel=parallel_state.get_context_parallel_world_size(),
         context_rank=parallel_state.get_context_parallel_rank(),
         sequence_parallel=config.tensor_model_parallel_size if config.sequence_parallel else 1,
         device=device,
+        image_layout=image_layout,
     )
 
 
@@ -93,11 +98,12 @@ def _forward_step(
     batch, stream = next(iterator)
     output = model(
         input_ids=stream.tokens[None],
-        position_ids=stream.positions[None],
+        position_ids=stream.positions.unsqueeze(-2),  # [1, share], or [3, 1, share]
         attention_mask=None,
         packed_seq_params=stream_params(stream),
         # Megatron would make a float32 copy of what comes out.
         **({"fp32_output": False} if config.bf16 else {}),
+        **({"images": stream.images} if stream.images is not None else {}),
     )
 
     def last_stage(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:

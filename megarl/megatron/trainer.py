@@ -212,6 +212,7 @@ class PolicyTrainer:
             PolicyHead(temperature, with_entropy, self.model.vocab_size, self.recipe.megatron.keep_logits),
             device=self.platform.device(),
             forward_only=forward_only,
+            image_layout=self.model.image_layout,
         )
 
     def _on_device(self, vectors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,0 +1,125 @@
+"""Images among the tokens of a micro batch: where their tokens stand, and which position each token has.
+
+A vision tower reads images as patches and gives one row for each square of ``merge`` x ``merge`` patches; that
+row stands in the place of one placeholder token. Positions have three axes (time, row, column): text counts on
+all three at once, an image lies on a plane of its own, and text after it goes on behind the larger of its sides
+(as Qwen2-VL's paper has it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+
+@dataclass(frozen=True)
+class ImageLayout:
+    """What a model's vision tower expects."""
+
+    merge: int  # patches on a side of the square that becomes one token
+    patch_values: int  # numbers of one patch: channels x frames x height x width
+
+
+@dataclass
+class Images:
+    """Images of a micro batch, in the order of their tokens.
+
+    Example: the second sequence has one image of 4 x 6 patches whose 6 tokens start at its index 2:
+    ``Images(pixels=tensor [24, 1176], grids=tensor([[1, 4, 6]]), sequences=[1], starts=[2])``.
+    """
+
+    pixels: torch.Tensor  # float32 [patches of all images, numbers of a patch]
+    grids: torch.Tensor  # int64 [images, 3]: frames, rows and columns of patches
+    sequences: list[int]  # [images]: which sequence each belongs to
+    starts: list[int]  # [images]: index, within its sequence, of the image's first token
+
+    def __post_init__(self) -> None:
+        assert len(self.grids) == len(self.sequences) == len(self.starts), (self.grids, self.sequences, self.starts)
+        order = list(zip(self.sequences, self.starts, strict=True))
+        assert order == sorted(order), f"images are not in the order of their tokens: {order}"
+
+
+@dataclass(frozen=True)
+class StreamImages:
+    """The images that a context-parallel rank needs, and where the vision tower's rows go in its part of the stream."""
+
+    pixels: torch.Tensor  # float32 [patches, numbers of a patch]
+    grids: torch.Tensor  # int64 [images, 3]
+    rows: torch.Tensor  # int64 [k]: of the tower's rows, those whose tokens this rank holds
+    places: torch.Tensor  # int64 [k]: where in this rank's part of the stream
+
+
+def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layout: ImageLayout) -> None:
+    """Raises ValueError where images, patches and placeholder tokens do not belong together."""
+    if images.pixels.shape[1:] != (layout.patch_values,):
+        raise ValueError(
+            f"Patches hold {list(images.pixels.shape[1:])} numbers, the model's have {layout.patch_values}: the images "
+            "were prepared for another model."
+        )
+    if len(images.pixels) != int(images.grids.prod(1).sum()):
+        raise ValueError(f"{len(images.pixels)} patches are no images of {images.grids.tolist()} patches.")
+    offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    for sequence, start, (frames, rows, columns) in zip(
+        images.sequences, images.starts, images.grids.tolist(), strict=True
+    ):
+        if frames != 1 or rows % layout.merge or columns % layout.merge:
+            raise ValueError(
+                f"An image of {frames} x {rows} x {columns} patches: frames must be 1 (videos are not supported), rows "
+                f"and columns multiples of {layout.merge}."
+            )
+        count = rows * columns // layout.merge**2
+        here = tokens[offsets[sequence] : offsets[sequence + 1]][start : start + count]
+        if len(here) != count or len(here.unique()) != 1:
+            raise ValueError(
+                f"An image of {rows} x {columns} patches takes {count} placeholder tokens from index {start} on; its "
+                f"sequence of {lengths[sequence]} tokens has {here.tolist()} there."
+            )
+
+
+def tokens_of(images: Images, layout: ImageLayout) -> list[int]:
+    """How many tokens each image takes."""
+    return [count // layout.merge**2 for count in images.grids.prod(1).tolist()]
+
+
+def positions_of(length: int, starts: list[int], grids: list[list[int]], merge: int) -> torch.Tensor:
+    """Positions [3, length] (time, row, column) of a sequence whose images start at `starts`."""
+    pieces, token, position = [], 0, 0
+    for start, (_, rows, columns) in zip(starts, grids, strict=True):
+        pieces.append((position + torch.arange(start - token)).expand(3, -1))
+        position += start - token
+        high, wide = rows // merge, columns // merge
+        row, column = (axis.flatten() for axis in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
+        pieces.append(position + torch.stack([torch.zeros_like(row), row, column]))
+        token = start + high * wide
+        position += max(high, wide)
+    pieces.append((position + torch.arange(length - token)).expand(3, -1))
+    return torch.cat(pieces, 1)
+
+
+def batch_positions(images: Images | None, lengths: list[int], layout: ImageLayout) -> torch.Tensor:
+    """Positions [3, tokens] of a micro batch; every sequence counts from 0."""
+    if images is None:
+        return torch.cat([positions_of(length, [], [], layout.merge) for length in lengths], 1)
+    grids = images.grids.tolist()
+    own = [[i for i, owner in enumerate(images.sequences) if owner == sequence] for sequence in range(len(lengths))]
+    return torch.cat(
+        [
+            positions_of(length, [images.starts[i] for i in mine], [grids[i] for i in mine], layout.merge)
+            for length, mine in zip(lengths, own, strict=True)
+        ],
+        1,
+    )
+
+
+def batch_places(images: Images, lengths: list[int], layout: ImageLayout) -> torch.Tensor:
+    """Index into the micro batch of the token that each row of the vision tower replaces."""
+    offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    ends = torch.tensor([0, *tokens_of(images, layout)]).cumsum(0).tolist()
+    return torch.cat(
+        [
+            offsets[sequence] + start + torch.arange(end - begin)
+            for sequence, start, (begin, end) in zip(images.sequences, images.starts, pairwise(ends), strict=True)
+        ]
+    )

@@ -1,0 +1,155 @@
+"""Qwen2.5-VL as mbridge 0.15.1 builds it, mended, and fed with packed streams.
+
+mbridge's forward pass takes padded rows, finds images by their token id and counts positions by itself; ours takes
+a packed stream that has all of it worked out (`PackedStream`).
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+
+from megarl.megatron.images import StreamImages
+
+_NORM_EPSILON = 1e-6  # of the vision tower, whatever the text part's is: the published model's code has it
+_ROTARY_BASE = 10000.0  # of the vision tower, likewise
+
+
+def mend_config(hf_config: Any) -> None:
+    """Give a configuration whose text part is a section of its own the fields that mbridge reads at its top.
+
+    Raises ValueError for a vision tower that mbridge would build otherwise.
+    """
+    for name, value in hf_config.text_config.to_dict().items():
+        if value is not None and not hasattr(hf_config, name):
+            setattr(hf_config, name, value)
+    hf_config.rope_scaling = hf_config.text_config.rope_scaling
+    if hf_config.vision_config.hidden_act != "silu":
+        raise ValueError(
+            f"vision_config.hidden_act is {hf_config.vision_config.hidden_act!r}; mbridge builds Qwen2.5-VL's vision "
+            "tower with 'silu'."
+        )
+    if hf_config.vision_config.out_hidden_size != hf_config.hidden_size:
+        raise ValueError(
+            f"vision_config.out_hidden_size is {hf_config.vision_config.out_hidden_size}, the text part's hidden_size "
+            f"{hf_config.hidden_size}: they must be equal."
+        )
+
+
+def install() -> None:
+    """Replace what needs it in mbridge's modules."""
+    import mbridge.models.qwen2_5_vl as package
+    from mbridge.models.qwen2_5_vl.attention import Qwen2_5VLSelfAttention
+    from mbridge.models.qwen2_5_vl.model import Qwen2_5VLModel
+    from mbridge.models.qwen2_5_vl.vision_model import VisionRotaryEmbedding
+
+    # Every model is announced as under development.
+    logging.getLogger("mbridge.models.qwen2_5_vl.model").setLevel(logging.ERROR)
+    _read_vision_sizes(package)
+    _split_projection_plainly(package.Qwen2_5VLBridge)
+    _accept_later_arguments(Qwen2_5VLSelfAttention)
+    VisionRotaryEmbedding.forward = _angles
+    Qwen2_5VLModel.forward = _forward
+
+
+def _read_vision_sizes(package: Any) -> None:
+    """mbridge gives every vision tower the sizes of the published 7B model's.
+
+    It also leaves it with the text part's norm epsilon and with its uneven or interleaved pipeline stages.
+    """
+    make_provider, make_config = package.Qwen2_5VLBridge._model_provider, package.get_vision_model_config
+
+    def from_hf(config: Any, *, vision: Any) -> Any:
+        config = make_config(config)
+        config.num_layers, config.num_attention_heads = vision.depth, vision.num_heads
+        config.hidden_size, config.ffn_hidden_size = vision.hidden_size, vision.intermediate_size
+        config.kv_channels, config.num_query_groups = vision.hidden_size // vision.num_heads, vision.num_heads
+        config.in_channels, config.patch_size = vision.in_channels, vision.patch_size
+        config.temporal_patch_size, config.spatial_merge_size = vision.temporal_patch_size, vision.spatial_merge_size
+        config.fullatt_block_indexes = list(vision.fullatt_block_indexes)
+        config._qwen2_5_vl_window_size = vision.window_size
+        config.layernorm_epsilon = _NORM_EPSILON
+        config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
+        config.virtual_pipeline_model_parallel_size = None
+        return config
+
+    def provider(self: Any, callbacks: Any) -> Any:
+        build = make_provider(self, callbacks)
+
+        def with_own_sizes(*args: Any, **kwargs: Any) -> Any:
+            package.get_vision_model_config = partial(from_hf, vision=self.hf_config.vision_config)
+            model = build(*args, **kwargs)
+            # Positions come cut for context parallel; Megatron would cut them once more.
+            model.language_model.rotary_pos_emb.cp_group = None
+            return model
+
+        return with_own_sizes
+
+    package.Qwen2_5VLBridge._model_provider = provider
+
+
+def _split_projection_plainly(bridge: Any) -> None:
+    """mbridge takes the projection behind the vision tower for a gated layer, and tensor parallel would pair wrong halves."""
+    config_of = bridge._get_mcore_config_by_name
+
+    def config_by_name(self: Any, name: str) -> Any:
+        if name.startswith("vision_model.projection."):
+            return SimpleNamespace(gated_linear_unit=False)
+        return config_of(self, name)
+
+    bridge._get_mcore_config_by_name = config_by_name
+
+
+def _accept_later_arguments(attention: Any) -> None:
+    """Megatron 0.16 passes one more argument, which only its inference engine sets."""
+    forward = attention.forward
+
+    def without(self: Any, *args: Any, rotary_pos_cos_sin: None = None, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    attention.forward = without
+
+
+def _angles(self: Any, length: int) -> torch.Tensor:
+    """Rotary angles [length, dim / 2] of the vision tower, in float32.
+
+    The frequencies that mbridge keeps in a buffer become bfloat16 with the model, which is off by several degrees.
+    """
+    size = 2 * len(self.inv_freq)
+    steps = torch.arange(0, size, 2, dtype=torch.float32, device=self.inv_freq.device)
+    places = torch.arange(int(length), dtype=torch.float32, device=self.inv_freq.device)
+    return torch.outer(places, 1.0 / _ROTARY_BASE ** (steps / size))
+
+
+def _forward(
+    self: Any,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    attention_mask: None = None,
+    packed_seq_params: Any = None,
+    images: StreamImages | None = None,
+) -> torch.Tensor:
+    """As GPTModel's, of a packed stream [1, share] with positions [3, 1, share] and images."""
+    embeddings = None
+    if self.pre_process:
+        embeddings = self.language_model.embedding(input_ids=input_ids, position_ids=None)  # [share, 1, h]
+        if images is not None:
+            device = input_ids.device
+            rows = self.vision_model(vision_data=images.pixels.to(device), grid_thw=images.grids.to(device))
+            embeddings = embeddings.index_put(
+                (images.places.to(device),), rows[images.rows.to(device)].unsqueeze(1).to(embeddings.dtype)
+            )
+        if self.config.sequence_parallel:
+            embeddings = tensor_parallel.scatter_to_sequence_parallel_region(embeddings)
+    return self.language_model(
+        input_ids=None,
+        position_ids=position_ids,
+        attention_mask=attention_mask,
+        decoder_input=embeddings,
+        packed_seq_params=packed_seq_params,
+    )

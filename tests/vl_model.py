@@ -1,0 +1,119 @@
+"""A tiny Qwen2.5-VL, and sequences for it: text alone, one image, two images of different sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.megatron_models import LENGTHS
+
+IMAGE, START, END = 250, 252, 253
+GRIDS = {1: [(2, (4, 6))], 2: [(3, (8, 4)), (14, (6, 10))], 5: [(8, (4, 4))]}
+"""By number of the sequence: (index of the first token, (rows, columns) of patches) of each of its images."""
+MERGE, WINDOW, PATCH_VALUES = 2, 56, 3 * 2 * 14 * 14
+
+
+def config(**fields: Any) -> Any:
+    """Head sizes are those that vLLM has CPU kernels for; windows are 2 x 2 tokens, which the grids do not divide into."""
+    import transformers
+
+    text = {
+        "vocab_size": 256,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = {
+        "depth": 4,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "patch_size": 14,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "window_size": WINDOW,
+        "fullatt_block_indexes": [1, 3],
+    }
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=251,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        **{"tie_word_embeddings": False, **fields},
+    )
+
+
+def write_vl_model(path: Path, **fields: Any) -> Path:
+    """Save the model at `path`; its weights are the same every time."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config(**fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(0, 0.05)
+    model.save_pretrained(path)
+    return path
+
+
+def sequences() -> list[tuple[torch.Tensor, list[tuple[int, torch.Tensor, torch.Tensor]]]]:
+    """Tokens of each sequence, and its images: (first token, pixels [patches, values], grid [3])."""
+    generator = torch.Generator().manual_seed(3)
+    result = []
+    for number, length in enumerate(LENGTHS):
+        tokens = torch.randint(0, 250, (length,), generator=generator)
+        images = []
+        for start, (rows, columns) in GRIDS.get(number, []):
+            count = rows * columns // MERGE**2
+            tokens[start - 1], tokens[start : start + count], tokens[start + count] = START, IMAGE, END
+            pixels = torch.randn(rows * columns, PATCH_VALUES, generator=generator)
+            images.append((start, pixels, torch.tensor([1, rows, columns])))
+        result.append((tokens, images))
+    return result
+
+
+def images_of(numbers: list[int]) -> Any:
+    """The Images of a micro batch of the sequences `numbers`; None where they have none."""
+    from megarl.megatron.images import Images
+
+    every = sequences()
+    found = [(place, *image) for place, number in enumerate(numbers) for image in every[number][1]]
+    if not found:
+        return None
+    owners, starts, pixels, grids = (list(column) for column in zip(*found, strict=True))
+    return Images(torch.cat(pixels), torch.stack(grids), owners, starts)
+
+
+@torch.no_grad()
+def expected_logits(path: Path) -> list[torch.Tensor]:
+    """What transformers computes for each sequence by itself: logits [length, vocabulary]."""
+    import transformers
+
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    logits = []
+    for tokens, images in sequences():
+        inputs: dict[str, torch.Tensor] = {"input_ids": tokens[None]}
+        if images:
+            inputs["pixel_values"] = torch.cat([pixels for _, pixels, _ in images])
+            inputs["image_grid_thw"] = torch.stack([grid for _, _, grid in images])
+            inputs["mm_token_type_ids"] = (tokens == IMAGE).int()[None]
+        logits.append(model(**inputs).logits[0])
+    return logits
