@@ -72,6 +72,19 @@ class Completion:
     routed_experts: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class SampleImages:
+    """The images of one sample as the model's vision tower reads them, in the order of their tokens.
+
+    Example: an image of 4 x 6 patches, of which 2 x 2 become a token, whose 6 tokens start at index 3:
+    ``SampleImages(pixels=array [24, 1176], grids=array([[1, 4, 6]]), starts=array([3]))``.
+    """
+
+    pixels: np.ndarray  # float32 [patches of all images, numbers of a patch]
+    grids: np.ndarray  # int64 [images, 3]: frames (1), rows and columns of patches
+    starts: np.ndarray  # int64 [images]: index of each image's first placeholder token
+
+
 @dataclass
 class SampleTokens:
     """The token vectors of one sample, prompt and response in one piece (all of length L)."""
@@ -81,6 +94,7 @@ class SampleTokens:
     rollout_log_probs: np.ndarray  # float32 [L]: the engine's own; 0 where it sampled nothing
     text: str = ""  # the response as text, for people
     routed_experts: np.ndarray | None = None  # int16 [L, layers, topk]: see `Completion`
+    images: SampleImages | None = None  # siblings of a group share one object
 
 
 class DataRef(Protocol):

@@ -110,6 +110,7 @@ class TrainerWorker:
         import torch
 
         from megarl.megatron.batch import MicroBatch
+        from megarl.megatron.images import Images
 
         def join(pieces: list[np.ndarray]) -> torch.Tensor:
             return torch.from_numpy(np.concatenate(pieces).astype(np.float32)).to(self.platform.device())
@@ -131,6 +132,7 @@ class TrainerWorker:
                 "rollout_log_probs": join([vectors.rollout_log_probs for _, vectors in members]),
             },
             routing=self._routing([vectors for _, vectors in members]),
+            images=Images.of([vectors.images for _, vectors in members]),
         )
 
     def _routing(self, vectors: list[SampleTokens]) -> Any:

@@ -173,6 +173,14 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
         raise AssertionError("a checkpoint of another layout was loaded")
 
 
+def run_upstream(case: dict[str, Any], output: Path) -> None:
+    """What megarl mends of Qwen2.5-VL in mbridge is still amiss there. Before any model is built."""
+    from tests.vl_model import check_upstream
+
+    assert "mbridge" not in sys.modules, "mends may be in place already"
+    check_upstream(case["model"])
+
+
 def synced_files() -> list[str]:
     """Paths of the files that are forced to the disk from here on."""
     fsync, paths = os.fsync, []
@@ -230,7 +238,7 @@ def main() -> None:
     cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     dist.init_process_group(platform.process_group_backend)
     for case in cases:
-        {"layout": run_case, "resume": run_resume}[case.get("kind", "layout")](case, output)
+        {"layout": run_case, "resume": run_resume, "upstream": run_upstream}[case.get("kind", "layout")](case, output)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -16,6 +16,7 @@ from megarl.megatron.optimizer import learning_rate
 from megarl.megatron.vocab import log_probs_and_entropy
 
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}
+VISION = {"model_type": "qwen2_5_vl", "text_config": DENSE, "vision_config": {"num_heads": 6, "intermediate_size": 96}}
 SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 96}
 
 
@@ -33,6 +34,8 @@ SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 96}
         (DENSE, 1, {"first_stage_layers": 2}, "needs megatron.pipeline_parallel > 1"),
         (DENSE, 2, {"expert_parallel": 2}, "dense"),
         (DENSE, 1, {"moe_aux_loss_coef": 0.1}, "dense"),
+        (VISION, 4, {"tensor_parallel": 4}, "vision tower's num_heads of 6"),
+        (VISION, 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}, "virtual pipeline stages of qwen2_5_vl"),
         (SPARSE, 3, {"expert_parallel": 3}, "8 experts"),
         (SPARSE, 4, {"expert_parallel": 8}, "1 x 1 = 4|4 x 1 x 1 = 4"),
         (SPARSE, 4, {"expert_parallel": 4, "expert_tensor_parallel": 2}, "4 x 2 = 8"),

@@ -117,3 +117,33 @@ def expected_logits(path: Path) -> list[torch.Tensor]:
             inputs["mm_token_type_ids"] = (tokens == IMAGE).int()[None]
         logits.append(model(**inputs).logits[0])
     return logits
+
+
+def check_upstream(path: str) -> None:
+    """Each of these fails once mbridge or transformers does by itself what megarl/megatron/qwen2_5_vl.py mends."""
+    import inspect
+    from types import SimpleNamespace
+
+    import transformers
+    from mbridge.core.bridge import Bridge
+    from mbridge.models.qwen2_5_vl import Qwen2_5VLBridge, transformer_config
+    from mbridge.models.qwen2_5_vl.attention import Qwen2_5VLSelfAttention
+    from mbridge.models.qwen2_5_vl.model import Qwen2_5VLModel
+    from mbridge.models.qwen2_5_vl.vision_model import VisionRotaryEmbedding
+
+    assert not hasattr(transformers.AutoConfig.from_pretrained(path), "hidden_size"), "mend_config"
+    sizes = transformer_config.get_vision_model_config(SimpleNamespace(num_layers=4, layernorm_epsilon=1e-5))
+    assert (sizes.num_layers, sizes.hidden_size, sizes.layernorm_epsilon) == (32, 1280, 1e-5), "_read_vision_sizes"
+    by_name = Qwen2_5VLBridge._get_mcore_config_by_name
+    assert by_name is Bridge._get_mcore_config_by_name, "_split_projection_plainly"
+    attention = inspect.signature(Qwen2_5VLSelfAttention.forward).parameters
+    assert "rotary_pos_cos_sin" not in attention, "_accept_later_arguments"
+    rotary = VisionRotaryEmbedding(16)
+    exact = rotary(60)
+    assert (rotary.bfloat16()(60) - exact).abs().max() > 0.05, "_angles"
+    assert "vp_stage" not in inspect.signature(Qwen2_5VLModel.__init__).parameters, "layout.py refuses virtual stages"
+
+    from megarl.megatron import mbridge_fixes
+
+    mbridge_fixes.install()
+    assert torch.equal(rotary(60), exact), "mended, the angles do not depend on the model's dtype"

@@ -84,6 +84,8 @@ def pack(
 ) -> PackedStream:
     """Lay `batch` out for one context-parallel rank. `sequence_parallel` is TP's size where SP is on, else 1;
     `image_layout` is that of a model that reads images. Raises ValueError for images that do not suit it."""
+    if batch.images is not None:
+        check_images(batch.images, batch.tokens, batch.lengths, image_layout)
     lengths = torch.tensor(batch.lengths)
     padded = torch.tensor(
         padded_lengths(batch.lengths, context_parallel=context_parallel, sequence_parallel=sequence_parallel)

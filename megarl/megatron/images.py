@@ -8,10 +8,14 @@ all three at once, an image lies on a plane of its own, and text after it goes o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
+
+from megarl.types import SampleImages
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,19 @@ class Images:
         order = list(zip(self.sequences, self.starts, strict=True))
         assert order == sorted(order), f"images are not in the order of their tokens: {order}"
 
+    @classmethod
+    def of(cls, samples: Sequence[SampleImages | None]) -> Images | None:
+        """Those of a micro batch from its sequences' own; None where no sequence has any."""
+        found = [(i, images) for i, images in enumerate(samples) if images is not None]
+        if not found:
+            return None
+        return cls(
+            torch.from_numpy(np.concatenate([images.pixels for _, images in found])),
+            torch.from_numpy(np.concatenate([images.grids for _, images in found])),
+            [i for i, images in found for _ in images.starts],
+            [int(start) for _, images in found for start in images.starts],
+        )
+
 
 @dataclass(frozen=True)
 class StreamImages:
@@ -51,8 +68,11 @@ class StreamImages:
     places: torch.Tensor  # int64 [k]: where in this rank's part of the stream
 
 
-def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layout: ImageLayout) -> None:
-    """Raises ValueError where images, patches and placeholder tokens do not belong together."""
+def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layout: ImageLayout | None) -> None:
+    """Raises ValueError where images, patches and placeholder tokens do not belong together. `layout` is the
+    model's, None where it reads no images."""
+    if layout is None:
+        raise ValueError("The batch has images, and the model has no vision tower that reads them.")
     if images.pixels.shape[1:] != (layout.patch_values,):
         raise ValueError(
             f"Patches hold {list(images.pixels.shape[1:])} numbers, the model's have {layout.patch_values}: the images "
@@ -61,6 +81,7 @@ def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layou
     if len(images.pixels) != int(images.grids.prod(1).sum()):
         raise ValueError(f"{len(images.pixels)} patches are no images of {images.grids.tolist()} patches.")
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    free = [0] * len(lengths)  # behind the last image of each sequence
     for sequence, start, (frames, rows, columns) in zip(
         images.sequences, images.starts, images.grids.tolist(), strict=True
     ):
@@ -71,11 +92,13 @@ def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layou
             )
         count = rows * columns // layout.merge**2
         here = tokens[offsets[sequence] : offsets[sequence + 1]][start : start + count]
-        if len(here) != count or len(here.unique()) != 1:
+        if start < free[sequence] or len(here) != count or len(here.unique()) != 1:
             raise ValueError(
                 f"An image of {rows} x {columns} patches takes {count} placeholder tokens from index {start} on; its "
-                f"sequence of {lengths[sequence]} tokens has {here.tolist()} there."
+                f"sequence of {lengths[sequence]} tokens has {here.tolist()} there, images before it end at "
+                f"{free[sequence]}."
             )
+        free[sequence] = start + count
 
 
 def tokens_of(images: Images, layout: ImageLayout) -> list[int]:

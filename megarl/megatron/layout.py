@@ -16,6 +16,7 @@ def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size
     hf_config = text_fields(hf_config)
     data_parallel = _check_world(megatron, world_size)
     _check_heads(hf_config, megatron)
+    _check_vision_tower(hf_config.get("vision_config"), megatron)
     _check_pipeline(hf_config, megatron)
     _check_experts(hf_config, megatron, data_parallel)
 
@@ -79,6 +80,17 @@ def _check_heads(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
         )
 
 
+def _check_vision_tower(vision: dict[str, Any] | None, megatron: MegatronConfig) -> None:
+    """Tensor parallel cuts it like the text part; pipeline stages do not: it is on the first one, whole."""
+    tp = megatron.tensor_parallel
+    for name in ("num_heads", "intermediate_size"):
+        if vision and vision.get(name, 0) % tp:
+            raise ValueError(
+                f"megatron.tensor_parallel={tp} does not divide the vision tower's {name} of {vision[name]} "
+                f"({vision[name]} / {tp} = {vision[name] / tp:g})."
+            )
+
+
 def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     pp, vpp, layers = megatron.pipeline_parallel, megatron.virtual_pipeline, hf_config["num_hidden_layers"]
     first, last = megatron.first_stage_layers, megatron.last_stage_layers
@@ -97,6 +109,11 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
         raise ValueError(f"{fixed} layers do not divide over the remaining {stages} pipeline stages. Change {keys}.")
     if vpp is None:
         return
+    if hf_config.get("model_type") == "qwen2_5_vl":
+        raise ValueError(
+            f"megatron.virtual_pipeline={vpp}: mbridge cannot build virtual pipeline stages of qwen2_5_vl. Leave "
+            "megatron.virtual_pipeline unset."
+        )
     for what, count in (("first", first), ("last", last), ("other", rest // stages if stages else None)):
         if count is not None and count % vpp:
             raise ValueError(

@@ -17,6 +17,10 @@ def mend_config(hf_config: Any) -> None:
     """
     if hf_config.model_type == "qwen2_5_vl":
         qwen2_5_vl.mend_config(hf_config)
+    elif getattr(hf_config, "vision_config", None) is not None:
+        raise ValueError(
+            f"model.path holds a {hf_config.model_type!r} model, which reads images; of those megarl trains qwen2_5_vl."
+        )
     parameters = getattr(hf_config, "rope_parameters", None)
     if parameters is not None and not hasattr(hf_config, "rope_theta"):
         hf_config.rope_theta = parameters["rope_theta"]

@@ -234,7 +234,10 @@ def _install_vision_layers() -> None:
     import megatron.core.models.vision.vit_layer_specs as vision
 
     engine.TEColumnParallelLinear, engine.TERowParallelLinear = ColumnParallelLinear, RowParallelLinear
-    vision.TELayerNormColumnParallelLinear, vision.TERowParallelLinear = LayerNormColumnParallelLinear, RowParallelLinear
+    vision.TELayerNormColumnParallelLinear, vision.TERowParallelLinear = (
+        LayerNormColumnParallelLinear,
+        RowParallelLinear,
+    )
     vision.TEDotProductAttention = Attention
 
 

@@ -78,9 +78,7 @@ def run(
     return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
 
 
-def _pack(
-    batch: MicroBatch, config: Any, device: torch.device, image_layout: ImageLayout | None
-) -> PackedStream:
+def _pack(batch: MicroBatch, config: Any, device: torch.device, image_layout: ImageLayout | None) -> PackedStream:
     return pack(
         batch,
         context_parallel=parallel_state.get_context_parallel_world_size(),
