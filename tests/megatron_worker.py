@@ -68,7 +68,7 @@ def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[in
             torch.cat([tokens[i] for i in group]),
             [LENGTHS[i] for i in group],
             vectors_of(torch.cat([advantages[i] for i in group])),
-            images_of(group) if with_images else None,
+            images=images_of(group) if with_images else None,
         )
         for group in numbers
     ]
