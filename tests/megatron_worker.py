@@ -20,6 +20,7 @@ platform.prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from tests import megatron_critic  # noqa: E402
 from tests.megatron_models import LENGTHS  # noqa: E402
 from tests.vl_model import images_of, sequences  # noqa: E402
 
@@ -238,7 +239,13 @@ def main() -> None:
     cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     dist.init_process_group(platform.process_group_backend)
     for case in cases:
-        {"layout": run_case, "resume": run_resume, "upstream": run_upstream}[case.get("kind", "layout")](case, output)
+        kinds = {
+            "layout": run_case,
+            "resume": run_resume,
+            "upstream": run_upstream,
+            "critic": megatron_critic.run_case,
+        }
+        kinds[case.get("kind", "layout")](case, output)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -15,6 +15,7 @@ import torch
 import transformers
 from safetensors import safe_open
 
+from tests import megatron_critic
 from tests.megatron_models import LENGTHS, MODELS, write_model
 
 pytestmark = pytest.mark.stack
@@ -69,8 +70,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("megatron")
     for model in MODELS:
         write_model(model, directory / "models")
+    critic = {1: megatron_critic.ONE, 2: megatron_critic.TWO, 4: []}
     for processes, cases in ((1, ONE), (2, [*TWO, *RESUME]), (4, FOUR)):
-        launch(processes, cases, directory)
+        launch(processes, [*cases, *critic[processes]], directory)
     return directory
 
 
@@ -190,3 +192,13 @@ def test_saved_hf_directory_is_what_was_exported(results: Path, case: dict[str, 
     assert (results / f"{case['name']}.hf" / "config.json").read_text() == (
         results / "models" / case["model"] / "config.json"
     ).read_text()
+
+
+@pytest.mark.parametrize("case", megatron_critic.ONE, ids=lambda case: case["name"])
+def test_values_match_transformers(results: Path, case: dict[str, Any]) -> None:
+    megatron_critic.check_against_transformers(results, case["name"])
+
+
+@pytest.mark.parametrize("case", [*megatron_critic.ONE, *megatron_critic.TWO], ids=lambda case: case["name"])
+def test_layout_changes_nothing_of_the_critic(results: Path, case: dict[str, Any]) -> None:
+    megatron_critic.check_against_one_process(results, case)

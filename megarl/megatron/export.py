@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,13 +18,26 @@ _SHOWN = 5  # names in an error
 _INDEX = "model.safetensors.index.json"
 
 
-def save_hf(directory: Path, source: Path, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+@dataclass(frozen=True)
+class Change:
+    """Names of tensors in which a trained model differs from the directory it came from."""
+
+    without: tuple[str, ...] = ()  # the directory may have them, the model has not
+    beyond: tuple[str, ...] = ()  # the model has them, the directory need not
+
+    def apply(self, names: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys([*(name for name in names if name not in self.without), *self.beyond]))
+
+
+def save_hf(
+    directory: Path, source: Path, weights: Iterator[tuple[str, torch.Tensor]], change: Change = Change()
+) -> None:
     """Write `weights` (Hugging Face names) with what else `source` has into `directory`, on rank 0.
 
     Every rank calls it, since the weights come out of collectives. Configuration and tokenizer files are
     copied, and so are tensors of `source` that are never trained (multi-token-prediction layers): an engine
     wants the keys that the original has. Raises RuntimeError where any other tensor of `source` is not among
-    `weights`: the directory would mix trained weights with old ones.
+    `weights`: the directory would mix trained weights with old ones. `change`: where the model is another.
     """
     rank = torch.distributed.get_rank()
     if rank != 0:
@@ -35,15 +49,17 @@ def save_hf(directory: Path, source: Path, weights: Iterator[tuple[str, torch.Te
     for file in sorted(source.iterdir()):
         if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".pt", ".pth", _INDEX)):
             shutil.copy2(file, directory / file.name)
-    _Shards(directory).write(_with_untrained(weights, source))
+    _Shards(directory).write(_with_untrained(weights, source, change))
     torch.distributed.barrier()
 
 
-def _with_untrained(weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def _with_untrained(
+    weights: Iterator[tuple[str, torch.Tensor]], source: Path, change: Change
+) -> Iterator[tuple[str, torch.Tensor]]:
     """`weights`, then the untrained tensors of `source`. What the original does not have is left out."""
     files = _tensor_files(source)
     untrained = _untrained(files, source)
-    missing = dict.fromkeys(name for name in files if name not in untrained)
+    missing = dict.fromkeys(name for name in change.apply(files) if name not in untrained)
     for name, tensor in _with_tied(weights, source):
         if name in missing:
             del missing[name]
@@ -135,7 +151,9 @@ class Comparison(NamedTuple):
     untrained: int  # multi-token-prediction layers: bit for bit the original model's
 
 
-def compare_with_hf(directory: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> Comparison:
+def compare_with_hf(
+    directory: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path, change: Change = Change()
+) -> Comparison:
     """Read `directory` back and hold every tensor in it to `weights`, or to `source` where it is untrained.
 
     Every rank calls it (the weights come out of collectives); rank 0 compares, others return zeros. Raises
@@ -146,8 +164,7 @@ def compare_with_hf(directory: Path, weights: Iterator[tuple[str, torch.Tensor]]
             pass
         return Comparison(0, 0)
     written, original = _tensor_files(directory), _tensor_files(source)
-    if set(written) != set(original):
-        odd = set(written) ^ set(original)
+    if odd := set(written) ^ set(change.apply(original)):
         raise RuntimeError(f"{directory} and {source} do not hold the same tensors; they differ in {_some(odd)}")
     untrained = _untrained(written, source)
     left = set(written) - set(untrained)

@@ -37,9 +37,10 @@ class Model:
     image_layout: ImageLayout | None  # None: the model reads no images
 
 
-def build(recipe: Recipe, platform: Platform) -> Model:
+def build(recipe: Recipe, platform: Platform, *, value_head: bool = False) -> Model:
     """Lay processes out, build this rank's part of the model, and load the weights of `recipe.model.path`.
 
+    `value_head`: a critic's, in the place of the output layer; see value_head.py.
     Needs an initialised torch.distributed and a prepared platform. All ranks call it together. Raises
     ValueError for a layout that does not divide and for a model that cannot be trained as asked.
     """
@@ -49,6 +50,7 @@ def build(recipe: Recipe, platform: Platform) -> Model:
     seed_everything(recipe.train.seed)
 
     from megarl.megatron import routing_replay
+    from megarl.megatron import value_head as critic
     from megarl.megatron.heads import hidden_states_out, language_model
     from megarl.megatron.stream_context import watch
 
@@ -56,13 +58,15 @@ def build(recipe: Recipe, platform: Platform) -> Model:
         from megarl.megatron import native_layers
 
         native_layers.install()
+    if value_head:
+        critic.untie(hf_config)
     bridge = _bridge(recipe, hf_config, platform)
     dtype = DTYPES[recipe.model.dtype]
     with contextlib.redirect_stdout(None):  # mbridge prints counts
         chunks = bridge.get_model(
             wrap_with_ddp=True,
             bf16=dtype == torch.bfloat16,
-            post_model_creation_callbacks=[_mark_experts],
+            post_model_creation_callbacks=[_mark_experts, *([critic.put_head] if value_head else [])],
             ddp_config={
                 "grad_reduce_in_fp32": True,
                 "use_distributed_optimizer": recipe.megatron.distributed_optimizer,
@@ -74,7 +78,11 @@ def build(recipe: Recipe, platform: Platform) -> Model:
             routing_replay.install(chunk)
         if language_model(chunk).post_process:
             hidden_states_out(language_model(chunk))
-    bridge.load_weights(chunks, recipe.model.path)
+    if value_head:
+        critic.name_head(bridge)
+        critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
+    else:
+        bridge.load_weights(chunks, recipe.model.path)
     return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config))
 
 

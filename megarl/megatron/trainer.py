@@ -1,4 +1,4 @@
-"""The policy's trainer on one rank: log-probs, optimizer steps, weights out, checkpoints."""
+"""A trainer on one rank: log-probs, optimizer steps, weights out, checkpoints. The critic's own is in critic.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from megarl.algorithms.inputs import LossInputs
 from megarl.config.schema import Recipe
 from megarl.megatron import checkpoint, export
 from megarl.megatron.batch import MicroBatch
-from megarl.megatron.heads import PolicyHead
+from megarl.megatron.heads import Head, PolicyHead
 from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
@@ -43,16 +43,29 @@ class Coordinates:
     reports: bool  # one rank for each dp_rank: what it returns counts, the others' is the same or None
 
 
-class PolicyTrainer:
-    """Model and optimizer of one rank. Every method that computes is collective: all ranks call it alike.
+class StepMetrics(NamedTuple):
+    """What a trainer calls the metrics of an optimizer step."""
+
+    grad_norm: str
+    lr: str
+    skipped: str
+
+
+class Trainer:
+    """Model and optimizer of one rank, whatever it learns. Every method that computes is collective: all ranks call
+    it alike.
 
     torch.distributed is initialised and `platform.prepare()` has run before this module is imported.
     All ranks with the same `coordinates.dp_rank` are given the same micro batches.
     """
 
-    def __init__(self, recipe: Recipe, platform: Platform, total_optimizer_steps: int) -> None:
+    names: StepMetrics
+
+    def __init__(
+        self, recipe: Recipe, platform: Platform, total_optimizer_steps: int, *, value_head: bool = False
+    ) -> None:
         self.recipe, self.platform, self.total_steps = recipe, platform, total_optimizer_steps
-        self.model: Model = build(recipe, platform)
+        self.model: Model = build(recipe, platform, value_head=value_head)
         configure(self.model.config)
         self._router_losses = RouterLosses(self.model.config)
         self.optimizer = build_optimizer(
@@ -63,7 +76,6 @@ class PolicyTrainer:
         )
         self.coordinates = _coordinates()
         self.step = 0  # optimizer steps asked for so far, skipped ones included
-        self._reference: list[torch.Tensor] | None = None
         self._offloader = Offloader(self.model.chunks, self.optimizer)
         self._said_no_offload = False
 
@@ -75,87 +87,6 @@ class PolicyTrainer:
             "parameters_on_rank": parameters_on_rank(self.model),
             "can_offload": self.platform.can_offload,
         }
-
-    def log_probs(
-        self,
-        micro_batches: list[MicroBatch],
-        *,
-        temperature: float,
-        reference: bool = False,
-        with_entropy: bool = False,
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]] | None:
-        """Log-probs [T] of each micro batch at token index (float32), without gradients; and their entropy [T]
-        where asked for, else None. The policy's own pass records its routing into the micro batches where
-        `megatron.routing_replay` asks for it; the reference's routers choose freely.
-
-        The first token of a sequence is predicted by nothing: 0. With `reference`, those of the weights
-        that `keep_reference` kept. On ranks of the last pipeline stage; elsewhere None.
-        """
-
-        def keep(_: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-            return log_probs.new_zeros(()), (log_probs, entropy)
-
-        for chunk in self.model.chunks:
-            chunk.eval()
-        if reference:
-            micro_batches = [dataclasses.replace(batch, routing=None) for batch in micro_batches]
-        elif self.recipe.megatron.routing_replay == "old_log_probs":
-            for batch in micro_batches:
-                batch.routing = Routing(recording=True)
-        with torch.no_grad(), self._reference_weights() if reference else contextlib.nullcontext():
-            results = self._run(micro_batches, keep, temperature, with_entropy=with_entropy, forward_only=True)
-        for batch in micro_batches:
-            if batch.routing is not None:
-                batch.routing.recording = False
-        return results
-
-    def train_step(
-        self,
-        micro_batches: list[MicroBatch],
-        objective: Objective,
-        *,
-        temperature: float,
-        with_entropy: bool,
-    ) -> dict[str, float] | None:
-        """One optimizer step on this rank's part of a mini batch.
-
-        `objective` is given the LossInputs of each micro batch, of whose fields `MicroBatch.vectors` holds all
-        but log-probs and entropy. It returns a loss that is normalised over the whole mini batch, and metrics
-        that add up over it. Returns the sums of the metrics over micro batches and data-parallel ranks, with
-        actor/grad_norm (before clipping), actor/lr, actor/skipped_updates (1 where the gradient norm was not
-        finite: the weights are then unchanged) and perf/max_memory_allocated_gb (`Platform.peak_memory` of the
-        rank that has the highest); None off the last pipeline stage.
-        """
-
-        def loss(batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-            return objective(LossInputs(log_probs=log_probs, entropy=entropy, **self._on_device(batch.vectors)))
-
-        for chunk in self.model.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._router_losses.scale(micro_batches, self.platform.device())
-        contributions = self._run(micro_batches, loss, temperature, with_entropy=with_entropy, forward_only=False)
-        self.step += 1
-        config = self.recipe.actor.optimizer
-        rate = learning_rate(self.step, config, self.total_steps)
-        norm, updated = guarded_step(self.optimizer, lr=rate, clip_grad=config.clip_grad)
-        if not updated:
-            logger.warning("optimizer step %d skipped: the gradient norm is %s", self.step, norm)
-        peak = _highest(self.platform.peak_memory(), self.platform.device())
-        if contributions is None:
-            return None
-        own = {
-            "actor/grad_norm": norm,
-            "actor/lr": rate,
-            "actor/skipped_updates": float(not updated),
-            "perf/max_memory_allocated_gb": peak,
-        }
-        return {**_sum_metrics(contributions, self.platform.device()), **own}
-
-    def keep_reference(self) -> None:
-        """Keep a copy of the current weights on the host: the reference policy."""
-        self._reference = [weight.to("cpu", copy=True) for weight in self._weights()]
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank. Collective: take all of them."""
@@ -201,15 +132,46 @@ class PolicyTrainer:
             self._said_no_offload = True
         return self.platform.can_offload
 
-    def _run(
-        self, micro_batches: list[MicroBatch], loss: Any, temperature: float, *, with_entropy: bool, forward_only: bool
-    ) -> list[Any] | None:
+    def _forward(self, micro_batches: list[MicroBatch], keep: Any, head: Head) -> list[Any] | None:
+        """What `keep` returns for each micro batch, without gradients; None off the last pipeline stage."""
+        for chunk in self.model.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            return self._run(micro_batches, keep, head, forward_only=True)
+
+    def _update(self, micro_batches: list[MicroBatch], loss: Any, head: Head) -> dict[str, float] | None:
+        """One optimizer step. `loss(batch, *what head returns)`: see `step.run`. Returns the summed metrics with the
+        step's own, which `train_step` describes; None off the last pipeline stage."""
+        for chunk in self.model.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._router_losses.scale(micro_batches, self.platform.device())
+        contributions = self._run(micro_batches, loss, head, forward_only=False)
+        self.step += 1
+        config = self.recipe.actor.optimizer
+        rate = learning_rate(self.step, config, self.total_steps)
+        norm, updated = guarded_step(self.optimizer, lr=rate, clip_grad=config.clip_grad)
+        if not updated:
+            logger.warning("optimizer step %d skipped: the gradient norm is %s", self.step, norm)
+        peak = _highest(self.platform.peak_memory(), self.platform.device())
+        if contributions is None:
+            return None
+        own = {
+            self.names.grad_norm: norm,
+            self.names.lr: rate,
+            self.names.skipped: float(not updated),
+            "perf/max_memory_allocated_gb": peak,
+        }
+        return {**_sum_metrics(contributions, self.platform.device()), **own}
+
+    def _run(self, micro_batches: list[MicroBatch], loss: Any, head: Head, *, forward_only: bool) -> list[Any] | None:
         return run(
             self.model.chunks,
             self.model.config,
             micro_batches,
             loss,
-            PolicyHead(temperature, with_entropy, self.model.vocab_size, self.recipe.megatron.keep_logits),
+            head,
             device=self.platform.device(),
             forward_only=forward_only,
             image_layout=self.model.image_layout,
@@ -230,6 +192,77 @@ class PolicyTrainer:
             "expert_tensor_parallel": m.expert_tensor_parallel or 1,
             "distributed_optimizer": int(m.distributed_optimizer),
         }
+
+
+class PolicyTrainer(Trainer):
+    """The actor's trainer: log-probs, policy updates, and the reference policy's weights."""
+
+    names = StepMetrics("actor/grad_norm", "actor/lr", "actor/skipped_updates")
+
+    def __init__(self, recipe: Recipe, platform: Platform, total_optimizer_steps: int) -> None:
+        super().__init__(recipe, platform, total_optimizer_steps)
+        self._reference: list[torch.Tensor] | None = None
+
+    def log_probs(
+        self,
+        micro_batches: list[MicroBatch],
+        *,
+        temperature: float,
+        reference: bool = False,
+        with_entropy: bool = False,
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]] | None:
+        """Log-probs [T] of each micro batch at token index (float32), without gradients; and their entropy [T]
+        where asked for, else None. The policy's own pass records its routing into the micro batches where
+        `megatron.routing_replay` asks for it; the reference's routers choose freely.
+
+        The first token of a sequence is predicted by nothing: 0. With `reference`, those of the weights
+        that `keep_reference` kept. On ranks of the last pipeline stage; elsewhere None.
+        """
+
+        def keep(_: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+            return log_probs.new_zeros(()), (log_probs, entropy)
+
+        if reference:
+            micro_batches = [dataclasses.replace(batch, routing=None) for batch in micro_batches]
+        elif self.recipe.megatron.routing_replay == "old_log_probs":
+            for batch in micro_batches:
+                batch.routing = Routing(recording=True)
+        with self._reference_weights() if reference else contextlib.nullcontext():
+            results = self._forward(micro_batches, keep, self._head(temperature, with_entropy))
+        for batch in micro_batches:
+            if batch.routing is not None:
+                batch.routing.recording = False
+        return results
+
+    def train_step(
+        self,
+        micro_batches: list[MicroBatch],
+        objective: Objective,
+        *,
+        temperature: float,
+        with_entropy: bool,
+    ) -> dict[str, float] | None:
+        """One optimizer step on this rank's part of a mini batch.
+
+        `objective` is given the LossInputs of each micro batch, of whose fields `MicroBatch.vectors` holds all
+        but log-probs and entropy. It returns a loss that is normalised over the whole mini batch, and metrics
+        that add up over it. Returns the sums of the metrics over micro batches and data-parallel ranks, with
+        actor/grad_norm (before clipping), actor/lr, actor/skipped_updates (1 where the gradient norm was not
+        finite: the weights are then unchanged) and perf/max_memory_allocated_gb (`Platform.peak_memory` of the
+        rank that has the highest); None off the last pipeline stage.
+        """
+
+        def loss(batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+            return objective(LossInputs(log_probs=log_probs, entropy=entropy, **self._on_device(batch.vectors)))
+
+        return self._update(micro_batches, loss, self._head(temperature, with_entropy))
+
+    def keep_reference(self) -> None:
+        """Keep a copy of the current weights on the host: the reference policy."""
+        self._reference = [weight.to("cpu", copy=True) for weight in self._weights()]
+
+    def _head(self, temperature: float, with_entropy: bool) -> PolicyHead:
+        return PolicyHead(temperature, with_entropy, self.model.vocab_size, self.recipe.megatron.keep_logits)
 
     def _weights(self) -> list[torch.Tensor]:
         """Parameters, and routing biases, which are buffers."""

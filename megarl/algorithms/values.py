@@ -1,0 +1,151 @@
+"""The critic's side of PPO: generalised advantage estimation, whitening, and the value loss. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def gae(
+    rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, lengths: Sequence[int], *, gamma: float, lam: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Generalised advantage estimation (arXiv 1506.02438) over sequences that lie one after the other.
+
+    rewards [B]: the outcome of each sequence, earned at its last masked token. values [T]: of the state in which
+    token t was chosen. mask [T]: the tokens that the policy chose. lengths [B] sum to T.
+    Returns advantages and returns (advantages + values), float64 [T], 0 where masked out.
+
+    Over the masked tokens of a sequence, in order: delta_t = r_t + gamma V_next - V_t and
+    A_t = delta_t + gamma lam A_next; what lies between two of them (a tool's answer) takes no part and no time.
+    After the last one both V and A are 0, also where the response was cut off at the length limit.
+    """
+    chosen = np.flatnonzero(mask)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)[chosen]
+    advantages, returns = np.zeros(len(values)), np.zeros(len(values))
+    if not len(chosen):
+        return advantages, returns
+    own = np.asarray(values, dtype=np.float64)[chosen]
+    last = np.append(sequence[1:] != sequence[:-1], True)
+    following = np.where(last, 0.0, np.append(own[1:], 0.0))
+    earned = np.where(last, np.asarray(rewards, dtype=np.float64)[sequence], 0.0)
+    deltas = earned + gamma * following - own
+    advantages[chosen] = _discounted_sums(deltas, sequence, gamma * lam)
+    returns[chosen] = advantages[chosen] + own
+    return advantages, returns
+
+
+def _discounted_sums(deltas: np.ndarray, sequence: np.ndarray, discount: float) -> np.ndarray:
+    """Sum over j >= i of discount^(j - i) deltas[j] within i's sequence; [n] -> [n].
+
+    By doubling: once every entry holds the sum over the next `step` entries, adding the one `step` further
+    on makes it 2 x `step`. As many passes as the longest sequence has binary digits.
+    """
+    sums, step, factor = deltas.copy(), 1, discount
+    longest = int(np.bincount(sequence).max())
+    while step < longest and factor != 0.0:
+        same = sequence[step:] == sequence[:-step]
+        sums[:-step] += np.where(same, factor * sums[step:], 0.0)
+        step, factor = 2 * step, factor * factor
+    return sums
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What is known of many numbers that lie in many places: enough for mean and variance of all of them."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of (x - mean)^2
+    least: float = np.inf
+    largest: float = -np.inf
+
+    @classmethod
+    def of(cls, numbers: np.ndarray) -> Moments:
+        if not numbers.size:
+            return cls()
+        exact = numbers.astype(np.float64)
+        mean = float(exact.mean())
+        squares = float(((exact - mean) ** 2).sum())
+        return cls(exact.size, mean, squares, float(exact.min()), float(exact.max()))
+
+    def __add__(self, other: Moments) -> Moments:
+        """Of both (Chan et al., 1979): no large sums that cancel."""
+        count = self.count + other.count
+        if not count:
+            return self
+        apart = other.mean - self.mean
+        return Moments(
+            count,
+            self.mean + apart * other.count / count,
+            self.squares + other.squares + apart**2 * self.count * other.count / count,
+            min(self.least, other.least),
+            max(self.largest, other.largest),
+        )
+
+    @property
+    def variance(self) -> float:
+        """With Bessel's correction, as verl whitens; 0 for fewer than two numbers."""
+        return self.squares / (self.count - 1) if self.count > 1 else 0.0
+
+
+@dataclass(frozen=True)
+class Whitening:
+    """x -> (x - mean) * scale: the same for the advantages of a whole batch, wherever they lie."""
+
+    mean: float = 0.0
+    scale: float = 1.0
+
+    @classmethod
+    def by(cls, moments: Moments) -> Whitening:
+        """To mean 0 and variance 1. Advantages that are all the same become 0."""
+        return cls(moments.mean, 1.0 / np.sqrt(moments.variance + 1e-8))
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        return (numbers - self.mean) * self.scale
+
+
+@dataclass
+class ValueInputs:
+    """What the value loss sees: flat per-token vectors of one micro batch, all [T]. Only `values` carries gradients."""
+
+    values: Tensor  # of the current weights
+    old_values: Tensor  # before this step's updates
+    returns: Tensor
+    loss_mask: Tensor  # 1.0 where the loss counts the token, else 0.0
+    loss_weights: Tensor  # what each token weighs in the aggregated loss; 0 where masked
+    token_share: Tensor  # loss_mask / masked tokens of the mini batch: its sum over everything is 1
+
+
+def value_loss(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the squared error of each token [T], and per-token metrics.
+
+    With `clip`, PPO's clipped form (as in OpenAI baselines' ppo2): the larger of the errors of V and of
+    old V + clamp(V - old V, -clip, clip), so that a step beyond `clip` gains nothing.
+    """
+    loss = 0.5 * (inputs.values - inputs.returns).square()
+    if clip is None:
+        return loss, {}
+    near = inputs.old_values + (inputs.values - inputs.old_values).clamp(-clip, clip)
+    clipped = 0.5 * (near - inputs.returns).square()
+    return loss.maximum(clipped), {"critic/vf_clipfrac": (clipped > loss).float()}
+
+
+def value_objective(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """What one micro batch adds to the mini batch's value loss, and to each metric; see `losses.objective`."""
+    token_loss, metrics = value_loss(inputs, clip)
+    masked = inputs.loss_mask > 0
+
+    def total(values: Tensor, weights: Tensor) -> Tensor:
+        return (values.where(masked, values.new_zeros(())) * weights).sum()
+
+    loss = total(token_loss, inputs.loss_weights)
+    return loss, {
+        **{name: total(values, inputs.token_share) for name, values in metrics.items()},
+        "critic/vf_loss": loss.detach(),
+    }

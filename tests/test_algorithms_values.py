@@ -1,0 +1,121 @@
+"""GAE, whitening and the value loss against hand-worked numbers and slow references."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.values import Moments, ValueInputs, Whitening, gae, value_loss, value_objective
+
+
+def slow_gae(
+    reward: float, values: list[float], mask: list[bool], gamma: float, lam: float
+) -> tuple[list[float], list[float]]:
+    """One sequence, token by token from the end, as the paper has it."""
+    advantages, returns = [0.0] * len(values), [0.0] * len(values)
+    next_value = next_advantage = 0.0
+    earned = reward
+    for t in reversed(range(len(values))):
+        if not mask[t]:
+            continue
+        delta = earned + gamma * next_value - values[t]
+        advantages[t] = delta + gamma * lam * next_advantage
+        returns[t] = advantages[t] + values[t]
+        next_value, next_advantage, earned = values[t], advantages[t], 0.0
+    return advantages, returns
+
+
+def test_gae_by_hand() -> None:
+    """A prompt token, then three chosen ones with a tool's answer between; gamma 1/2, lam 1/2, reward 8.
+
+    deltas: 8 - 4 = 4; 0.5 * 4 - 2 = 0; 0.5 * 2 - 1 = 0.
+    advantages: 4; 0 + 0.25 * 4 = 1; 0 + 0.25 * 1 = 0.25.
+    """
+    values = np.array([9.0, 1.0, 2.0, 9.0, 9.0, 4.0])
+    mask = np.array([False, True, True, False, False, True])
+    advantages, returns = gae(np.array([8.0]), values, mask, [6], gamma=0.5, lam=0.5)
+    assert advantages.tolist() == [0, 0.25, 1, 0, 0, 4]
+    assert returns.tolist() == [0, 1.25, 3, 0, 0, 8]
+
+
+def test_lam_one_gives_reward_minus_value_and_lam_zero_one_step() -> None:
+    values, mask = np.array([0.5, -1.0, 2.0]), np.ones(3, dtype=bool)
+    advantages, returns = gae(np.array([3.0]), values, mask, [3], gamma=1.0, lam=1.0)
+    assert returns == pytest.approx([3, 3, 3]) and advantages == pytest.approx([2.5, 4, 1])
+    advantages, _ = gae(np.array([3.0]), values, mask, [3], gamma=1.0, lam=0.0)
+    assert advantages == pytest.approx([-1.5, 3, 1])
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (1.0, 0.9), (0.9, 0.0)])
+def test_gae_of_many_sequences_is_the_slow_one_of_each(gamma: float, lam: float) -> None:
+    random = np.random.default_rng(0)
+    lengths = [1, 2, 7, 33, 64, 5, 1, 400]
+    values = random.normal(size=sum(lengths)).astype(np.float32)
+    mask = random.random(sum(lengths)) < 0.7
+    mask[:1], mask[3:10] = True, False  # a sequence of one token, and one without a chosen one
+    rewards = random.normal(size=len(lengths))
+    advantages, returns = gae(rewards, values, mask, lengths, gamma=gamma, lam=lam)
+    start = 0
+    for length, reward in zip(lengths, rewards, strict=True):
+        own = slice(start, start + length)
+        expected = slow_gae(reward, values[own].astype(np.float64).tolist(), mask[own].tolist(), gamma, lam)
+        np.testing.assert_allclose(advantages[own], expected[0], rtol=0, atol=1e-11)
+        np.testing.assert_allclose(returns[own], expected[1], rtol=0, atol=1e-11)
+        start += length
+
+
+def test_nothing_chosen() -> None:
+    advantages, returns = gae(np.array([1.0]), np.ones(4), np.zeros(4, dtype=bool), [4], gamma=1.0, lam=1.0)
+    assert not advantages.any() and not returns.any()
+
+
+def test_moments_add_up_wherever_the_numbers_lie() -> None:
+    numbers = 1e6 + np.random.default_rng(1).normal(size=1000)  # sums of squares would cancel here
+    parts = np.split(numbers, [0, 1, 10, 700])
+    whole = sum((Moments.of(part) for part in parts), Moments())
+    assert whole.count == 1000 and whole.mean == pytest.approx(numbers.mean(), rel=1e-15)
+    assert whole.variance == pytest.approx(numbers.var(ddof=1), rel=1e-9)
+    assert (whole.least, whole.largest) == (numbers.min(), numbers.max())
+    assert Moments().variance == Moments.of(np.ones(1)).variance == 0
+
+
+def test_whitening() -> None:
+    numbers = np.array([1.0, 2.0, 3.0, 6.0])
+    white = Whitening.by(Moments.of(numbers))(numbers)
+    assert white.mean() == pytest.approx(0) and white.var(ddof=1) == pytest.approx(1)
+    assert Whitening.by(Moments.of(np.full(5, 3.0)))(np.full(5, 3.0)).tolist() == [0] * 5
+    assert Whitening()(numbers).tolist() == numbers.tolist()
+
+
+def inputs(values: list[float], old: list[float], returns: list[float]) -> ValueInputs:
+    mask = torch.tensor([0.0] + [1.0] * (len(values) - 1))
+    return ValueInputs(
+        values=torch.tensor(values, requires_grad=True),
+        old_values=torch.tensor(old),
+        returns=torch.tensor(returns),
+        loss_mask=mask,
+        loss_weights=mask / 4,
+        token_share=mask / 2,
+    )
+
+
+def test_value_loss_by_hand() -> None:
+    """Error 1 within the clip; 2 where the clipped error is 3.5 and counts; 4 where the clipped one is smaller."""
+    x = inputs([1.0, 2.0, 8.0], [0.9, 0.0, 5.0], [2.0, 4.0, 4.0])
+    plain, metrics = value_loss(x, None)
+    assert plain.tolist() == [0.5, 2.0, 8.0] and metrics == {}
+    clipped, metrics = value_loss(x, 0.5)
+    assert clipped.tolist() == [0.5, 6.125, 8.0]
+    assert metrics["critic/vf_clipfrac"].tolist() == [0, 1, 0]
+    clipped.sum().backward()
+    assert x.values.grad is not None and x.values.grad.tolist() == [-1, 0, 4], "beyond the clip nothing is gained"
+
+
+def test_value_objective_weighs_and_masks() -> None:
+    x = inputs([float("inf"), 2.0, 8.0], [0.0, 0.0, 5.0], [float("nan"), 4.0, 4.0])
+    loss, metrics = value_objective(x, 0.5)
+    assert loss.item() == (6.125 + 8.0) / 4
+    assert {name: value.item() for name, value in metrics.items()} == {
+        "critic/vf_loss": loss.item(), "critic/vf_clipfrac": 0.5,
+    }  # fmt: skip
