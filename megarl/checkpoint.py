@@ -1,14 +1,16 @@
 """A run's checkpoints: written whole or not at all, found again, and kept to a number.
 
-A checkpoint is a folder `step_000123` that holds the trainers' distributed checkpoint (`trainer/`) and
-the controller's state (`controller.json`, and `waiting.npz` for groups that were sampled and not yet
-trained on). It is written under another name and renamed when complete, so a folder of that name is whole.
+A checkpoint is a folder `step_000123`: the trainers' part (`trainer/`), the controller's state
+(`controller.json`, and `waiting.npz` for groups that were sampled and not yet trained on), and
+`manifest.json`, which lists every file with its size and checksum and is written last. It is written as
+`.step_000123.partial` and renamed when complete; a folder is renamed before it is deleted, too. So
+whatever moment a run is killed at, a folder `step_...` is whole, and damage to it shows in the manifest.
 """
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -18,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.durable import sync
+from megarl.durable import sync, write_durably
+from megarl.manifest import FileSum, find_damage, write_manifest
 from megarl.rollout.admission import TriedGroup
 from megarl.types import Group, InlineData, Sample, SampleTokens
 
@@ -37,8 +40,13 @@ def checkpoint_step(path: Path) -> int:
     return int(match.group(1))
 
 
+def partial_path(folder: Path, step: int) -> Path:
+    """What the checkpoint of `step` is called while it is written."""
+    return folder / f".{checkpoint_name(step)}.partial"
+
+
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Whole checkpoints in `folder`, oldest first."""
+    """Checkpoints in `folder`, oldest first. Each was whole when it was given its name."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if path.is_dir() and _NAME.match(path.name)), key=checkpoint_step)
@@ -60,50 +68,102 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
     return moved
 
 
-def find_checkpoint(resume: str, folder: Path) -> Path | None:
+def find_checkpoint(resume: str, folder: Path, *, checksums: bool, notice: Callable[[str], None]) -> Path | None:
     """What `train.resume` names: None for `never`, or for `auto` where there is none yet.
 
-    Raises ValueError for a path that is no checkpoint.
+    `auto` is the newest whole one; what was passed over, and why, goes to `notice`. Raises ValueError for a
+    path that is no whole checkpoint, and where `auto` finds checkpoints but none is whole.
     """
     if resume == "never":
         return None
-    if resume == "auto":
-        found = list_checkpoints(folder)
-        return found[-1] if found else None
-    path = Path(resume)
+    if resume != "auto":
+        return _named_checkpoint(Path(resume), checksums)
+    for path in sorted(folder.glob(".step_*.partial")) if folder.is_dir() else []:
+        name = path.name.removeprefix(".").removesuffix(".partial")
+        notice(f"{name} was still being written when the run ended: it is incomplete and is not used")
+    damaged = []
+    for path in reversed(list_checkpoints(folder)):
+        damage = find_damage(path, checksums=checksums)
+        if damage is None:
+            return path
+        damaged.append(f"{path.name}: {damage}")
+        notice(f"the checkpoint {path} is damaged and is not used: {damage}")
+    if damaged:
+        raise ValueError(
+            f"train.resume is auto, and no checkpoint in {folder} is whole ({'; '.join(damaged)}). Bring one back from "
+            "a copy, or start anew with another name=..."
+        )
+    return None
+
+
+def _named_checkpoint(path: Path, checksums: bool) -> Path:
     if _NAME.search(path.name) is None:
-        raise ValueError(f"train.resume is {resume!r}: that is neither never, auto nor a checkpoint (.../step_000010)")
-    if not (path / "controller.json").is_file():
-        raise ValueError(f"train.resume: {path} holds no checkpoint (controller.json is missing)")
+        raise ValueError(
+            f"train.resume is {str(path)!r}: that is neither never, auto nor a checkpoint (.../step_000010)"
+        )
+    if not path.is_dir():
+        raise ValueError(f"train.resume: there is no checkpoint {path}")
+    check_whole(path, checksums=checksums)
     return path
 
 
-def save_checkpoint(
-    folder: Path, step: int, state: dict[str, Any], keep: int, save_trainers: Callable[[Path], object]
-) -> Path:
-    """Write the checkpoint of `step` and delete the oldest beyond `keep`.
+def check_whole(path: Path, *, checksums: bool = True) -> None:
+    """Raise ValueError where a checkpoint is damaged, naming the file."""
+    if damage := find_damage(path, checksums=checksums):
+        raise ValueError(f"the checkpoint {path} is damaged: {damage}. Use another one.")
 
-    `state` is a Source's state beside plain values. `save_trainers` writes into the folder it is given.
-    Whatever fails, no half-written checkpoint is left behind and older ones stay.
+
+def begin(folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Begin the checkpoint of `step` with the controller's `state` (a Source's state beside plain values).
+
+    Returns the folder that the rest is to be written into. What a killed run left half-done is deleted.
     """
-    final, partial = folder / checkpoint_name(step), folder / f".{checkpoint_name(step)}.partial"
     folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".step_*.partial"):  # of a run that was killed while it saved
+    for leftover in [*folder.glob(".step_*.partial"), *folder.glob(".step_*.deleted")]:
         shutil.rmtree(leftover)
+    partial = partial_path(folder, step)
     partial.mkdir()
     try:
-        save_trainers(partial / "trainer")
         _write_state(partial, state)
-        if final.exists():  # the same step, saved before a resume from an earlier one
-            shutil.rmtree(final)
-        partial.rename(final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    return partial
+
+
+def check_room(folder: Path, step: int, needed: int) -> None:
+    """Raise RuntimeError where `folder`'s disk has not so many bytes free: better before the first is written."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        kept = ", ".join(path.name for path in list_checkpoints(folder)) or "none yet"
+        raise RuntimeError(
+            f"the checkpoint of step {step} needs {needed} bytes, and the disk of {folder} has {free} free. Nothing was "
+            f"written; earlier checkpoints are as they were ({kept}). Free some space and go on with train.resume=auto."
+        )
+
+
+def commit(folder: Path, step: int, files: dict[str, FileSum]) -> Path:
+    """Make the checkpoint that `begin` began visible. `files`: sums of files that are on the disk already."""
+    partial, final = partial_path(folder, step), folder / checkpoint_name(step)
+    write_manifest(partial, files)
+    for place in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+        sync(place)  # the files' names
+    assert not final.exists(), f"{final}: a resume sets aside what it leaves behind"
+    partial.rename(final)
     sync(folder)
-    for old in list_checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
     return final
+
+
+def retain(folder: Path, keep: int, keep_every: int) -> None:
+    """Delete checkpoints but the newest `keep`, and but those of every `keep_every`-th step (0: no such)."""
+    for old in list_checkpoints(folder)[:-keep]:
+        if not (keep_every and checkpoint_step(old) % keep_every == 0):
+            _delete(old)
+
+
+def _delete(path: Path) -> None:
+    """Under another name first: a kill in the middle must not leave a checkpoint that lacks some of its files."""
+    shutil.rmtree(path.rename(path.parent / f".{path.name}.deleted"))
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
@@ -120,14 +180,10 @@ def _write_state(folder: Path, state: dict[str, Any]) -> None:
     vectors: dict[str, np.ndarray] = {}
     gathered = [[_write_group(item, vectors) for item in batch] for batch in state["source"]["gathered"]]
     plain = {**state, "source": {**state["source"], "gathered": gathered}}
-    with open(folder / "waiting.npz", "wb") as file:
-        np.savez(file, **vectors)  # type: ignore[arg-type]
-        file.flush()
-        os.fsync(file.fileno())
-    with open(folder / "controller.json", "w") as file:
-        json.dump(plain, file)
-        file.flush()
-        os.fsync(file.fileno())
+    file = io.BytesIO()
+    np.savez(file, **vectors)  # type: ignore[arg-type]
+    write_durably(folder / "waiting.npz", file.getvalue())
+    write_durably(folder / "controller.json", json.dumps(plain).encode())
 
 
 def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from megarl.algorithms.losses import LOSSES
-from megarl.checkpoint import load_state, save_checkpoint, set_aside_later
+from megarl.checkpoint import load_state, set_aside_later
 from megarl.cluster.base import WorkerGroup
+from megarl.cluster.failures import ClusterError
 from megarl.config.schema import Recipe
 from megarl.data.tokenizer import Tokenizer
 from megarl.flops import FORWARD, FORWARD_BACKWARD, ModelFlops
@@ -23,6 +24,7 @@ from megarl.observe.log import RunLog
 from megarl.placement import Placement
 from megarl.rollout.evaluate import EvaluationResult
 from megarl.rollout.source import Batch, Source
+from megarl.saver import Saver
 from megarl.schedule import split_evenly
 from megarl.shards import plan_step
 from megarl.types import Group, Metrics, Shard
@@ -52,7 +54,7 @@ class Controller:
     log: RunLog
     tokenizer: Tokenizer
     evaluate: Callable[[], EvaluationResult] | None  # None: nothing to evaluate with
-    checkpoints: Path
+    saver: Saver
     identity: dict[str, Any]  # what a checkpoint's cursor means: see preflight.identity
 
     def fit(self, resumed_from: Path | None = None) -> None:
@@ -66,13 +68,19 @@ class Controller:
             self._publish(done)
             if self.recipe.evaluation.at_start and done == 0:
                 self._evaluate(0)
-        for step in range(done + 1, self.recipe.train.steps + 1):
-            self.source.admit(step - 1)
-            self._step(step)
+        try:
+            for step in range(done + 1, self.recipe.train.steps + 1):
+                self.source.admit(step - 1)
+                self._step(step)
+            self.saver.finish()
+        except BaseException as error:
+            self._rescue_checkpoint(error)
+            raise
         self.source.close()
 
     def _step(self, step: int) -> None:
         log, recipe = self.log, self.recipe
+        log.add(self.saver.poll())
         with log.phase("gen"):
             batch = self.source.take(recipe.data.prompts_per_step)
         log.add(batch.metrics)
@@ -153,22 +161,31 @@ class Controller:
                 "metrics": self.log.pending(),  # the step's line is not written yet: a kill now must not lose it
                 "source": self.source.state(),
             }
-            save_checkpoint(
-                self.checkpoints,
-                step,
-                state,
-                self.recipe.train.keep_checkpoints,
-                lambda folder: self.trainers.call("save", str(folder)),
-            )
+            self.log.add(self.saver.save(step, state))
+
+    def _rescue_checkpoint(self, error: BaseException) -> None:
+        """The run ends with `error`: a checkpoint that is being written beside training is worth some patience."""
+        lives = not isinstance(error, ClusterError)  # else nobody writes any more
+        if lives and self.saver.pending:
+            self.log.notice("waiting for the checkpoint that is being written; once more Ctrl-C or SIGTERM gives it up")
+        try:
+            path = self.saver.rescue(wait=lives)
+        except Exception as failure:  # noqa: BLE001 -- what ends the run is `error`
+            self.log.warn(f"the checkpoint that was being written is lost: {failure}")
+            return
+        if path is not None:
+            self.log.notice(f"{path.name} was completed before the end")
 
     def _resume(self, checkpoint: Path) -> tuple[int, Metrics | None]:
         """The step that is done, and its metrics where its line was never written."""
         with self.log.phase("load"):
             state = load_state(checkpoint)
-            self.trainers.call("load", str(checkpoint / "trainer"))
+            notice = self.trainers.call("load", str(checkpoint / "trainer"))[0]
             self.source.restore(state["source"])
-            for path in set_aside_later(self.checkpoints, state["step"]):
+            for path in set_aside_later(self.saver.folder, state["step"]):
                 self.log.notice(f"a later checkpoint, of what this run now leaves behind, is kept as {path}")
+        if notice is not None:
+            self.log.notice(notice)
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
         return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
 

@@ -13,3 +13,11 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a file whose contents are on the disk at the end. Its name is once `sync` of its folder returns."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())

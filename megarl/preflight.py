@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,14 @@ from megarl.observe.run_dir import RunDirectory
 
 _LEAST_FREE_BYTES = 64 << 20
 
+# What makes a model another one, of its config.json: everything that sizes a tensor, or numbers them.
+_SIZES = (
+    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "n_routed_experts", "num_local_experts",
+    "moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
+    "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+)  # fmt: skip
+
 
 @dataclass
 class Prepared:
@@ -36,6 +44,7 @@ class Prepared:
     evaluation: PromptDataset | None
     notices: list[str]
     flops: ModelFlops | None = None  # None: not counted for this model, or not trained
+    model: dict[str, Any] = field(default_factory=dict)  # its config.json
 
     @property
     def data_sources(self) -> list[str]:
@@ -51,6 +60,7 @@ def prepare_training(recipe: Recipe) -> Prepared:
     tokenizer, config = _read_model(recipe)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
     prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
+    prepared.model = config
     if config.get("model_type") in COUNTED:
         prepared.flops = model_flops(config)
     else:
@@ -79,12 +89,15 @@ class RunPlace:
     directory: RunDirectory
     checkpoint: Path | None  # what train.resume means
     first_step: int  # the first whose line is still to be written
+    notices: list[str]  # what was passed over to find the checkpoint, and why
 
 
 def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     """The run's directory and the checkpoint to go on from. Refuses to mix two runs, or a run with other data."""
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
-    checkpoint = find_checkpoint(recipe.train.resume, directory.checkpoints)
+    notices: list[str] = []
+    checksums = recipe.train.verify_checkpoints == "checksums"
+    checkpoint = find_checkpoint(recipe.train.resume, directory.checkpoints, checksums=checksums, notice=notices.append)
     if recipe.train.resume == "never" and directory.holds_a_run():
         raise RecipeError(
             "train.resume",
@@ -99,17 +112,18 @@ def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
         raise RecipeError("runs_dir", f"{directory.path}: {error.strerror}", remedy, value=recipe.runs_dir) from error
     _check_disk(directory.path)
     if checkpoint is None:
-        return RunPlace(directory, None, 1)
+        return RunPlace(directory, None, 1, notices)
     _check_identity(checkpoint, identity)
     step = checkpoint_step(checkpoint)
     own = checkpoint.parent.resolve() == directory.checkpoints.resolve()
     written = not own or any(line["step"] == step for line in read_metrics(directory.metrics))
-    return RunPlace(directory, checkpoint, step + 1 if written else step)
+    return RunPlace(directory, checkpoint, step + 1 if written else step, notices)
 
 
 def identity(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
-    """What the cursor and seeds of a checkpoint refer to: a resumed run must have the same."""
+    """What a checkpoint's cursor, seeds and tensors refer to: a resumed run must have the same."""
     data = prepared.prompts or prepared.examples
+    text = prepared.model.get("text_config", prepared.model)
     return {
         "train.source": recipe.train.source,
         "train.seed": recipe.train.seed,
@@ -118,11 +132,17 @@ def identity(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
         "rollout.samples_per_prompt": recipe.rollout.samples_per_prompt,
         "data.train_files": [Path(file).name for file in recipe.data.train_files],
         "rows of data.train_files": len(data) if data is not None else 0,
+        "model": {
+            "name": Path(recipe.model.path).name,
+            "dtype": recipe.model.dtype,
+            **{name: text[name] for name in _SIZES if name in text},
+        },
     }
 
 
 def _check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
     saved = json.loads((checkpoint / "controller.json").read_text())["identity"]
+    _check_model(checkpoint, saved.get("model", {}), identity["model"])
     for key, value in identity.items():
         if saved.get(key) != value:
             raise RecipeError(
@@ -131,6 +151,26 @@ def _check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
                 "set it back, or start a new run (another name) from exported weights",
                 value=value,
             )
+
+
+def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any]) -> None:
+    """Another model's checkpoint is refused here, before a process starts and reads tensors that do not fit."""
+    names = [name for name in {**saved, **model} if saved.get(name) != model.get(name)]
+    if names == ["dtype"]:
+        raise RecipeError(
+            "model.dtype",
+            f"the checkpoint {checkpoint} was written with {saved.get('dtype')!r}",
+            "set it back, or start a new run (another name) from exported weights",
+            value=model["dtype"],
+        )
+    if names:
+        said = ", ".join(f"{name} {saved.get(name)!r} there and {model.get(name)!r} here" for name in names)
+        raise RecipeError(
+            "model.path",
+            f"the checkpoint {checkpoint} is another model's: {said}",
+            "name that model, or another checkpoint (train.resume)",
+            value=model["name"],
+        )
 
 
 def read_hf_config(path: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl import platform as platforms
-from megarl.checkpoint import checkpoint_name, list_checkpoints
+from megarl.checkpoint import check_whole, checkpoint_name, list_checkpoints
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
 from megarl.config import Recipe, load_recipe
@@ -35,6 +35,7 @@ from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.sft_source import SFTSource
 from megarl.rollout.source import Source
+from megarl.saver import Saver
 
 TRAINER = "megarl.worker:TrainerWorker"
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
@@ -94,7 +95,7 @@ def train(recipe: Recipe) -> Path:
         platform = platforms.select(recipe.cluster.device)
         log = RunLog(recipe, place.directory, first_step=place.first_step, total_steps=recipe.train.steps)
     with log:
-        for notice in prepared.notices:
+        for notice in [*prepared.notices, *place.notices]:
             log.notice(notice)
         rl = recipe.train.source == "rollout"
         with connected(recipe, platform, trainers=True, engines=rl) as cluster:
@@ -164,11 +165,10 @@ def _choose_checkpoint(run_dir: RunDirectory, step: int | None) -> Path:
     found = list_checkpoints(run_dir.checkpoints)
     if not found:
         raise ValueError(f"{run_dir.path} holds no whole checkpoint: set train.save_every or train.save_at_end")
-    if step is None:
-        return found[-1]
-    wanted = run_dir.checkpoints / checkpoint_name(step)
+    wanted = found[-1] if step is None else run_dir.checkpoints / checkpoint_name(step)
     if wanted not in found:
         raise ValueError(f"{run_dir.path} has no checkpoint of step {step}; it has {', '.join(p.name for p in found)}")
+    check_whole(wanted)
     return wanted
 
 
@@ -202,7 +202,7 @@ def _assemble(
         log=log,
         tokenizer=prepared.tokenizer,
         evaluate=evaluate_now if evaluation is not None else None,
-        checkpoints=run_dir.checkpoints,
+        saver=Saver(run_dir.checkpoints, trainers, recipe.train, cluster.check),
         identity=identity(recipe, prepared),
     )
 

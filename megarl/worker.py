@@ -45,6 +45,7 @@ class TrainerWorker:
 
         self.trainer = PolicyTrainer(recipe, self.platform, total_optimizer_steps)
         self.sender: Any = None
+        self.saves: list[Any] = []  # checkpoint.Save, of the last checkpoint
         self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
         self.loss_tokens: list[int] = []
         # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
@@ -174,11 +175,33 @@ class TrainerWorker:
             pass
         return None
 
-    def save(self, directory: str) -> None:
-        self.trainer.save(Path(directory))
+    def stage_save(self, directory: str, copy: bool) -> tuple[int, list[str]]:
+        """Take down what a checkpoint needs: with `copy` into host memory, so that training may go on at once.
 
-    def load(self, directory: str) -> None:
-        self.trainer.load(Path(directory))
+        Returns the bytes that this rank is going to write under `directory`, and its receipts: paths within
+        `directory` of files that appear when a part is on the disk.
+        """
+        save = self.trainer.stage_save(Path(directory), copy=copy)
+        self.saves = [save]
+        return sum(save.bytes for save in self.saves), [os.path.relpath(save.receipt, directory) for save in self.saves]
+
+    def write_save(self) -> None:
+        """Start writing what `stage_save` took down, beside whatever comes next."""
+        for save in self.saves:
+            save.start()
+
+    def save_done(self) -> bool:
+        """Whether it is on the disk. Raises what writing failed of."""
+        return all([save.done() for save in self.saves])
+
+    def wait_save(self) -> None:
+        """Return once it is on the disk. Raises what writing failed of."""
+        for save in self.saves:
+            save.wait()
+
+    def load(self, directory: str) -> str | None:
+        """Continue from a checkpoint. Returns a notice where the run does not go on to the last bit."""
+        return self.trainer.load(Path(directory))
 
     def save_hf(self, directory: str) -> None:
         self.trainer.save_hf(Path(directory))

@@ -13,13 +13,13 @@ PACKAGE = ROOT / "megarl"
 
 # A module may import from its own layer and from those before it.
 LAYERS = [
-    ["registry", "types", "config", "platform", "durable"],
+    ["registry", "types", "config", "platform", "durable", "manifest"],
     ["algorithms", "rewards", "data", "flops", "schedule"],
     ["shards", "engines", "megatron", "exchange"],
     ["worker"],
     ["cluster"],
     ["rollout"],
-    ["checkpoint", "placement", "observe", "preflight"],
+    ["checkpoint", "saver", "placement", "observe", "preflight"],
     ["controller"],
     ["run"],
     ["cli", "quickstart", "__main__", "__init__"],

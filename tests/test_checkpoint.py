@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, found again, kept to a number; waiting groups survive to the last bit."""
+"""Checkpoints: whole or not at all, found again, kept to a number; damage is found and passed over, and said."""
 
 from __future__ import annotations
 
@@ -8,59 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.checkpoint import find_checkpoint, list_checkpoints, load_state, save_checkpoint, set_aside_later
+from megarl.checkpoint import find_checkpoint, list_checkpoints, load_state, set_aside_later
+from megarl.manifest import MANIFEST, find_damage
 from megarl.rollout.admission import TriedGroup
-from megarl.types import Group, InlineData, Sample, SampleTokens
-
-
-def tried(number: int, accepted: bool) -> TriedGroup:
-    rng = np.random.default_rng(number)
-    vectors = [
-        SampleTokens(
-            rng.integers(0, 99, 5).astype(np.int32),
-            rng.random(5) < 0.5,
-            rng.random(5).astype(np.float32),
-            f"text {i}\n",
-        )
-        for i in range(2)
-    ]
-    data = InlineData(vectors if accepted else [])
-    samples = [
-        Sample(
-            number,
-            i,
-            data,
-            2,
-            3,
-            3,
-            reward=0.1 + i,
-            reward_parts={"accuracy": 1.0},
-            answer="7",
-            finish_reason="length",
-            version=4,
-        )
-        for i in range(2)
-    ]
-    return TriedGroup(Group(number, f"row/{number}", "source", 4, samples), accepted)
-
-
-def state(*gathered: list[TriedGroup]) -> dict[str, Any]:
-    return {"step": 4, "source": {"counters": {"admitted": 7}, "gathered": list(gathered)}}
+from tests.checkpoint_parts import Trainers, names, saver, spoil, state, tried
 
 
 def flat(saved: dict[str, Any]) -> list[TriedGroup]:
     return [item for batch in saved["source"]["gathered"] for item in batch]
 
 
-def write_trainer(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "weights").write_bytes(b"1234")
+def find(resume: str, folder: Path, checksums: bool = True) -> tuple[Path | None, list[str]]:
+    notices: list[str] = []
+    return find_checkpoint(resume, folder, checksums=checksums, notice=notices.append), notices
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     saved = state([tried(3, True), tried(4, False)], [tried(5, True)])
-    path = save_checkpoint(tmp_path, 4, saved, 2, write_trainer)
-    assert (path / "trainer" / "weights").read_bytes() == b"1234"
+    assert saver(tmp_path).save(4, saved) == {"timing_s/save_write": 1.5}
+    path = tmp_path / "step_000004"
+    assert (path / "trainer" / "tensors_1").read_bytes() == b"weights\1"
+    assert names(path) == ["controller.json", MANIFEST, "trainer", "waiting.npz"]
+    assert names(path / "trainer") == ["tensors_0", "tensors_1"]
     loaded = load_state(path)
     assert loaded["source"]["counters"] == {"admitted": 7} and loaded["step"] == 4
     for old, new in zip(flat(saved), flat(loaded), strict=True):
@@ -80,39 +49,81 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_leaves_the_older_one_and_no_rest(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, 2, state(), 2, write_trainer)
+    trainers = Trainers()
+    one = saver(tmp_path, trainers)
+    one.save(2, state())
+    trainers.error = RuntimeError("no space left on device")
+    with pytest.raises(RuntimeError, match="no space"):
+        one.save(4, state())
+    assert names(tmp_path) == ["step_000002"]
 
-    def fail(folder: Path) -> None:
-        write_trainer(folder)
-        raise OSError("No space left on device")
 
-    with pytest.raises(OSError, match="No space"):
-        save_checkpoint(tmp_path, 4, state(), 2, fail)
-    assert [path.name for path in tmp_path.iterdir()] == ["step_000002"]
+def test_a_save_that_does_not_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    trainers = Trainers()
+    one = saver(tmp_path, trainers)
+    one.save(2, state())
+    trainers.bytes = 1 << 60
+    with pytest.raises(RuntimeError, match=r"step 4 needs 2305843009213693952 bytes.* free.*step_000002") as error:
+        one.save(4, state())
+    assert str(tmp_path) in str(error.value)
+    assert names(tmp_path) == ["step_000002"] and find("auto", tmp_path)[0] == tmp_path / "step_000002"
 
 
 def test_going_on_from_an_older_one_sets_the_newer_aside(tmp_path: Path) -> None:
+    one = saver(tmp_path, keep_checkpoints=9)
     for step in (5, 9, 10):
-        save_checkpoint(tmp_path, step, state(), 9, write_trainer)
+        one.save(step, state())
     assert [path.name for path in set_aside_later(tmp_path, 5)] == ["step_000009", "step_000010"]
-    save_checkpoint(tmp_path, 6, state(), 2, write_trainer)
+    saver(tmp_path).save(6, state())
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000005", "step_000006"]
-    assert find_checkpoint("auto", tmp_path) == tmp_path / "step_000006"
+    assert find("auto", tmp_path) == (tmp_path / "step_000006", [])
     assert (tmp_path / "discarded" / "step_000010" / "controller.json").exists()
 
 
-def test_only_whole_checkpoints_are_found_and_old_ones_go(tmp_path: Path) -> None:
-    assert find_checkpoint("auto", tmp_path / "none") is None
+def test_what_is_found_and_what_is_kept(tmp_path: Path) -> None:
+    assert find("auto", tmp_path / "none") == (None, [])
+    one = saver(tmp_path)
     for step in (1, 2, 10):
-        save_checkpoint(tmp_path, step, state(), 2, write_trainer)
-    (tmp_path / ".step_000011.partial").mkdir()  # a run that was killed while it saved
+        one.save(step, state())
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000002", "step_000010"]
-    assert find_checkpoint("auto", tmp_path) == tmp_path / "step_000010"
-    assert find_checkpoint("never", tmp_path) is None
-    assert find_checkpoint(str(tmp_path / "step_000002"), tmp_path) == tmp_path / "step_000002"
+    assert find("auto", tmp_path) == (tmp_path / "step_000010", [])
+    assert find("never", tmp_path) == (None, [])
+    assert find(str(tmp_path / "step_000002"), tmp_path) == (tmp_path / "step_000002", [])
     with pytest.raises(ValueError, match="neither never, auto nor a checkpoint"):
-        find_checkpoint(str(tmp_path), tmp_path)
-    with pytest.raises(ValueError, match="holds no checkpoint"):
-        find_checkpoint(str(tmp_path / "step_000099"), tmp_path)
-    save_checkpoint(tmp_path, 11, state(), 2, write_trainer)
-    assert not (tmp_path / ".step_000011.partial").exists()
+        find(str(tmp_path), tmp_path)
+    with pytest.raises(ValueError, match="there is no checkpoint"):
+        find(str(tmp_path / "step_000099"), tmp_path)
+
+
+def test_every_nth_is_kept_for_good(tmp_path: Path) -> None:
+    one = saver(tmp_path, keep_checkpoints=1, keep_every=4)
+    for step in (2, 4, 6, 8, 9):
+        one.save(step, state())
+    assert names(tmp_path) == ["step_000004", "step_000008", "step_000009"]
+
+
+@pytest.mark.parametrize("how", ["missing", "short", "flipped"])
+@pytest.mark.parametrize("file", ["trainer/tensors_1", "controller.json", "waiting.npz", MANIFEST])
+def test_damage_is_passed_over_and_said(tmp_path: Path, file: str, how: str) -> None:
+    one = saver(tmp_path)
+    for step in (1, 2):
+        one.save(step, state())
+    spoil(tmp_path / "step_000002" / file, how)
+    found, notices = find("auto", tmp_path)
+    assert found == tmp_path / "step_000001"
+    assert len(notices) == 1 and "step_000002" in notices[0] and "damaged" in notices[0]
+    assert file in notices[0] or file == MANIFEST, notices
+    with pytest.raises(ValueError, match="step_000002 is damaged"):
+        find(str(tmp_path / "step_000002"), tmp_path)
+    spoil(tmp_path / "step_000001" / "trainer" / "tensors_0", "folder")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole .*step_000002: .*step_000001: "):
+        find("auto", tmp_path)
+
+
+def test_without_checksums_sizes_are_compared(tmp_path: Path) -> None:
+    saver(tmp_path).save(1, state())
+    path = tmp_path / "step_000001"
+    spoil(path / "trainer" / "tensors_1", "flipped")
+    assert find_damage(path, checksums=False) is None
+    spoil(path / "trainer" / "tensors_1", "short")
+    assert find_damage(path, checksums=False) == "trainer/tensors_1 has 7 bytes instead of 8"

@@ -64,15 +64,70 @@ RESUME = [
 ]
 
 
+def reshard(name: str, source: str, **megatron: Any) -> dict[str, Any]:
+    """Read the checkpoint that the case `source` wrote, in another layout, and write it again; see
+    `tests.megatron_checkpoints`. `resume` wrote the first one."""
+    bf16 = source.endswith("bf16")
+    model = {"model": "qwen2_tied", "dtype": "bfloat16"} if bf16 else {"model": "qwen3_moe"}
+    case = {**model, "name": name + "-bf16" * bf16, "kind": "reshard", "from": source, "root": "resume"}
+    return {**case, "per_micro": 2, "megatron": megatron}
+
+
+# A chain: each reads what the one before has written, so every layout is both written and read.
+RESHARD_TWO = [
+    reshard("tp-ep", "resume", tensor_parallel=2, expert_parallel=2, distributed_optimizer=False),
+    reshard("pp-vpp", "tp-ep", pipeline_parallel=2, virtual_pipeline=2),
+    reshard("tp-etp", "pp-vpp", tensor_parallel=2, expert_tensor_parallel=2),
+    reshard("tp", "resume-bf16", tensor_parallel=2, distributed_optimizer=False),
+    {"name": "other", "kind": "other_model", "from": "resume", "model": "qwen3"},
+]
+RESHARD_ONE = [reshard("one", "tp-etp"), reshard("one", "tp-bf16")]
+RESHARD_FOUR = [
+    {
+        **reshard("four", "one", tensor_parallel=2, expert_parallel=2, pipeline_parallel=2, virtual_pipeline=2),
+        "per_micro": 1,
+    },
+]
+SLOW_TWO = [
+    RESUME[0],
+    RESUME[1],
+    reshard("cp", "resume", context_parallel=2),
+    reshard("dp", "cp"),
+    reshard("tp", "dp", tensor_parallel=2),
+    reshard("pp-plain", "tp", pipeline_parallel=2, distributed_optimizer=False),
+    reshard("pp", "resume-bf16", pipeline_parallel=2, first_stage_layers=1),
+]
+SLOW_ONE = [
+    reshard("one-plain", "pp-plain", distributed_optimizer=False),
+    {**reshard("one", "one-plain"), "same_ranks": True},
+    reshard("one", "pp-bf16"),
+]
+SLOW_FOUR = [
+    reshard("tp-cp-ep", "one", tensor_parallel=2, context_parallel=2, expert_parallel=4),
+    reshard("tp-dp-ep", "tp-cp-ep", tensor_parallel=2, expert_parallel=2),
+    reshard("pp-ep-plain", "tp-dp-ep", pipeline_parallel=2, expert_parallel=2, distributed_optimizer=False),
+    reshard("tp-pp", "one-bf16", tensor_parallel=2, pipeline_parallel=2),
+    reshard("dp-plain", "tp-pp-bf16", distributed_optimizer=False),
+]
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_more_layouts(tmp_path: Path) -> None:
+    for model in ("qwen3_moe", "qwen2_tied"):
+        write_model(model, tmp_path / "models")
+    for processes, cases in ((2, SLOW_TWO), (1, SLOW_ONE), (4, SLOW_FOUR)):
+        launch(processes, cases, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of models/ and of what the workers of all cases wrote."""
     directory = tmp_path_factory.mktemp("megatron")
     for model in MODELS:
         write_model(model, directory / "models")
-    critic = {1: megatron_critic.ONE, 2: megatron_critic.TWO, 4: []}
-    for processes, cases in ((1, ONE), (2, [*TWO, *RESUME]), (4, FOUR)):
-        launch(processes, [*cases, *critic[processes]], directory)
+    launch(2, [*TWO, *RESUME, *RESHARD_TWO, *megatron_critic.TWO], directory)  # first: others read its checkpoints
+    launch(1, [*ONE, *RESHARD_ONE, *megatron_critic.ONE], directory)
+    launch(4, [*FOUR, *RESHARD_FOUR], directory)
     return directory
 
 

@@ -272,10 +272,21 @@ class TrainConfig:
     export_at_end: bool = key(
         False, "Also write the trained weights as a Hugging Face model to the run's `hf/`, read back and compared."
     )
+    save_in_background: bool = key(
+        False,
+        "Go on training while a checkpoint is written: the loop waits only until the trainers have copied their part to host memory, of which that takes as much as the checkpoint is large. The next save, and the end of the run, wait for it.",
+    )
     keep_checkpoints: int = key(2, "Newest checkpoints kept; older ones are deleted.", at_least=1)
+    keep_every: int = key(
+        0, "Checkpoints of every so many steps are kept for good, beside the newest; 0: none are.", at_least=0
+    )
+    verify_checkpoints: Literal["checksums", "sizes"] = key(
+        "checksums",
+        "What a resume holds a checkpoint to before anything starts: every byte (it is read once, some GB/s), or the presence and sizes of its files.",
+    )
     resume: str = key(
         "never",
-        "`never`, `auto` (newest whole checkpoint of the run's directory, if there is one) or a checkpoint's path.",
+        "`never`, `auto` (newest whole checkpoint of the run's directory, if there is one; a damaged one is passed over, and said) or a checkpoint's path. The layout may be another one than it was written in.",
     )
 
 

@@ -1,95 +1,168 @@
-"""Checkpoints: Megatron's distributed format for weights and optimizer, a file a rank for random states."""
+"""A trainer's part of a checkpoint: a file of tensors a rank, random states, and a receipt that says it is done.
+
+Files are independent of the layout (see `pieces`), so any layout reads what any other has written.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import json
-import queue
+import math
 import random
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import shutil
+import threading
+import time
+from collections import Counter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+import torch.distributed as dist
+from megatron.core import tensor_parallel
 
-from megarl.durable import sync
-from megarl.megatron.model import Model
+from megarl.durable import sync, write_durably
+from megarl.manifest import FileSum, file_sum
+from megarl.megatron.model import Model, seed_everything
+from megarl.megatron.pieces import pieces_to_load, pieces_to_save, set_updates, updates
+from megarl.megatron.tensor_files import Piece, TensorFiles, write
 
 _STATE_FILE = "trainer_state.json"
 
 
-def save(directory: Path, model: Model, optimizer: Any, *, step: int, layout: dict[str, int]) -> None:
-    """Write weights, optimizer, optimizer step and random states under `directory`. All ranks together.
+def tensor_file(rank: int) -> str:
+    return f"tensors_{rank:05d}.safetensors"
 
-    `layout` names the sizes that the processes are laid out in; `load` compares them.
+
+def random_file(rank: int) -> str:
+    return f"random_{rank:05d}.pt"
+
+
+def receipt_file(rank: int) -> str:
+    return f"receipt_{rank:05d}.json"
+
+
+class Save:
+    """This rank's part of a checkpoint, on its way to the disk.
+
+    Made by all ranks together. With `copy`, the tensors are copied to the host's memory here and may change
+    afterwards; otherwise they are read while they are written, and must stay as they are until `wait`.
     """
-    _write_within_process()
-    rank = torch.distributed.get_rank()
-    if rank == 0:
-        (directory / "state").mkdir(parents=True, exist_ok=True)
-        (directory / "random").mkdir(exist_ok=True)
-    torch.distributed.barrier()
-    dist_checkpointing.save(_sharded_state(model, optimizer, loading=False), str(directory / "state"))
-    with _durable(directory / "random" / f"rank_{rank:05d}.pt") as file:
-        torch.save(_random_states(), file)
-    torch.distributed.barrier()
-    if rank == 0:
-        with _durable(directory / _STATE_FILE) as file:
-            file.write(json.dumps({"step": step, "layout": layout}).encode())
-        for path in (*directory.rglob("*"), directory):  # folders, and files that Megatron only writes
-            sync(path)
-    torch.distributed.barrier()
+
+    def __init__(
+        self, directory: Path, model: Model, optimizer: Any, *, step: int, layout: dict[str, int], copy: bool
+    ) -> None:
+        self.directory, self.rank = directory, dist.get_rank()
+        self.receipt = directory / receipt_file(self.rank)  # appears, whole, when everything else is on the disk
+        count = torch.tensor(updates(optimizer), device=torch.cuda.current_device())
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)  # a rank may hold no moments at all
+        self._state = {"step": step, "updates": int(count), "layout": layout}
+        pieces = list(pieces_to_save(model, optimizer))
+        self._pieces = [_copied(piece) for piece in pieces] if copy else pieces
+        self._random = _random_states()
+        self.bytes = sum(piece.tensor.nbytes for piece in pieces)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+
+    def start(self) -> None:
+        """Write, in a thread: file system and checksums both work beside Python."""
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether everything of this rank is on the disk. Raises what writing failed of."""
+        if self._thread.is_alive():
+            return False
+        self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Return once everything of this rank is on the disk. Raises what writing failed of."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        try:
+            files = self._write()
+        except OSError as error:
+            (self.directory / tensor_file(self.rank)).unlink(missing_ok=True)  # room for others, and for the receipt
+            self._error = _failed_write(self.directory, self.bytes, error)
+        except BaseException as error:  # noqa: BLE001 -- raised to whoever asks
+            self._error = error
+        if self._error is not None:
+            self._write_receipt({"error": str(self._error)})
+            return
+        elements = Counter[str]()
+        for piece in self._pieces:
+            elements[piece.name] += piece.tensor.numel()
+        tensors = {piece.name: [elements[piece.name], math.prod(piece.whole)] for piece in self._pieces}
+        seconds = time.perf_counter() - began
+        self._pieces = []
+        self._write_receipt({"files": files, "tensors": tensors, "seconds": seconds})
+
+    def _write(self) -> dict[str, FileSum]:
+        """Sums of the files, by name."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        files = {tensor_file(self.rank): write(self.directory / tensor_file(self.rank), self._pieces)}
+        with (self.directory / random_file(self.rank)).open("wb") as file:
+            torch.save(self._random, file)
+        sync(self.directory / random_file(self.rank))
+        own = [random_file(self.rank)]
+        if self.rank == 0:
+            write_durably(self.directory / _STATE_FILE, json.dumps(self._state).encode())
+            own.append(_STATE_FILE)
+        return files | {name: file_sum(self.directory / name) for name in own}
+
+    def _write_receipt(self, receipt: dict[str, Any]) -> None:
+        """Whole at once: whoever waits for it may look at any moment."""
+        partial = self.receipt.with_suffix(".partial")
+        try:
+            write_durably(partial, json.dumps(receipt).encode())
+            partial.rename(self.receipt)
+        except OSError as error:
+            self._error = self._error or _failed_write(self.directory, self.bytes, error)
 
 
-def load(directory: Path, model: Model, optimizer: Any, *, layout: dict[str, int]) -> int:
-    """Read what `save` wrote; returns the optimizer step. All ranks together.
+def load(directory: Path, model: Model, optimizer: Any, *, layout: dict[str, int], seed: int) -> tuple[int, str | None]:
+    """Read what `Save` wrote, in whatever layout. All ranks together.
 
-    Raises ValueError where there is no checkpoint, and where it was written in another layout: random
-    states belong to ranks, so a run only goes on as it was in the layout it was in.
+    Returns the optimizer step, and a notice where the run does not go on to the last bit: random states belong
+    to ranks, so in another layout they are seeded anew, from `seed` and the step. Raises ValueError where there
+    is no checkpoint, or that of another model.
     """
     file = directory / _STATE_FILE
     if not file.is_file():
         raise ValueError(f"{directory} holds no trainer checkpoint: {_STATE_FILE} is missing.")
     saved = json.loads(file.read_text())
-    if saved["layout"] != layout:
-        changed = {k: (saved["layout"].get(k), v) for k, v in layout.items() if saved["layout"].get(k) != v}
-        said = ", ".join(f"{name}: {old} then, {new} now" for name, (old, new) in changed.items())
-        raise ValueError(
-            f"The checkpoint {directory} was written in another layout ({said}). Resume with the layout it was written "
-            "in, or start a new run from exported weights."
-        )
-    state = dist_checkpointing.load(_sharded_state(model, optimizer, loading=True), str(directory / "state"))
+    files = TensorFiles(directory)
     with torch.no_grad():
-        for i, chunk in enumerate(model.chunks):
-            chunk.module.load_state_dict(state[f"model{i}"], strict=True)
-        optimizer.load_state_dict(state["optimizer"])
-    path = directory / "random" / f"rank_{torch.distributed.get_rank():05d}.pt"
-    _set_random_states(torch.load(path, weights_only=True))
-    return int(saved["step"])
+        for piece in pieces_to_load(model, optimizer):
+            files.fill(piece)
+    set_updates(optimizer, saved["updates"])
+    changed = {name: (saved["layout"].get(name), size) for name, size in layout.items()}
+    changed = {name: sizes for name, sizes in changed.items() if sizes[0] != sizes[1]}
+    if not set(changed) - {"distributed_optimizer"}:
+        _set_random_states(torch.load(directory / random_file(dist.get_rank()), weights_only=True))
+        return int(saved["step"]), None
+    seed_everything((seed + 1_000_003 * (saved["step"] + 1)) % 2**31)
+    said = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
+    return int(saved["step"]), (
+        f"the checkpoint was written in another layout ({said}): weights and optimizer are taken over exactly, random "
+        f"states are seeded anew from train.seed and the step, and sums over devices round differently from here on"
+    )
 
 
-@contextlib.contextmanager
-def _durable(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that is on the disk at the end: a power loss after the save leaves it whole."""
-    with path.open("wb") as file:
-        yield file
-    sync(path)
+def _copied(piece: Piece) -> Piece:
+    return dataclasses.replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True))
 
 
-def _sharded_state(model: Model, optimizer: Any, *, loading: bool) -> dict[str, Any]:
-    metadata = {
-        # Megatron's default format is refused by its own strategy for torch's distributed checkpoints.
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    state = {f"model{i}": chunk.module.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(model.chunks)}
-    weights = {"model": state["model0"]} if len(model.chunks) == 1 else dict(state)
-    state["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata)
-    return state
+def _failed_write(directory: Path, needed: int, error: OSError) -> RuntimeError:
+    free = shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free
+    return RuntimeError(
+        f"writing to {directory} failed: {error.strerror or error}. This rank's part needs {needed} bytes, and the disk "
+        f"has {free} free."
+    )
 
 
 def _random_states() -> dict[str, Any]:
@@ -101,7 +174,9 @@ def _random_states() -> dict[str, Any]:
         "numpy": [numpy_state[0], torch.from_numpy(numpy_state[1].astype(np.int64)), *numpy_state[2:]],
         "torch": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state().cpu(),
-        "megatron": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+        "megatron": {
+            name: state.clone() for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+        },
     }
 
 
@@ -113,40 +188,3 @@ def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state(states["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(states["megatron"])
-
-
-def _write_within_process() -> None:
-    """Let Megatron's writer use threads of this process.
-
-    It forks writers and spawns a manager for their results, made for saving beside training. We wait for
-    the file anyway; a spawned manager would import the main module again, and a fork of a process with
-    running threads (collectives, Ray) may hang.
-    """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    writer = filesystem_async.FileSystemWriterAsync
-    if writer.write_preloaded_data_multiproc is _write_buckets:
-        return
-    results: queue.Queue[Any] = queue.Queue()
-    filesystem_async._get_write_results_queue = lambda: results
-    writer.write_preloaded_data_multiproc = staticmethod(_write_buckets)
-
-
-def _write_buckets(transforms: Any, use_msc: bool, rank: int, buckets: list[Any], results: queue.Queue[Any]) -> None:
-    """Write each bucket to its file; puts {bucket number: what was written} or the first exception."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    written: queue.Queue[Any] = queue.Queue()
-
-    def write(number: int) -> None:
-        pending: queue.Queue[int] = queue.Queue()
-        pending.put(number)
-        FileSystemWriterAsync.write_preloaded_data(
-            transforms, number, buckets[number], written, pending, use_fsync=True, use_msc=use_msc
-        )
-
-    with ThreadPoolExecutor(max(1, len(buckets))) as pool:
-        list(pool.map(write, range(len(buckets))))
-    outcome: dict[int, Any] = dict(written.get() for _ in buckets)
-    failures = [result for result in outcome.values() if isinstance(result, Exception)]
-    results.put(failures[0] if failures else outcome)

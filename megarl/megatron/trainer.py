@@ -101,13 +101,18 @@ class Trainer:
         """Hold what `save_hf` wrote to the weights here; see `export.compare_with_hf`."""
         return export.compare_with_hf(directory, self.export_weights(), Path(self.recipe.model.path))
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint that `load` continues from, bit for bit. The caller makes it atomic."""
-        checkpoint.save(directory, self.model, self.optimizer, step=self.step, layout=self._layout())
+    def stage_save(self, directory: Path, *, copy: bool) -> checkpoint.Save:
+        """This rank's part of a checkpoint that `load` continues from, still to be started; see `checkpoint.Save`.
+        The caller makes the whole atomic."""
+        layout = self._layout()
+        return checkpoint.Save(directory, self.model, self.optimizer, step=self.step, layout=layout, copy=copy)
 
-    def load(self, directory: Path) -> None:
-        """Continue from a checkpoint of the same layout. Raises ValueError for another one."""
-        self.step = checkpoint.load(directory, self.model, self.optimizer, layout=self._layout())
+    def load(self, directory: Path) -> str | None:
+        """Continue from a checkpoint: bit for bit in its own layout, else with what the returned notice says.
+        Raises ValueError for another model's."""
+        layout, seed = self._layout(), self.recipe.train.seed
+        self.step, notice = checkpoint.load(directory, self.model, self.optimizer, layout=layout, seed=seed)
+        return notice
 
     def offload_optimizer(self) -> None:
         """Give the device memory of gradients and optimizer states back. Weights can still be exported."""

@@ -1,0 +1,118 @@
+"""Stand-ins for what writes a checkpoint: states of groups, and trainers that write as real ones do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.config.schema import TrainConfig
+from megarl.durable import write_durably
+from megarl.manifest import file_sum
+from megarl.rollout.admission import TriedGroup
+from megarl.saver import Saver
+from megarl.types import Group, InlineData, Sample, SampleTokens
+
+
+def tried(number: int, accepted: bool) -> TriedGroup:
+    rng = np.random.default_rng(number)
+    vectors = [
+        SampleTokens(
+            rng.integers(0, 99, 5).astype(np.int32),
+            rng.random(5) < 0.5,
+            rng.random(5).astype(np.float32),
+            f"text {i}\n",
+        )
+        for i in range(2)
+    ]
+    data = InlineData(vectors if accepted else [])
+    samples = [
+        Sample(
+            number,
+            i,
+            data,
+            2,
+            3,
+            3,
+            reward=0.1 + i,
+            reward_parts={"accuracy": 1.0},
+            answer="7",
+            finish_reason="length",
+            version=4,
+        )
+        for i in range(2)
+    ]
+    return TriedGroup(Group(number, f"row/{number}", "source", 4, samples), accepted)
+
+
+def state(*gathered: list[TriedGroup]) -> dict[str, Any]:
+    return {"step": 4, "identity": {}, "source": {"counters": {"admitted": 7}, "gathered": list(gathered)}}
+
+
+class Trainers:
+    """Two ranks. What they write carries `contents`; in the background they write when `work` is called."""
+
+    def __init__(self) -> None:
+        self.contents = b"weights"
+        self.bytes = 10
+        self.error: Exception | None = None
+        self._staged: tuple[Path, bytes] | None = None
+        self._wrote = False
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return getattr(self, method)(*args)
+
+    def stage_save(self, directory: str, copy: bool) -> list[Any]:
+        self._staged, self._wrote = (Path(directory), self.contents), False
+        return [(self.bytes, [f"receipt_{rank}.json"]) for rank in range(2)]
+
+    def write_save(self) -> list[Any]:
+        return [None, None]
+
+    def save_done(self) -> list[bool]:
+        if self.error:
+            raise self.error
+        return [self._wrote, self._wrote]
+
+    def wait_save(self) -> list[Any]:
+        self.work()
+        return [None, None]
+
+    def work(self) -> None:
+        if self.error:
+            raise self.error
+        assert self._staged is not None
+        directory, contents = self._staged
+        for rank in range(2):
+            directory.mkdir(exist_ok=True)
+            name = f"tensors_{rank}"
+            write_durably(directory / name, contents + bytes([rank]))
+            receipt = {"files": {name: file_sum(directory / name)}, "tensors": {"w": [5, 10]}, "seconds": 0.5 + rank}
+            write_durably(directory / f"receipt_{rank}.json", json.dumps(receipt).encode())
+        self._wrote = True
+
+
+def saver(folder: Path, trainers: Trainers | None = None, **config: Any) -> Saver:
+    return Saver(folder, trainers or Trainers(), TrainConfig(**{"keep_checkpoints": 2, **config}), lambda: None)  # type: ignore[arg-type]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def spoil(path: Path, how: str) -> None:
+    """Do to a file what disks and people do."""
+    if how == "missing":
+        path.unlink()
+    elif how == "short":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif how == "flipped":
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    else:
+        assert how == "folder"
+        shutil.rmtree(path.parent)
