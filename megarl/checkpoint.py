@@ -167,7 +167,7 @@ def _delete(path: Path) -> None:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """The controller's state of a checkpoint, as it was given to `save_checkpoint`."""
+    """The controller's state of a checkpoint, as it was given to `begin`."""
     state: dict[str, Any] = json.loads((checkpoint / "controller.json").read_text())
     with np.load(checkpoint / "waiting.npz", allow_pickle=False) as vectors:
         state["source"]["gathered"] = [

@@ -80,7 +80,9 @@ class Controller:
 
     def _step(self, step: int) -> None:
         log, recipe = self.log, self.recipe
-        log.add(self.saver.poll())
+        if self.saver.pending:
+            with log.phase("save"):
+                log.add(self.saver.poll())
         with log.phase("gen"):
             batch = self.source.take(recipe.data.prompts_per_step)
         log.add(batch.metrics)

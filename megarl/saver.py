@@ -64,7 +64,7 @@ class Saver:
     def poll(self) -> Metrics:
         """Make a save visible that has been written meanwhile. Raises what one under way has failed of.
 
-        Returns what that save cost: timing_s/save_write, the slowest trainer's time beside training.
+        Returns what that save cost: checkpoint/write_seconds (the slowest trainer's) and checkpoint/bytes.
         """
         if self._step is None:
             return {}
@@ -116,9 +116,10 @@ class Saver:
         for receipt in self._receipts:
             receipt.unlink(missing_ok=True)
         checkpoint.commit(self.folder, self._step, self._written.files)
-        seconds, self._written, self._step = self._written.seconds, None, None
+        written, self._written, self._step = self._written, None, None
         checkpoint.retain(self.folder, self.config.keep_checkpoints, self.config.keep_every)
-        return {"timing_s/save_write": seconds}
+        size = sum(size for size, _ in written.files.values())
+        return {"checkpoint/write_seconds": written.seconds, "checkpoint/bytes": float(size)}
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,28 @@ def assert_same(directory: Path, other: Path) -> None:
         common = tuple(slice(min(sizes)) for sizes in zip(tensor.shape, right[name].shape, strict=True))
         assert tensor.dtype == right[name].dtype and torch.equal(tensor[common], right[name][common]), name
         assert tensor.shape == right[name].shape or "word_embeddings" in name or "output_layer" in name, name
+
+
+def check_failed_write(trainer: Any, directory: Path) -> None:
+    """A file that the system refuses to write: the message has what a person needs, and nothing large stays."""
+    part = trainer.stage_save(directory, copy=False)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        part.start()
+        part._thread.join()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        part.done()
+    except RuntimeError as error:
+        for words in (str(directory), "File too large", f"needs {part.bytes} bytes", "free"):
+            assert words in str(error), (words, error)
+        assert json.loads(part.receipt.read_text()) == {"error": str(error)}
+    else:
+        raise AssertionError("a write that failed was taken for done")
+    assert not list(directory.glob(f"*{dist.get_rank():05d}.safetensors"))
+    dist.barrier()
 
 
 def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:

@@ -72,10 +72,11 @@ def run_case(case: dict[str, Any], output: Path) -> None:
 
 def check_resume(case: dict[str, Any], output: Path, trainer: Any, batches: list[Any]) -> None:
     """A loaded checkpoint goes on to the last bit, the head included; an exported critic is read back with it."""
+    from tests.megatron_checkpoints import save
     from tests.megatron_worker import weights_of
 
     now = trainer.values(batches)
-    trainer.save(output / f"{case['name']}.checkpoint")
+    save(trainer, output / f"{case['name']}.checkpoint")
     went_on, weights = train(trainer, batches, 2), weights_of(trainer)
     resumed = build(case)
     resumed.load(output / f"{case['name']}.checkpoint")

@@ -21,7 +21,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from tests import megatron_critic  # noqa: E402
-from tests.megatron_checkpoints import assert_same, check_other_model, check_reshard, save  # noqa: E402
+from tests.megatron_checkpoints import assert_same, check_failed_write, check_other_model, check_reshard, save  # noqa: E402
 from tests.megatron_models import LENGTHS  # noqa: E402
 from tests.vl_model import images_of, sequences  # noqa: E402
 
@@ -159,6 +159,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
     assert all(torch.equal(weights[name], weight) for name, weight in trainer.export_weights())
 
     beside.wait()
+    check_failed_write(trainer, output / f"{case['name']}.full")
     dist.barrier()
     if dist.get_rank() == 0:
         assert_same(directory, beside.directory)

@@ -50,7 +50,7 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in line.items()
-            if not name.startswith(("timing_s/", "perf/throughput", "perf/tflops", "perf/max_memory"))
+            if not name.startswith(("timing_s/", "perf/throughput", "perf/tflops", "perf/max_memory", "checkpoint/"))
         }
         for line in lines
     ]

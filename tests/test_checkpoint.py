@@ -25,7 +25,7 @@ def find(resume: str, folder: Path, checksums: bool = True) -> tuple[Path | None
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     saved = state([tried(3, True), tried(4, False)], [tried(5, True)])
-    assert saver(tmp_path).save(4, saved) == {"timing_s/save_write": 1.5}
+    assert saver(tmp_path).save(4, saved) == {"checkpoint/write_seconds": 1.5, "checkpoint/bytes": 16.0}
     path = tmp_path / "step_000004"
     assert (path / "trainer" / "tensors_1").read_bytes() == b"weights\1"
     assert names(path) == ["controller.json", MANIFEST, "trainer", "waiting.npz"]

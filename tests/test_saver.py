@@ -25,7 +25,7 @@ def test_beside_training_a_checkpoint_appears_when_it_is_written(tmp_path: Path)
     assert one.poll() == {} and one.pending
     assert list_checkpoints(tmp_path) == [], "it is not whole yet"
     trainers.work()
-    assert one.poll() == {"timing_s/save_write": 1.5} and not one.pending
+    assert one.poll() == {"checkpoint/write_seconds": 1.5, "checkpoint/bytes": 16.0} and not one.pending
     assert one.poll() == {}
     one.save(2, state())
     assert names(tmp_path) == [".step_000002.partial", "step_000001"], "the only whole one went too early"
