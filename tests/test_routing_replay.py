@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -151,3 +153,25 @@ def recipe(**changes: Any) -> Recipe:
 def test_replay_that_cannot_work_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         validate(recipe(**changes))
+
+
+def test_engine_is_asked_for_experts_and_what_it_says_is_matched_with_tokens(tmp_path: Path) -> None:
+    import json
+    from types import SimpleNamespace
+
+    from megarl.engines.base import EngineSpec
+    from megarl.engines.vllm import _completion
+    from megarl.engines.vllm_args import build_engine_args
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    spec = EngineSpec("e0", str(tmp_path), "bfloat16", 64, return_routed_experts=True)
+    assert build_engine_args(spec, "cuda")["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in build_engine_args(replace(spec, return_routed_experts=False), "cuda")
+
+    read = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # of 2 + 3 tokens the last is never read
+    output = SimpleNamespace(token_ids=[7, 8, 9], logprobs=None, finish_reason="stop", routed_experts=read)
+    experts = _completion(output, prompt_length=2).routed_experts
+    assert experts is not None and experts.dtype == np.int16 and experts.shape == (5, 3, 2)
+    assert (experts[:4] == read).all() and (experts[4] == -1).all()
+    with pytest.raises(RuntimeError, match="4 of a sample's 6 tokens"):
+        _completion(output, prompt_length=3)
