@@ -20,6 +20,7 @@ from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarl.flops import COUNTED, ModelFlops, model_flops
 from megarl.megatron.layout import check_layout
+from megarl.megatron.model_checks import check_model
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 
@@ -58,6 +59,7 @@ def prepare_training(recipe: Recipe) -> Prepared:
         raise RecipeError("data.train_files", "there is nothing to train on", "name .parquet or .jsonl files", value=[])
     engines.check_known(recipe.rollout.engine)
     tokenizer, config = _read_model(recipe)
+    check_model(config)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
     prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
     prepared.model = config

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 LENGTHS = [7, 13, 41, 5, 3, 15, 9, 3]
 """Of the sequences of the global batch. With [7, 13, 41] in one micro batch, attention needs two rectangles;
@@ -22,6 +24,10 @@ COMMON = {
     "tie_word_embeddings": False,
 }
 EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True}
+
+
+def _qwen2() -> transformers.PreTrainedModel:
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**COMMON))
 
 
 def _qwen2_tied() -> transformers.PreTrainedModel:
@@ -41,27 +47,64 @@ def _qwen3_moe() -> transformers.PreTrainedModel:
     )
 
 
-def _deepseek_v3() -> transformers.PreTrainedModel:
-    return transformers.DeepseekV3ForCausalLM(
-        transformers.DeepseekV3Config(
-            **{**COMMON, "num_key_value_heads": 4},
-            **EXPERTS,
-            n_routed_experts=8,
-            n_shared_experts=1,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=1,
-            q_lora_rank=32,
-            kv_lora_rank=32,
-            qk_rope_head_dim=16,
-            qk_nope_head_dim=16,
-            v_head_dim=16,
-            routed_scaling_factor=2.5,
-        )
+def _qwen3_moe_raw() -> transformers.PreTrainedModel:
+    """Experts' weights as the softmax over all of them gives them, not normalised over those chosen."""
+    experts = {**EXPERTS, "norm_topk_prob": False}
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(**COMMON, **experts, head_dim=16, num_experts=4, mlp_only_layers=[])
     )
 
 
-MODELS = {"qwen2_tied": _qwen2_tied, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3}
+LATENT = {
+    **COMMON,
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "routed_scaling_factor": 2.5,
+}
+
+
+def _deepseek_v3() -> transformers.PreTrainedModel:
+    """With what DeepSeek-V3 has: YaRN, low-rank queries, experts chosen within groups, and an MTP layer."""
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 16,
+    }
+    config = transformers.DeepseekV3Config(
+        **LATENT, n_group=2, topk_group=1, q_lora_rank=32, rope_parameters=yarn, num_nextn_predict_layers=1
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+def _moonlight() -> transformers.PreTrainedModel:
+    """DeepSeek-V3's architecture without those: whole queries, one group, two leading dense layers."""
+    config = {**LATENT, "first_k_dense_replace": 2, "n_shared_experts": 2}
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**config, n_group=1, topk_group=1, q_lora_rank=None)
+    )
+
+
+MODELS = {
+    "qwen2": _qwen2,
+    "qwen2_tied": _qwen2_tied,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "qwen3_moe_raw": _qwen3_moe_raw,
+    "deepseek_v3": _deepseek_v3,
+    "moonlight": _moonlight,
+}
 
 
 def write_model(name: str, directory: Path) -> Path:
@@ -79,4 +122,25 @@ def write_model(name: str, directory: Path) -> Path:
                 buffer.copy_(torch.randn_like(buffer) * 0.01)
     path = directory / name
     model.save_pretrained(path)
+    if json.loads((path / "config.json").read_text()).get("num_nextn_predict_layers"):
+        _add_mtp_layer(path / "model.safetensors", model.config.num_hidden_layers)
     return path
+
+
+def _add_mtp_layer(file: Path, number: int) -> None:
+    """What transformers does not write: DeepSeek-V3's multi-token-prediction layer, behind the last one.
+
+    A decoder layer like the last, two norms and the projection of what they give, the shared head's norm, and
+    copies of embedding and output layer.
+    """
+    tensors = load_file(file)
+    last, prefix = f"model.layers.{number - 1}.", f"model.layers.{number}."
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith(last)}
+    tensors.update({name.replace(last, prefix): torch.randn_like(tensor) for name, tensor in layer.items()})
+    embedding, norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{prefix}{name}.weight"] = torch.randn_like(norm)
+    tensors[f"{prefix}eh_proj.weight"] = torch.randn(len(norm), 2 * len(norm))
+    tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
+    tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})

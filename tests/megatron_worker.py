@@ -106,11 +106,11 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def run_case(case: dict[str, Any], output: Path) -> None:
-    """Log-probs, weights before and after, and metrics of two steps."""
+    """Log-probs, the weights as they were loaded, and metrics and weights of two steps."""
     trainer = build(case)
     batches, numbers = micro_batches(trainer, case.get("per_micro", 2))
     rows = trainer.log_probs(batches, temperature=1.0, with_entropy=True)
-    before = weights_of(trainer)
+    trainer.save_hf(output / f"{case['name']}.hf")
     metrics = train(trainer, batches, 2)
     after = weights_of(trainer)
     where = trainer.coordinates
@@ -123,7 +123,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
                 by_sequence[i] = (p.clone(), h.clone())
         torch.save(by_sequence, output / f"{case['name']}.log_probs.{where.dp_rank}.pt")
         if where.dp_rank == 0:
-            torch.save({"before": before, "after": after, "metrics": metrics}, output / f"{case['name']}.pt")
+            torch.save({"after": after, "metrics": metrics}, output / f"{case['name']}.pt")
 
 
 def run_resume(case: dict[str, Any], output: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -16,123 +17,72 @@ import transformers
 from safetensors import safe_open
 
 from tests import megatron_critic
+from tests.megatron_layouts import (
+    BALANCED,
+    OPTIONS,
+    PARITY,
+    RESHARD_FOUR,
+    RESHARD_MORE_FOUR,
+    RESHARD_MORE_ONE,
+    RESHARD_MORE_TWO,
+    RESHARD_ONE,
+    RESHARD_TWO,
+    RESUME,
+)
+from tests.megatron_layouts import case as case_of
 from tests.megatron_models import LENGTHS, MODELS, write_model
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]  # the first test waits for all launches
 
 ROOT = Path(__file__).parent.parent
 
 
-def layout(model: str, per_micro: int = 3, **megatron: Any) -> dict[str, Any]:
-    name = "-".join([model, *(f"{key}={value}" for key, value in megatron.items())])
-    return {"name": name, "model": model, "per_micro": per_micro, "megatron": megatron}
-
-
-def balanced(**megatron: Any) -> dict[str, Any]:
-    """With a load-balancing loss, which is the same for the same micro batches: pairs of sequences."""
-    case = layout("qwen3_moe", per_micro=2, moe_aux_loss_coef=0.5, **megatron)
-    return {**case, "reference": "qwen3_moe-moe_aux_loss_coef=0.5"}
-
-
-ONE = [*(layout(model, per_micro=2) for model in MODELS), balanced()]
-TWO = [
-    layout("qwen3_moe", data_parallel_size_is=2),
-    layout("qwen3_moe", expert_parallel=2),
-    layout("qwen3_moe", tensor_parallel=2),
-    layout("qwen3_moe", tensor_parallel=2, distributed_optimizer=False, recompute="full"),
-    layout("qwen3_moe", tensor_parallel=2, expert_parallel=2, recompute="selective"),
-    layout("qwen3_moe", tensor_parallel=2, expert_tensor_parallel=2),
-    layout("qwen3_moe", per_micro=2, pipeline_parallel=2, virtual_pipeline=2),
-    layout("qwen3_moe", context_parallel=2),
-    balanced(expert_parallel=2),
-    balanced(tensor_parallel=2),
-    balanced(pipeline_parallel=2),
-    layout("qwen2_tied", tensor_parallel=2),
-    layout("qwen2_tied", pipeline_parallel=2, first_stage_layers=1),
-    layout("qwen3", tensor_parallel=2, sequence_parallel=False),
-    layout("deepseek_v3", tensor_parallel=2, expert_parallel=2),
-    layout("deepseek_v3", context_parallel=2),
-]
-FOUR = [
-    layout("qwen3_moe", per_micro=1, tensor_parallel=2, expert_parallel=2, pipeline_parallel=2, virtual_pipeline=2),
-    layout("qwen3_moe", tensor_parallel=2, context_parallel=2, expert_parallel=4),
-    layout("deepseek_v3", pipeline_parallel=2, expert_parallel=2),
-]
-RESUME = [
-    {"name": "resume", "kind": "resume", "model": "qwen3_moe", "megatron": {"expert_parallel": 2}},
-    {"name": "resume-bf16", "kind": "resume", "model": "qwen2_tied", "dtype": "bfloat16"},
-]
-
-
-def reshard(name: str, source: str, **megatron: Any) -> dict[str, Any]:
-    """Read the checkpoint that the case `source` wrote, in another layout, and write it again; see
-    `tests.megatron_checkpoints`. `resume` wrote the first one."""
-    bf16 = source.endswith("bf16")
-    model = {"model": "qwen2_tied", "dtype": "bfloat16"} if bf16 else {"model": "qwen3_moe"}
-    case = {**model, "name": name + "-bf16" * bf16, "kind": "reshard", "from": source, "root": "resume"}
-    return {**case, "per_micro": 2, "megatron": megatron}
-
-
-# A chain: each reads what the one before has written, so every layout is both written and read.
-RESHARD_TWO = [
-    reshard("tp-ep", "resume", tensor_parallel=2, expert_parallel=2, distributed_optimizer=False),
-    reshard("pp-vpp", "tp-ep", pipeline_parallel=2, virtual_pipeline=2),
-    reshard("tp-etp", "pp-vpp", tensor_parallel=2, expert_tensor_parallel=2),
-    reshard("tp", "resume-bf16", tensor_parallel=2, distributed_optimizer=False),
-    {"name": "other", "kind": "other_model", "from": "resume", "model": "qwen3"},
-]
-RESHARD_ONE = [reshard("one", "tp-etp"), reshard("one", "tp-bf16")]
-RESHARD_FOUR = [
-    {
-        **reshard("four", "one", tensor_parallel=2, expert_parallel=2, pipeline_parallel=2, virtual_pipeline=2),
-        "per_micro": 1,
-    },
-]
-SLOW_TWO = [
-    RESUME[0],
-    RESUME[1],
-    reshard("cp", "resume", context_parallel=2),
-    reshard("dp", "cp"),
-    reshard("tp", "dp", tensor_parallel=2),
-    reshard("pp-plain", "tp", pipeline_parallel=2, distributed_optimizer=False),
-    reshard("pp", "resume-bf16", pipeline_parallel=2, first_stage_layers=1),
-]
-SLOW_ONE = [
-    reshard("one-plain", "pp-plain", distributed_optimizer=False),
-    {**reshard("one", "one-plain"), "same_ranks": True},
-    reshard("one", "pp-bf16"),
-]
-SLOW_FOUR = [
-    reshard("tp-cp-ep", "one", tensor_parallel=2, context_parallel=2, expert_parallel=4),
-    reshard("tp-dp-ep", "tp-cp-ep", tensor_parallel=2, expert_parallel=2),
-    reshard("pp-ep-plain", "tp-dp-ep", pipeline_parallel=2, expert_parallel=2, distributed_optimizer=False),
-    reshard("tp-pp", "one-bf16", tensor_parallel=2, pipeline_parallel=2),
-    reshard("dp-plain", "tp-pp-bf16", distributed_optimizer=False),
-]
+def cases(*lists: list[dict[str, Any]]) -> pytest.MarkDecorator:
+    """Run a test for each case; the slow ones with --all alone."""
+    marked = [
+        pytest.param(one, id=one["name"], marks=[pytest.mark.slow] if one.get("slow") else [])
+        for some in lists
+        for one in some
+    ]
+    return pytest.mark.parametrize("case", marked)
 
 
 @pytest.mark.slow
 def test_checkpoints_move_between_more_layouts(tmp_path: Path) -> None:
     for model in ("qwen3_moe", "qwen2_tied"):
         write_model(model, tmp_path / "models")
-    for processes, cases in ((2, SLOW_TWO), (1, SLOW_ONE), (4, SLOW_FOUR)):
+    for processes, cases in ((2, RESHARD_MORE_TWO), (1, RESHARD_MORE_ONE), (4, RESHARD_MORE_FOUR)):
         launch(processes, cases, tmp_path)
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of models/ and of what the workers of all cases wrote."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of models/ and of what the workers wrote. One launch a number of processes."""
     directory = tmp_path_factory.mktemp("megatron")
     for model in MODELS:
         write_model(model, directory / "models")
-    launch(2, [*TWO, *RESUME, *RESHARD_TWO, *megatron_critic.TWO], directory)  # first: others read its checkpoints
-    launch(1, [*ONE, *RESHARD_ONE, *megatron_critic.ONE], directory)
-    launch(4, [*FOUR, *RESHARD_FOUR], directory)
+    wanted = selected(request, [*PARITY, *OPTIONS, *BALANCED])
+    others = {  # two processes first: others read their checkpoints
+        2: [*RESUME, *RESHARD_TWO, *megatron_critic.TWO],
+        1: [*RESHARD_ONE, *megatron_critic.ONE],
+        4: RESHARD_FOUR,
+    }
+    for processes, more in others.items():
+        launch(processes, [*(one for one in wanted if one["processes"] == processes), *more], directory)
     return directory
 
 
+def selected(request: pytest.FixtureRequest, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of `some` that the selected tests are about, and those that they are compared with: `-k moonlight-TP2`
+    runs two."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = [value for item in items for value in item.callspec.params.values() if isinstance(value, dict)]
+    names = {one[key] for one in asked for key in ("name", "reference") if one.get(key)}
+    return [one for one in some if one["name"] in names]
+
+
 def launch(processes: int, cases: list[dict[str, Any]], directory: Path) -> None:
-    """Run `cases` in `processes` worker processes."""
+    """Run `cases`, one after the other, in `processes` worker processes."""
     file = directory / f"cases-{processes}.json"
     resolved = [{**case, "model": str(directory / "models" / case["model"])} for case in cases]
     for case in resolved:  # what is left over for data parallel is no setting; the name says it
@@ -156,7 +106,7 @@ def launch(processes: int, cases: list[dict[str, Any]], directory: Path) -> None
                 )
             )
     try:
-        codes = [worker.wait(timeout=400) for worker in workers]
+        codes = [worker.wait(timeout=900) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
@@ -179,64 +129,77 @@ def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_trainers_on_a_cpu_warn_of_nothing(results: Path) -> None:
+@cases(PARITY[:1])
+def test_trainers_on_a_cpu_warn_of_nothing(results: Path, case: dict[str, Any]) -> None:
     """What is to be expected there is left out: a user could act on none of it."""
     for log in results.glob("worker-*.log"):
         assert "Warning" not in log.read_text(), log.read_text()
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_log_probs_match_transformers(results: Path, model: str) -> None:
+@functools.lru_cache
+def of_transformers(model: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(log-probs, entropy) of each sequence, [length] each, computed alone and without Megatron."""
     reference = transformers.AutoModelForCausalLM.from_pretrained(
-        results / "models" / model, dtype=torch.float32, attn_implementation="eager"
+        model, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     generator = torch.Generator().manual_seed(3)
-    tokens = [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
-    rows = log_probs_of(results, model)
-    assert sorted(rows) == list(range(len(LENGTHS)))
-    for number, sequence in enumerate(tokens):
+    rows = []
+    for length in LENGTHS:
+        tokens = torch.randint(0, 250, (length,), generator=generator)
         with torch.no_grad():
-            logits = reference(sequence[None]).logits[0].log_softmax(-1)
-        expected = logits[:-1].gather(1, sequence[1:, None]).squeeze(1)
-        entropy = -(logits.exp() * logits).sum(-1)[:-1]
-        log_probs, entropies = rows[number]
-        assert log_probs[0] == 0 and entropies[0] == 0, "the first token is predicted by nothing"
-        torch.testing.assert_close(log_probs[1:], expected, atol=2e-5, rtol=0)
-        torch.testing.assert_close(entropies[1:], entropy, atol=2e-5, rtol=0)
+            logits = reference(tokens[None]).logits[0].log_softmax(-1)[:-1]
+        log_probs = logits.gather(1, tokens[1:, None]).squeeze(1)
+        entropy = -(logits.exp() * logits).sum(-1)
+        # The first token is predicted by nothing.
+        rows.append((torch.cat([torch.zeros(1), log_probs]), torch.cat([torch.zeros(1), entropy])))
+    return rows
 
 
-@pytest.mark.parametrize("case", [*ONE, *TWO, *FOUR], ids=lambda case: case["name"])
-def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
-    reference = case.get("reference", case["model"])
-    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (reference, case["name"]))
+@cases(PARITY, OPTIONS, BALANCED)
+def test_log_probs_are_those_of_transformers(results: Path, case: dict[str, Any]) -> None:
+    rows = log_probs_of(results, case["name"])
+    assert sorted(rows) == list(range(len(LENGTHS)))
+    for number, expected in enumerate(of_transformers(results / "models" / case["model"])):
+        for value, wanted in zip(rows[number], expected, strict=True):
+            torch.testing.assert_close(value, wanted, atol=2e-5, rtol=0)
 
+
+@cases(PARITY, OPTIONS, BALANCED)
+def test_export_is_the_original_bit_for_bit(results: Path, case: dict[str, Any]) -> None:
+    """Loaded, exported and written: every tensor that the original has, untrained ones too, and no other."""
     original = checkpoint_tensors(results / "models" / case["model"])
-    exported = got["before"]
-    assert {k: v for k, v in original.items() if k not in exported} == {}
-    assert all(torch.equal(exported[name], weight) for name, weight in original.items()), "round trip is not exact"
+    exported = checkpoint_tensors(results / f"{case['name']}.hf")
+    assert exported.keys() == original.keys()
+    for name, weight in original.items():
+        assert exported[name].dtype == weight.dtype and torch.equal(exported[name], weight), name
+    if case["model"] == "deepseek_v3":
+        assert "model.layers.4.eh_proj.weight" in original, "this test is to prove that MTP layers survive"
 
-    for number, (log_probs, entropy) in log_probs_of(results, case["name"]).items():
-        for value, expected in zip((log_probs, entropy), log_probs_of(results, reference)[number], strict=True):
-            torch.testing.assert_close(value, expected, atol=5e-6, rtol=0)
 
+@cases(PARITY, OPTIONS, BALANCED)
+def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, Any]) -> None:
+    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
     for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
         assert metrics["tokens"] == sum(LENGTHS)
         assert metrics == pytest.approx(expected, rel=2e-6), "a loss or gradient norm depends on the layout"
+    before = checkpoint_tensors(results / "models" / case["model"])
+    assert got["after"].keys() == one["after"].keys()
     for name, weight in one["after"].items():
         torch.testing.assert_close(got["after"][name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-        assert name.endswith("e_score_correction_bias") or not torch.equal(weight, one["before"][name]), name
+        assert name.endswith("e_score_correction_bias") or not torch.equal(weight, before[name]), name
 
 
-def test_balancing_loss_changes_the_gradient(results: Path) -> None:
+@pytest.mark.parametrize(("plain", "balanced"), [(case_of("qwen3_moe", "TP1"), BALANCED[0])], ids=["qwen3_moe"])
+def test_balancing_loss_changes_the_gradient(results: Path, plain: dict[str, Any], balanced: dict[str, Any]) -> None:
     """Without this, the cases that compare it over layouts could pass by leaving it out."""
     norms = [
-        torch.load(results / f"{name}.pt", weights_only=True)["metrics"][0]["actor/grad_norm"]
-        for name in ("qwen3_moe", "qwen3_moe-moe_aux_loss_coef=0.5")
+        torch.load(results / f"{case['name']}.pt", weights_only=True)["metrics"][0]["actor/grad_norm"]
+        for case in (plain, balanced)
     ]
     assert abs(norms[0] - norms[1]) > 1e-4 * norms[0], norms
 
 
-@pytest.mark.parametrize("case", RESUME, ids=lambda case: case["name"])
+@cases(RESUME)
 def test_saved_hf_directory_is_what_was_exported(results: Path, case: dict[str, Any]) -> None:
     """The resumed run's equality to the last bit is asserted in the worker; here, the directory it wrote."""
     saved = checkpoint_tensors(results / f"{case['name']}.hf")

@@ -11,6 +11,7 @@ import torch
 from megarl.config.schema import MegatronConfig, OptimizerConfig
 from megarl.megatron.batch import MicroBatch, pack
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
+from megarl.megatron.model_checks import check_model
 from megarl.megatron.native_kernels import rms_norm, rotate_packed
 from megarl.megatron.optimizer import learning_rate
 from megarl.megatron.vocab import log_probs_and_entropy
@@ -18,6 +19,16 @@ from megarl.megatron.vocab import log_probs_and_entropy
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}
 VISION = {"model_type": "qwen2_5_vl", "text_config": DENSE, "vision_config": {"num_heads": 6, "intermediate_size": 96}}
 SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 96}
+LATENT = {
+    **DENSE,
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 33,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+}
 
 
 @pytest.mark.parametrize(
@@ -26,13 +37,25 @@ SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 96}
         (DENSE, 6, {"tensor_parallel": 4}, "6 is no multiple of 4"),
         (DENSE, 16, {"tensor_parallel": 16}, "8 attention heads"),
         (DENSE, 8, {"tensor_parallel": 8}, "4 key/value heads"),
+        ({**DENSE, "intermediate_size": 99}, 2, {"tensor_parallel": 2}, "intermediate_size of 99 .99 / 2 = 49.5"),
+        ({**LATENT, "n_shared_experts": 3}, 2, {"tensor_parallel": 2}, "n_shared_experts of 99"),
+        (DENSE, 6, {"context_parallel": 4}, "6 is no multiple of 4"),
         (DENSE, 5, {"pipeline_parallel": 5}, "12 layers .* over the remaining 5"),
+        (DENSE, 24, {"pipeline_parallel": 24}, "12 layers .* over the remaining 24"),
         (DENSE, 4, {"pipeline_parallel": 4, "first_stage_layers": 2}, "= 10 layers .* remaining 3"),
         (DENSE, 2, {"pipeline_parallel": 2, "first_stage_layers": 4, "last_stage_layers": 6}, "2 layers remain"),
+        (DENSE, 2, {"pipeline_parallel": 2, "first_stage_layers": 12}, "= 0 layers .* remaining 1"),
+        (
+            DENSE,
+            3,
+            {"pipeline_parallel": 3, "virtual_pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 5},
+            "does not divide the 3 layers of the first",
+        ),
         (DENSE, 2, {"pipeline_parallel": 2, "virtual_pipeline": 4}, "virtual_pipeline=4 does not divide the 6"),
         (DENSE, 1, {"virtual_pipeline": 2}, "needs megatron.pipeline_parallel > 1"),
         (DENSE, 1, {"first_stage_layers": 2}, "needs megatron.pipeline_parallel > 1"),
         (DENSE, 2, {"expert_parallel": 2}, "dense"),
+        (DENSE, 2, {"tensor_parallel": 2, "expert_tensor_parallel": 2}, "dense"),
         (DENSE, 1, {"moe_aux_loss_coef": 0.1}, "dense"),
         (VISION, 4, {"tensor_parallel": 4}, "vision tower's num_heads of 6"),
         (VISION, 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}, "virtual pipeline stages of qwen2_5_vl"),
@@ -60,6 +83,37 @@ def test_layouts_that_divide_pass() -> None:
     assert vocab_divisor(DENSE, MegatronConfig(tensor_parallel=4)) is None
     assert uses_sequence_parallel(MegatronConfig(tensor_parallel=2))
     assert not uses_sequence_parallel(MegatronConfig(sequence_parallel=True))
+
+
+YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"model_type": "gpt_neox"}, "'gpt_neox' model, which mbridge does not know"),
+        ({"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4}}, "rotary scaling 'yarn'"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}, "rotary scaling 'llama3'"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "some layers dense"),
+        ({**LATENT, "rope_parameters": {"rope_type": "linear"}}, "rotary scaling 'linear'"),
+        ({**LATENT, "norm_topk_prob": False}, "norm_topk_prob"),
+        ({**LATENT, "num_experts_per_tok": 8}, "8 / 2 = 4"),
+        ({**LATENT, "rope_interleave": False}, "rope_interleave"),
+        ({**LATENT, "rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor"),
+        ({**LATENT, "rope_parameters": {**YARN, "truncate": False}}, "truncate"),
+        ({**LATENT, "rope_parameters": {**YARN, "mscale": 1.0}}, "only one of mscale"),
+    ],
+)
+def test_what_megatron_has_no_form_for_is_refused(model: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_model(model)
+
+
+def test_models_that_megatron_computes_pass() -> None:
+    for rotary in ({"rope_scaling": None}, {"rope_scaling": {**YARN, "type": "yarn"}}, {"rope_parameters": YARN}):
+        check_model({**LATENT, **rotary})
+    check_model({**LATENT, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6})
+    check_model({"model_type": "qwen3_moe", "mlp_only_layers": [], "decoder_sparse_step": 1})
 
 
 def rates(total: int, **settings: Any) -> list[float]:

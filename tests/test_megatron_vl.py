@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.megatron_layouts import case
 from tests.megatron_models import LENGTHS
-from tests.test_megatron_layouts import checkpoint_tensors, launch, layout, log_probs_of
+from tests.test_megatron_layouts import checkpoint_tensors, launch, log_probs_of
 from tests.vl_model import expected_logits, sequences, write_vl_model
 
 pytestmark = pytest.mark.stack
 
 MODELS: dict[str, dict[str, Any]] = {"vl": {}, "vl_tied": {"tie_word_embeddings": True}}
 UPSTREAM = {"name": "upstream", "kind": "upstream", "model": "vl"}
-ONE = [layout("vl", per_micro=3), layout("vl_tied", per_micro=2)]
+ONE = [case("vl", "TP1", per_micro=3), case("vl_tied", "TP1")]
 TWO = [
-    layout("vl", tensor_parallel=2),
-    layout("vl", per_micro=2, pipeline_parallel=2, first_stage_layers=1),
-    layout("vl", context_parallel=2),
-    layout("vl", per_micro=1, data_parallel_size_is=2),
-    layout("vl_tied", pipeline_parallel=2),
+    case("vl", "TP2"),
+    case("vl", "PP2", per_micro=2, first_stage_layers=1),
+    case("vl", "CP2"),
+    case("vl", "DP2", per_micro=1),
+    case("vl_tied", "PP2"),
 ]
 SLOW_TWO = [
-    layout("vl", tensor_parallel=2, sequence_parallel=False),
-    layout("vl", tensor_parallel=2, recompute="full"),
-    layout("vl", per_micro=8, pipeline_parallel=2, recompute="selective"),
+    case("vl", "TP2", sequence_parallel=False),
+    case("vl", "TP2", recompute="full"),
+    case("vl", "PP2", per_micro=8, recompute="selective"),
 ]
-SLOW_FOUR = [
-    layout("vl", per_micro=2, tensor_parallel=2, pipeline_parallel=2),
-    layout("vl", tensor_parallel=2, context_parallel=2),
-]
+SLOW_FOUR = [case("vl", "TP2xPP2"), case("vl", "TP2xCP2")]
 RESUME = {"name": "resume", "kind": "resume", "model": "vl", "megatron": {"tensor_parallel": 2}}
 
 
@@ -54,17 +53,6 @@ def slow_results(results: Path) -> Path:
     return results
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_log_probs_match_transformers(results: Path, model: str) -> None:
-    rows = log_probs_of(results, model)
-    assert sorted(rows) == list(range(len(LENGTHS)))
-    for number, ((tokens, _), logits) in enumerate(
-        zip(sequences(), expected_logits(results / "models" / model), strict=True)
-    ):
-        expected = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None]).squeeze(1)
-        torch.testing.assert_close(rows[number][0][1:], expected, atol=2e-5, rtol=0)
-
-
 @pytest.mark.parametrize("case", [*ONE, *TWO], ids=lambda case: case["name"])
 def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
     check(results, case)
@@ -78,18 +66,25 @@ def test_more_layouts_change_nothing(slow_results: Path, case: dict[str, Any]) -
 
 
 def check(results: Path, case: dict[str, Any]) -> None:
-    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["model"], case["name"]))
+    rows = log_probs_of(results, case["name"])
+    assert sorted(rows) == list(range(len(LENGTHS)))
+    for number, ((tokens, _), logits) in enumerate(zip(sequences(), logits_of(results, case["model"]), strict=True)):
+        expected = logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None]).squeeze(1)
+        torch.testing.assert_close(rows[number][0][1:], expected, atol=2e-5, rtol=0)
 
     original = checkpoint_tensors(results / "models" / case["model"])
-    assert original.keys() <= got["before"].keys()
-    assert all(torch.equal(got["before"][name], weight) for name, weight in original.items()), "round trip is not exact"
+    exported = checkpoint_tensors(results / f"{case['name']}.hf")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in original.items()), "round trip is not exact"
 
-    for number, values in log_probs_of(results, case["name"]).items():
-        for value, expected in zip(values, log_probs_of(results, case["model"])[number], strict=True):
-            torch.testing.assert_close(value, expected, atol=5e-6, rtol=0)
-
+    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
     for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
         assert metrics == pytest.approx(expected, rel=2e-6), "a loss or gradient norm depends on the layout"
     for name, weight in one["after"].items():
         torch.testing.assert_close(got["after"][name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-        assert not torch.equal(weight, one["before"][name]), f"{name} was not trained"
+        assert name not in original or not torch.equal(weight, original[name]), f"{name} was not trained"
+
+
+@functools.cache
+def logits_of(results: Path, model: str) -> list[torch.Tensor]:
+    return expected_logits(results / "models" / model)

@@ -16,6 +16,7 @@ def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size
     hf_config = text_fields(hf_config)
     data_parallel = _check_world(megatron, world_size)
     _check_heads(hf_config, megatron)
+    _check_widths(hf_config, megatron)
     _check_vision_tower(hf_config.get("vision_config"), megatron)
     _check_pipeline(hf_config, megatron)
     _check_experts(hf_config, megatron, data_parallel)
@@ -78,6 +79,24 @@ def _check_heads(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
             f"megatron.tensor_parallel={tp} does not divide the vocabulary of {hf_config['vocab_size']}, "
             "and mbridge cannot pad deepseek_v3's."
         )
+
+
+def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
+    """Of what every token goes through; the routed experts' is cut by expert-tensor parallel."""
+    tp, experts = megatron.tensor_parallel, number_of_experts(hf_config)
+    widths = {}
+    if not experts or hf_config.get("first_k_dense_replace"):
+        widths["intermediate_size"] = hf_config.get("intermediate_size") or 0
+    if shared := hf_config.get("n_shared_experts"):
+        widths["moe_intermediate_size x n_shared_experts"] = hf_config["moe_intermediate_size"] * shared
+    if shared := hf_config.get("shared_expert_intermediate_size"):
+        widths["shared_expert_intermediate_size"] = shared
+    for name, width in widths.items():
+        if width % tp:
+            raise ValueError(
+                f"megatron.tensor_parallel={tp} does not divide the model's {name} of {width} "
+                f"({width} / {tp} = {width / tp:g})."
+            )
 
 
 def _check_vision_tower(vision: dict[str, Any] | None, megatron: MegatronConfig) -> None:

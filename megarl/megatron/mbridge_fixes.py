@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megarl.megatron import qwen2_5_vl
+from megarl.megatron.model_checks import check_model, rotary_scaling
 
 
 def mend_config(hf_config: Any) -> None:
@@ -15,30 +16,29 @@ def mend_config(hf_config: Any) -> None:
 
     Raises ValueError for what mbridge would leave out without a word.
     """
+    check_model(hf_config.to_dict())
     if hf_config.model_type == "qwen2_5_vl":
         qwen2_5_vl.mend_config(hf_config)
-    elif getattr(hf_config, "vision_config", None) is not None:
-        raise ValueError(
-            f"model.path holds a {hf_config.model_type!r} model, which reads images; of those megarl trains qwen2_5_vl."
-        )
     parameters = getattr(hf_config, "rope_parameters", None)
     if parameters is not None and not hasattr(hf_config, "rope_theta"):
         hf_config.rope_theta = parameters["rope_theta"]
-    kind = (parameters or getattr(hf_config, "rope_scaling", None) or {}).get("rope_type", "default")
-    if kind not in ("default", None) and hf_config.model_type != "deepseek_v3":
-        raise ValueError(
-            f"The model's config.json asks for rotary scaling {kind!r}, which mbridge does not carry over for "
-            f"{hf_config.model_type}: the trainer would compute other positions than the engine. Remove rope_scaling "
-            "from config.json where the context length allows it."
-        )
-    if hf_config.model_type == "qwen3_moe" and (hf_config.mlp_only_layers or hf_config.decoder_sparse_step != 1):
-        raise ValueError(
-            "The model's config.json makes some layers dense (mlp_only_layers, decoder_sparse_step), which mbridge "
-            "cannot map for qwen3_moe. Use a model whose layers are all mixtures of experts."
-        )
     if hf_config.model_type == "deepseek_v3":
         # Without labels Megatron's multi-token-prediction layers cannot run, and RL does not train them.
         hf_config.num_nextn_predict_layers = None
+
+
+def _yarn(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's fields for YaRN. With `mscale` and `mscale_all_dim` absent, transformers scales cosines and sines by
+    the whole factor's and logits by nothing, which is 1 and 0 in Megatron's terms."""
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling["factor"],
+        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "beta_fast": scaling.get("beta_fast") or 32,
+        "beta_slow": scaling.get("beta_slow") or 1,
+        "mscale": scaling.get("mscale") or 1.0,
+        "mscale_all_dim": scaling.get("mscale_all_dim") or 0.0,
+    }
 
 
 def config_overrides(hf_config: Any) -> dict[str, Any]:
@@ -59,6 +59,7 @@ def install() -> None:
         return
     Bridge._megarl_mended = True
     _keep_shared_weights_apart(Bridge)
+    _merge_experts_over_their_own_ranks(Bridge)
     _mend_deepseek(DeepseekV3Bridge)
     qwen2_5_vl.install()
 
@@ -74,6 +75,26 @@ def _keep_shared_weights_apart(bridge: Any) -> None:
     bridge.__init__ = own_mapping
 
 
+def _merge_experts_over_their_own_ranks(bridge: Any) -> None:
+    """Without expert parallel, experts are gathered over tensor parallel, whatever expert-tensor parallel is."""
+    merge = bridge._weight_merge_across_tp
+
+    def merge_across_tp(self: Any, name: str, weights: list[torch.Tensor], param: torch.Tensor) -> torch.Tensor:
+        where = self.mpu
+        if ".mlp.experts.linear_fc" not in name or where.etp_size == where.tp_size:
+            return merge(self, name, weights, param)
+        if where.ep_size == 1:
+            weights = [torch.empty_like(param) for _ in range(where.etp_size)]
+            torch.distributed.all_gather(weights, param, group=where.etp_group)
+        self.mpu = dataclasses.replace(where, tp_size=where.etp_size)  # it returns early where that is 1
+        try:
+            return merge(self, name, weights, param)
+        finally:
+            self.mpu = where
+
+    bridge._weight_merge_across_tp = merge_across_tp
+
+
 def _mend_deepseek(bridge: Any) -> None:
     from mbridge.core.safetensor_io import SafeTensorIO
 
@@ -83,9 +104,9 @@ def _mend_deepseek(bridge: Any) -> None:
         names = {field.name for field in dataclasses.fields(self.TransformerConfigClass)}
         if "max_position_embeddings" not in names:  # renamed in Megatron 0.14
             kwargs["original_max_position_embeddings"] = kwargs.pop("max_position_embeddings")
-        scaling = getattr(self.hf_config, "rope_scaling", None) or {}
-        if scaling.get("rope_type") == "yarn":  # transformers 5 no longer calls it "type"
-            kwargs["rope_type"] = "yarn"
+        scaling = rotary_scaling(self.hf_config.to_dict())
+        if scaling["rope_type"] == "yarn":  # looked for by names that transformers 5 no longer has
+            kwargs.update(_yarn(scaling))
         if (self.hf_config.n_group or 1) > 1:  # group-limited routing is not passed on
             kwargs["moe_router_num_groups"] = self.hf_config.n_group
             kwargs["moe_router_group_topk"] = self.hf_config.topk_group

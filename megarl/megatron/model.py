@@ -152,11 +152,6 @@ def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
 
     mbridge_fixes.install()
     mbridge_fixes.mend_config(hf_config)
-    supported = AutoBridge.list_supported_models()
-    if hf_config.model_type not in supported:
-        raise ValueError(
-            f"model.path holds a {hf_config.model_type!r} model, which mbridge does not know; it knows {sorted(supported)}."
-        )
     bridge = AutoBridge.from_config(
         hf_config,
         dtype=DTYPES[recipe.model.dtype],

@@ -51,6 +51,7 @@ class CPUPlatform(Platform):
         _moves()
         _type_names()
         _split_sizes()
+        _unequal_parts()
         _expected_warnings()
 
     def trainer_env(self) -> dict[str, str]:
@@ -244,6 +245,50 @@ def _split_sizes() -> None:
         return exchange(output, input, kw.pop("output_split_sizes"), kw.pop("input_split_sizes"), *args, **kw)
 
     torch.distributed.all_to_all_single = all_to_all_single
+
+
+def _unequal_parts() -> None:
+    """Gathering and scattering parts of different sizes, which NCCL and HCCL can and gloo refuses.
+
+    Expert parallel with expert-tensor parallel does it: ranks that share an expert got different numbers of
+    tokens for it. Each part travels by itself, as it does in NCCL.
+    """
+    distributed = torch.distributed
+    gather, scatter = distributed.all_gather, distributed.reduce_scatter
+
+    def equal(parts: list[torch.Tensor]) -> bool:
+        return all(part.shape == parts[0].shape for part in parts)
+
+    @functools.wraps(gather)
+    def all_gather(
+        tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if async_op or equal(tensor_list):
+            return gather(tensor_list, tensor, group, async_op)
+        tensor_list[distributed.get_rank(group)].copy_(tensor)
+        for owner, part in zip(distributed.get_process_group_ranks(group), tensor_list, strict=True):
+            if part.numel():
+                distributed.broadcast(part, owner, group)
+        return None
+
+    @functools.wraps(scatter)
+    def reduce_scatter(
+        output: torch.Tensor,
+        input_list: list[torch.Tensor],
+        op: Any = distributed.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if async_op or equal(input_list):
+            return scatter(output, input_list, op, group, async_op)
+        sums = [part.clone() for part in input_list]  # what a sum leaves on ranks that it is not for is undefined
+        for owner, part in zip(distributed.get_process_group_ranks(group), sums, strict=True):
+            if part.numel():
+                distributed.reduce(part, owner, op, group)
+        output.copy_(sums[distributed.get_rank(group)])
+        return None
+
+    distributed.all_gather, distributed.reduce_scatter = all_gather, reduce_scatter
 
 
 _EXPECTED_WARNINGS = (
