@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from megarl.checkpoint import find_checkpoint, list_checkpoints, load_state, set_aside_later
+from megarl.config.errors import RecipeError
+from megarl.config.schema import ModelConfig, Recipe
 from megarl.manifest import MANIFEST, find_damage
+from megarl.preflight import Prepared, identity, open_run_directory
 from megarl.rollout.admission import TriedGroup
 from tests.checkpoint_parts import Trainers, names, saver, spoil, state, tried
 
@@ -82,6 +85,9 @@ def test_going_on_from_an_older_one_sets_the_newer_aside(tmp_path: Path) -> None
 
 def test_what_is_found_and_what_is_kept(tmp_path: Path) -> None:
     assert find("auto", tmp_path / "none") == (None, [])
+    (tmp_path / ".step_000001.partial").mkdir()  # killed in its very first save
+    found, notices = find("auto", tmp_path)
+    assert found is None and len(notices) == 1 and "step_000001 was still being written" in notices[0]
     one = saver(tmp_path)
     for step in (1, 2, 10):
         one.save(step, state())
@@ -127,3 +133,32 @@ def test_without_checksums_sizes_are_compared(tmp_path: Path) -> None:
     assert find_damage(path, checksums=False) is None
     spoil(path / "trainer" / "tensors_1", "short")
     assert find_damage(path, checksums=False) == "trainer/tensors_1 has 7 bytes instead of 8"
+
+
+CONFIG = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 256}
+
+
+def opened(tmp_path: Path, config: dict[str, Any], **model: str) -> Path | None:
+    """What `train` does before any process starts, on a run that the first call makes."""
+    recipe = Recipe(name="run", runs_dir=str(tmp_path))
+    recipe.train.resume = "auto"
+    recipe.model = ModelConfig(**{"path": "/models/one", "dtype": "float32", **model})
+    prepared = Prepared(cast("Any", None), None, None, None, [], model=config)
+    folder = tmp_path / "run" / "checkpoints"
+    if not folder.exists():
+        saver(folder).save(3, {**state(), "identity": identity(recipe, prepared)})
+    return open_run_directory(recipe, identity(recipe, prepared)).checkpoint
+
+
+def test_another_models_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    assert opened(tmp_path, CONFIG) == tmp_path / "run" / "checkpoints" / "step_000003"
+    assert opened(tmp_path, {**CONFIG, "use_cache": True}, path="/elsewhere/one") is not None
+    layers, width = {**CONFIG, "num_hidden_layers": 6}, {**CONFIG, "hidden_size": 96, "head_dim": 16}
+    for config, model, words in (
+        (layers, {}, "model.path = 'one'.* num_hidden_layers 4 there and 6 here"),
+        (width, {}, "hidden_size 64 there and 96 here, head_dim None there and 16 here"),
+        (CONFIG, {"path": "/models/two"}, "name 'one' there and 'two' here"),
+        (CONFIG, {"dtype": "bfloat16"}, "model.dtype = 'bfloat16'.* written with 'float32'"),
+    ):
+        with pytest.raises(RecipeError, match=f"(?s){words}"):
+            opened(tmp_path, config, **model)

@@ -114,6 +114,29 @@ class Operations:
         return counted
 
 
+def test_everything_is_on_the_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file, every folder that names one, and, after the rename, the folder of checkpoints."""
+    fsync, rename = os.fsync, os.rename
+    events: list[str] = []
+
+    def record(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def renamed(old: Any, new: Any) -> None:
+        rename(old, new)
+        events.append("renamed")
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "rename", renamed)
+    saver(tmp_path).save(1, state())
+    before, after = events[: events.index("renamed")], events[events.index("renamed") + 1 :]
+    final = tmp_path / "step_000001"
+    partial = str(checkpoint.partial_path(tmp_path, 1))
+    assert {str(path).replace(str(final), partial) for path in (final, *final.rglob("*"))} <= set(before)
+    assert str(tmp_path) in after
+
+
 def test_killed_at_every_moment_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL before each thing that a save does to the disk, of the second save and of the retention after it:
     the newest whole one is found, and the next session saves as if nothing had been."""
@@ -133,7 +156,8 @@ def test_killed_at_every_moment_of_a_save(tmp_path: Path, monkeypatch: pytest.Mo
         _, status = os.waitpid(child, 0)
         notices: list[str] = []
         found = find_checkpoint("auto", folder, checksums=True, notice=notices.append)
-        assert found is not None and find_damage(found) is None
+        assert found is not None
+        assert all(find_damage(path) is None for path in list_checkpoints(folder)), "what bears the name is not whole"
         step = checkpoint.checkpoint_step(found)
         found_steps.append(step)
         partial = checkpoint.partial_path(folder, 2).exists()

@@ -87,24 +87,6 @@ def test_saved_beside_training_and_resumed_in_another_layout(whole: Path, quicks
             assert line[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
-def test_another_models_checkpoint_is_refused_before_anything_starts(
-    whole: Path, quickstart_data: Path, tmp_path: Path
-) -> None:
-    config = json.loads((quickstart_data / "model" / "config.json").read_text())
-    other = tmp_path / "model"
-    other.mkdir()
-    for file in (quickstart_data / "model").iterdir():
-        (other / file.name).symlink_to(file)
-    (other / "config.json").unlink()
-    (other / "config.json").write_text(json.dumps({**config, "num_hidden_layers": config["num_hidden_layers"] + 1}))
-    resume = f"train.resume={whole}/checkpoints/step_000001"
-    done = run(*settings(quickstart_data, tmp_path, "other", f"model.path={other}", resume), torchrun=2, timeout=60)
-    assert done.returncode != 0
-    layers = config["num_hidden_layers"]
-    assert f"num_hidden_layers {layers} there and {layers + 1} here" in done.stderr, done.stderr
-    assert not (tmp_path / "other" / "logs").exists()
-
-
 def start(arguments: list[str], sabotage: str) -> subprocess.Popen[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
