@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.shaping import counts_in_loss, group_numbers
 from megarl.config.schema import Recipe
 from megarl.flops import ModelFlops
-from megarl.schedule import Slot, plan_micro_batches, split_evenly
+from megarl.schedule import Plan, Slot, imbalance, plan_micro_batches, share, split_evenly
 from megarl.types import Group, Metrics, Sample, Shard, ShardSample
 
 
@@ -35,25 +35,26 @@ def plan_step(
     """Lay out one batch over `data_parallel` ranks.
 
     Mini batches are runs of whole groups in admission order. Every normaliser is counted here, over a
-    whole mini batch, before anything is split.
+    whole mini batch, before anything is split. Micro batches are balanced by FLOPs, or by tokens where
+    `model_flops` is None.
     """
     samples = [sample for group in groups for sample in group.samples]
     advantages = _advantages(groups, samples, recipe)
     loss_tokens = np.array(
         [sample.loss_tokens if counts_in_loss(sample, recipe.algorithm.overlong.filter) else 0 for sample in samples]
     )
+    lengths = np.array([sample.length for sample in samples])
+    costs = model_flops.of(lengths) if model_flops else lengths.astype(np.float64)
+    limit, packing = recipe.actor.max_tokens_per_micro_batch, _Packing()
     firsts = np.cumsum([0] + [len(group.samples) for group in groups])
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
     for run in split_evenly(len(groups), recipe.actor.mini_batches):
         members = range(firsts[run.start], firsts[run.stop])
         tokens = loss_tokens[members.start : members.stop]
         weights = AGGREGATIONS[recipe.algorithm.aggregation](tokens, recipe.rollout.max_response_length)
-        plan = plan_micro_batches(
-            [samples[i].length for i in members],
-            data_parallel,
-            recipe.actor.max_tokens_per_micro_batch,
-            micro_batches_multiple_of,
-        )
+        own_lengths, own_costs = lengths[members], costs[members]
+        plan = plan_micro_batches(own_lengths, data_parallel, limit, micro_batches_multiple_of, own_costs)
+        packing.add(plan, own_lengths, own_costs, limit)
         for shard, micro_batches in zip(shards, plan, strict=True):
             shard.loss_tokens.append(int(tokens.sum()))
             shard.mini_batches.append(
@@ -62,11 +63,31 @@ def plan_step(
                     for micro_batch in micro_batches
                 ]
             )
-    metrics = _length_metrics(samples, loss_tokens)
+    metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
         metrics.update(_reward_metrics(samples, advantages))
-    flops = model_flops.of([sample.length for sample in samples]).sum() if model_flops else 0.0
-    return StepPlan(shards, metrics, float(flops))
+    return StepPlan(shards, metrics, float(costs.sum()) if model_flops else 0.0)
+
+
+@dataclass
+class _Packing:
+    """How full and how even the micro batches of each mini batch are."""
+
+    counts: list[int] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    imbalances: list[float] = field(default_factory=list)
+
+    def add(self, plan: Plan, lengths: np.ndarray, costs: np.ndarray, max_tokens: int) -> None:
+        self.counts.append(len(plan[0]))
+        self.shares.append(share(plan, lengths, max_tokens))
+        self.imbalances.append(imbalance(plan, costs))
+
+    def metrics(self) -> Metrics:
+        return {
+            "actor/micro_batches": float(sum(self.counts)),
+            "perf/micro_batch_share": float(np.average(self.shares, weights=self.counts)),
+            "perf/micro_batch_imbalance": max(self.imbalances),
+        }
 
 
 def _advantages(groups: Sequence[Group], samples: Sequence[Sample], recipe: Recipe) -> np.ndarray:

@@ -1,0 +1,152 @@
+"""How full, how even and how fast micro batches are planned, beside the methods in common use.
+
+    python benchmarks/packing.py [--samples 100000] [--ranks 64]
+
+Figures are ratios, but for the seconds of the whole plan; see benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from megarl.flops import ModelFlops, model_flops
+from megarl.schedule import Bins, imbalance, plan_micro_batches, share
+
+QWEN3_30B_A3B = model_flops(
+    {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151936,
+    }
+)
+
+
+def draw(name: str, count: int, cap: int, seed: int) -> np.ndarray:
+    """`count` lengths of at most `cap` tokens: gsm8k-like, log-normal, Pareto (1.2) or uniform."""
+    rng = np.random.default_rng(seed)
+    if name == "gsm8k":
+        lengths = rng.normal(110, 30, count).clip(40) + rng.lognormal(np.log(200), 0.45, count)
+    elif name == "lognormal":
+        lengths = rng.lognormal(np.log(cap / 16), 1.0, count)
+    elif name == "pareto":
+        lengths = cap / 40 * (1 + rng.pareto(1.2, count))
+    else:
+        lengths = rng.uniform(20, cap, count)
+    return np.clip(lengths, 1, cap).astype(np.int64)
+
+
+CASES = [  # (lengths, longest, limit of a micro batch)
+    ("gsm8k", 2048, 16384),
+    ("gsm8k", 2048, 4096),
+    ("lognormal", 8192, 32768),
+    ("lognormal", 16384, 32768),
+    ("lognormal", 16384, 16384),
+    ("pareto", 8192, 32768),
+    ("pareto", 16384, 32768),
+    ("uniform", 8192, 32768),
+]
+
+
+def first_fit_decreasing(lengths: np.ndarray, limit: int) -> Bins:
+    """Longest first, each into the first bin that has room; a tree of rooms finds it."""
+    size = 1 << (len(lengths) - 1).bit_length()
+    tree = [limit] * (2 * size)
+    bins: Bins = [[] for _ in lengths]
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        node, length = 1, int(lengths[sample])
+        while node < size:
+            node = 2 * node if tree[2 * node] >= length else 2 * node + 1
+        bins[node - size].append(sample)
+        tree[node] -= length
+        while node > 1:
+            node //= 2
+            tree[node] = max(tree[2 * node], tree[2 * node + 1])
+    return [members for members in bins if members]
+
+
+def largest_differencing(costs: np.ndarray, parts: int) -> Bins:
+    """Karmarkar and Karp: merge the two partial divisions that differ most within themselves, large parts with small."""
+    number = itertools.count()
+    heap = []
+    for sample, cost in enumerate(costs.tolist()):
+        division = [(0.0, [])] * (parts - 1) + [(cost, [sample])]
+        heapq.heappush(heap, (-cost, next(number), division))
+    while len(heap) > 1:
+        _, _, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        merged = sorted(
+            ((a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)), key=lambda part: part[0]
+        )
+        heapq.heappush(heap, (merged[0][0] - merged[-1][0], next(number), merged))
+    return [members for _, members in heap[0][2]]
+
+
+def figures(bins: Bins, lengths: np.ndarray, costs: np.ndarray, limit: int) -> tuple[float, float, float]:
+    """Share, imbalance, and tokens of the fullest bin over the limit."""
+    tokens = np.array([lengths[members].sum() for members in bins])
+    loads = np.array([costs[members].sum() for members in bins])
+    return tokens.sum() / (len(bins) * limit), loads.max() / loads.mean(), tokens.max() / limit
+
+
+def timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """What `work` returns, and the CPU seconds it took: other load on the machine counts less than in wall time."""
+    began = time.process_time()
+    return work(), time.process_time() - began
+
+
+def at_scale(samples: int, ranks: int, flops: ModelFlops) -> None:
+    print(f"{samples} samples over {ranks} ranks, planned by megarl\n")
+    print(
+        "| lengths | longest | limit | samples a micro batch | costliest / mean | share | imbalance | s | x sorting |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for name, cap, limit in CASES:
+        lengths = draw(name, samples, cap, seed=0)
+        costs = flops.of(lengths)
+        plan, seconds = timed(partial(plan_micro_batches, lengths, ranks, limit, 1, costs))
+        values = lengths.tolist()
+        _, sorting = timed(partial(sorted, range(len(values)), key=values.__getitem__))
+        bins = sum(map(len, plan))
+        print(
+            f"| {name} | {cap} | {limit} | {samples / bins:.1f} | {costs.max() * bins / costs.sum():.2f} "
+            f"| {share(plan, lengths, limit):.3f} | {imbalance(plan, costs):.3f} | {seconds:.2f} | {seconds / sorting:.0f} |"
+        )
+
+
+def beside_others(flops: ModelFlops, samples: int = 2048, ranks: int = 8) -> None:
+    print(f"\n{samples} samples over {ranks} ranks: share / imbalance / fullest over the limit\n")
+    print("| lengths | longest | limit | megarl | first fit decreasing | differencing into as many parts |")
+    print("|---|---|---|---|---|---|")
+    for name, cap, limit in CASES:
+        lengths = draw(name, samples, cap, seed=0)
+        costs = flops.of(lengths)
+        plan = plan_micro_batches(lengths, ranks, limit, 1, costs)
+        own = [[slot.sample for slot in batch if not slot.filler] for rank in plan for batch in rank]
+        columns = [own, first_fit_decreasing(lengths, limit), largest_differencing(costs, len(own))]
+        cells = (" / ".join(f"{value:.3f}" for value in figures(bins, lengths, costs, limit)) for bins in columns)
+        print(f"| {name} | {cap} | {limit} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=100_000)
+    parser.add_argument("--ranks", type=int, default=64)
+    arguments = parser.parse_args()
+    at_scale(arguments.samples, arguments.ranks, QWEN3_30B_A3B)
+    beside_others(QWEN3_30B_A3B)
