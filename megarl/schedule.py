@@ -116,7 +116,7 @@ def plan_micro_batches(
     if best is None:
         tight = _fill(length, max_tokens)
         count = rounded(len(tight) / ranks)
-        best = _spread(length, cost, ranks * count, max_tokens) or _divide(tight, ranks * count)
+        best = _divide(tight, ranks * count)
         _even_out(best, length, cost, max_tokens)
     return _deal(best, length, cost, ranks)
 
@@ -226,9 +226,7 @@ def _swap(
     carried = cost[out][:, :, None] - cost[back][:, None]
     gap = (load[large] - load[small])[:, None, None]
     fits = (tokens <= room[small][:, None, None]) & (-tokens <= room[large][:, None, None])
-    fits &= (carried > 0.02 * gap) & (carried < 0.98 * gap)
-    alone = np.array([len(bins[index]) == 1 for index in large])
-    fits &= ~(alone[:, None, None] & (back == none)[:, None])  # it would leave an empty bin
+    fits &= (carried > 0.02 * gap) & (carried < 0.98 * gap)  # so a bin's only sample stays: it carries the gap or more
     miss = np.where(fits, np.abs(carried - gap / 2), np.inf).reshape(len(large), -1)
     for pair, best in enumerate(miss.argmin(axis=1).tolist()):
         if miss[pair, best] == np.inf:

@@ -27,6 +27,12 @@ def test_plan_invariants(
     lengths: list[int], ranks: int, max_tokens: int, multiple_of: int, square: float | None
 ) -> None:
     costs = None if square is None else [length + square * length**2 for length in lengths]
+    check_invariants(lengths, ranks, max_tokens, multiple_of, costs)
+
+
+def check_invariants(
+    lengths: list[int], ranks: int, max_tokens: int, multiple_of: int, costs: list[float] | None
+) -> None:
     plan = plan_micro_batches(lengths, ranks, max_tokens, multiple_of, costs)
     slots = [slot for rank in plan for micro_batch in rank for slot in micro_batch]
     assert sorted(slot.sample for slot in slots if not slot.filler) == list(range(len(lengths)))
@@ -42,6 +48,18 @@ def test_plan_invariants(
     assert 0 < share(plan, lengths, max_tokens) <= 1
     if len(lengths) >= ranks * len(plan[0]):  # a filler only where there are too few samples to go round
         assert not any(slot.filler for slot in slots)
+
+
+def test_invariants_where_swaps_are_many() -> None:
+    """A few samples a micro batch, costs that tokens do not tell, little room left."""
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        ranks, multiple_of = int(rng.integers(1, 5)), int(rng.integers(1, 3))
+        lengths = rng.integers(5, 100, rng.integers(40, 120)).tolist()
+        rounds = rng.integers(2, 5) * ranks * multiple_of
+        max_tokens = int(sum(lengths) / rounds * rng.uniform(1.01, 1.1))
+        costs = rng.permutation(np.array(lengths) ** 1.5).tolist()
+        check_invariants(lengths, ranks, max_tokens, multiple_of, costs)
 
 
 # Of one forward pass, as megarl.flops counts them: attention costs as much as the rest at 17 k tokens, and at 55 k.
@@ -93,6 +111,15 @@ def test_full_and_even_where_promised(
         assert len(lengths) >= 8 * bins and costs.max() <= costs.sum() / bins / 2, "not what the promise is about"
         assert share(plan, lengths, max_tokens) >= FULL
         assert imbalance(plan, costs) <= EVEN
+
+
+@pytest.mark.parametrize(("fill", "added"), [(0.98, False), (0.9995, True)])
+def test_micro_batches_are_added_only_where_that_evens_them_out(fill: float, added: bool) -> None:
+    lengths = filling(draw("gsm8k", 20_000, 2048, np.random.default_rng(0)), int(60 * 4096 * fill))
+    costs = QWEN3_30B_A3B.of(lengths)
+    plan = plan_micro_batches(lengths, 1, 4096, costs=costs)
+    assert (len(plan[0]) > 60) == added
+    assert share(plan, lengths, 4096) >= FULL and imbalance(plan, costs) <= EVEN
 
 
 def test_few_long_samples_are_as_even_as_they_can_be() -> None:
