@@ -222,3 +222,17 @@ def test_overlong_samples_leave_the_normaliser() -> None:
     assert plan.shards[0].loss_tokens == [4, 5]
     weights = {sample.length - 3: sample.loss_weight for sample in plan.shards[0].samples}
     assert weights == pytest.approx({4: 1 / 4, 6: 0, 2: 1 / 5, 3: 1 / 5})
+
+
+def test_a_step_is_balanced_by_the_models_flops_and_says_so() -> None:
+    batch = groups([(10, 1.0)], [(5, 0.0), (1, 0.0), (1, 1.0)])  # mini batches of lengths 13, and 8, 4, 4
+    made = recipe()
+    made.actor.max_tokens_per_micro_batch = 16
+    square = ModelFlops(per_token=-1, per_pair=2)  # l^2
+    plan = plan_step(batch, made, data_parallel=1, micro_batches_multiple_of=2, model_flops=square)
+    assert plan.flops == 13**2 + 8**2 + 4**2 + 4**2
+    assert plan.metrics["actor/micro_batches"] == 4
+    assert plan.metrics["perf/micro_batch_share"] == pytest.approx((13 + 8 + 4 + 4) / (4 * 16))
+    # Mini batch 1 is a sample and a filler, as large; 2 is 64 beside 32, where 48 would be even.
+    assert plan.metrics["perf/micro_batch_imbalance"] == pytest.approx(64 / 48)
+    assert plan_step(batch, made, 1, 2).flops == 0
