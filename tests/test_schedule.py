@@ -236,3 +236,17 @@ def test_a_step_is_balanced_by_the_models_flops_and_says_so() -> None:
     # Mini batch 1 is a sample and a filler, as large; 2 is 64 beside 32, where 48 would be even.
     assert plan.metrics["perf/micro_batch_imbalance"] == pytest.approx(64 / 48)
     assert plan_step(batch, made, 1, 2).flops == 0
+
+
+def test_a_step_is_planned_by_the_models_flops() -> None:
+    batch = groups([(9, 1.0), (5, 0.0), (5, 0.0), (5, 1.0)])  # lengths 12, 8, 8, 8: 144, 64, 64, 64 FLOPs
+    made = recipe()
+    made.actor.mini_batches, made.actor.max_tokens_per_micro_batch = 1, 24
+    square = ModelFlops(per_token=-1, per_pair=2)  # l^2
+
+    def sizes(model_flops: ModelFlops | None) -> list[int]:
+        plan = plan_step(batch, made, data_parallel=1, micro_batches_multiple_of=2, model_flops=model_flops)
+        return sorted(len(micro_batch) for micro_batch in plan.shards[0].mini_batches[0])
+
+    assert sizes(square) == [1, 3]  # 144 and 192
+    assert sizes(None) == [2, 2]  # by tokens: 20 and 16
