@@ -1,203 +1,34 @@
-"""A real vLLM: its samples are the model's, its log-probs exact, its weights the sender's.
-
-The engine lives in a process of its own and this one plays the trainer: it holds the Hugging Face
-model, changes its weights and sends them through the exchange.
-"""
+"""A real vLLM: its samples are the model's, its log-probs exact, its weights the sender's."""
 
 import dataclasses
-import multiprocessing
-import os
-import threading
 import time
-import traceback
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from megarl.engines import create, engine_env
-from megarl.engines.base import EngineDead, EngineRefused, EngineSpec
-from megarl.exchange.sender import WeightSender
+from megarl.engines.base import EngineDead, EngineRefused
 from megarl.exchange.session import ExchangeError, compare_reports
 from megarl.types import GenerationRequest, Prompt, Sampling
+from tests.engine_process import (
+    MAX_LENGTH,
+    VOCABULARY,
+    EngineProcess,
+    assert_exact,
+    build_model,
+    change,
+    exchange,
+    gaps,
+    load_model,
+    make_requests,
+    reference,
+    same,
+    spec,
+    update,
+)
 
 pytestmark = pytest.mark.stack
-
-VOCABULARY = 250  # not a multiple of vLLM's padding
-MAX_LENGTH = 128
-
-
-def serve(connection):
-    """The engine's process: runs (number, method, arguments) in threads, answers (number, error, value)."""
-    state = {}
-
-    def start(spec):
-        state["engine"] = create("vllm", spec)
-        return state["engine"].start()
-
-    def generate(requests):
-        order, completions = [], {}
-        state["finished"] = order
-        state["engine"].generate(requests, lambda group, c: (order.append(group), completions.update({group: c})))
-        return order, completions
-
-    def finished():
-        return state["finished"]
-
-    def run(number, method, arguments):
-        try:
-            target = {"start": start, "generate": generate, "finished": finished}.get(method) or getattr(
-                state["engine"], method
-            )
-            answer = (number, None, target(*arguments))
-        except BaseException as error:  # noqa: BLE001 - raised again in the other process
-            traceback.clear_frames(error.__traceback__)
-            answer = (number, type(error)(str(error)), None)
-        with lock:
-            connection.send(answer)
-
-    lock = threading.Lock()
-    while (message := connection.recv()) is not None:
-        threading.Thread(target=run, args=message).start()
-
-
-class EngineProcess:
-    def __init__(self):
-        before = dict(os.environ)
-        os.environ.update(engine_env("vllm", {}, threads=1))
-        try:
-            context = multiprocessing.get_context("spawn")
-            self.connection, theirs = context.Pipe()
-            self.process = context.Process(target=serve, args=(theirs,), daemon=False)
-            self.process.start()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
-        self.futures: dict[int, Future] = {}
-        threading.Thread(target=self._answers, daemon=True).start()
-
-    def _answers(self):
-        while True:
-            try:
-                number, error, value = self.connection.recv()
-            except (EOFError, OSError):
-                return
-            future = self.futures.pop(number)
-            future.set_exception(error) if error is not None else future.set_result(value)
-
-    def begin(self, method, *arguments):
-        number, future = time.monotonic_ns(), Future()
-        self.futures[number] = future
-        self.connection.send((number, method, arguments))
-        return future
-
-    def __getattr__(self, method):
-        return lambda *arguments: self.begin(method, *arguments).result(120)
-
-    def close(self):
-        self.connection.send(None)
-        self.process.join(20)
-        if self.process.is_alive():
-            self.process.kill()
-
-
-def build_model(path, kind="qwen3_moe"):
-    import transformers
-
-    torch.manual_seed(0)
-    common = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-    )
-    if kind == "qwen3_moe":
-        config = transformers.Qwen3MoeConfig(
-            **common, num_key_value_heads=2, head_dim=32, num_experts=4, moe_intermediate_size=32
-        )
-        transformers.Qwen3MoeForCausalLM(config).save_pretrained(path)
-        return str(path)
-    latent = dict(kv_lora_rank=512, q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
-    experts = dict(moe_intermediate_size=64, n_routed_experts=4, n_group=1, topk_group=1, n_shared_experts=1)
-    config = transformers.DeepseekV3Config(
-        **common, **latent, **experts, num_key_value_heads=4, first_k_dense_replace=1, routed_scaling_factor=1.0
-    )
-    transformers.DeepseekV3ForCausalLM(config).save_pretrained(path)
-    return str(path)
-
-
-def load_model(path):
-    import transformers
-
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def change(model, seed, directory):
-    """New weights for `model`; returns them under their checkpoint names."""
-    from safetensors.torch import load_file
-
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-        for parameter in [*model.parameters(), *biases]:
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-    model.save_pretrained(directory)
-    return load_file(directory / "model.safetensors")
-
-
-def make_requests(count=6, n=3, max_tokens=20, temperature=1.0, seed=0, **sampling):
-    random = np.random.default_rng(seed)
-    prompts = [tuple(random.integers(3, VOCABULARY, 4 + i).tolist()) for i in range(count)]
-    return [
-        GenerationRequest(
-            i, Prompt(f"p{i}", tokens, "", "x"), Sampling(n, max_tokens, temperature, **sampling), 100 * i
-        )
-        for i, tokens in enumerate(prompts)
-    ]
-
-
-@torch.no_grad()
-def reference(model, prompt, tokens, temperature=1.0):
-    """log-probs [response, vocabulary] of the Hugging Face model before each response token."""
-    sequence = torch.tensor([[*prompt, *tokens]])
-    logits = model(sequence).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits / temperature, -1)
-
-
-def gaps(model, request, sample):
-    """How far the engine's log-probs are from the Hugging Face model's, a token."""
-    expected = reference(model, request.prompt.tokens, sample.tokens.tolist(), request.sampling.temperature)
-    expected = expected.gather(1, torch.from_numpy(sample.tokens).long()[:, None])[:, 0]
-    return np.abs(expected.numpy() - sample.log_probs)
-
-
-def assert_exact(model, requests, completions, bound=5e-5):
-    for request in requests:
-        assert len(completions[request.group]) == request.sampling.n
-        for sample in completions[request.group]:
-            assert sample.tokens.dtype == np.int32 and sample.log_probs.dtype == np.float32
-            assert gaps(model, request, sample).max() < bound
-
-
-def same(one, other):
-    return all(
-        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.log_probs, b.log_probs)
-        for group in one
-        for a, b in zip(one[group], other[group], strict=True)
-    )
-
-
-def exchange(engine, info):
-    sender = WeightSender.open("127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=30.0)
-    engine.connect_exchange(sender.session)
-    return sender
 
 
 @pytest.fixture(scope="module")
@@ -210,10 +41,6 @@ def process():
     process = EngineProcess()
     yield process
     process.close()
-
-
-def spec(path, **changes):
-    return EngineSpec(**{"name": "e0", "model_path": path, "dtype": "float32", "max_model_len": MAX_LENGTH, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -384,18 +211,17 @@ def test_temperature_and_bad_arguments(process, info, path):
     process.shutdown()
 
 
-def test_deepseek(process, info, tmp_path):
-    """Attention that vLLM's CPU operators get wrong without our setting, and routing that its
-    defaults get wrong with a config.json as transformers writes it; its expert bias is no parameter."""
-    path = build_model(tmp_path, "deepseek_v3")
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_tied"])
+def test_models_that_need_care(process, info, tmp_path, kind):
+    """DeepSeek-V3: attention that vLLM's CPU operators get wrong without our setting, and routing that its
+    defaults get wrong with a config.json as transformers writes it; its expert bias is no parameter.
+    Tied embeddings: the output layer has no name in an export, and a packed copy in the engine."""
+    path = build_model(tmp_path, kind)
     model = load_model(path)
     sender = exchange(process, process.start(spec(path)))
     requests = make_requests(3)
     assert_exact(model, requests, process.generate(requests)[1])
-    with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(sender.send, 1, change(model, 1, tmp_path).items())
-        process.update_weights(1)
-        sending.result(30)
+    update(process, sender, change(model, 1, tmp_path))
     assert_exact(model, requests, process.generate(requests)[1])
     sender.close()
     process.shutdown()

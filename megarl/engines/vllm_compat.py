@@ -1,4 +1,4 @@
-"""What differs between vLLM versions, asked of the installed one, in one place.
+"""What differs between vLLM versions, asked of the installed one, and mends of vLLM 0.32, in one place.
 
 The engine samples with vLLM 0.11 and later. It takes weights where vLLM can reload its layers, from 0.16 on.
 """
@@ -8,7 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,40 @@ def has_layerwise_reload() -> bool:
     except ModuleNotFoundError:
         return False
     return hasattr(reload, "initialize_layerwise_reload") and hasattr(reload, "finalize_layerwise_reload")
+
+
+def drop_packed_experts(model: torch.nn.Module) -> None:
+    """Let the CPU's expert kernels be made anew by the next load.
+
+    A kernel keeps its own repacked weights; it would not repack new ones, and sample with a mixture of both.
+    """
+    for module in model.modules():
+        if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
+            module.quant_method.moe_kernel = None
+
+
+def tied_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Output layers, by name, whose weight is the embedding's own tensor.
+
+    Layerwise reload takes the two for two tensors, and waits for the second. Call it before the reload.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    owners: set[int] = set()
+    tied: dict[str, torch.nn.Module] = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, VocabParallelEmbedding):  # output layers are a kind of it
+            if id(layer.weight) in owners:
+                tied[name] = layer
+            owners.add(id(layer.weight))
+    return tied
+
+
+def repack_tied(tied: Mapping[str, Any]) -> None:
+    """After a reload: the memory that two layers share has the new values, but what the second had packed for its
+    kernel is old."""
+    for layer in tied.values():
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 def fix_expert_parallel_on_cpu() -> None:

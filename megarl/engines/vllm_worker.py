@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from megarl.engines.vllm_compat import fix_expert_parallel_on_cpu
+from megarl.engines import vllm_compat
 from megarl.exchange.receiver import WeightReceiver
 from megarl.exchange.session import ExchangeSession, host_id
 
 _SHOWN = 5  # names in an error
 
 if current_platform.is_cpu():
-    fix_expert_parallel_on_cpu()  # before any model is built
+    vllm_compat.fix_expert_parallel_on_cpu()  # before any model is built
 
 
 class WorkerExtension:
@@ -96,16 +96,15 @@ def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], mo
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     if current_platform.is_cpu():
-        for module in model.modules():
-            # The kernel keeps its own repacked weights and would not repack the new ones.
-            if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
-                module.quant_method.moe_kernel = None
+        vllm_compat.drop_packed_experts(model)
+    tied = vllm_compat.tied_layers(model)
     initialize_layerwise_reload(model)
-    parameters = {name for name, _ in model.named_parameters()}
+    parameters = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in tied}
     loaded = model.load_weights(weights)
     _check_names(parameters, loaded)
-    _check_complete(model)
+    _check_complete(model, leave_out=tied)
     finalize_layerwise_reload(model, model_config)
+    vllm_compat.repack_tied(tied)
 
 
 def _check_names(parameters: set[str], loaded: set[str] | None) -> None:
@@ -118,8 +117,8 @@ def _check_names(parameters: set[str], loaded: set[str] | None) -> None:
         )
 
 
-def _check_complete(model: torch.nn.Module) -> None:
-    """Every layer that has parameters was filled; a fused one also by all of its parts.
+def _check_complete(model: torch.nn.Module, leave_out: Container[str]) -> None:
+    """Every layer that has parameters was filled, but for those to `leave_out`; a fused one also by all of its parts.
 
     Layerwise reload finishes a layer when as many elements came as it holds. One that is left over
     lacks some, unless what it lacks is the padding of its vocabulary.
@@ -129,7 +128,7 @@ def _check_complete(model: torch.nn.Module) -> None:
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
         elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        if elements == 0 or not info.can_load():
+        if elements == 0 or name in leave_out or not info.can_load():
             continue
         lacking = elements - _vocabulary_padding(module, elements) - info.load_numel
         if lacking > 0:

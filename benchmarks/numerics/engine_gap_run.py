@@ -1,0 +1,212 @@
+"""One rank of a case of `engine_gap`: rank 0 drives trainers and engine as a run's controller does.
+
+Usage, with the environment of torchrun: python -m benchmarks.numerics.engine_gap_run CASE.json OUTPUT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.numerics.engine_gap import Case, Gap
+from megarl import platform as platforms
+from megarl.cluster import connect, is_controller, serve
+from megarl.cluster.base import Cluster, Service, WorkerGroup
+from megarl.config.schema import Recipe
+from megarl.controller import combine_gaps
+from megarl.engines import engine_env
+from megarl.engines.base import EngineSpec
+from megarl.exchange.session import ExchangeSession
+from megarl.placement import publish
+from megarl.rewards import ScoreRequest
+from megarl.rollout.calls import attach, wait
+from megarl.run import ROLLOUT_SERVER
+from megarl.shards import plan_step
+from megarl.types import GenerationRequest, Group, Prompt, Sampling
+from megarl.worker import TrainerWorker
+
+SOURCE = "benchmark"
+PROMPTS = 6
+LONGEST_PROMPT = 48
+
+
+def score(request: ScoreRequest) -> float:
+    """Anything that differs between samples: the update has to move the weights, not to teach."""
+    return zlib.crc32(request.response.encode()) / 2**32
+
+
+class DisturbingWorker(TrainerWorker):
+    """A trainer that can be told to send one tensor wrong: its elements shifted by one."""
+
+    disturbed: str | None = None
+
+    def disturb(self, name: str | None) -> None:
+        self.disturbed = name
+
+    def send_weights(self, version: int) -> Any:
+        export = self.trainer.export_weights
+
+        def wrong() -> Iterator[tuple[str, Any]]:
+            for name, tensor in export():
+                yield name, tensor.flatten().roll(1).view_as(tensor) if name == self.disturbed else tensor
+
+        self.trainer.export_weights = wrong
+        try:
+            return super().send_weights(version)
+        finally:
+            self.trainer.export_weights = export
+
+
+def recipe_of(case: Case, model: Path, directory: Path) -> Recipe:
+    recipe = Recipe(name="run", runs_dir=str(directory))
+    recipe.model.path, recipe.model.dtype = str(model), case.dtype  # type: ignore[assignment]
+    recipe.cluster.device, recipe.cluster.transport, recipe.cluster.trainers = "cpu", "torchrun", case.processes
+    recipe.data.max_prompt_length, recipe.rollout.max_response_length = LONGEST_PROMPT, 24
+    recipe.rollout.samples_per_prompt, recipe.rollout.temperature = 4, case.temperature
+    recipe.actor.max_tokens_per_micro_batch = 256  # several sequences a micro batch, several micro batches
+    optimizer = recipe.actor.optimizer
+    optimizer.lr, optimizer.weight_decay = 1e-2, 0.0  # each element moves by about 0.01 a step
+    for name, value in case.megatron.items():
+        setattr(recipe.megatron, name, value)
+    if json.loads((model / "config.json").read_text())["model_type"] == "deepseek_v3":
+        # The routing biases have no gradient; Megatron's own rule moves them, so that they are exchanged for a reason.
+        recipe.megatron.extra = {"moe_router_bias_update_rate": 0.03, **recipe.megatron.extra}
+    return recipe
+
+
+@dataclass
+class Driver:
+    """The controller's part: versions, samples, and what the trainers say of them."""
+
+    recipe: Recipe
+    cluster: Cluster
+    trainers: WorkerGroup
+    service: Service
+    session: ExchangeSession
+    vocabulary: int
+    version: int = -1
+
+    def publish(self) -> None:
+        self.version += 1
+        publish(self.trainers, [self.service], self.session, self.version)
+
+    def sample(self) -> list[Group]:
+        """The engine's samples of the present version, always of the same prompts."""
+        random, rollout = np.random.default_rng(0), self.recipe.rollout
+        lengths = np.linspace(3, LONGEST_PROMPT, PROMPTS).astype(int)
+        requests = [
+            GenerationRequest(
+                number,
+                Prompt(f"p{number}", tuple(random.integers(3, self.vocabulary, length).tolist()), "", SOURCE),
+                Sampling(rollout.samples_per_prompt, rollout.max_response_length, rollout.temperature),
+                seed=1000 * (self.version + 1) + 10 * number,
+            )
+            for number, length in enumerate(lengths)
+        ]
+        submitted = self.service.call("submit", requests)
+        collected = [self.service.call_with_data("collect", request.group) for request in requests]
+        wait(submitted, self.cluster.check)
+        return [attach(wait(result, self.cluster.check)) for result in collected]
+
+    def gap(self, what: str, groups: list[Group]) -> Gap:
+        """Load `groups` into the trainers and compare their log-probs with the engine's."""
+        ranks = self.trainers.call("describe")
+        plan = plan_step(groups, self.recipe, ranks[0]["dp_size"], micro_batches_multiple_of=1)
+        self.trainers.scatter("load_shard", [(plan.shards[rank["dp_rank"]],) for rank in ranks])
+        found = combine_gaps(self.trainers.call("compute_old_log_probs"))
+        mean, largest = found["rollout/logprob_gap_mean"], found["rollout/logprob_gap_max"]
+        assert np.isfinite(mean), "a log-prob is not a number"
+        tokens = sum(sample.loss_tokens for group in groups for sample in group.samples)
+        return Gap(what, tokens, mean, largest)
+
+    def learn(self) -> None:
+        """One optimizer step on what `gap` loaded last."""
+        metrics = next(steps for steps in self.trainers.call("update_actor") if steps is not None)
+        assert len(metrics) == 1 and not metrics[0]["actor/skipped_updates"], metrics
+
+
+def drive(case: Case, driver: Driver, directory: Path) -> dict[str, Any]:
+    gaps, changes = [], []
+    before: dict[str, np.ndarray] = {}
+    for update in range(case.updates + 1):
+        driver.publish()
+        groups = driver.sample()
+        gaps.append(driver.gap(f"update {update}" if update else "start", groups))
+        after = _weights(driver.trainers, directory / f"hf{update}")
+        changes += [(float(np.abs(after[name] - before[name]).max()), name) for name in before]
+        before = after
+        driver.learn()
+    stale = driver.gap("not exchanged", groups)
+    disturbed = []
+    for name in before if "*" in case.disturb else case.disturb:
+        driver.trainers.call("disturb", name)
+        driver.publish()
+        disturbed.append(driver.gap(name, driver.sample()))
+    return {
+        "gaps": [asdict(gap) for gap in gaps],
+        "stale": asdict(stale),
+        "disturbed": [asdict(gap) for gap in disturbed],
+        "least_change": min(changes, default=(0.0, "")),
+    }
+
+
+def _weights(trainers: WorkerGroup, directory: Path) -> dict[str, np.ndarray]:
+    """What the trainers hold, through their own export; layers that are not trained are left out."""
+    import torch
+    from safetensors.torch import load_file
+
+    trainers.call("save_hf", str(directory))
+    layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    return {
+        name: tensor.to(torch.float32).numpy()
+        for name, tensor in load_file(directory / "model.safetensors").items()
+        if not name.startswith(f"model.layers.{layers}.")
+    }
+
+
+def main() -> None:
+    given = json.loads(Path(sys.argv[1]).read_text())
+    case, model, directory = Case(**given["case"]), Path(given["model"]), Path(given["directory"])
+    recipe = recipe_of(case, model, directory)
+    if not is_controller(recipe):
+        serve(recipe)
+        return
+    platform = platforms.select(recipe.cluster.device)
+    spec = EngineSpec(
+        name="engine0",
+        model_path=recipe.model.path,
+        dtype=case.dtype,
+        max_model_len=recipe.data.max_prompt_length + recipe.rollout.max_response_length,
+        load_weights=False,
+        temperature=case.temperature,
+    )
+    with connect(recipe, platform) as cluster:
+        service = cluster.start_service(
+            ROLLOUT_SERVER,
+            ("vllm", spec, recipe.model.path, f"{__spec__.name}:score", [SOURCE]),
+            name=spec.name,
+            devices=1,
+            env=engine_env("vllm", platform.rollout_env(), recipe.cluster.threads),
+        )
+        starting = service.call("start")
+        trainers = cluster.start_trainers(
+            f"{__spec__.name}:DisturbingWorker", case.processes, (recipe, case.updates + 1), env={}
+        )
+        receivers = [(name, host) for name, host in wait(starting, cluster.check)["receivers"]]
+        session = trainers.call("open_exchange", receivers)[0]
+        service.call("connect_exchange", session).result()
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        figures = drive(case, Driver(recipe, cluster, trainers, service, session, vocabulary), directory)
+        trainers.shutdown()
+    Path(sys.argv[2]).write_text(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The engine's log-probs are the trainer's, for the engine's own samples: real vLLM, real Megatron, real exchange."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.numerics.engine_gap import MODELS, Case, Gap, Result, measure, table
+
+BOUND = 5e-5  # of each token's log-prob, in float32
+
+LAYER = "model.layers.2."
+QUICK = [
+    Case("qwen3_moe", updates=1, disturb=(f"{LAYER}mlp.experts.7.down_proj.weight",)),
+    Case("deepseek_v3", updates=1, disturb=(f"{LAYER}mlp.gate.e_score_correction_bias",)),
+]
+SLOW = [
+    *(Case(model, temperature=0.8 if model == "qwen3" else 1.0, disturb=("*",)) for model in MODELS),
+    *(
+        Case(model, updates=2, processes=4, megatron={"tensor_parallel": 2, "expert_parallel": 2})
+        for model in ("qwen3_moe", "deepseek_v3")
+    ),
+]
+
+
+def name(case: Case) -> str:
+    return "-".join([case.model, *(f"{key}={value}" for key, value in case.megatron.items())])
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("case", QUICK, ids=name)
+def test_after_start_and_an_update(case: Case, tmp_path: Path) -> None:
+    check(measure(case, tmp_path))
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=name)
+def test_after_several_updates_and_every_tensor_counts(case: Case, tmp_path: Path) -> None:
+    check(measure(case, tmp_path))
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_bfloat16_differs_by_its_rounding_alone(model: str, tmp_path: Path) -> None:
+    """Not bounded tightly: a token whose router scores are nearly tied goes to another expert."""
+    result = measure(Case(model, "bfloat16", updates=1), tmp_path)
+    assert all(gap.mean < 0.1 < result.stale.mean for gap in result.gaps), result
+
+
+def check(result: Result) -> None:
+    case, bound = result.case, f"the bound is {BOUND}: {result}"
+    assert len(result.gaps) == case.updates + 1
+    assert all(gap.tokens > 500 and gap.largest < BOUND for gap in result.gaps), bound
+    assert result.least_change[0] > 1e-3, f"an update hardly moved {result.least_change[1]}: it could not be missed"
+    assert bool(result.disturbed) == bool(case.disturb)
+    for wrong in (result.stale, *result.disturbed):
+        assert wrong.largest > 10 * BOUND, f"{wrong.what} went wrong, and nothing shows"
+
+
+def test_table() -> None:
+    gaps = [Gap("start", 100, 1e-6, 2e-6), Gap("update 1", 100, 1e-6, 3e-6), Gap("update 2", 300, 5e-6, 7e-6)]
+    result = Result(Case("qwen3"), gaps, stale=gaps[0], disturbed=[], least_change=(1.0, "w"))
+    assert table([result]).splitlines()[2] == "| qwen3 | float32 | 500 | 1.0e-06, 2.0e-06 | 4.0e-06, 7.0e-06 |"
