@@ -47,6 +47,7 @@ def capabilities(**changes: Any) -> Capabilities:
         "layerwise_reload": True,
         "preempting_reset": True,
         "flat_logprobs": True,
+        "routed_experts": False,
     }
     return Capabilities(**{**has, **changes})
 

@@ -3,8 +3,13 @@
 See docs/upstream.md. The mended behaviour is held by test_engine_vllm.py and test_engine_gap.py.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 
+from megarl.engines import engine_env
 from tests.engine_process import (
     EngineProcess,
     build_model,
@@ -60,7 +65,7 @@ def test_rotary_operator_on_cpu_is_wrong_with_latent_attention(process, without,
 
 def test_softmax_routing_where_config_json_names_none(process, without, tmp_path):
     path = build_model(tmp_path, "deepseek_v3")
-    without(ARGS, "_missing_routing", "topk_method_alone")  # with neither, vLLM has no place for the expert bias
+    without(ARGS, "_missing_routing", "topk_method_alone")
     process.start(spec(path))
     assert largest_gap(process, load_model(path)) > 100 * BOUND
 
@@ -93,3 +98,16 @@ def test_reload_leaves_a_tied_output_layer_packed(process, without, tmp_path):
     update(process, sender, change(model, 1, tmp_path))
     assert largest_gap(process, model) > 100 * BOUND
     sender.close()
+
+
+def test_expert_kernel_on_cpu_ignores_the_expert_map():
+    """Read, not run: with expert parallel it ends its process."""
+    code = (
+        "import inspect; from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as E;"
+        "print(inspect.getsource(E.apply).count('expert_map'))"
+    )
+    environment = os.environ | engine_env("vllm", {}, threads=1)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=200
+    )
+    assert done.stdout.split()[-1] == "1", "it does more with the map than to take it"
