@@ -123,6 +123,7 @@ class TrainerWorker:
                 self.platform.device()
             ),
             lengths=[len(vectors.tokens) for _, vectors in members],
+            counted=[sample.loss_weight > 0 for sample, _ in members],
             vectors={
                 "loss_mask": join(masks),
                 "loss_weights": join(

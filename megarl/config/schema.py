@@ -71,7 +71,16 @@ class MegatronConfig:
         False,
         "Hold all logits for the backward pass instead of computing them again block by block: a third less work in the output layer, and tokens x vocabulary / TP numbers of memory.",
     )
-    moe_aux_loss_coef: float = key(0.0, "Coefficient of the MoE load-balancing loss. 0 switches it off.", at_least=0)
+    moe_aux_loss_coef: float = key(
+        0.0,
+        "Coefficient of the MoE load-balancing loss: DeepSeek-V3's sequence-wise loss (arXiv 2412.19437, equations 17-20) of each layer, a mean over all tokens of the mini batch. 0 switches it off.",
+        at_least=0,
+    )
+    moe_z_loss_coef: float = key(
+        0.0,
+        "Coefficient of the router z-loss (arXiv 2202.08906) of each layer, a mean over all tokens of the mini batch. 0 switches it off.",
+        at_least=0,
+    )
     routing_replay: Literal["none", "old_log_probs", "rollout"] = key(
         "none",
         "MoE: in the update, send each token to the experts that it went to in the old-log-prob pass (`old_log_probs`: R2), or, in both passes, in the engine (`rollout`: R3; the engine must return them, which vLLM does on CUDA).",

@@ -256,6 +256,24 @@ def _parallel_sizes(recipe: Recipe) -> None:
 
 
 @check
+def _router_losses_are_ours(recipe: Recipe) -> None:
+    """Megatron's own router losses depend on how the batch is split."""
+    megatron = recipe.megatron
+    for name, remedy in (
+        ("moe_aux_loss_coeff", "set megatron.moe_aux_loss_coef"),
+        ("moe_z_loss_coeff", "set megatron.moe_z_loss_coef"),
+        ("moe_router_load_balancing_type", "leave it out; megatron.moe_aux_loss_coef sets the balance loss"),
+    ):
+        if name in megatron.extra:
+            raise RecipeError(
+                f"megatron.extra.{name}",
+                "Megatron's own router losses change with micro batches and layout; megarl has its own in their place",
+                remedy,
+                value=megatron.extra[name],
+            )
+
+
+@check
 def _files_are_named(recipe: Recipe) -> None:
     for name in ("train_files", "eval_files"):
         for file in getattr(recipe.data, name):

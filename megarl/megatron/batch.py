@@ -27,11 +27,19 @@ class MicroBatch:
     vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # each [T]
     routing: Routing | None = None  # mixture of experts: to be recorded or replayed; None: routers choose freely
     images: Images | None = None  # None: text alone
+    counted: list[bool] | None = None  # of the sequences: whether the loss counts them; None: all of them
 
     def __post_init__(self) -> None:
         assert sum(self.lengths) == len(self.tokens), (self.lengths, len(self.tokens))
+        assert self.counted is None or len(self.counted) == len(self.lengths), (self.counted, self.lengths)
         for name, vector in self.vectors.items():
             assert len(vector) == len(self.tokens), (name, len(vector), len(self.tokens))
+
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens of the sequences that the loss counts, prompts included."""
+        counted = self.counted or [True] * len(self.lengths)
+        return sum(length for length, counts in zip(self.lengths, counted, strict=True) if counts)
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,8 @@ class PackedStream:
     tokens: torch.Tensor  # int64 [share]: this rank's part of the stream
     positions: torch.Tensor  # int64 [share], or [3, share] for a model that reads images: position in the sequence
     labels: torch.Tensor  # int64 [share]: the token that follows; 0 where none does
+    sequences: torch.Tensor  # int64 [share]: which sequence; -1 for padding and for sequences that do not count
+    lengths: torch.Tensor  # int64 [sequences]: without padding
     cu_seqlens: torch.Tensor  # int32 [sequences + 1]: offsets of the padded sequences in the whole stream
     longest: int  # padded length of the longest sequence
     sources: torch.Tensor  # int64 [T - sequences]
@@ -123,6 +133,8 @@ def pack(
         tokens=stream.to(device),
         positions=positions.to(device),
         labels=labels.to(device),
+        sequences=_sequences(batch, row_tokens).to(device),
+        lengths=lengths.to(device),
         cu_seqlens=cu_seqlens.to(device, torch.int32),
         longest=int(padded.max()),
         sources=sources.to(device),
@@ -132,6 +144,15 @@ def pack(
         routing=batch.routing,
         images=_stream_images(batch, row_tokens, image_layout),
     )
+
+
+def _sequences(batch: MicroBatch, row_tokens: torch.Tensor) -> torch.Tensor:
+    """`PackedStream.sequences` of a rank that holds `row_tokens`."""
+    numbers = torch.arange(len(batch.lengths))
+    if batch.counted is not None:
+        numbers = numbers.where(torch.tensor(batch.counted), -1)
+    of_token = numbers.repeat_interleave(torch.tensor(batch.lengths))
+    return of_token[row_tokens].where(row_tokens >= 0, -1)
 
 
 def _stream_images(batch: MicroBatch, row_tokens: torch.Tensor, layout: ImageLayout | None) -> StreamImages | None:

@@ -29,7 +29,7 @@ _CHANGE = export.Change(without=("lm_head.weight",), beyond=(WEIGHT, BIAS))
 class CriticTrainer(Trainer):
     """A model with a value head. `recipe` is the critic's view of the recipe: see config/critic.py."""
 
-    names = StepMetrics("critic/grad_norm", "critic/lr", "critic/skipped_updates")
+    names = StepMetrics("critic/grad_norm", "critic/lr", "critic/skipped_updates", "critic")
 
     def __init__(self, recipe: Recipe, platform: Platform, total_optimizer_steps: int) -> None:
         super().__init__(recipe, platform, total_optimizer_steps, value_head=True)

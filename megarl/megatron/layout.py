@@ -152,8 +152,9 @@ def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_par
             raise ValueError(
                 f"megatron.routing_replay={megatron.routing_replay} needs a mixture of experts; this model is dense."
             )
-        if megatron.moe_aux_loss_coef:
-            raise ValueError("megatron.moe_aux_loss_coef needs a mixture of experts; this model is dense.")
+        for name in ("moe_aux_loss_coef", "moe_z_loss_coef"):
+            if getattr(megatron, name):
+                raise ValueError(f"megatron.{name} needs a mixture of experts; this model is dense.")
         return
     if experts % ep:
         raise ValueError(f"megatron.expert_parallel={ep} does not divide the model's {experts} experts.")

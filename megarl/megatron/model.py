@@ -188,10 +188,10 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
     elif megatron.recompute == "selective":
         settings.update(recompute_granularity="selective")
     if number_of_experts(text_fields(hf_config.to_dict())):
-        balanced = megatron.moe_aux_loss_coef > 0
         settings.update(
-            moe_aux_loss_coeff=megatron.moe_aux_loss_coef,
-            moe_router_load_balancing_type="aux_loss" if balanced else "none",
+            # Megatron's own depend on the split: see router_losses.py.
+            moe_aux_loss_coeff=0.0,
+            moe_router_load_balancing_type="none",
             # Routing biases that drift by themselves would change the policy without a gradient.
             moe_router_bias_update_rate=0.0,
         )

@@ -1,46 +1,142 @@
-"""The router's auxiliary losses, at one strength whatever the layout."""
+"""The router's auxiliary losses: sums over sequences and tokens, so that no split of the batch changes them.
+
+Balance loss: DeepSeek-V3's complementary sequence-wise loss (arXiv 2412.19437, equations 17-20). For a sequence of
+T tokens in a layer with N experts, of which K are chosen, and scores s normalised over the experts,
+
+    sum_i f_i P_i,    f_i = N / (K T) x (tokens whose K highest scores include expert i),    P_i = mean of s_i.
+
+It is 1 where load is even. Chosen here means by score alone, without group limits or routing biases. A sequence
+weighs as much as it has tokens. z-loss: the square of logsumexp of a token's router logits (arXiv 2202.08906).
+
+Both are means over all tokens of the mini batch's sequences that the loss counts, prompts included; padding, and
+sequences that only fill an empty micro batch, are left out. What a layer adds to the loss is coefficient x mean.
+
+Megatron 0.16.1's own losses are not used: they depend on which sequences share a micro batch, and count padding.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
 
-from megarl.megatron.batch import MicroBatch, padded_lengths
+from megarl.megatron.batch import MicroBatch, PackedStream
+from megarl.megatron.stream_context import current
+
+_BALANCE, _Z, _LOAD = 0, 1, slice(2, None)  # columns of the statistics
 
 
 class RouterLosses:
-    """Gives Megatron's load-balancing and z-loss the weight of a mean over the mini batch.
+    """Adds both losses to the gradient of every router of `chunks`, and measures them and the experts' load."""
 
-    With gradients that simply add up (see step.py), Megatron weighs the loss of each micro batch and rank
-    by its own number of tokens and leaves the division by all tokens to a later scaling, which we do not
-    have: the coefficients are divided instead, before each step.
+    def __init__(self, chunks: list[Any], config: Any, *, balance: float, z: float) -> None:
+        self.config, self.balance, self.z = config, balance, z
+        self._tokens = 1.0
+        self._statistics = torch.empty(0)
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, TopKRouter):
+                    module.routing = partial(self._route, module, module.routing)
 
-    The load-balancing loss is not linear in the tokens it is computed over, so it still depends on which
-    sequences share a micro batch, and it counts padding (at most 2 x CP tokens a sequence and TP tokens a
-    micro batch). Over TP, PP, EP and data parallel, the same micro batches give the same loss.
+    def begin(self, micro_batches: list[MicroBatch], device: torch.device) -> None:
+        """Start a mini batch of which this data-parallel rank has `micro_batches`. Collective."""
+        if not self.config.num_moe_experts:
+            return
+        tokens = torch.tensor(float(sum(batch.counted_tokens for batch in micro_batches)), device=device)
+        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+        self._tokens = max(tokens.item(), 1.0)
+        self._statistics = torch.zeros(self.config.num_layers, self.config.num_moe_experts + 2, device=device)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the mini batch that has been computed since `begin`, over all ranks. Collective; {} for a dense model.
+
+        `moe_aux_loss` and `moe_z_loss`, where their coefficient is set: mean over layers, before the coefficient.
+        `moe_load/...`: tokens of a layer's busiest expert over the mean of its experts, the largest and the mean of
+        all layers; 1 is even.
+        """
+        if not self.config.num_moe_experts:
+            return {}
+        # A token is in one router of a layer on one rank of the world.
+        dist.all_reduce(self._statistics)
+        rows = self._statistics[self._statistics[:, _LOAD].sum(1) > 0].double().cpu()
+        if not len(rows):
+            return {}
+        load = rows[:, _LOAD].amax(1) / rows[:, _LOAD].mean(1)
+        metrics = {"moe_load/max": load.max().item(), "moe_load/mean": load.mean().item()}
+        if self.balance:
+            metrics["moe_aux_loss"] = rows[:, _BALANCE].mean().item()
+        if self.z:
+            metrics["moe_z_loss"] = rows[:, _Z].mean().item()
+        return metrics
+
+    def _route(
+        self,
+        router: TopKRouter,
+        routing: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        logits: torch.Tensor,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Megatron's `routing` of logits [s, b, experts], with the losses attached to what it reads and returns."""
+        if not (router.training and torch.is_grad_enabled()):  # what is computed again comes back with gradients
+            return routing(logits, **kwargs)
+        stream = current()
+        sequences = self._rows_here(stream)
+        real = sequences >= 0
+        statistics = self._statistics[router.layer_number - 1]
+        if self.z:
+            squares = logits.flatten(0, -2).float().logsumexp(-1).square()
+            z = squares.where(real, squares.new_zeros(())).sum() / self._tokens
+            logits = _Attach.apply(logits, self.z * z)
+            statistics[_Z] += z.detach()
+        probs, chosen = routing(logits, **kwargs)
+        if self.balance:
+            balance = self._balance(router, logits, sequences, stream.lengths)
+            probs = _Attach.apply(probs, self.balance * balance)
+            statistics[_BALANCE] += balance.detach()
+        statistics[_LOAD] += real.float() @ chosen.float()
+        return probs, chosen
+
+    def _balance(
+        self, router: TopKRouter, logits: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """This rank's part of the balance loss: each of its tokens' scores times what their sequence's counts ask."""
+        top, scores = compute_routing_scores_for_aux_loss(
+            logits.flatten(0, -2).float(), router.topk, router.score_function, fused=self.config.moe_router_fusion
+        )
+        members = (torch.arange(len(lengths), device=sequences.device)[:, None] == sequences).float()
+        counts = members @ top.float()
+        group = parallel_state.get_tensor_and_context_parallel_group()
+        if dist.get_world_size(group) > 1:  # a sequence's tokens lie on all of these ranks
+            dist.all_reduce(counts, group=group)
+        # T x sum_i f_i P_i over all tokens of the mini batch: T cancels once.
+        slopes = counts * (self.config.num_moe_experts / (router.topk * self._tokens * lengths[:, None]))
+        return (scores * (members.T @ slopes)).sum()
+
+    def _rows_here(self, stream: PackedStream) -> torch.Tensor:
+        """Sequence of each token that this rank's routers see: sequence parallel cuts them over TP ranks."""
+        if not self.config.sequence_parallel:
+            return stream.sequences
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        return stream.sequences.chunk(self.config.tensor_model_parallel_size)[rank]
+
+
+class _Attach(torch.autograd.Function):
+    """Returns `carrier`, and gives `loss` the gradient 1 when the backward pass comes by, whatever reaches `carrier`.
+
+    Megatron's own (MoEAuxLossAutoScaler) multiplies by a scale that its schedules set.
     """
 
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        names = ("moe_aux_loss_coeff", "moe_z_loss_coeff") if config.num_moe_experts else ()
-        self.coefficients = {name: getattr(config, name) for name in names if getattr(config, name)}
+    @staticmethod
+    def forward(ctx: Any, carrier: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = loss.dtype
+        return carrier.view_as(carrier)
 
-    def scale(self, micro_batches: list[MicroBatch], device: torch.device) -> None:
-        """Set this step's coefficients. Collective over data-parallel ranks, if there is any such loss."""
-        if not self.coefficients:
-            return
-        tokens = torch.tensor(float(sum(self._tokens_on_rank(batch) for batch in micro_batches)), device=device)
-        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
-        for name, value in self.coefficients.items():
-            scaled = [v / tokens.item() for v in value] if isinstance(value, list) else value / tokens.item()
-            setattr(self.config, name, scaled)
-
-    def _tokens_on_rank(self, batch: MicroBatch) -> int:
-        """Tokens of the packed stream that one router sees."""
-        context = self.config.context_parallel_size
-        pieces = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        padded = padded_lengths(batch.lengths, context_parallel=context, sequence_parallel=pieces)
-        return sum(padded) // (context * pieces)
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grad, torch.ones((), dtype=ctx.dtype, device=grad.device)

@@ -6,10 +6,14 @@ and experts below do not get it. Under pipelining, micro batches alternate, so "
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.megatron.batch import PackedStream
@@ -43,12 +47,26 @@ def watch(chunk: Any) -> None:
     for module in chunk.modules():
         if isinstance(module, TransformerLayer):
             module.register_forward_pre_hook(_remember, with_kwargs=True)
+        if isinstance(module, MoELayer) and module.moe_layer_recompute:
+            module.router.register_forward_pre_hook(partial(_remember_without_layer, deque()))
 
 
 def current() -> PackedStream:
     """The stream of the layer that is being computed."""
     assert _current is not None, "no layer of a watched model is being computed"
     return _current
+
+
+def _remember_without_layer(waiting: deque[PackedStream], router: Any, _: Any) -> None:
+    """A mixture of experts that is computed again, and not the layer around it: in the order of the micro batches,
+    whatever the pipeline computed in between."""
+    global _current
+    if not router.training:
+        return
+    if torch.is_grad_enabled():
+        _current = waiting.popleft()
+    else:
+        waiting.append(current())
 
 
 def _remember(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ class StepMetrics(NamedTuple):
     grad_norm: str
     lr: str
     skipped: str
+    routers: str  # what the names of the routers' metrics begin with
 
 
 class Trainer:
@@ -67,7 +68,12 @@ class Trainer:
         self.recipe, self.platform, self.total_steps = recipe, platform, total_optimizer_steps
         self.model: Model = build(recipe, platform, value_head=value_head)
         configure(self.model.config)
-        self._router_losses = RouterLosses(self.model.config)
+        self._router_losses = RouterLosses(
+            self.model.chunks,
+            self.model.config,
+            balance=recipe.megatron.moe_aux_loss_coef,
+            z=recipe.megatron.moe_z_loss_coef,
+        )
         self.optimizer = build_optimizer(
             recipe.actor.optimizer,
             self.model.chunks,
@@ -151,7 +157,7 @@ class Trainer:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        self._router_losses.scale(micro_batches, self.platform.device())
+        self._router_losses.begin(micro_batches, self.platform.device())
         contributions = self._run(micro_batches, loss, head, forward_only=False)
         self.step += 1
         config = self.recipe.actor.optimizer
@@ -160,12 +166,14 @@ class Trainer:
         if not updated:
             logger.warning("optimizer step %d skipped: the gradient norm is %s", self.step, norm)
         peak = _highest(self.platform.peak_memory(), self.platform.device())
+        routers = self._router_losses.metrics()
         if contributions is None:
             return None
         own = {
             self.names.grad_norm: norm,
             self.names.lr: rate,
             self.names.skipped: float(not updated),
+            **{f"{self.names.routers}/{name}": value for name, value in routers.items()},
             "perf/max_memory_allocated_gb": peak,
         }
         return {**_sum_metrics(contributions, self.platform.device()), **own}
@@ -202,7 +210,7 @@ class Trainer:
 class PolicyTrainer(Trainer):
     """The actor's trainer: log-probs, policy updates, and the reference policy's weights."""
 
-    names = StepMetrics("actor/grad_norm", "actor/lr", "actor/skipped_updates")
+    names = StepMetrics("actor/grad_norm", "actor/lr", "actor/skipped_updates", "actor")
 
     def __init__(self, recipe: Recipe, platform: Platform, total_optimizer_steps: int) -> None:
         super().__init__(recipe, platform, total_optimizer_steps)

@@ -1,0 +1,217 @@
+"""One batch, the ways to split it, and how far apart what they compute is: what the invariance tests and
+benchmarks/numerics.py share.
+
+Everything goes the way a run takes: groups -> `plan_step` -> `TrainerWorker` -> the metrics of a step. The gradient
+is read off the weights: Adam without memory and with an epsilon far above every gradient is plain descent, so the
+change of each exported weight is its gradient times a constant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.config.schema import Recipe
+from megarl.controller import combine_gaps
+from megarl.types import Group, InlineData, Sample, SampleTokens
+
+ROOT = Path(__file__).parent.parent
+PROMPTS = [47, 98, 31, 71]
+"""Prompt lengths of the groups, in tokens; lengths here are spread like those of GSM8K's questions and answers."""
+RESPONSES = [[88, 121, 35], [64, 9, 143], [52, 77, 29], [118, 60, 96]]
+TRUNCATED = (3, 0)
+"""A sample that the loss leaves out (`algorithm.overlong.filter`)."""
+MEAN_LOG_PROB = -5.55  # of the untrained models over 256 tokens
+STEP = 1e4
+"""How far weights move a unit of gradient: far enough for a float32 weight to hold seven digits of it."""
+EPSILON = 1e3  # gradients are below 1, so Adam's denominator is this number to within 0.1 %, and the same in all cases
+AUX = {"moe_aux_loss_coef": 0.3, "moe_z_loss_coef": 0.01}
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+WHOLE = 100_000  # tokens: a micro batch that holds everything
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one layout's batch is cut and weighed."""
+
+    max_tokens: int = 400
+    aggregation: str = "token_mean"
+    packing: bool = True
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model on some processes, and the splits of the batch it computes."""
+
+    model: str
+    processes: int = 1
+    megatron: dict[str, Any] = field(default_factory=dict)
+    splits: tuple[Split, ...] = (Split(),)
+
+    @property
+    def name(self) -> str:
+        settings = [f"{key}={value}" for key, value in self.megatron.items() if key not in AUX and key != "extra"]
+        again = self.megatron.get("extra", {}).get("recompute_modules", [])
+        losses = ["router losses"] if set(AUX) <= set(self.megatron) else []
+        return " ".join([self.model, f"{self.processes} processes", *settings, *again, *losses])
+
+
+@dataclass(frozen=True)
+class Case:
+    """One split of one layout."""
+
+    layout: Layout
+    split: Split
+
+    @property
+    def name(self) -> str:
+        form = "packed" if self.split.packing else "padded"
+        return f"{self.layout.name} | {form} {self.split.max_tokens} {self.split.aggregation}"
+
+    @property
+    def file(self) -> str:
+        return self.name.replace(" ", "-").replace("|", "") + ".pt"
+
+    @property
+    def reference(self) -> Case:
+        """One process, one micro batch."""
+        losses = {key: value for key, value in self.layout.megatron.items() if key in AUX}
+        return Case(Layout(self.layout.model, 1, losses), Split(WHOLE, self.split.aggregation))
+
+
+def cases_of(layouts: Iterable[Layout]) -> list[Case]:
+    return [Case(layout, split) for layout in layouts for split in layout.splits]
+
+
+def batch() -> list[Group]:
+    """Four groups of three samples: real tokens of different lengths, prompts and a tool's output masked."""
+    random = np.random.default_rng(11)
+    groups = []
+    for number, (prompt, responses) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
+        vectors, samples = [], []
+        for index, response in enumerate(responses):
+            mask = np.arange(prompt + response) >= prompt
+            if response > 100:
+                mask[prompt + 40 : prompt + 60] = False
+            noise = random.normal(MEAN_LOG_PROB, 0.25, len(mask))
+            tokens = random.integers(0, 250, len(mask)).astype(np.int32)
+            vectors.append(SampleTokens(tokens, mask, np.where(mask, noise, 0.0).astype(np.float32)))
+            samples.append(
+                Sample(
+                    group=number,
+                    index=index,
+                    data=InlineData(vectors),
+                    prompt_length=prompt,
+                    response_length=response,
+                    loss_tokens=int(mask.sum()),
+                    reward=float(random.normal()),
+                    finish_reason="length" if (number, index) == TRUNCATED else "stop",
+                )
+            )
+        groups.append(Group(number, f"prompt/{number}", "test", 0, samples))
+    return groups
+
+
+def recipe_of(layout: Layout, model: Path) -> Recipe:
+    """PPO's clipped loss with entropy bonus and KL; one optimizer step."""
+    recipe = Recipe()
+    recipe.model.path, recipe.model.dtype = str(model), "float32"
+    recipe.algorithm.entropy_coef, recipe.algorithm.kl_coef = 0.01, 0.1
+    recipe.algorithm.overlong.filter = True
+    recipe.rollout.max_response_length = 160
+    recipe.rollout.temperature = 0.9
+    recipe.cluster.device = "cpu"
+    optimizer = recipe.actor.optimizer
+    optimizer.lr, optimizer.eps, optimizer.betas = STEP * EPSILON, EPSILON, (0.0, 0.0)
+    optimizer.weight_decay, optimizer.clip_grad = 0.0, 0.0
+    for key, value in layout.megatron.items():
+        setattr(recipe.megatron, key, value)
+    return recipe
+
+
+def apply(split: Split, recipe: Recipe) -> None:
+    recipe.actor.max_tokens_per_micro_batch = split.max_tokens
+    recipe.algorithm.aggregation = split.aggregation
+
+
+def launch(layouts: Sequence[Layout], models: Path, output: Path, timeout: float = 600) -> None:
+    """Compute all splits of `layouts`, which want the same number of processes."""
+    processes = layouts[0].processes
+    assert {layout.processes for layout in layouts} == {processes}
+    file = output / f"layouts-{processes}.json"
+    file.write_text(json.dumps([asdict(layout) for layout in layouts]))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logs = [output / f"worker-{processes}-{rank}.log" for rank in range(processes)]
+    workers = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as stream:
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.invariance_worker", str(file), str(models), str(output)],
+                    cwd=ROOT,
+                    env={**environment, "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)},
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        codes = [worker.wait(timeout=timeout) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert not any(codes), "\n".join(log.read_text()[-4000:] for log in logs)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Largest relative differences of a case from its reference.
+
+    A number's is |a - b| / |b|. A gradient tensor's is max |a - b| / max |b|; the largest over all tensors, which
+    `tensor` names.
+    """
+
+    loss: float
+    metrics: float
+    metric: str  # the one that differs most
+    norm: float
+    gradient: float
+    tensor: str
+
+
+def difference(case: Case, results: Path) -> Difference:
+    got, expected = load(case, results), load(case.reference, results)
+    assert got["metrics"].keys() == expected["metrics"].keys(), got["metrics"].keys() ^ expected["metrics"].keys()
+    metrics = {name: _relative(value, expected["metrics"][name]) for name, value in got["metrics"].items()}
+    tensors = {
+        name: _relative((value - expected["gradient"][name]).abs().max().item(), 0.0, of=value.abs().max().item())
+        for name, value in got["gradient"].items()
+    }
+    metric, tensor = (max(d, key=lambda name, d=d: d[name]) for d in (metrics, tensors))
+    return Difference(
+        metrics["actor/loss"], metrics[metric], metric, metrics["actor/grad_norm"], tensors[tensor], tensor
+    )
+
+
+def load(case: Case, results: Path) -> dict[str, Any]:
+    """`metrics` of the step, the train/rollout gap included, and `gradient` by Hugging Face name."""
+    result = torch.load(results / case.file, weights_only=True)
+    gaps = [torch.load(file, weights_only=True) for file in sorted(results.glob(f"{case.file}.gap.*"))]
+    return {"metrics": {**result["metrics"], **combine_gaps(gaps)}, "gradient": result["gradient"]}
+
+
+def _relative(value: float, expected: float, of: float | None = None) -> float:
+    gap, size = abs(value - expected), abs(expected) if of is None else of
+    return gap / size if gap else 0.0
