@@ -12,6 +12,7 @@ from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.shaping import counts_in_loss, group_numbers
 from megarl.config.schema import Recipe
 from megarl.flops import ModelFlops
+from megarl.padded_schedule import plan_padded_micro_batches
 from megarl.schedule import Plan, Slot, imbalance, plan_micro_batches, share, split_evenly
 from megarl.types import Group, Metrics, Sample, Shard, ShardSample
 
@@ -53,7 +54,10 @@ def plan_step(
         tokens = loss_tokens[members.start : members.stop]
         weights = AGGREGATIONS[recipe.algorithm.aggregation](tokens, recipe.rollout.max_response_length)
         own_lengths, own_costs = lengths[members], costs[members]
-        plan = plan_micro_batches(own_lengths, data_parallel, limit, micro_batches_multiple_of, own_costs)
+        if recipe.megatron.packing:
+            plan = plan_micro_batches(own_lengths, data_parallel, limit, micro_batches_multiple_of, own_costs)
+        else:
+            plan = plan_padded_micro_batches(own_lengths, data_parallel, limit, micro_batches_multiple_of)
         packing.add(plan, own_lengths, own_costs, limit)
         for shard, micro_batches in zip(shards, plan, strict=True):
             shard.loss_tokens.append(int(tokens.sum()))

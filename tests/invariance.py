@@ -24,17 +24,20 @@ import torch
 from megarl.config.schema import Recipe
 from megarl.controller import combine_gaps
 from megarl.types import Group, InlineData, Sample, SampleTokens
+from tests.megatron_models import write_model
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = [47, 98, 31, 71]
 """Prompt lengths of the groups, in tokens; lengths here are spread like those of GSM8K's questions and answers."""
-RESPONSES = [[88, 121, 35], [64, 9, 143], [52, 77, 29], [118, 60, 96]]
+RESPONSES = [[88, 121, 35], [64, 9, 143], [52, 77, 29], [118, 60]]
+"""Eleven samples: a number that two ranks cannot share evenly, one sample a micro batch."""
 TRUNCATED = (3, 0)
 """A sample that the loss leaves out (`algorithm.overlong.filter`)."""
 MEAN_LOG_PROB = -5.55  # of the untrained models over 256 tokens
 STEP = 1e4
 """How far weights move a unit of gradient: far enough for a float32 weight to hold seven digits of it."""
 EPSILON = 1e3  # gradients are below 1, so Adam's denominator is this number to within 0.1 %, and the same in all cases
+EXPERTS_AGAIN = {"extra": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}
 AUX = {"moe_aux_loss_coef": 0.3, "moe_z_loss_coef": 0.01}
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 WHOLE = 100_000  # tokens: a micro batch that holds everything
@@ -61,9 +64,9 @@ class Layout:
     @property
     def name(self) -> str:
         settings = [f"{key}={value}" for key, value in self.megatron.items() if key not in AUX and key != "extra"]
-        again = self.megatron.get("extra", {}).get("recompute_modules", [])
-        losses = ["router losses"] if set(AUX) <= set(self.megatron) else []
-        return " ".join([self.model, f"{self.processes} processes", *settings, *again, *losses])
+        again = ["recompute=moe"] if "extra" in self.megatron else []
+        losses = ["router-losses"] if set(AUX) <= set(self.megatron) else []
+        return " ".join([self.model, f"processes={self.processes}", *settings, *again, *losses])
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ def cases_of(layouts: Iterable[Layout]) -> list[Case]:
 
 
 def batch() -> list[Group]:
-    """Four groups of three samples: real tokens of different lengths, prompts and a tool's output masked."""
+    """Four groups: tokens of different lengths, prompts and a tool's output masked."""
     random = np.random.default_rng(11)
     groups = []
     for number, (prompt, responses) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
@@ -142,6 +145,7 @@ def recipe_of(layout: Layout, model: Path) -> Recipe:
 def apply(split: Split, recipe: Recipe) -> None:
     recipe.actor.max_tokens_per_micro_batch = split.max_tokens
     recipe.algorithm.aggregation = split.aggregation
+    recipe.megatron.packing = split.packing
 
 
 def launch(layouts: Sequence[Layout], models: Path, output: Path, timeout: float = 600) -> None:
@@ -177,31 +181,38 @@ def launch(layouts: Sequence[Layout], models: Path, output: Path, timeout: float
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest relative differences of a case from its reference.
+    """Relative differences of a case from its reference.
 
-    A number's is |a - b| / |b|. A gradient tensor's is max |a - b| / max |b|; the largest over all tensors, which
-    `tensor` names.
+    A number's is |a - b| / |b|; a tensor's, element by element, max |a - b| / max |b|; the whole gradient's, over all
+    its elements, ||a - b|| / ||b||.
     """
 
     loss: float
-    metrics: float
-    metric: str  # the one that differs most
-    norm: float
+    metric: float  # of the metric that differs most
+    metric_name: str
+    grad_norm: float
     gradient: float
-    tensor: str
+    tensor: float  # of the gradient tensor that differs most
+    tensor_name: str
 
 
 def difference(case: Case, results: Path) -> Difference:
     got, expected = load(case, results), load(case.reference, results)
-    assert got["metrics"].keys() == expected["metrics"].keys(), got["metrics"].keys() ^ expected["metrics"].keys()
-    metrics = {name: _relative(value, expected["metrics"][name]) for name, value in got["metrics"].items()}
-    tensors = {
-        name: _relative((value - expected["gradient"][name]).abs().max().item(), 0.0, of=value.abs().max().item())
-        for name, value in got["gradient"].items()
-    }
-    metric, tensor = (max(d, key=lambda name, d=d: d[name]) for d in (metrics, tensors))
+    metrics = {name: _relative(got["metrics"][name], value) for name, value in expected["metrics"].items()}
+    assert got["metrics"].keys() == metrics.keys(), got["metrics"].keys() ^ metrics.keys()
+    gaps = {name: got["gradient"][name] - tensor for name, tensor in expected["gradient"].items()}
+    assert got["gradient"].keys() == gaps.keys(), got["gradient"].keys() ^ gaps.keys()
+    tensors = {name: _share(gap.abs().max(), expected["gradient"][name].abs().max()) for name, gap in gaps.items()}
+    whole = _share(_norm(gaps.values()), _norm(expected["gradient"].values()))
+    metric, tensor = max(metrics, key=metrics.__getitem__), max(tensors, key=tensors.__getitem__)
     return Difference(
-        metrics["actor/loss"], metrics[metric], metric, metrics["actor/grad_norm"], tensors[tensor], tensor
+        loss=metrics["actor/loss"],
+        metric=metrics[metric],
+        metric_name=metric,
+        grad_norm=metrics["actor/grad_norm"],
+        gradient=whole,
+        tensor=tensors[tensor],
+        tensor_name=tensor,
     )
 
 
@@ -212,6 +223,86 @@ def load(case: Case, results: Path) -> dict[str, Any]:
     return {"metrics": {**result["metrics"], **combine_gaps(gaps)}, "gradient": result["gradient"]}
 
 
-def _relative(value: float, expected: float, of: float | None = None) -> float:
-    gap, size = abs(value - expected), abs(expected) if of is None else of
-    return gap / size if gap else 0.0
+def _relative(value: float, expected: float) -> float:
+    return _share(torch.tensor(abs(value - expected), dtype=torch.float64), torch.tensor(abs(expected)))
+
+
+def _share(gap: torch.Tensor, size: torch.Tensor) -> float:
+    return (gap / size).item() if gap else 0.0
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([tensor.square().sum() for tensor in tensors]).sum().sqrt()
+
+
+def quick() -> list[Layout]:
+    """A set that covers each way to split once."""
+    moe, padded = "qwen3_moe", Split(packing=False)
+    return [
+        Layout(moe, 1, AUX, (*(Split(WHOLE, name) for name in AGGREGATIONS), Split(), padded)),
+        Layout(moe, 1, {}, (Split(WHOLE),)),
+        Layout("deepseek_v3", 1, AUX, (Split(WHOLE), Split())),
+        Layout(moe, 2, AUX, (Split(), Split(1, "seq_mean_token_sum_norm"))),
+        Layout(moe, 2, {**AUX, "tensor_parallel": 2, "expert_parallel": 2}, (Split(), padded)),
+        Layout(moe, 2, {**AUX, "context_parallel": 2}, (Split(aggregation="seq_mean_token_sum"), padded)),
+        Layout(
+            moe,
+            2,
+            {**AUX, "pipeline_parallel": 2, "virtual_pipeline": 2},
+            (Split(aggregation="seq_mean_token_mean"), padded),
+        ),
+        Layout(moe, 2, {**AUX, "pipeline_parallel": 2, **EXPERTS_AGAIN}),
+        Layout("deepseek_v3", 2, {**AUX, "tensor_parallel": 2}),
+        Layout("deepseek_v3", 2, {**AUX, "context_parallel": 2}, (padded,)),
+    ]
+
+
+def full() -> list[Layout]:
+    """Each layout packed, padded, whole and a sequence at a time, and under every aggregation."""
+    forms = (Split(WHOLE), Split(), Split(packing=False), Split(1))
+    splits = (*forms, *(Split(aggregation=name) for name in AGGREGATIONS[1:]))
+    references = (*splits, *(Split(WHOLE, name) for name in AGGREGATIONS[1:]))
+    two: list[dict[str, Any]] = [
+        {},
+        {"tensor_parallel": 2},
+        {"context_parallel": 2},
+        {"pipeline_parallel": 2},
+        {"pipeline_parallel": 2, "virtual_pipeline": 2},
+    ]
+    experts: list[dict[str, Any]] = [
+        {"expert_parallel": 2},
+        {"tensor_parallel": 2, "expert_parallel": 2},
+        {"pipeline_parallel": 2, "recompute": "full"},
+        {"pipeline_parallel": 2, **EXPERTS_AGAIN},
+    ]
+    four: list[dict[str, Any]] = [
+        {},
+        {"tensor_parallel": 2, "context_parallel": 2},
+        {"tensor_parallel": 2, "pipeline_parallel": 2},
+        {"context_parallel": 2, "pipeline_parallel": 2},
+    ]
+    experts_on_four: list[dict[str, Any]] = [
+        {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 4},
+        {"tensor_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+    ]
+    of_model = [
+        ("qwen3", {}, two, four),
+        ("qwen3_moe", {}, experts[:2], []),
+        ("qwen3_moe", AUX, [*two, *experts], [*four, *experts_on_four]),
+        ("deepseek_v3", AUX, [*two[:4], *experts[:2]], experts_on_four[:1]),
+    ]
+    layouts = []
+    for model, losses, on_two, on_four in of_model:
+        layouts.append(Layout(model, 1, losses, references))
+        layouts += [Layout(model, 2, {**losses, **sizes}, splits) for sizes in on_two]
+        layouts += [Layout(model, 4, {**losses, **sizes}, splits) for sizes in on_four]
+    return layouts
+
+
+def run(layouts: Sequence[Layout], output: Path, timeout: float = 600) -> None:
+    """Write the models, and compute all splits of `layouts`: one launch for each number of processes."""
+    models = output / "models"
+    for model in sorted({layout.model for layout in layouts}):
+        write_model(model, models)
+    for processes in sorted({layout.processes for layout in layouts}):
+        launch([layout for layout in layouts if layout.processes == processes], models, output, timeout)

@@ -57,6 +57,7 @@ LATENT = {
         (DENSE, 2, {"expert_parallel": 2}, "dense"),
         (DENSE, 2, {"tensor_parallel": 2, "expert_tensor_parallel": 2}, "dense"),
         (DENSE, 1, {"moe_aux_loss_coef": 0.1}, "dense"),
+        (DENSE, 1, {"moe_z_loss_coef": 0.1}, "dense"),
         (VISION, 4, {"tensor_parallel": 4}, "vision tower's num_heads of 6"),
         (VISION, 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}, "virtual pipeline stages of qwen2_5_vl"),
         (SPARSE, 3, {"expert_parallel": 3}, "8 experts"),
@@ -211,9 +212,10 @@ def test_norm_and_rotation_have_the_gradients_they_say() -> None:
     assert torch.autograd.gradcheck(lambda a: rotate_packed(a, offsets, freqs), (t,))
 
 
+@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2)])
-def test_packing_pairs_each_logit_with_the_token_it_predicts(ranks: int, sequence_parallel: int) -> None:
-    batch = MicroBatch(torch.arange(100, 113), [5, 1, 7])
+def test_packing_pairs_each_logit_with_the_token_it_predicts(ranks: int, sequence_parallel: int, packing: bool) -> None:
+    batch = MicroBatch(torch.arange(100, 113), [5, 1, 7], counted=[True, False, True])
     streams = [
         pack(
             batch,
@@ -221,21 +223,34 @@ def test_packing_pairs_each_logit_with_the_token_it_predicts(ranks: int, sequenc
             context_rank=rank,
             sequence_parallel=sequence_parallel,
             device=torch.device("cpu"),
+            packing=packing,
         )
         for rank in range(ranks)
     ]
-    assert all(stream.share % sequence_parallel == 0 for stream in streams)
+    assert all(stream.as_read(stream.tokens).shape[1] % sequence_parallel == 0 for stream in streams)
     assert len({stream.share for stream in streams}) == 1
-    labels = torch.cat([stream.labels for stream in streams])
-    inputs = torch.cat([stream.tokens for stream in streams])
-    positions = torch.cat([stream.positions for stream in streams])
+    # The model reads [b, s] and its rows come out with s first.
+    inputs, positions = (
+        torch.cat([stream.as_read(getattr(stream, name)).T.flatten() for stream in streams])
+        for name in ("tokens", "positions")
+    )
+    labels, sequences, row_tokens = (
+        torch.cat([getattr(stream, name) for stream in streams]) for name in ("labels", "sequences", "row_tokens")
+    )
     first = streams[0]
     assert first.targets.tolist() == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12], "the first token of a sequence has none"
     assert labels[first.sources].tolist() == batch.tokens[first.targets].tolist()
     assert inputs[first.sources].tolist() == batch.tokens[first.targets - 1].tolist()
     assert positions[first.sources].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    real = row_tokens >= 0
+    assert sorted(row_tokens[real].tolist()) == list(range(13))
+    assert torch.equal(inputs[real], batch.tokens[row_tokens[real]])
+    expected = torch.tensor([0] * 5 + [-1] + [2] * 7)
+    assert torch.equal(sequences[real], expected[row_tokens[real]]) and (sequences[~real] == -1).all()
+    assert first.lengths.tolist() == [5, 1, 7] and batch.counted_tokens == 12
     if ranks == sequence_parallel == 1:
-        assert first.share == 13, "nothing is padded that need not be"
+        assert first.share == (13 if packing else 21), "nothing is padded that need not be"
+        assert first.as_read(first.tokens).shape == ((1, 13) if packing else (3, 7))
 
 
 def test_context_parallel_ranks_hold_chunks_from_both_ends() -> None:

@@ -71,6 +71,10 @@ class MegatronConfig:
         False,
         "Hold all logits for the backward pass instead of computing them again block by block: a third less work in the output layer, and tokens x vocabulary / TP numbers of memory.",
     )
+    packing: bool = key(
+        True,
+        "Sequences of a micro batch one after the other, without padding. Off: each padded to the longest of its micro batch, for attention kernels that know no packed sequences; `actor.max_tokens_per_micro_batch` then counts padding.",
+    )
     moe_aux_loss_coef: float = key(
         0.0,
         "Coefficient of the MoE load-balancing loss: DeepSeek-V3's sequence-wise loss (arXiv 2412.19437, equations 17-20) of each layer, a mean over all tokens of the mini batch. 0 switches it off.",

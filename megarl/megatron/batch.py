@@ -1,4 +1,4 @@
-"""A micro batch, and its packing into one stream that Megatron computes at once."""
+"""A micro batch, and how Megatron computes it at once: packed into one stream, or padded into a rectangle."""
 
 from __future__ import annotations
 
@@ -48,10 +48,13 @@ class PackedStream:
 
     The stream is the sequences, each padded to `padded_lengths`. Under context parallel a rank holds of
     each sequence, cut into 2n chunks, chunks r and 2n-1-r: the causal work is the same on all ranks.
-    `sources` and `targets` pair each logit row (over all ranks, in their order) with the token it predicts.
+    The model reads it as a batch of one, or, where it is not `packed`, as sequences of equal padded length, [b, s].
+    Its rows come out with s before b; `labels`, `sequences` and `row_tokens` are in this order. `sources` and
+    `targets` pair each row (over all ranks, in their order) with the token it predicts.
     """
 
-    tokens: torch.Tensor  # int64 [share]: this rank's part of the stream
+    packed: bool
+    tokens: torch.Tensor  # int64 [share]: this rank's part of the stream, sequence after sequence
     positions: torch.Tensor  # int64 [share], or [3, share] for a model that reads images: position in the sequence
     labels: torch.Tensor  # int64 [share]: the token that follows; 0 where none does
     sequences: torch.Tensor  # int64 [share]: which sequence; -1 for padding and for sequences that do not count
@@ -69,16 +72,25 @@ class PackedStream:
     def share(self) -> int:
         return len(self.tokens)
 
+    def as_read(self, flat: torch.Tensor) -> torch.Tensor:
+        """`tokens` or `positions` [..., share] -> [..., b, s]."""
+        return flat.unflatten(-1, (1 if self.packed else len(self.lengths), -1))
 
-def padded_lengths(lengths: list[int], *, context_parallel: int, sequence_parallel: int) -> list[int]:
-    """Each sequence's length in the stream: as it is, but for what cutting it over ranks needs.
+
+def padded_lengths(
+    lengths: list[int], *, context_parallel: int, sequence_parallel: int, packing: bool = True
+) -> list[int]:
+    """Each sequence's length in the stream: as it is, but for what cutting it over ranks needs; without `packing`,
+    that of the longest.
 
     Context parallel cuts each sequence into 2 x ranks chunks. Sequence parallel cuts a rank's part of the
-    stream into `sequence_parallel` pieces: the last sequence takes that padding.
+    stream (without packing: of each sequence) into `sequence_parallel` pieces: the last sequence takes that padding.
     """
     unit = 2 * context_parallel if context_parallel > 1 else 1
-    padded = [math.ceil(length / unit) * unit for length in lengths]
     whole = math.lcm(unit, context_parallel * sequence_parallel)
+    if not packing:
+        return [math.ceil(max(lengths) / whole) * whole] * len(lengths)
+    padded = [math.ceil(length / unit) * unit for length in lengths]
     padded[-1] += -sum(padded) % whole
     return padded
 
@@ -90,6 +102,7 @@ def pack(
     context_rank: int,
     sequence_parallel: int,
     device: torch.device,
+    packing: bool = True,
     image_layout: ImageLayout | None = None,
 ) -> PackedStream:
     """Lay `batch` out for one context-parallel rank. `sequence_parallel` is TP's size where SP is on, else 1;
@@ -98,7 +111,12 @@ def pack(
         check_images(batch.images, batch.tokens, batch.lengths, image_layout)
     lengths = torch.tensor(batch.lengths)
     padded = torch.tensor(
-        padded_lengths(batch.lengths, context_parallel=context_parallel, sequence_parallel=sequence_parallel)
+        padded_lengths(
+            batch.lengths,
+            context_parallel=context_parallel,
+            sequence_parallel=sequence_parallel,
+            packing=packing,
+        )
     )
     cu_seqlens = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     size, total = int(cu_seqlens[-1]), len(batch.tokens)
@@ -121,15 +139,15 @@ def pack(
     labels = torch.zeros(size, dtype=torch.int64)
     labels[sources] = stream[sources + 1]
 
-    if context_parallel > 1:
-        cuts = [_share(padded, cu_seqlens, context_parallel, rank) for rank in range(context_parallel)]
-        gathered = torch.empty(size, dtype=torch.int64)
-        gathered[torch.cat(cuts)] = torch.arange(size)
-        sources = gathered[sources]
-        stream, positions, labels, row_tokens = (
-            x[..., cuts[context_rank]] for x in (stream, positions, labels, row_tokens)
-        )
+    cuts = [_share(padded, cu_seqlens, context_parallel, rank) for rank in range(context_parallel)]
+    rows = cuts if packing else [cut.view(len(lengths), -1).T.flatten() for cut in cuts]
+    row_of = torch.empty(size, dtype=torch.int64)
+    row_of[torch.cat(rows)] = torch.arange(size)
+    sources = row_of[sources]
+    stream, positions = (x[..., cuts[context_rank]] for x in (stream, positions))
+    labels, row_tokens = (x[rows[context_rank]] for x in (labels, row_tokens))
     return PackedStream(
+        packed=packing,
         tokens=stream.to(device),
         positions=positions.to(device),
         labels=labels.to(device),
@@ -173,6 +191,8 @@ def _stream_images(batch: MicroBatch, row_tokens: torch.Tensor, layout: ImageLay
 
 def _share(padded: torch.Tensor, cu_seqlens: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     """Places in the stream that `rank` holds, in its own order."""
+    if ranks == 1:
+        return torch.arange(int(cu_seqlens[-1]))
     pieces = []
     for start, length in zip(cu_seqlens[:-1].tolist(), padded.tolist(), strict=True):
         chunk = length // (2 * ranks)

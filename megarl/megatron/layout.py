@@ -101,6 +101,8 @@ def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
 
 def _check_vision_tower(vision: dict[str, Any] | None, megatron: MegatronConfig) -> None:
     """Tensor parallel cuts it like the text part; pipeline stages do not: it is on the first one, whole."""
+    if vision and not megatron.packing:
+        raise ValueError("megatron.packing=false pads text; a model that reads images needs megatron.packing=true.")
     tp = megatron.tensor_parallel
     for name in ("num_heads", "intermediate_size"):
         if vision and vision.get(name, 0) % tp:

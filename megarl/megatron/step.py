@@ -48,6 +48,7 @@ def run(
     *,
     device: torch.device,
     forward_only: bool,
+    packing: bool = True,
     image_layout: ImageLayout | None = None,
 ) -> list[Any] | None:
     """Run the pipeline over `micro_batches`; gradients are left in the DDP buffers.
@@ -63,7 +64,7 @@ def run(
         assert len(micro_batches) % stages == 0, (
             f"{len(micro_batches)} micro batches: the interleaved schedule takes whole rounds of {stages} pipeline stages"
         )
-    packed = [(batch, _pack(batch, config, device, image_layout)) for batch in micro_batches]
+    packed = [(batch, _pack(batch, config, device, packing, image_layout)) for batch in micro_batches]
     iterators = [iter(packed) for _ in chunks]
     longest = max(stream.share for _, stream in packed)
     results = get_forward_backward_func()(
@@ -78,13 +79,16 @@ def run(
     return results if parallel_state.is_pipeline_last_stage(ignore_virtual=True) else None
 
 
-def _pack(batch: MicroBatch, config: Any, device: torch.device, image_layout: ImageLayout | None) -> PackedStream:
+def _pack(
+    batch: MicroBatch, config: Any, device: torch.device, packing: bool, image_layout: ImageLayout | None
+) -> PackedStream:
     return pack(
         batch,
         context_parallel=parallel_state.get_context_parallel_world_size(),
         context_rank=parallel_state.get_context_parallel_rank(),
         sequence_parallel=config.tensor_model_parallel_size if config.sequence_parallel else 1,
         device=device,
+        packing=packing,
         image_layout=image_layout,
     )
 
@@ -95,8 +99,8 @@ def _forward_step(
     """Megatron's forward step: the model's output, and what to do with it on the last stage."""
     batch, stream = next(iterator)
     output = model(
-        input_ids=stream.tokens[None],
-        position_ids=stream.positions.unsqueeze(-2),  # [1, share], or [3, 1, share]
+        input_ids=stream.as_read(stream.tokens),
+        position_ids=stream.as_read(stream.positions),
         attention_mask=None,
         packed_seq_params=stream_params(stream),
         # Megatron would make a float32 copy of what comes out.
@@ -105,7 +109,8 @@ def _forward_step(
     )
 
     def last_stage(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        value, result = loss(batch, *head(language_model(model), hidden.squeeze(0), stream))
+        rows = hidden.transpose(0, 1).flatten(0, 1)  # from [b, s, h]
+        value, result = loss(batch, *head(language_model(model), rows, stream))
         return value, torch.zeros([], dtype=torch.int), result  # no token count: see `configure`
 
     return output, last_stage

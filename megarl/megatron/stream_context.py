@@ -29,6 +29,9 @@ class StreamParams(PackedSeqParams):
 
 
 def stream_params(stream: PackedStream) -> StreamParams:
+    """For Megatron's model; layers of a model that is watched see them of a packed stream alone."""
+    if not stream.packed:
+        return StreamParams(qkv_format="sbhd", max_seqlen_q=stream.longest, max_seqlen_kv=stream.longest, stream=stream)
     offsets = stream.cu_seqlens
     return StreamParams(
         qkv_format="thd",
@@ -69,8 +72,11 @@ def _remember_without_layer(waiting: deque[PackedStream], router: Any, _: Any) -
         waiting.append(current())
 
 
-def _remember(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _remember(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     global _current
     params = kwargs.get("packed_seq_params")
-    if isinstance(params, StreamParams):
-        _current = params.stream
+    if not isinstance(params, StreamParams):
+        return None
+    assert params.stream is not None
+    _current = params.stream
+    return None if params.stream.packed else (args, {**kwargs, "packed_seq_params": None})

@@ -187,6 +187,7 @@ class Trainer:
             head,
             device=self.platform.device(),
             forward_only=forward_only,
+            packing=self.recipe.megatron.packing,
             image_layout=self.model.image_layout,
         )
 
