@@ -64,7 +64,8 @@ class RouterLosses:
             return {}
         # A token is in one router of a layer on one rank of the world.
         dist.all_reduce(self._statistics)
-        rows = self._statistics[self._statistics[:, _LOAD].sum(1) > 0].double().cpu()
+        statistics = self._statistics.cpu().double()
+        rows = statistics[statistics[:, _LOAD].sum(1) > 0]
         if not len(rows):
             return {}
         load = rows[:, _LOAD].amax(1) / rows[:, _LOAD].mean(1)

@@ -1,0 +1,92 @@
+"""The table of docs/numerics.md on splits of a batch; its cases are those of tests/test_loss_invariance.py."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from dataclasses import fields
+from importlib import metadata
+from pathlib import Path
+
+from tests.invariance import AUX, PROMPTS, RESPONSES, Case, Difference, Layout, cases_of, difference, full, quick, run
+
+PACKAGES = ("torch", "megatron-core", "mbridge", "transformers")
+
+INVARIANCE = """## The loss does not depend on the split
+
+One batch of {samples} samples of {shortest} to {longest} tokens (prompts masked, one sample truncated and left out of
+the loss) takes the way of a run's step: plan, trainer processes, `ppo_clip` with entropy bonus and KL, one optimizer
+step in float32, tiny models. Each case is held to the same batch in one process and one micro batch. `whole`: one micro
+batch a rank; `packed 400` and `padded 400`: micro batches of at most 400 tokens; `packed 1`: a sequence each.
+Router losses: balance loss {balance}, z-loss {z}.
+
+Loss, gradient norm and each metric of the step (the train/rollout gap and the routers' included): |a - b| / |b|; the
+column shows the metric that differs most. Gradient: ||a - b|| / ||b|| over all elements, under Hugging Face names.
+Worst tensor: max |a - b| / max |b| of one gradient tensor, element by element, the largest of all tensors. Those are the
+weights of small norms: sums of thousands of terms that nearly cancel, whose rounding is that of the terms.
+Tests: `tests/test_loss_invariance.py` (limits: 1e-6, and 1e-5 for the worst tensor).
+
+Made by `python -m benchmarks.numerics invariance{option}` on {machine}; {packages}.
+Largest of {count} cases: loss {loss:.1e}, metric {metric:.1e}, gradient norm {grad_norm:.1e}, gradient {gradient:.1e},
+worst tensor {tensor:.1e}.
+
+"""
+
+
+def invariance(short: bool) -> str:
+    """The table of all splits; `short`: of those that the tests run each time."""
+    layouts = quick() if short else full()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder)
+        run(layouts, output, timeout=6 * 3600)
+        found = {case: difference(case, output) for case in cases_of(layouts) if case != case.reference}
+    rows = [
+        "| model | processes | layout | micro batches | aggregation | loss | metric | gradient norm | gradient | worst tensor |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    rows += [_row(case, result) for case, result in found.items()]
+    return _introduction(found, " --quick" if short else "") + "\n".join(rows) + "\n"
+
+
+def _introduction(found: dict[Case, Difference], option: str) -> str:
+    lengths = [prompt + response for prompt, group in zip(PROMPTS, RESPONSES, strict=True) for response in group]
+    numbers = [field.name for field in fields(Difference) if not field.name.endswith("_name")]
+    return INVARIANCE.format(
+        samples=len(lengths),
+        shortest=min(lengths),
+        longest=max(lengths),
+        balance=AUX["moe_aux_loss_coef"],
+        z=AUX["moe_z_loss_coef"],
+        option=option,
+        machine=_machine(),
+        packages=", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES),
+        count=len(found),
+        **{name: max(getattr(result, name) for result in found.values()) for name in numbers},
+    )
+
+
+def _row(case: Case, result: Difference) -> str:
+    split = case.split
+    form = "packed" if split.packing else "padded"
+    size = "whole" if split.max_tokens >= 10_000 else f"{form} {split.max_tokens}"
+    numbers = [result.loss, result.metric, result.grad_norm, result.gradient, result.tensor]
+    cells = [case.layout.model, str(case.layout.processes), _settings(case.layout), size, split.aggregation]
+    return "| " + " | ".join([*cells, *(f"{number:.1e}" if number else "0" for number in numbers)]) + " |"
+
+
+def _settings(layout: Layout) -> str:
+    short = {"tensor_parallel": "TP", "context_parallel": "CP", "pipeline_parallel": "PP", "expert_parallel": "EP"}
+    short["virtual_pipeline"] = "VPP"
+    sizes = [f"{short[key]} {value}" for key, value in layout.megatron.items() if key in short]
+    cut = [layout.megatron.get(f"{name}_parallel", 1) for name in ("tensor", "context", "pipeline")]
+    replicas = layout.processes // (cut[0] * cut[1] * cut[2])
+    data = [f"DP {replicas}"] if replicas > 1 else []
+    again = {"recompute": "recompute all", "extra": "recompute experts"}
+    rest = [words for key, words in again.items() if key in layout.megatron]
+    losses = ["router losses"] if set(AUX) <= set(layout.megatron) else []
+    return ", ".join([*data, *sizes, *rest, *losses]) or "-"
+
+
+def _machine() -> str:
+    return f"CPU ({platform.machine()}), {os.cpu_count()} cores"
