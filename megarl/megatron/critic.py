@@ -29,7 +29,15 @@ _CHANGE = export.Change(without=("lm_head.weight",), beyond=(WEIGHT, BIAS))
 class CriticTrainer(Trainer):
     """A model with a value head. `recipe` is the critic's view of the recipe: see config/critic.py."""
 
-    names = StepMetrics("critic/grad_norm", "critic/lr", "critic/skipped_updates", "critic")
+    names = StepMetrics(
+        "critic/grad_norm",
+        "critic/lr",
+        "critic/skipped_updates",
+        "critic/moe_aux_loss",
+        "critic/moe_z_loss",
+        "critic/moe_load/max",
+        "critic/moe_load/mean",
+    )
 
     def __init__(self, recipe: Recipe, platform: Platform, total_optimizer_steps: int) -> None:
         super().__init__(recipe, platform, total_optimizer_steps, value_head=True)

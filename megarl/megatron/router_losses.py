@@ -54,10 +54,11 @@ class RouterLosses:
         self._statistics = torch.zeros(self.config.num_layers, self.config.num_moe_experts + 2, device=device)
 
     def metrics(self) -> dict[str, float]:
-        """Of the mini batch that has been computed since `begin`, over all ranks. Collective; {} for a dense model.
+        """Of the mini batch that has been computed since `begin`, over all ranks, by field of `StepMetrics`. Collective;
+        {} for a dense model.
 
         `moe_aux_loss` and `moe_z_loss`, where their coefficient is set: mean over layers, before the coefficient.
-        `moe_load/...`: tokens of a layer's busiest expert over the mean of its experts, the largest and the mean of
+        `moe_load_...`: tokens of a layer's busiest expert over the mean of its experts, the largest and the mean of
         all layers; 1 is even.
         """
         if not self.config.num_moe_experts:
@@ -69,7 +70,7 @@ class RouterLosses:
         if not len(rows):
             return {}
         load = rows[:, _LOAD].amax(1) / rows[:, _LOAD].mean(1)
-        metrics = {"moe_load/max": load.max().item(), "moe_load/mean": load.mean().item()}
+        metrics = {"moe_load_max": load.max().item(), "moe_load_mean": load.mean().item()}
         if self.balance:
             metrics["moe_aux_loss"] = rows[:, _BALANCE].mean().item()
         if self.z:

@@ -49,7 +49,10 @@ class StepMetrics(NamedTuple):
     grad_norm: str
     lr: str
     skipped: str
-    routers: str  # what the names of the routers' metrics begin with
+    moe_aux_loss: str
+    moe_z_loss: str
+    moe_load_max: str
+    moe_load_mean: str
 
 
 class Trainer:
@@ -173,7 +176,7 @@ class Trainer:
             self.names.grad_norm: norm,
             self.names.lr: rate,
             self.names.skipped: float(not updated),
-            **{f"{self.names.routers}/{name}": value for name, value in routers.items()},
+            **{getattr(self.names, name): value for name, value in routers.items()},
             "perf/max_memory_allocated_gb": peak,
         }
         return {**_sum_metrics(contributions, self.platform.device()), **own}
@@ -211,7 +214,15 @@ class Trainer:
 class PolicyTrainer(Trainer):
     """The actor's trainer: log-probs, policy updates, and the reference policy's weights."""
 
-    names = StepMetrics("actor/grad_norm", "actor/lr", "actor/skipped_updates", "actor")
+    names = StepMetrics(
+        "actor/grad_norm",
+        "actor/lr",
+        "actor/skipped_updates",
+        "actor/moe_aux_loss",
+        "actor/moe_z_loss",
+        "actor/moe_load/max",
+        "actor/moe_load/mean",
+    )
 
     def __init__(self, recipe: Recipe, platform: Platform, total_optimizer_steps: int) -> None:
         super().__init__(recipe, platform, total_optimizer_steps)
