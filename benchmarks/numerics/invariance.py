@@ -40,16 +40,16 @@ def invariance(short: bool) -> str:
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder)
         run(layouts, output, timeout=6 * 3600)
-        found = {case: difference(case, output) for case in cases_of(layouts) if case != case.reference}
+        found = [(case, difference(case, output)) for case in cases_of(layouts) if case != case.reference]
     rows = [
         "| model | processes | layout | micro batches | aggregation | loss | metric | gradient norm | gradient | worst tensor |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    rows += [_row(case, result) for case, result in found.items()]
+    rows += [_row(case, result) for case, result in found]
     return _introduction(found, " --quick" if short else "") + "\n".join(rows) + "\n"
 
 
-def _introduction(found: dict[Case, Difference], option: str) -> str:
+def _introduction(found: list[tuple[Case, Difference]], option: str) -> str:
     lengths = [prompt + response for prompt, group in zip(PROMPTS, RESPONSES, strict=True) for response in group]
     numbers = [field.name for field in fields(Difference) if not field.name.endswith("_name")]
     return INVARIANCE.format(
@@ -62,7 +62,7 @@ def _introduction(found: dict[Case, Difference], option: str) -> str:
         machine=_machine(),
         packages=", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES),
         count=len(found),
-        **{name: max(getattr(result, name) for result in found.values()) for name in numbers},
+        **{name: max(getattr(result, name) for _, result in found) for name in numbers},
     )
 
 
