@@ -1,9 +1,10 @@
 """Which tiny model is tried in which layout: the table, and the cases that it says.
 
-`ci` runs in every test run, `slow` with `launch/test.sh --all`, `-` makes no sense (experts of a dense model) or
-does not divide. CI has each model, each layout, and each pair that takes a path of its own through Megatron, mbridge
-or megarl: tied embeddings over TP (a padded vocabulary), PP and VPP (the embedding stands on two stages); experts in
-every expert layout; MLA, shared experts and leading dense layers over TP, CP, EP and PP.
+`ci` runs in every test run, `slow` with `launch/test.sh --all`, `-` not at all: experts of a dense model, sizes that do
+not divide, or what other rows contain. CI has each model, each kind of parallelism alone and with each other, and each
+pair that takes a path of its own through Megatron, mbridge or megarl: tied embeddings over TP (a padded vocabulary), PP
+and VPP (the embedding stands on two stages); experts in every expert layout; MLA, shared experts and leading dense
+layers over TP, CP, EP and PP.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ EP2               -      -           -      ci         -              slow      
 ETP2              -      -           -      ci         -              slow         slow
 TP2xEP2           -      -           -      slow       -              slow         ci
 TP2xETP2          -      -           -      ci         -              slow         slow
+TP2xPP2           slow   slow        slow   -          -              -            -
+TP2xCP2           slow   slow        slow   -          -              -            -
 EP4               -      -           -      slow       -              ci           slow
 EP2xETP2          -      -           -      slow       -              slow         slow
 TP4xETP2          -      -           -      -          -              slow         ci
@@ -113,6 +116,10 @@ OPTIONS = [
     case("qwen3_moe", "TP2xEP2", recompute="selective"),
     case("qwen3", "TP2", sequence_parallel=False),
     case("qwen2_tied", "PP2", first_stage_layers=1),
+    {
+        **case("deepseek_v3", "TP1", recompute="selective"),
+        "megatron": {"recompute": "selective", "extra": {"recompute_modules": ["moe_act", "layernorm"]}},
+    },
 ]
 BALANCED = [_balanced(layout) for layout in ("TP1", "EP2", "TP2", "PP2")]
 RESUME = [

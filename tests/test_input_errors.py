@@ -49,6 +49,13 @@ def test_tokenizer_beyond_the_vocabulary(copy: Path, tmp_path: Path) -> None:
     refused(copy, tmp_path, words=("vocab_size is 300", "model.tokenizer"))
 
 
+def test_model_that_the_trainer_would_compute_otherwise(copy: Path, tmp_path: Path) -> None:
+    config = json.loads((copy / "model" / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+    (copy / "model" / "config.json").write_text(json.dumps({**config, "rope_parameters": yarn}))
+    refused(copy, tmp_path, words=("config.json", "rotary scaling 'yarn'", "Remove it"))
+
+
 def test_empty_data_set(copy: Path, tmp_path: Path) -> None:
     (copy / "empty.jsonl").write_text("")
     refused(copy, tmp_path, f"data.train_files=[{copy}/empty.jsonl]", words=("empty.jsonl",))

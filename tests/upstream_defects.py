@@ -7,7 +7,6 @@ defect with null, or with what was found instead; and which models mbridge knows
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import threading
@@ -256,13 +255,6 @@ def router_losses_are_weighed_by_each_ranks_tokens() -> None:
 
 
 @defect
-def latent_attention_believes_in_transformer_engine() -> None:
-    import megatron.core.transformer.multi_latent_attention as mla
-
-    assert importlib.util.find_spec("transformer_engine") is None and mla.HAVE_TE
-
-
-@defect
 def recomputation_asks_transformer_engine() -> None:
     import megatron.core.tensor_parallel.random as random
 
@@ -277,13 +269,6 @@ def float32_router_asks_transformer_engine() -> None:
 
     rows = torch.zeros(2, 4)
     raises(NameError, "te_general_gemm", moe_utils.router_gating_linear, rows, rows, None, torch.float32)
-
-
-@defect
-def absent_transformer_engine_has_no_version() -> None:
-    from megatron.core.utils import is_te_min_version
-
-    raises(TypeError, "NoneType", is_te_min_version, "1.9.0")
 
 
 @defect

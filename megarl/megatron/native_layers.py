@@ -224,7 +224,7 @@ def install() -> None:
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
     distributed_optimizer.Adam = Adam
     distributed_optimizer.HAVE_APEX_OR_TE = distributed_optimizer.USING_APEX_OPTIMIZER = True
-    _mend_missing_names(mla)
+    _mend_missing_names()
     _install_vision_layers()
 
 
@@ -241,18 +241,14 @@ def _install_vision_layers() -> None:
     vision.TEDotProductAttention = Attention
 
 
-def _mend_missing_names(mla: Any) -> None:
+def _mend_missing_names() -> None:
     """Names that Megatron 0.16.1 uses on paths that do not need Transformer Engine, but imports only with it."""
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
-    import megatron.core.utils as utils
-    from packaging.version import Version
 
-    mla.HAVE_TE = False  # says True without it, and then asks isinstance(x, None)
-    if not hasattr(random, "FP8GlobalStateManager"):  # asked whenever a layer is recomputed
+    if not hasattr(random, "FP8GlobalStateManager"):  # asked where an output is computed again: recompute_modules
         random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
         random.fp8_autocast = lambda **_: contextlib.nullcontext()
     if not hasattr(moe_utils, "te_general_gemm"):  # asked when the router computes in float32
         moe_utils.te_general_gemm = None
-    utils._te_version = utils._te_version or Version("0")  # compared with a version, None is not comparable
