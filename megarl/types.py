@@ -47,6 +47,19 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class SampleImages:
+    """The images of one sample as the model's vision tower reads them, in the order of their tokens.
+
+    Example: an image of 4 x 6 patches, of which 2 x 2 become a token, whose 6 tokens start at index 3:
+    ``SampleImages(pixels=array [24, 1176], grids=array([[1, 4, 6]]), starts=array([3]))``.
+    """
+
+    pixels: np.ndarray  # float32 [patches of all images, numbers of a patch]
+    grids: np.ndarray  # int64 [images, 3]: frames (1), rows and columns of patches
+    starts: np.ndarray  # int64 [images]: index of each image's first placeholder token
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """One prompt to be sampled ``sampling.n`` times. Sample i draws from seed + i."""
 
@@ -54,6 +67,7 @@ class GenerationRequest:
     prompt: Prompt
     sampling: Sampling
     seed: int
+    images: SampleImages | None = None  # of the prompt, whose tokens hold their placeholders, expanded
 
 
 @dataclass(frozen=True)
@@ -70,19 +84,6 @@ class Completion:
     # int16 [prompt + response, layers, topk]: the experts that each token went to; -1 where the engine did not
     # say (the last token is never read). None: not asked for.
     routed_experts: np.ndarray | None = None
-
-
-@dataclass(frozen=True)
-class SampleImages:
-    """The images of one sample as the model's vision tower reads them, in the order of their tokens.
-
-    Example: an image of 4 x 6 patches, of which 2 x 2 become a token, whose 6 tokens start at index 3:
-    ``SampleImages(pixels=array [24, 1176], grids=array([[1, 4, 6]]), starts=array([3]))``.
-    """
-
-    pixels: np.ndarray  # float32 [patches of all images, numbers of a patch]
-    grids: np.ndarray  # int64 [images, 3]: frames (1), rows and columns of patches
-    starts: np.ndarray  # int64 [images]: index of each image's first placeholder token
 
 
 @dataclass

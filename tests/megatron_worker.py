@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,28 @@ def run_upstream(case: dict[str, Any], output: Path) -> None:
     check_upstream(case["model"])
 
 
+def run_samples(case: dict[str, Any], output: Path) -> None:
+    """Log-probs of an engine's samples, after the same steps as `run_case` takes."""
+    from megarl.megatron.batch import MicroBatch
+    from megarl.megatron.images import Images
+
+    trainer = build(case)
+    batches, _ = micro_batches(trainer, case["per_micro"])
+    train(trainer, batches, case["steps"])
+    samples = pickle.loads((output / f"{case['name']}.samples").read_bytes())  # noqa: S301 - the test's own
+    packed = [
+        MicroBatch(
+            torch.cat([torch.from_numpy(sample.tokens).long() for sample in group]),
+            [len(sample.tokens) for sample in group],
+            images=Images.of([sample.images for sample in group]),
+        )
+        for group in (samples[i : i + 3] for i in range(0, len(samples), 3))
+    ]
+    rows = trainer.log_probs(packed, temperature=1.0)
+    parts = [part for batch, (row, _) in zip(packed, rows, strict=True) for part in row.split(batch.lengths)]
+    torch.save(parts, output / f"{case['name']}.log_probs.pt")
+
+
 def synced_files() -> list[str]:
     """Paths of the files that are forced to the disk from here on."""
     fsync, paths = os.fsync, []
@@ -253,6 +276,7 @@ def main() -> None:
             "layout": run_case,
             "resume": run_resume,
             "upstream": run_upstream,
+            "samples": run_samples,
             "critic": megatron_critic.run_case,
             "reshard": reshard,
             "other_model": other_model,

@@ -147,3 +147,29 @@ def check_upstream(path: str) -> None:
 
     mbridge_fixes.install()
     assert torch.equal(rotary(60), exact), "mended, the angles do not depend on the model's dtype"
+
+
+def write_processor(path: Path) -> None:
+    """Tokenizer and image processor beside the model: vLLM wants them, though nothing is tokenised or processed."""
+    import json
+
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = {"<|image_pad|>": IMAGE, "<|video_pad|>": 251, "<|vision_start|>": START, "<|vision_end|>": END}
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(IMAGE)} | special, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w2", pad_token="w0", additional_special_tokens=list(special)
+    )
+    tokenizer.save_pretrained(path)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "patch_size": 14,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -11,8 +11,9 @@ import numpy as np
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
 from megarl.engines.loop import EngineLoop
 from megarl.engines.vllm_args import build_engine_args, knows_log_probs, log_probs_mode
+from megarl.engines.vllm_images import check_images, engine_input, has_prepared_inputs
 from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport
-from megarl.types import Completion, GenerationRequest, Sampling
+from megarl.types import Completion, GenerationRequest, Prompt, SampleImages, Sampling
 
 _SHOWN = 5  # names in an error
 _TAGS = ("weights", "kv_cache")  # vLLM's names for what sleeps
@@ -56,6 +57,7 @@ class _VllmBackend:
         self._log_probs_mode = log_probs_mode(spec)
         self._engine: Any = None
         self._vocab_size = 0
+        self._merge: int | None = None  # patches on a side of the square that is a token; None: it reads no images
         self._n: dict[str, int] = {}  # samples of each running request
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
         self.asleep: tuple[str, ...] = ()  # of _TAGS
@@ -81,6 +83,8 @@ class _VllmBackend:
             )
         self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
         self._vocab_size = self._engine.model_config.get_vocab_size()
+        vision = getattr(self._engine.model_config.hf_config, "vision_config", None)
+        self._merge = getattr(vision, "spatial_merge_size", None)
         endpoints = self._engine.collective_rpc("megarl_endpoint")
         return {
             "engine": "vllm",
@@ -116,12 +120,30 @@ class _VllmBackend:
                 f"prompt {request.prompt.uid!r} has token ids from {min(tokens)} to {max(tokens)}; the model's "
                 f"vocabulary has {self._vocab_size}. Is it tokenized for another model?"
             )
+        if request.images is not None:
+            self._check_images(request.images, request.prompt)
         if sampling.temperature == 0 and sampling.n > 1:
             raise ValueError(f"greedy sampling gives one answer, but n is {sampling.n}; ask for n=1")
 
+    def _check_images(self, images: SampleImages, prompt: Prompt) -> None:
+        if self._merge is None:
+            raise ValueError(f"prompt {prompt.uid!r} has images, and the model reads none")
+        if not has_prepared_inputs():
+            raise ValueError(
+                f"vLLM {self._can.version} takes no images that are prepared already; install one that has "
+                "vllm.inputs.engine (0.32 does)"
+            )
+        try:
+            check_images(images, prompt.tokens, self._merge)
+        except ValueError as error:
+            raise ValueError(f"prompt {prompt.uid!r}: {error}") from None
+
     def admit(self, key: str, request: GenerationRequest) -> None:
         self._n[key] = request.sampling.n
-        prompt = {"prompt_token_ids": list(request.prompt.tokens)}
+        prompt: Any = {"prompt_token_ids": list(request.prompt.tokens)}
+        if request.images is not None:
+            assert self._merge is not None, "check comes first"
+            prompt = engine_input(request.prompt.tokens, request.images, self._merge)
         self._engine.add_request(key, prompt, self._sampling_params(request.sampling, request.seed))
 
     def _sampling_params(self, sampling: Sampling, seed: int) -> Any:

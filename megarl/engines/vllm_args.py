@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.engines.base import EngineSpec
+from megarl.engines.vllm_images import image_args
 from megarl.types import Sampling
 
 _CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take most of the machine's memory
@@ -25,6 +26,7 @@ _OWNED = {
     "load_format": None,
     "enable_return_routed_experts": "megatron.routing_replay",
     "logprobs_mode": None,
+    "mm_device_do_normalize": None,
     "skip_tokenizer_init": None,
     "worker_extension_cls": None,
     "disable_log_stats": None,
@@ -109,8 +111,9 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     }
     if spec.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
-    arguments.update(spec.engine_args)
     config = _model_config(spec.model_path)
+    arguments.update(image_args(config, device))
+    arguments.update(spec.engine_args)
     if config.get("model_type") == "deepseek_v3":
         arguments["hf_overrides"] = {**_missing_routing(config), **arguments.get("hf_overrides", {})}
     if device != "cpu":

@@ -111,7 +111,7 @@ class RolloutServer:
                     uid=prompt.uid,
                 ),
             )
-            vectors.append(_join(prompt.tokens, completion, text))
+            vectors.append(_join(request, completion, text))
             samples.append(
                 Sample(
                     group=request.group,
@@ -130,8 +130,9 @@ class RolloutServer:
         return Group(request.group, prompt.uid, prompt.data_source, self.version, samples), vectors
 
 
-def _join(prompt: tuple[int, ...], completion: Completion, text: str) -> SampleTokens:
+def _join(request: GenerationRequest, completion: Completion, text: str) -> SampleTokens:
     """Prompt and response in one piece, exactly as sampled: nothing is tokenised again."""
+    prompt = request.prompt.tokens
     blank = np.zeros(len(prompt), dtype=np.float32)
     return SampleTokens(
         tokens=np.concatenate([np.asarray(prompt, dtype=np.int32), completion.tokens.astype(np.int32)]),
@@ -139,4 +140,5 @@ def _join(prompt: tuple[int, ...], completion: Completion, text: str) -> SampleT
         rollout_log_probs=np.concatenate([blank, completion.log_probs.astype(np.float32)]),
         text=text,
         routed_experts=completion.routed_experts,
+        images=request.images,
     )

@@ -1,0 +1,98 @@
+"""Images as vLLM takes them: patches that are prepared already, and expanded placeholder tokens.
+
+megarl prepares an image once; engine and trainer read the same numbers. vLLM's own processing, which would prepare
+images from pixels and expand placeholders by itself, is passed by: its image processor may be another than the
+trainer's, and differ in the last bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from megarl.types import SampleImages
+
+
+def has_prepared_inputs() -> bool:
+    """Whether the installed vLLM lets inputs in that are processed already."""
+    return importlib.util.find_spec("vllm.inputs.engine") is not None
+
+
+def image_args(model_config: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Further arguments of vLLM's EngineArgs for a model that reads images; none for any other.
+
+    Raises RuntimeError where vLLM cannot load such models.
+    """
+    if "vision_config" not in model_config:
+        return {}
+    if importlib.util.find_spec("torchvision") is None:
+        raise RuntimeError(
+            f"vLLM imports torchvision for a {model_config.get('model_type')} model, and it is not installed. Install "
+            "the torchvision that belongs to the installed torch (on a CPU: its CPU build; one made for CUDA breaks vLLM)"
+        )
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments: dict[str, Any] = {
+        "skip_tokenizer_init": False,  # its processors want one, though nothing is tokenised
+        "limit_mm_per_prompt": {"video": 0},
+        "mm_processor_cache_gb": 0,  # nothing is processed
+    }
+    if device == "cpu":
+        arguments["skip_mm_profiling"] = True  # memory is given, not measured
+    if "mm_device_do_normalize" in {field.name for field in dataclasses.fields(EngineArgs)}:
+        arguments["mm_device_do_normalize"] = False  # patches are normalised already
+    return arguments
+
+
+def image_tokens(images: SampleImages, merge: int) -> list[int]:
+    """How many tokens each image takes; `merge` x `merge` patches become one."""
+    return [int(count) // merge**2 for count in images.grids.prod(1)]
+
+
+def check_images(images: SampleImages, tokens: tuple[int, ...], merge: int) -> None:
+    """ValueError where the placeholders of `images` are not among `tokens`."""
+    for start, count in zip(images.starts.tolist(), image_tokens(images, merge), strict=True):
+        here = tokens[start : start + count]
+        if len(here) != count or len(set(here)) != 1:
+            raise ValueError(
+                f"an image takes {count} placeholder tokens from index {start} on; the prompt of {len(tokens)} has "
+                f"{list(here)} there"
+            )
+
+
+def engine_input(tokens: tuple[int, ...], images: SampleImages, merge: int) -> Any:
+    """What vLLM's `add_request` takes for a prompt with images."""
+    import torch
+    from vllm.inputs.engine import mm_input
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    grids = torch.from_numpy(images.grids)
+    fields = {
+        "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", grids.prod(1)),
+        "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    values = {"pixel_values": torch.from_numpy(images.pixels), "image_grid_thw": grids}
+    ranges = [
+        PlaceholderRange(offset=start, length=count)
+        for start, count in zip(images.starts.tolist(), image_tokens(images, merge), strict=True)
+    ]
+    return mm_input(
+        list(tokens),
+        MultiModalKwargsItems.from_hf_inputs(values, fields),
+        {"image": _names(images)},
+        {"image": ranges},
+    )
+
+
+def _names(images: SampleImages) -> list[str]:
+    """A name of each image's content, by which vLLM finds what it has computed before."""
+    ends = np.cumsum(images.grids.prod(1)).tolist()
+    return [
+        hashlib.blake2b(images.pixels[begin:end].tobytes() + grid.tobytes(), digest_size=16).hexdigest()
+        for begin, end, grid in zip([0, *ends], ends, images.grids, strict=False)
+    ]

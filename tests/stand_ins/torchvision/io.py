@@ -1,0 +1,1 @@
+ImageReadMode = decode_image = None

@@ -1,0 +1,97 @@
+"""A real vLLM that samples from prompts with images: its log-probs are the actor's, before and after an update.
+
+The actor is Megatron's, in a process of its own; this one plays the rollout process.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.engines.base import EngineSpec
+from megarl.rollout.server import _join
+from megarl.types import GenerationRequest, Prompt, SampleImages, Sampling
+from tests.test_engine_vllm import EngineProcess, exchange
+from tests.test_megatron_layouts import launch
+from tests.vl_model import sequences, write_processor, write_vl_model
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """models/vl and what one step of training made of it."""
+    directory = tmp_path_factory.mktemp("vl")
+    write_vl_model(directory / "models" / "vl")
+    launch(1, [{"name": "vl", "model": "vl", "megatron": {}, "per_micro": 3}], directory)
+    write_processor(directory / "models" / "vl")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def process() -> Any:
+    stand_ins = str(Path(__file__).parent / "stand_ins")
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("torchvision") is None:
+            patch.syspath_prepend(stand_ins)  # the engine's process takes sys.path over,
+            patch.setenv("PYTHONPATH", f"{stand_ins}:{os.environ.get('PYTHONPATH', '')}")  # those it starts do not
+        process = EngineProcess()
+    yield process
+    process.close()
+
+
+def requests() -> list[GenerationRequest]:
+    """Every sequence is a prompt; siblings share their images."""
+    result = []
+    for number, (tokens, images) in enumerate(sequences()):
+        own = None
+        if images:
+            starts, pixels, grids = zip(*images, strict=True)
+            own = SampleImages(torch.cat(pixels).numpy(), torch.stack(grids).numpy(), np.array(starts))
+        prompt = Prompt(f"p{number}", tuple(tokens.tolist()), "", "x")
+        result.append(GenerationRequest(number, prompt, Sampling(2, 12), 100 * number, own))
+    return result
+
+
+def actor_log_probs(directory: Path, name: str, samples: list[Any], steps: int) -> list[torch.Tensor]:
+    """What the actor gives the engine's own samples, after `steps` of training."""
+    (directory / f"{name}.samples").write_bytes(pickle.dumps(samples))
+    case = {"name": name, "kind": "samples", "model": "vl", "megatron": {}, "per_micro": 3, "steps": steps}
+    launch(1, [case], directory)
+    return torch.load(directory / f"{name}.log_probs.pt")
+
+
+def test_log_probs_are_the_actors_before_and_after_an_update(directory: Path, process: Any) -> None:
+    info = process.start(EngineSpec("e0", str(directory / "models" / "vl"), "float32", max_model_len=128))
+    trained = torch.load(directory / "vl.pt", weights_only=True)["after"]
+    wave = requests()
+    for steps in (0, 2):
+        if steps:
+            sender = exchange(process, info)
+            updating = process.begin("update_weights", 1)
+            report = sender.send(1, iter(trained.items()))
+            assert updating.result(120).agrees_with(report)
+            sender.close()
+        _, completions = process.generate(wave)
+        samples = [_join(r, completion, "") for r in wave for completion in completions[r.group]]
+        assert all(
+            np.array_equal(s.tokens[: len(r.prompt.tokens)], r.prompt.tokens)
+            for r, s in zip(wave, samples[::2], strict=True)
+        )
+        expected = actor_log_probs(directory, f"steps{steps}", samples, steps)
+        gaps = [
+            np.abs(s.rollout_log_probs - e.numpy())[s.loss_mask].max() for s, e in zip(samples, expected, strict=True)
+        ]
+        print(f"after {steps} steps: {max(gaps):.2e}")
+        assert max(gaps) < 5e-5, gaps
+    with pytest.raises(ValueError, match=r"p1.*takes 6 placeholder tokens from index 3"):
+        broken = SampleImages(wave[1].images.pixels, wave[1].images.grids, wave[1].images.starts + 1)  # type: ignore[union-attr]
+        process.generate([GenerationRequest(99, wave[1].prompt, Sampling(1, 2), 0, broken)])
+    process.shutdown()
