@@ -241,20 +241,6 @@ def expert_optimizer_asks_the_tensor_parallel_group() -> None:
 
 
 @defect
-def router_losses_are_weighed_by_each_ranks_tokens() -> None:
-    import torch
-    from megatron.core.transformer.moe import router
-
-    stub = mock.Mock(calculate_per_token_loss=True)
-    stub.config.mtp_num_layers = None
-    loss = torch.ones((), requires_grad=True)
-    with mock.patch.object(router, "save_to_aux_losses_tracker"):
-        rows = router.TopKRouter.attach_and_log_load_balancing_loss(stub, torch.ones(7, 3), 1.0, loss, "name", None)
-    rows.sum().backward()
-    assert loss.grad == 7, loss.grad
-
-
-@defect
 def recomputation_asks_transformer_engine() -> None:
     import megatron.core.tensor_parallel.random as random
 
