@@ -96,6 +96,11 @@ def cases_of(layouts: Iterable[Layout]) -> list[Case]:
     return [Case(layout, split) for layout in layouts for split in layout.splits]
 
 
+def splits_of(layouts: Iterable[Layout]) -> list[Case]:
+    """The cases that are not their own reference."""
+    return [case for case in cases_of(layouts) if case.name != case.reference.name]
+
+
 def batch() -> list[Group]:
     """Four groups: tokens of different lengths, prompts and a tool's output masked."""
     random = np.random.default_rng(11)
@@ -254,6 +259,25 @@ def quick() -> list[Layout]:
         Layout(moe, 2, {**AUX, "pipeline_parallel": 2, **EXPERTS_AGAIN}),
         Layout("deepseek_v3", 2, {**AUX, "tensor_parallel": 2}),
         Layout("deepseek_v3", 2, {**AUX, "context_parallel": 2}, (padded,)),
+    ]
+
+
+def some_on_four() -> list[Layout]:
+    """Four processes, each way to split along with others."""
+    both = (Split(), Split(packing=False))
+    three = {"tensor_parallel": 2, "context_parallel": 2, "expert_parallel": 4}
+    return [
+        Layout("qwen3", 1, {}, (Split(WHOLE), *both)),
+        Layout("qwen3", 4, {}, both),
+        Layout("qwen3", 4, {"context_parallel": 2, "pipeline_parallel": 2}, both),
+        Layout("qwen3_moe", 4, {**AUX, **three}, both),
+        Layout(
+            "qwen3_moe",
+            4,
+            {**AUX, "tensor_parallel": 2, "expert_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2},
+            both,
+        ),
+        Layout("deepseek_v3", 4, {**AUX, **three}, both),
     ]
 
 

@@ -76,10 +76,10 @@ TP2xCP2xEP4       -      -           -      slow       -              slow      
 """
 
 
-def case(model: str, layout: str, *, slow: bool = False, reference: str | None = None, **more: Any) -> dict[str, Any]:
+def case(model: str, layout: str, *, slow: bool = False, **more: Any) -> dict[str, Any]:
     """What the trainer processes of a layout are to do with a model; `more` are keys of the recipe's megatron section.
 
-    `reference` names the case whose training gives the same numbers: the model's on one process, if not said.
+    `reference` names the case whose training gives the same numbers: the model's on one process.
     """
     where = LAYOUTS[layout]
     per_micro = more.pop("per_micro", where.per_micro)
@@ -89,7 +89,7 @@ def case(model: str, layout: str, *, slow: bool = False, reference: str | None =
         "processes": where.processes,
         "per_micro": per_micro,
         "megatron": {**where.megatron, **more},
-        "reference": reference or f"{model}-TP1",
+        "reference": f"{model}-TP1",
         "slow": slow,
     }
 
@@ -104,12 +104,6 @@ def _matrix() -> list[dict[str, Any]]:
     ]
 
 
-def _balanced(layout: str) -> dict[str, Any]:
-    """With a load-balancing loss, which is the same for the same micro batches: pairs of sequences."""
-    same = "qwen3_moe-TP1-moe_aux_loss_coef=0.5"
-    return case("qwen3_moe", layout, reference=same, per_micro=2, moe_aux_loss_coef=0.5)
-
-
 PARITY = _matrix()
 OPTIONS = [
     case("qwen3_moe", "TP2", distributed_optimizer=False, recompute="full"),
@@ -121,7 +115,6 @@ OPTIONS = [
         "megatron": {"recompute": "selective", "extra": {"recompute_modules": ["moe_act", "layernorm"]}},
     },
 ]
-BALANCED = [_balanced(layout) for layout in ("TP1", "EP2", "TP2", "PP2")]
 RESUME = [
     {"name": "resume", "kind": "resume", "model": "qwen3_moe", "megatron": {"expert_parallel": 2}},
     {"name": "resume-bf16", "kind": "resume", "model": "qwen2_tied", "dtype": "bfloat16"},

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from tests.invariance import AUX, WHOLE, Case, Layout, Split, batch, cases_of, difference, full, quick, run
+from tests.invariance import AUX, WHOLE, Case, Layout, Split, batch, difference, full, quick, run, splits_of
 from tests.invariance import load as load_case
 
 pytestmark = pytest.mark.stack
@@ -34,23 +34,19 @@ def all_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def splits(layouts: list[Layout]) -> list[Case]:
-    return [case for case in cases_of(layouts) if case != case.reference]
-
-
 def check(case: Case, results: Path) -> None:
     found = difference(case, results)
     assert max(found.loss, found.metric, found.grad_norm, found.gradient) < SAME, found
     assert found.tensor < SAME_TENSOR, found
 
 
-@pytest.mark.parametrize("case", splits(quick()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", splits_of(quick()), ids=lambda case: case.name)
 def test_a_split_changes_nothing(results: Path, case: Case) -> None:
     check(case, results)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", splits(full()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", splits_of(full()), ids=lambda case: case.name)
 def test_no_split_changes_anything(all_results: Path, case: Case) -> None:
     check(case, all_results)
 

@@ -32,7 +32,7 @@ def write(page: Path, made: dict[str, str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make docs/numerics.md, or some of its sections.")
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"any of {', '.join(SECTIONS)}; none: all")
-    parser.add_argument("--quick", action="store_true", help="only the cases that the tests run each time")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, each kind once")
     arguments = parser.parse_args()
     if unknown := set(arguments.sections) - set(SECTIONS):
         parser.error(f"there is no section {sorted(unknown)}; choose from {', '.join(SECTIONS)}")
