@@ -19,7 +19,7 @@ from megarl.cluster.base import WorkerGroup
 from megarl.cluster.failures import ClusterError
 from megarl.config.schema import Recipe
 from megarl.data.tokenizer import Tokenizer
-from megarl.flops import FORWARD, FORWARD_BACKWARD, ModelFlops
+from megarl.flops import FORWARD, ModelFlops
 from megarl.observe.log import RunLog
 from megarl.placement import Placement
 from megarl.rollout.evaluate import EvaluationResult
@@ -126,7 +126,7 @@ class Controller:
                 self.trainers.call("compute_reference_log_probs")
         with log.phase("update_actor"):
             log.add(combine_updates(self.trainers.call("update_actor")))
-        self._add_speed("actor", "update_actor", plan.flops * FORWARD_BACKWARD)
+        self._add_speed("actor", "update_actor", plan.update_flops)
         log.add({**plan.metrics, **staleness(batch.groups, step - 1)})
         if recipe.train.source == "rollout":
             log.samples(step, self._records(batch.groups, step))

@@ -39,6 +39,12 @@ class ModelFlops:
         tokens = np.asarray(lengths, dtype=np.float64)
         return self.per_token * tokens + self.per_pair * (tokens * (tokens + 1) / 2)
 
+    def of_update(self, lengths: Sequence[int] | np.ndarray, *, frozen: bool = False) -> np.ndarray:
+        """Forward and backward pass of each sequence, float64 [B]. `frozen`: weights get no gradient (adapters are
+        trained instead), so their products come twice and not three times; attention has no weights to freeze."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        return FORWARD_BACKWARD * self.of(lengths) - frozen * self.per_token * tokens
+
     def of_full_square(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         """The same with all l^2 pairs: what an attention that computes masked pairs too executes."""
         tokens = np.asarray(lengths, dtype=np.float64)

@@ -5,6 +5,7 @@ Whatever is wrong here ends the command in seconds with one message (exit status
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarl.flops import COUNTED, ModelFlops, model_flops
 from megarl.megatron.layout import check_layout
+from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
@@ -61,6 +63,7 @@ def prepare_training(recipe: Recipe) -> Prepared:
     tokenizer, config = _read_model(recipe)
     check_model(config)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
+    check_lora(config, recipe.lora)
     prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
     prepared.model = config
     if config.get("model_type") in COUNTED:
@@ -139,12 +142,20 @@ def identity(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
             "dtype": recipe.model.dtype,
             **{name: text[name] for name in _SIZES if name in text},
         },
+        "lora": dataclasses.asdict(recipe.lora) if recipe.lora.rank else None,
     }
 
 
 def _check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
     saved = json.loads((checkpoint / "controller.json").read_text())["identity"]
     _check_model(checkpoint, saved.get("model", {}), identity["model"])
+    if saved.get("lora") != identity["lora"]:
+        raise RecipeError(
+            "lora",
+            f"the checkpoint {checkpoint} was written with {saved.get('lora') or 'no adapters'}, and holds what was trained",
+            "set it back, or start a new run (another name) from exported weights",
+            value=identity["lora"],
+        )
     for key, value in identity.items():
         if saved.get(key) != value:
             raise RecipeError(

@@ -105,7 +105,7 @@ def train(recipe: Recipe) -> Path:
             if recipe.train.export_at_end:
                 with log.phase("export"):
                     controller.placement.to_train()  # weights may be off the devices
-                    _export_and_compare(controller.trainers, place.directory.path / "hf")
+                    _export_and_compare(recipe, controller.trainers, place.directory.path / "hf")
             controller.trainers.shutdown()
     return place.directory.path
 
@@ -136,8 +136,9 @@ def export(run_path: Path, out: Path, step: int | None = None) -> Path:
             raise ValueError(f"{run_path} is no run's directory: it holds no recipe.resolved.yaml")
         recipe = with_absolute_paths(load_recipe(run_dir.recipe))
         checkpoint = _choose_checkpoint(run_dir, step)
-        if out.exists() and any(out.iterdir()):
-            raise ValueError(f"{out} exists and is not empty: choose another --out, or move it away")
+        for directory in (out, _adapter_directory(out)) if recipe.lora.rank else (out,):
+            if directory.exists() and any(directory.iterdir()):
+                raise ValueError(f"{directory} exists and is not empty: choose another --out, or move it away")
         platform = platforms.select(recipe.cluster.device)
     if not is_controller(recipe):
         serve(recipe)
@@ -145,20 +146,31 @@ def export(run_path: Path, out: Path, step: int | None = None) -> Path:
     with connected(recipe, platform, trainers=True, engines=False) as cluster:
         trainers = _start_trainers(recipe, cluster)
         trainers.call("load", str(checkpoint / "trainer"))
-        equal, untrained = _export_and_compare(trainers, out)
+        equal, untrained = _export_and_compare(recipe, trainers, out)
         trainers.shutdown()
     print(f"{out}: {equal} tensors of {checkpoint.name}, read back equal to the trainer's, bit for bit")
+    if recipe.lora.rank:
+        print(f"{_adapter_directory(out)}: the adapters alone, for PEFT, on {recipe.model.path}")
     if untrained:
         print(f"{untrained} more, of layers that are not trained, are equal to the starting model's")
     return out
 
 
-def _export_and_compare(trainers: WorkerGroup, out: Path) -> tuple[int, int]:
+def _export_and_compare(recipe: Recipe, trainers: WorkerGroup, out: Path) -> tuple[int, int]:
     """Write the trainers' weights as a Hugging Face model, read it back, compare. Returns the number of tensors
-    that are equal to the trainers', and of those that are not trained and equal to the starting model's."""
+    that are equal to the trainers', and of those that are not trained and equal to the starting model's.
+
+    With adapters, the model is the merged one, and the adapters alone go to a directory beside it.
+    """
     trainers.call("save_hf", str(out.absolute()))
     equal, untrained = trainers.call("compare_with_hf", str(out.absolute()))[0]
+    if recipe.lora.rank:
+        trainers.call("save_adapter", str(_adapter_directory(out)))
     return equal, untrained
+
+
+def _adapter_directory(out: Path) -> Path:
+    return out.absolute().with_name(f"{out.name}_adapter")
 
 
 def _choose_checkpoint(run_dir: RunDirectory, step: int | None) -> Path:

@@ -24,6 +24,7 @@ class StepPlan:
     shards: list[Shard]
     metrics: Metrics
     flops: float  # of one forward pass over the batch; 0 where the model's are not counted
+    update_flops: float  # of the actor's forward and backward passes
 
 
 def plan_step(
@@ -70,7 +71,10 @@ def plan_step(
     metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
         metrics.update(_reward_metrics(samples, advantages))
-    return StepPlan(shards, metrics, float(costs.sum()) if model_flops else 0.0)
+    if model_flops is None:
+        return StepPlan(shards, metrics, 0.0, 0.0)
+    update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
+    return StepPlan(shards, metrics, float(costs.sum()), float(update.sum()))
 
 
 @dataclass

@@ -207,6 +207,9 @@ class TrainerWorker:
     def save_hf(self, directory: str) -> None:
         self.trainer.save_hf(Path(directory))
 
+    def save_adapter(self, directory: str) -> None:
+        self.trainer.save_adapter(Path(directory))
+
     def compare_with_hf(self, directory: str) -> tuple[int, int]:
         """Hold an exported directory to the weights here; returns how many tensors are equal, and how many untrained."""
         from megarl.megatron.export import compare_with_hf

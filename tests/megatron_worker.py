@@ -39,6 +39,8 @@ def recipe_of(case: dict[str, Any]) -> Any:
     recipe.actor.optimizer.lr, recipe.actor.optimizer.eps, recipe.actor.optimizer.clip_grad = 1e-2, 1e-2, 2.0
     for name, value in case.get("megatron", {}).items():
         setattr(recipe.megatron, name, value)
+    for name, value in case.get("lora", {}).items():
+        setattr(recipe.lora, name, value)
     return recipe
 
 
@@ -125,6 +127,32 @@ def run_case(case: dict[str, Any], output: Path) -> None:
         torch.save(by_sequence, output / f"{case['name']}.log_probs.{where.dp_rank}.pt")
         if where.dp_rank == 0:
             torch.save({"after": after, "metrics": metrics}, output / f"{case['name']}.pt")
+    if case.get("lora"):
+        check_adapters(trainer, batches, rows, case, output)
+
+
+def check_adapters(trainer: Any, batches: list[Any], start: Any, case: dict[str, Any], output: Path) -> None:
+    """What only a model with adapters does. `start`: its log-probs before training."""
+    trained = trainer.log_probs(batches, temperature=1.0)
+    trainer.keep_reference()
+    reference = trainer.log_probs(batches, temperature=1.0, reference=True)
+    for (kept, _), (then, _), (now, _) in zip(reference or [], start or [], trained or [], strict=True):
+        assert torch.equal(kept, then), "the reference is not the model without adapters"
+        assert not torch.allclose(now, then, atol=1e-4, rtol=0), "training changed nothing"
+    trainer.save_adapter(output / f"{case['name']}.adapter")
+    if case.get("export"):
+        trainer.save_hf(output / f"{case['name']}.merged")
+        torch.save(torch.cat([now for now, _ in trained]), output / f"{case['name']}.trained.pt")
+    if case.get("resume"):
+        directory = output / f"{case['name']}.checkpoint"
+        save(trainer, directory)
+        went_on, weights = train(trainer, batches, 2), weights_of(trainer)
+        resumed = build(case)
+        resumed.load(directory)
+        assert train(resumed, batches, 2) == went_on
+        assert all(torch.equal(weights[name], weight) for name, weight in resumed.export_weights())
+        if dist.get_rank() == 0:
+            torch.save({"metrics": went_on, "weights": weights}, output / f"{case['name']}.went_on.pt")
 
 
 def run_resume(case: dict[str, Any], output: Path) -> None:

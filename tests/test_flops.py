@@ -91,6 +91,8 @@ def test_causal_attention_needs_each_pair_once() -> None:
     pairs = [(query, key) for query in range(7) for key in range(7) if key <= query]
     assert flops.of([7]).tolist() == [5 * 7 + 2 * len(pairs)]
     assert flops.of([1]).tolist() == flops.of_full_square([1]).tolist()
+    assert flops.of_update([7]).tolist() == [3 * flops.of([7])[0]]
+    assert flops.of_update([7], frozen=True).tolist() == [2 * 5 * 7 + 3 * 2 * len(pairs)]
     assert np.allclose(flops.of([40_000]), flops.of_full_square([40_000]) / 2, rtol=1e-4)  # far past the linear part
 
 

@@ -269,6 +269,35 @@ def fallback_adam_keeps_a_step_for_each_parameter() -> None:
     assert "step" in optimizer.state[parameter] and "step" not in optimizer.param_groups[0]
 
 
+@defect
+def a_sum_of_gradients_is_lost_where_they_are_not_contiguous() -> None:
+    import torch
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    value = torch.zeros(2, 3, requires_grad=True)
+    two_ranks: Any = SimpleNamespace(size=lambda: 2)
+    with mock.patch("torch.distributed.all_reduce", lambda tensor, **_: tensor.mul_(2)):
+        copy_to_tensor_model_parallel_region(value, group=two_ranks).backward(torch.ones(3, 2).T)
+        assert value.grad is not None and (value.grad == 1).all(), "2 is the sum"
+        value.grad = None
+        copy_to_tensor_model_parallel_region(value, group=two_ranks).backward(torch.ones(2, 3))
+        assert (value.grad == 2).all()
+
+
+# PEFT ---------------------------------------------------------------------------------------------------------------
+
+
+@defect
+def linears_outside_the_experts_are_taken_for_theirs() -> None:
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=["self_attn.o_proj", *(f"mlp.shared_experts.{n}_proj" for n in ("gate", "up"))])
+    model: Any = SimpleNamespace(config=SimpleNamespace(model_type="deepseek_v3"))
+    convert_peft_config_for_transformers(config, model, None)
+    assert config.target_modules == {"self_attn.o_proj"} and config.target_parameters == {"gate_up_proj"}, config
+
+
 # torch --------------------------------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,21 @@ class OptimizerConfig:
 
 
 @dataclass
+class LoraConfig:
+    """Low-rank adapters: the model's weights stay as they are, and only the adapters beside its linears are trained.
+
+    The reference policy is then the model without adapters; engines are given merged weights. Checkpoints hold the
+    adapters alone."""
+
+    rank: int = key(0, "Rank of the adapters. 0: none, all weights are trained.", at_least=0)
+    alpha: float = key(32.0, "What adapters add is scaled by alpha / rank.", above=0)
+    targets: list[str] = key(
+        ["all-linear"],
+        "Linears with an adapter, by their Hugging Face names: q_proj, gate_proj, ...; or the ends of longer ones, as in experts.up_proj, shared_experts.up_proj and mlp.up_proj. `all-linear`: those of attention, MLP and experts.",
+    )
+
+
+@dataclass
 class ActorConfig:
     """The policy's update."""
 
@@ -283,7 +298,8 @@ class TrainConfig:
     )
     save_at_end: bool = key(True, "Checkpoint after the last step.")
     export_at_end: bool = key(
-        False, "Also write the trained weights as a Hugging Face model to the run's `hf/`, read back and compared."
+        False,
+        "Also write the trained weights as a Hugging Face model to the run's `hf/`, read back and compared; with adapters the merged weights, and the adapters in PEFT's format to `hf_adapter/`.",
     )
     save_in_background: bool = key(
         False,
@@ -367,6 +383,7 @@ class Recipe:
     rollout: RolloutConfig = key(RolloutConfig, "")
     algorithm: AlgorithmConfig = key(AlgorithmConfig, "")
     actor: ActorConfig = key(ActorConfig, "")
+    lora: LoraConfig = key(LoraConfig, "")
     megatron: MegatronConfig = key(MegatronConfig, "")
     train: TrainConfig = key(TrainConfig, "")
     evaluation: EvaluationConfig = key(EvaluationConfig, "")

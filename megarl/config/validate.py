@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.config.errors import RecipeError
+from megarl.config.schema import LoraConfig
 
 if typing.TYPE_CHECKING:
     from megarl.config.schema import Recipe
@@ -144,6 +145,17 @@ def _groups_carry_a_signal(recipe: Recipe) -> None:
             "set rollout.samples_per_prompt to 2 or more",
             value=recipe.rollout.samples_per_prompt,
         )
+
+
+@check
+def _adapters_are_trained(recipe: Recipe) -> None:
+    lora = recipe.lora
+    if not lora.targets:
+        remedy = "name linears, or all-linear; set lora.rank=0 to train all weights"
+        raise RecipeError("lora.targets", "no linear would have an adapter", remedy, value=[])
+    if not lora.rank and lora != LoraConfig():
+        remedy = "set lora.rank, e.g. to 32; or leave the other keys of lora out"
+        raise RecipeError("lora.rank", "adapters are asked for, and none are made at rank 0", remedy, value=0)
 
 
 @check

@@ -20,6 +20,7 @@ import torch
 from megarl.config.schema import MegatronConfig, Recipe
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, number_of_experts, text_fields, uses_sequence_parallel, vocab_divisor
+from megarl.megatron.lora.targets import check_lora
 from megarl.platform import Platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -35,6 +36,12 @@ class Model:
     dtype: torch.dtype
     vocab_size: int  # without padding
     image_layout: ImageLayout | None  # None: the model reads no images
+    lora: Any  # megatron.lora.attach.Lora; None: all weights are trained
+
+    @property
+    def merged_chunks(self) -> list[Any]:
+        """The chunks as mbridge reads them, with what adapters add in their weights."""
+        return self.lora.merged() if self.lora else self.chunks
 
 
 def build(recipe: Recipe, platform: Platform, *, value_head: bool = False) -> Model:
@@ -46,12 +53,16 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False) -> Mo
     """
     hf_config = _read_hf_config(recipe.model.path)
     check_layout(hf_config.to_dict(), recipe.megatron, torch.distributed.get_world_size())
+    with_adapters = recipe.lora.rank > 0 and not value_head  # they are the actor's
+    if with_adapters:
+        check_lora(hf_config.to_dict(), recipe.lora)
     _initialize_parallel(recipe.megatron, recipe.cluster.timeout)
     seed_everything(recipe.train.seed)
 
     from megarl.megatron import routing_replay
     from megarl.megatron import value_head as critic
     from megarl.megatron.heads import hidden_states_out, language_model
+    from megarl.megatron.lora.attach import Lora
     from megarl.megatron.stream_context import watch
 
     if platform.uses_native_layers:
@@ -62,11 +73,16 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False) -> Mo
         critic.untie(hf_config)
     bridge = _bridge(recipe, hf_config, platform)
     dtype = DTYPES[recipe.model.dtype]
+    lora = Lora(recipe.lora, bridge, recipe.train.seed) if with_adapters else None
     with contextlib.redirect_stdout(None):  # mbridge prints counts
         chunks = bridge.get_model(
             wrap_with_ddp=True,
             bf16=dtype == torch.bfloat16,
-            post_model_creation_callbacks=[_mark_experts, *([critic.put_head] if value_head else [])],
+            post_model_creation_callbacks=[
+                _mark_experts,
+                *([critic.put_head] if value_head else []),
+                *([lora.attach] if lora else []),
+            ],
             ddp_config={
                 "grad_reduce_in_fp32": True,
                 "use_distributed_optimizer": recipe.megatron.distributed_optimizer,
@@ -82,8 +98,8 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False) -> Mo
         critic.name_head(bridge)
         critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
     else:
-        bridge.load_weights(chunks, recipe.model.path)
-    return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config))
+        bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
+    return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config), lora)
 
 
 def _image_layout(hf_config: Any) -> ImageLayout | None:
@@ -212,6 +228,7 @@ def _check_names(extra: dict[str, Any], bridge: Any) -> None:
             raise ValueError(f"megatron.extra.{name} is no field of Megatron's TransformerConfig.{hint}")
 
 
-def parameters_on_rank(model: Model) -> int:
-    """Parameters that this rank holds."""
-    return sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
+def parameters_on_rank(model: Model, *, trained: bool = False) -> int:
+    """Parameters that this rank holds; `trained`: of these, those that an optimizer step changes."""
+    parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad or not trained)

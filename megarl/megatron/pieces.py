@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
+from megarl.megatron.lora.attach import is_adapter
 from megarl.megatron.model import Model
 from megarl.megatron.optimizer import members
 from megarl.megatron.tensor_files import Piece, boxes
@@ -90,12 +91,13 @@ def set_updates(optimizer: Any, count: int) -> None:
 def _entries(model: Model) -> Iterator[Any]:
     """Megatron's description of each local weight and persistent buffer; its `data` is the parameter itself.
 
+    Of a model with adapters, those alone: the rest is what model.path holds.
     Transformer Engine's extra states are left out: they hold scaling histories of FP8, which begin anew.
     """
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model.chunks:
         for entry in nested_values(chunk.module.sharded_state_dict(metadata=metadata)):
-            if isinstance(entry, (ShardedTensor, ShardedTensorFactory)):
+            if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and (not model.lora or is_adapter(entry.key)):
                 yield entry
 
 

@@ -19,6 +19,7 @@ from megarl.config.schema import Recipe
 from megarl.megatron import checkpoint, export
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.heads import Head, PolicyHead
+from megarl.megatron.lora.peft import save_adapter
 from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
@@ -94,13 +95,17 @@ class Trainer:
             **self._layout(),
             "dtype": self.recipe.model.dtype,
             "parameters_on_rank": parameters_on_rank(self.model),
+            "trained_parameters_on_rank": parameters_on_rank(self.model, trained=True),
             "can_offload": self.platform.can_offload,
         }
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, whole, on every rank. Collective: take all of them."""
+        """Every weight under its Hugging Face name, whole, on every rank. Collective: take all of them.
+
+        They contain what adapters add; the model's own stay as they are.
+        """
         with torch.no_grad():
-            yield from self.model.bridge.export_weights(self.model.chunks)
+            yield from self.model.bridge.export_weights(self.model.merged_chunks)
 
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory, with the configuration and tokenizer of the model's own."""
@@ -283,8 +288,17 @@ class PolicyTrainer(Trainer):
         return self._update(micro_batches, loss, self._head(temperature, with_entropy))
 
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights on the host: the reference policy."""
-        self._reference = [weight.to("cpu", copy=True) for weight in self._weights()]
+        """Keep a copy of the current weights on the host: the reference policy.
+
+        With adapters it takes no copy: the reference policy is the model without them.
+        """
+        if self.model.lora is None:
+            self._reference = [weight.to("cpu", copy=True) for weight in self._weights()]
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapters as a directory that PEFT reads; see `lora.peft.save_adapter`."""
+        assert self.model.lora is not None, "there are adapters only with lora.rank > 0"
+        save_adapter(directory, self.model.lora, self.recipe.model.path)
 
     def _head(self, temperature: float, with_entropy: bool) -> PolicyHead:
         return PolicyHead(temperature, with_entropy, self.model.vocab_size, self.recipe.megatron.keep_logits)
@@ -300,6 +314,10 @@ class PolicyTrainer(Trainer):
 
     @contextlib.contextmanager
     def _reference_weights(self) -> Iterator[None]:
+        if self.model.lora is not None:
+            with self.model.lora.off():
+                yield
+            return
         assert self._reference is not None, "keep_reference() comes first"
         self._swap(self._reference)
         try:

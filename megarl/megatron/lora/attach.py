@@ -1,0 +1,202 @@
+"""Adapters into a model's chunks, and merged weights out of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
+
+from megarl.config.schema import LoraConfig
+from megarl.megatron.lora.layers import Adapter, Adapters, Cut, Part, Site
+from megarl.megatron.lora.targets import matches, without_expert
+from megarl.megatron.native_kernels import rms_norm
+
+CHILD = "lora"
+"""Name of the module that holds a chunk's adapters, and so the beginning of their parameters' names."""
+
+_CUTS: dict[str, Cut] = {
+    "linear_qkv": "rows",
+    "linear_proj": "columns",
+    "linear_fc1": "rows",
+    "linear_fc2": "columns",
+    "linear_q_proj": "rows",
+    "linear_q_down_proj": "whole",
+    "linear_q_up_proj": "rows",
+    "linear_kv_down_proj": "whole",
+    "linear_kv_up_proj": "rows",
+}
+
+
+class Lora:
+    """The adapters of this rank: which linears they sit on, whether they count, and what weights they make."""
+
+    def __init__(self, settings: LoraConfig, bridge: Any, seed: int) -> None:
+        self.settings, self.bridge, self.seed = settings, bridge, seed
+        self.adapters: list[Adapter] = []
+        self._of_weight: list[tuple[Any, dict[str, tuple[Adapter, int | None]]]] = []  # of each chunk
+        self._on = True
+
+    def attach(self, chunk: Any, *, config: Any, pre_process: bool, **_: Any) -> None:
+        """Freeze a GPTModel and put adapters beside its linears. mbridge calls it before DDP wraps the chunk."""
+        chunk.requires_grad_(False)
+        names = self.bridge._weight_name_mapping_mcore_local_to_global(chunk)
+        adapters, of_weight = Adapters(), {}
+        for path, module in chunk.named_modules():
+            if path.rsplit(".", 1)[-1] not in _CUTS:
+                continue
+            grouped = f"{path}.weight0" in names
+            weights = [f"{path}.weight{i}" for i in range(module.num_gemms)] if grouped else [f"{path}.weight"]
+            site = self._site(module, [names[weight] for weight in weights], config, grouped=grouped)
+            if not any(part.adapted for part in site.parts):
+                continue
+            adapter = Adapter(site, rank=self.settings.rank, alpha=self.settings.alpha, seed=self.seed, config=config)
+            key = names[weights[0]].rsplit(".weight", 1)[0].replace(".", "/")
+            adapters.add_module(key, adapter)
+            of_weight.update({weight: (adapter, i if grouped else None) for i, weight in enumerate(weights)})
+            self._hook(module, adapter, config)
+        if not of_weight:
+            raise ValueError(
+                f"lora.targets = {self.settings.targets} names no linear of a pipeline stage: nothing would be trained there."
+            )
+        chunk.add_module(CHILD, adapters)
+        self.adapters.extend(adapters.children())
+        self._of_weight.append((chunk, of_weight))
+        if pre_process:
+            chunk.embedding.register_forward_hook(_ask_for_gradient)
+
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """The model as it was before any training."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
+
+    def base(self) -> list[Any]:
+        """The chunks as mbridge knows them, without adapters."""
+        return [_View(chunk, {}) for chunk, _ in self._of_weight]
+
+    def merged(self) -> list[Any]:
+        """The chunks as mbridge knows them, with weights that contain what the adapters add, made one at a time."""
+        return [_View(chunk, of_weight) for chunk, of_weight in self._of_weight]
+
+    def _site(self, module: Any, weights: list[str], config: Any, *, grouped: bool) -> Site:
+        kind = weights[0].split(".weight")[0].rsplit(".", 1)[-1]
+        weight = module.weight0 if grouped else module.weight
+        rows, inputs = weight.shape
+        modules = [
+            [name.removesuffix(".weight") for name in self.bridge._weight_name_mapping_mcore_to_hf(weight_name)]
+            for weight_name in weights
+        ]
+        interleaved, sizes = 1, [rows // len(modules[0])] * len(modules[0])
+        if kind == "linear_qkv":
+            per_group = config.num_attention_heads // config.num_query_groups
+            interleaved = config.num_query_groups // config.tensor_model_parallel_size
+            head = rows // interleaved // (per_group + 2)
+            sizes = [interleaved * head * heads for heads in (per_group, 1, 1)]
+        return Site(
+            parts=[
+                Part(
+                    names[0].rsplit(".", 1)[-1],
+                    list(names),
+                    size,
+                    matches(names[0], self.settings.targets),
+                )
+                for names, size in zip(zip(*modules, strict=True), sizes, strict=True)
+            ],
+            interleaved=interleaved,
+            inputs=inputs,
+            cut=_CUTS[kind],
+            experts=len(weights) if grouped else 0,
+            # Overlapped with the dispatcher, shared experts are given all tokens and leave partial sums.
+            exchanges=not (".shared_experts." in weights[0] and config.moe_shared_expert_overlap),
+            sequence_parallel=config.sequence_parallel,
+            alone=not getattr(weight, "allreduce", True),
+        )
+
+    def _hook(self, module: Any, adapter: Adapter, config: Any) -> None:
+        norm = getattr(module, "layer_norm_weight", None)
+        if norm is not None:
+            assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma
+
+        def add(_: Any, args: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any] | None:
+            if not self._on:
+                return None
+            x, *tokens_per_expert = args
+            if norm is not None:  # the linear's own normed input is not handed out
+                x = rms_norm(x, norm, config.layernorm_epsilon)
+            return output[0] + adapter(x, *tokens_per_expert), output[1]
+
+        module.register_forward_hook(add)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter `name` of a GPTModel is an adapter's."""
+    return name.startswith(f"{CHILD}.")
+
+
+def trained_modules(lora: Lora) -> list[str]:
+    """Hugging Face modules with an adapter, of all pipeline stages, without layers and experts: "self_attn.q_proj".
+    Collective."""
+    own = {
+        without_expert(module).split(".", 3)[-1]
+        for adapter in lora.adapters
+        for part in adapter.site.parts
+        for module in part.modules
+        if part.adapted
+    }
+    everywhere: list[set[str]] = [set()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, own)
+    return sorted(set().union(*everywhere))
+
+
+def matrices(lora: Lora) -> Iterator[tuple[str, torch.Tensor]]:
+    """This rank's share of all adapters, as PEFT names them: "model.layers.0.self_attn.q_proj.lora_A.weight" and a
+    whole matrix. Each comes from one rank alone. Collective within tensor-parallel groups."""
+    ps = parallel_state
+    for adapter in lora.adapters:
+        copies = (
+            ps.get_expert_data_parallel_rank()
+            if adapter.site.experts
+            else ps.get_data_parallel_rank(with_context_parallel=True)
+        )
+        for part in adapter.site.parts:
+            for kind in ("A", "B") if part.adapted else ():
+                whole = adapter.whole(kind, part.name)
+                if adapter.group.rank() == 0 and copies == 0:
+                    of_experts = whole if adapter.site.experts else whole[None]
+                    for module, matrix in zip(part.modules, of_experts, strict=True):
+                        yield f"{module}.lora_{kind}.weight", matrix
+
+
+def _ask_for_gradient(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """Layers that are computed again in the backward pass take part in it only if their input does."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+class _View:
+    """A chunk without its adapters, for mbridge; weights in `of_weight` are merged as they are read."""
+
+    def __init__(self, chunk: Any, of_weight: dict[str, tuple[Adapter, int | None]]) -> None:
+        self._chunk, self._of_weight = chunk, of_weight
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._chunk, name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self._chunk.state_dict().items() if not is_adapter(name)}
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in self._chunk.named_parameters():
+            if name in self._of_weight:
+                adapter, expert = self._of_weight[name]
+                merged = (weight.detach().float() + adapter.delta(expert)).to(weight.dtype)
+                copy_tensor_model_parallel_attributes(merged, weight)
+                yield name, merged
+            elif not is_adapter(name):
+                yield name, weight

@@ -1,0 +1,77 @@
+"""Which linears a recipe's `lora` section means, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import load_recipe
+from megarl.config.errors import RecipeError
+from megarl.config.schema import LoraConfig
+from megarl.megatron.lora.targets import check_lora, linears_of, matches
+
+DENSE = {"model_type": "qwen3"}
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4}
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+
+
+def chosen(config: dict[str, Any], *targets: str) -> list[str]:
+    lora = LoraConfig(rank=8, targets=list(targets))
+    check_lora(config, lora)
+    return [name for name in linears_of(config) if matches(name, lora.targets)]
+
+
+def test_a_short_name_means_every_place_and_a_longer_one_its_own() -> None:
+    assert chosen(MIXTURE, "q_proj", "o_proj") == ["self_attn.q_proj", "self_attn.o_proj"]
+    everywhere = chosen(DEEPSEEK, "gate_proj", "up_proj", "down_proj")
+    assert [name for name in everywhere if name.endswith("up_proj")] == [
+        "mlp.experts.up_proj",
+        "mlp.up_proj",
+        "mlp.shared_experts.up_proj",
+    ]
+    assert chosen(DEEPSEEK, "shared_experts.up_proj", "mlp.down_proj") == [
+        "mlp.down_proj",
+        "mlp.shared_experts.up_proj",
+    ]
+    assert len(chosen(DEEPSEEK, "all-linear")) == 5 + 9
+    assert matches("model.layers.3.mlp.experts.17.up_proj", ["experts.up_proj"])
+    assert not matches("model.layers.3.mlp.experts.17.up_proj", ["mlp.up_proj", "shared_experts.up_proj", "proj"])
+
+
+@pytest.mark.parametrize(
+    ("config", "targets", "said"),
+    [
+        (DENSE, ["q_porj"], "no linear 'q_porj'. Did you mean q_proj?"),
+        (DENSE, ["all_linear"], "Did you mean all-linear?"),
+        (DEEPSEEK, ["shared_expert.up_proj"], "Did you mean shared_experts.up_proj?"),
+        (DEEPSEEK, ["q_proj"], "no linear 'q_proj'"),
+        (MIXTURE, ["lm_head"], "no linear 'lm_head'"),
+        (MIXTURE, ["up_proj", "down_proj"], "without their gate_proj"),
+        ({"model_type": "mixtral"}, ["q_proj"], "this one is 'mixtral'"),
+    ],
+)
+def test_what_the_model_does_not_have_is_refused(config: dict[str, Any], targets: list[str], said: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        chosen(config, *targets)
+    assert said in str(error.value)
+    check_lora(config, LoraConfig(rank=0))
+
+
+@pytest.mark.parametrize("setting", ["lora.alpha=8", "lora.targets=[q_proj]"])
+def test_settings_that_nothing_would_read_are_refused(tmp_path: Path, setting: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {path: model}\n")
+    with pytest.raises(RecipeError, match="none are made at rank 0"):
+        load_recipe(recipe, [setting])
+    assert load_recipe(recipe, [setting, "lora.rank=4"]).lora.rank == 4
+    with pytest.raises(RecipeError, match="no linear would have an adapter"):
+        load_recipe(recipe, ["lora.rank=4", "lora.targets=[]"])
