@@ -1,7 +1,7 @@
 """A run's checkpoints: written whole or not at all, found again, and kept to a number.
 
-A checkpoint is a folder `step_000123`: the trainers' part (`trainer/`), the controller's state
-(`controller.json`, and `waiting.npz` for groups that were sampled and not yet trained on), and
+A checkpoint is a folder `step_000123`: the trainers' part (`trainer/`), the critic's where there is one
+(`critic/`), the controller's state (`controller.json`, and `waiting.npz` for groups that were sampled and not yet trained on), and
 `manifest.json`, which lists every file with its size and checksum and is written last. It is written as
 `.step_000123.partial` and renamed when complete; a folder is renamed before it is deleted, too. So
 whatever moment a run is killed at, a folder `step_...` is whole, and damage to it shows in the manifest.

@@ -60,12 +60,13 @@ def export(
     run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
     out: Annotated[Path, typer.Option(help="Directory to write the Hugging Face model to.")],
     step: Annotated[Optional[int], typer.Option(help="Checkpoint to export; unset: the newest.")] = None,
+    critic: Annotated[bool, typer.Option("--critic", help="The critic, as a token classification model.")] = False,
     debug: Debug = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face model, read it back and compare it."""
     from megarl import run
 
-    run.export(run_path, out, step)
+    run.export(run_path, out, step, critic=critic)
 
 
 @app.command()

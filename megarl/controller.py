@@ -18,6 +18,7 @@ from megarl.checkpoint import load_state, set_aside_later
 from megarl.cluster.base import WorkerGroup
 from megarl.cluster.failures import ClusterError
 from megarl.config.schema import Recipe
+from megarl.critic import Critic, Part
 from megarl.data.tokenizer import Tokenizer
 from megarl.flops import FORWARD, ModelFlops
 from megarl.observe.log import RunLog
@@ -26,8 +27,8 @@ from megarl.rollout.evaluate import EvaluationResult
 from megarl.rollout.source import Batch, Source
 from megarl.saver import Saver
 from megarl.schedule import split_evenly
-from megarl.shards import plan_step
-from megarl.types import Group, Metrics, Shard
+from megarl.shards import StepPlan, plan_step
+from megarl.types import Group, Metrics
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Controller:
 
     recipe: Recipe
     trainers: WorkerGroup
+    critic: Critic | None
     layout: Layout
     source: Source
     placement: Placement
@@ -88,10 +90,10 @@ class Controller:
         log.add(batch.metrics)
         for notice in batch.notices:
             log.notice(f"step {step}: {notice}")
-        self.placement.to_train()
         if batch.groups:
             self._train(step, batch)
         else:
+            self.placement.to_train()
             log.warn(f"step {step}: no group with spread was found, so there is nothing to learn from: no update")
             log.add({"actor/skipped_updates": float(recipe.actor.mini_batches)})
         if self._due(step, recipe.train.save_every) or (step == recipe.train.steps and recipe.train.save_at_end):
@@ -116,17 +118,16 @@ class Controller:
         plan = plan_step(
             batch.groups, recipe, layout.data_parallel, layout.micro_batches_multiple_of, layout.model_flops
         )
-        self.trainers.scatter("load_shard", [(self._shard(plan.shards, rank),) for rank in range(self.trainers.size)])
+        warming_up = self.critic is not None and step <= recipe.critic.warmup_steps
+        advantages = self._consult_critic(batch, plan) if self.critic is not None else None
+        self.placement.to_train()
+        self._scatter("load_shard", plan.shards)
         if LOSSES[recipe.algorithm.loss].needs_old_log_probs:
             with log.phase("old_log_prob"):
                 log.add(combine_gaps(self.trainers.call("compute_old_log_probs")))
             self._add_speed("old_log_prob", "old_log_prob", plan.flops * FORWARD)
-        if recipe.algorithm.kl_coef:
-            with log.phase("reference"):
-                self.trainers.call("compute_reference_log_probs")
-        with log.phase("update_actor"):
-            log.add(combine_updates(self.trainers.call("update_actor")))
-        self._add_speed("actor", "update_actor", plan.update_flops)
+        if not warming_up:  # the gap to the engine is measured all the same
+            self._update_actor(plan, advantages)
         log.add({**plan.metrics, **staleness(batch.groups, step - 1)})
         if recipe.train.source == "rollout":
             log.samples(step, self._records(batch.groups, step))
@@ -137,8 +138,40 @@ class Controller:
             seconds = self.log.pending()[f"timing_s/{phase}"]
             self.log.add(speed(name, flops / seconds / self.trainers.size, self.layout.device_peak))
 
-    def _shard(self, shards: Sequence[Shard], rank: int) -> Shard:
-        return shards[self.layout.data_parallel_rank[rank]]
+    def _consult_critic(self, batch: Batch, plan: StepPlan) -> list[list[Part]]:
+        """Values, advantages, the critic's update. Returns where the advantages of each data-parallel rank lie."""
+        assert self.critic is not None
+        log, critic = self.log, self.critic
+        self.placement.to_critic()
+        critic.load(batch.groups)
+        with log.phase("values"):
+            critic.compute_values()
+        with log.phase("adv"):
+            advantages, metrics = critic.advantages(plan.shards)
+        with log.phase("update_critic"):
+            self._add_update(combine_updates(critic.update(), "critic"))
+        log.add(metrics)
+        return advantages
+
+    def _update_actor(self, plan: StepPlan, advantages: list[list[Part]] | None) -> None:
+        log = self.log
+        if self.recipe.algorithm.kl_coef:
+            with log.phase("reference"):
+                self.trainers.call("compute_reference_log_probs")
+        with log.phase("update_actor"):
+            if advantages is not None:
+                self._scatter("load_advantages", advantages)
+            self._add_update(combine_updates(self.trainers.call("update_actor"), "actor"))
+        self._add_speed("actor", "update_actor", plan.update_flops)
+
+    def _add_update(self, metrics: Metrics) -> None:
+        """The actor's or the critic's; the memory is that of whichever has held more."""
+        memory = "perf/max_memory_allocated_gb"
+        self.log.add({**metrics, memory: max(metrics[memory], self.log.pending().get(memory, 0.0))})
+
+    def _scatter(self, method: str, per_data_parallel_rank: Sequence[Any]) -> None:
+        """Call the trainers, each with what its data-parallel rank is to have."""
+        self.trainers.scatter(method, [(per_data_parallel_rank[rank],) for rank in self.layout.data_parallel_rank])
 
     def _publish(self, version: int) -> None:
         """Weights to the engines, once nothing samples with the old ones."""
@@ -182,7 +215,7 @@ class Controller:
         """The step that is done, and its metrics where its line was never written."""
         with self.log.phase("load"):
             state = load_state(checkpoint)
-            notice = self.trainers.call("load", str(checkpoint / "trainer"))[0]
+            notice = self._load_workers(checkpoint)
             self.source.restore(state["source"])
             for path in set_aside_later(self.saver.folder, state["step"]):
                 self.log.notice(f"a later checkpoint, of what this run now leaves behind, is kept as {path}")
@@ -190,6 +223,16 @@ class Controller:
             self.log.notice(notice)
         self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
         return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
+
+    def _load_workers(self, checkpoint: Path) -> str | None:
+        """Returns a notice where the run does not go on to the last bit."""
+        notices = []
+        if self.critic is not None:
+            self.placement.to_critic()
+            notices += self.critic.workers.call("load", str(checkpoint / "critic"))
+        self.placement.to_train()
+        notices = self.trainers.call("load", str(checkpoint / "trainer")) + notices
+        return next((notice for notice in notices if notice is not None), None)
 
     @staticmethod
     def _due(step: int, every: int) -> bool:
@@ -235,12 +278,13 @@ def combine_gaps(sums: Sequence[dict[str, float] | None]) -> Metrics:
     }
 
 
-def combine_updates(per_rank: Sequence[list[Metrics] | None]) -> Metrics:
-    """Metrics of the step: the mean over its mini batches (skipped updates: their number; lr: the last)."""
+def combine_updates(per_rank: Sequence[list[Metrics] | None], role: str) -> Metrics:
+    """Metrics of the step, of the actor's or the critic's updates: the mean over its mini batches (skipped updates:
+    their number; lr: the last)."""
     steps = next(part for part in per_rank if part is not None)
     metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[-1]}
-    skipped = sum(step.get("actor/skipped_updates", 0.0) for step in steps)
-    return {**metrics, "actor/lr": steps[-1]["actor/lr"], "actor/skipped_updates": skipped}
+    rate, skipped = f"{role}/lr", f"{role}/skipped_updates"
+    return {**metrics, rate: steps[-1][rate], skipped: sum(step[skipped] for step in steps)}
 
 
 def speed(name: str, flops_per_second: float, peak: float | None) -> Metrics:

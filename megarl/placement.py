@@ -1,13 +1,13 @@
 """Who holds the devices when, and how new weights reach the engines.
 
-The loop says `to_train` and `to_rollout`; whether engines share the trainers' devices, have their own,
-or do not exist (SFT) is said here and nowhere else.
+The loop says `to_critic`, `to_train` and `to_rollout`; whether engines and the critic share the trainers' devices,
+have their own, or do not exist (SFT) is said here and nowhere else.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -17,8 +17,11 @@ from megarl.types import Metrics
 
 
 class Placement(Protocol):
+    def to_critic(self) -> None:
+        """The critic computes next."""
+
     def to_train(self) -> None:
-        """The trainers compute next."""
+        """The actor's trainers compute next."""
 
     def to_rollout(self, version: int) -> Metrics:
         """The engines sample next, with the trainers' weights as `version`. Returns what the exchange cost."""
@@ -27,6 +30,8 @@ class Placement(Protocol):
 class TrainersOnly:
     """No engines: nothing to hand over."""
 
+    def to_critic(self) -> None: ...
+
     def to_train(self) -> None: ...
 
     def to_rollout(self, version: int) -> Metrics:
@@ -34,10 +39,12 @@ class TrainersOnly:
 
 
 class Disaggregated:
-    """Engines have devices of their own and stay awake."""
+    """Engines and critic have devices of their own, and stay there."""
 
     def __init__(self, trainers: WorkerGroup, services: Sequence[Service], session: ExchangeSession):
         self.trainers, self.services, self.session = trainers, list(services), session
+
+    def to_critic(self) -> None: ...
 
     def to_train(self) -> None: ...
 
@@ -45,41 +52,76 @@ class Disaggregated:
         return publish(self.trainers, self.services, self.session, version)
 
 
+class Tenant:
+    """Trainers or a critic that may leave the devices to others. `offload`: whether they do."""
+
+    def __init__(self, workers: WorkerGroup, *, offload: bool):
+        self.workers, self.offload = workers, offload
+        self.here = True
+
+    def come(self) -> None:
+        if not self.here:
+            self.workers.call("onload")
+            self.here = True
+
+    def leave(self, between: Callable[[], None] = lambda: None) -> None:
+        """Optimizer and gradients go, then `between` happens, then the weights go."""
+        going = self.offload and self.here
+        if going:
+            self.workers.call("offload_optimizer")
+        between()
+        if going:
+            self.workers.call("offload_weights")
+            self.here = False
+
+
 class Colocated(Disaggregated):
-    """Engines and trainers take turns on the same devices: one sleeps while the other computes."""
+    """Engines, trainers and critic take turns on the same devices: one computes while the others are away."""
 
     def __init__(
         self,
-        trainers: WorkerGroup,
+        actor: Tenant,
+        critic: Tenant | None,
         services: Sequence[Service],
         session: ExchangeSession,
         *,
         engines_sleep: bool,
-        trainers_offload: bool,
         engines_asleep: bool,
     ):
-        super().__init__(trainers, services, session)
-        self.engines_sleep, self.trainers_offload = engines_sleep, trainers_offload
-        self.engines_asleep = engines_asleep
+        super().__init__(actor.workers, services, session)
+        self.actor, self.critic = actor, critic
+        self.engines_sleep, self.engines_asleep = engines_sleep, engines_asleep
+
+    def to_critic(self) -> None:
+        assert self.critic is not None, "the run has no critic"
+        self._engines_leave()
+        self.actor.leave()
+        self.critic.come()
 
     def to_train(self) -> None:
-        if self.engines_sleep and not self.engines_asleep:
-            _all([service.call("sleep") for service in self.services])
-            self.engines_asleep = True
-        if self.trainers_offload:
-            self.trainers.call("onload")
+        self._engines_leave()
+        if self.critic is not None:
+            self.critic.leave()
+        self.actor.come()
 
     def to_rollout(self, version: int) -> Metrics:
         """Hand over in an order that never holds both sides' all: an update needs weights on both, and nothing else."""
-        if self.trainers_offload:
-            self.trainers.call("offload_optimizer")
-        self._wake("weights")
-        metrics = super().to_rollout(version)
-        if self.trainers_offload:
-            self.trainers.call("offload_weights")
+        self.to_train()
+        metrics: Metrics = {}
+
+        def exchange() -> None:
+            self._wake("weights")
+            metrics.update(publish(self.trainers, self.services, self.session, version))
+
+        self.actor.leave(exchange)
         self._wake("kv_cache")
         self.engines_asleep = False
         return metrics
+
+    def _engines_leave(self) -> None:
+        if self.engines_sleep and not self.engines_asleep:
+            _all([service.call("sleep") for service in self.services])
+            self.engines_asleep = True
 
     def _wake(self, tag: str) -> None:
         if self.engines_asleep:

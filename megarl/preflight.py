@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl import engines, rewards
+from megarl.algorithms.advantages import uses_critic
 from megarl.checkpoint import checkpoint_step, find_checkpoint
+from megarl.cluster import transport
+from megarl.config.critic import ONE_LAYOUT, critic_view
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.data.prompts import PromptDataset
@@ -47,6 +50,7 @@ class Prepared:
     evaluation: PromptDataset | None
     notices: list[str]
     flops: ModelFlops | None = None  # None: not counted for this model, or not trained
+    critic_flops: ModelFlops | None = None  # of the critic's model, likewise
     model: dict[str, Any] = field(default_factory=dict)  # its config.json
 
     @property
@@ -64,7 +68,10 @@ def prepare_training(recipe: Recipe) -> Prepared:
     check_model(config)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
     check_lora(config, recipe.lora)
+    critic = _read_critic(recipe, tokenizer) if uses_critic(recipe.algorithm) else None
     prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
+    if critic and critic.get("model_type") in COUNTED:
+        prepared.critic_flops = model_flops(critic)
     prepared.model = config
     if config.get("model_type") in COUNTED:
         prepared.flops = model_flops(config)
@@ -186,12 +193,12 @@ def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any])
         )
 
 
-def read_hf_config(path: str) -> dict[str, Any]:
-    """config.json of a Hugging Face directory. Raises RecipeError where it is missing or no JSON."""
+def read_hf_config(path: str, key: str = "model.path") -> dict[str, Any]:
+    """config.json of the Hugging Face directory that `key` names. Raises RecipeError where it is missing or no JSON."""
     directory = Path(path)
     if not directory.is_dir():
         raise RecipeError(
-            "model.path",
+            key,
             f"there is no such directory (seen from {Path.cwd()})",
             "give the model's Hugging Face directory (recipes/quickstart_sft.yaml makes the quickstart's)",
             value=path,
@@ -200,21 +207,48 @@ def read_hf_config(path: str) -> dict[str, Any]:
         config = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:
         remedy = "give a Hugging Face directory: config.json, *.safetensors and a tokenizer"
-        raise RecipeError("model.path", "it holds no config.json", remedy, value=path) from None
+        raise RecipeError(key, "it holds no config.json", remedy, value=path) from None
     except ValueError as error:
-        raise RecipeError("model.path", f"its config.json is no JSON: {error}", "mend the file", value=path) from error
+        raise RecipeError(key, f"its config.json is no JSON: {error}", "mend the file", value=path) from error
     assert isinstance(config, dict)
     return config
 
 
 def _read_model(recipe: Recipe) -> tuple[Tokenizer, dict[str, Any]]:
-    config = read_hf_config(recipe.model.path)
-    if not any(Path(recipe.model.path).glob("*.safetensors")):
-        remedy = "convert the weights to safetensors (save_pretrained does)"
-        raise RecipeError("model.path", "it holds no *.safetensors", remedy, value=recipe.model.path)
+    config = _read_weights_config(recipe.model.path, "model.path")
     tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, recipe.model.path)
     check_vocabulary(tokenizer, config)
     return tokenizer, config
+
+
+def _read_weights_config(path: str, key: str) -> dict[str, Any]:
+    config = read_hf_config(path, key)
+    if not any(Path(path).glob("*.safetensors")):
+        remedy = "convert the weights to safetensors (save_pretrained does)"
+        raise RecipeError(key, "it holds no *.safetensors", remedy, value=path)
+    return config
+
+
+def _read_critic(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+    """config.json of the critic's model, which reads the policy's tokens; checked, and its layout with it."""
+    if transport(recipe) == "torchrun":
+        raise RecipeError("cluster.transport", ONE_LAYOUT, "start it without torchrun", value=recipe.cluster.transport)
+    view = critic_view(recipe)
+    key = "critic.model_path" if recipe.critic.model_path else "model.path"
+    config = _read_weights_config(view.model.path, key)
+    check_vocabulary(tokenizer, config)
+    check_model(config)
+    if "vision_config" in config:
+        remedy = "name a language model in critic.model_path, or use another algorithm.advantage"
+        raise RecipeError(key, "a critic cannot be made of a vision-language model yet", remedy, value=view.model.path)
+    try:
+        check_layout(config, view.megatron, view.cluster.trainers)
+    except ValueError as error:
+        raise ValueError(
+            f"The critic cannot be laid out (critic.megatron and critic.trainers stand for megatron and "
+            f"cluster.trainers here). {error}"
+        ) from error
+    return config
 
 
 def _read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool) -> Prepared:

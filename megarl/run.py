@@ -17,18 +17,21 @@ from pathlib import Path
 from typing import Any
 
 from megarl import platform as platforms
+from megarl.algorithms.advantages import uses_critic
 from megarl.checkpoint import check_whole, checkpoint_name, list_checkpoints
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
 from megarl.config import Recipe, load_recipe
+from megarl.config.critic import critic_view
 from megarl.config.errors import blaming_input
 from megarl.controller import Controller, Layout
+from megarl.critic import Critic
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
 from megarl.flops import ModelFlops
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
-from megarl.placement import Colocated, Disaggregated, Placement, TrainersOnly
+from megarl.placement import Colocated, Disaggregated, Placement, Tenant, TrainersOnly
 from megarl.platform.peaks import peak_flops
 from megarl.preflight import Prepared, identity, open_run_directory, prepare_evaluation, prepare_training
 from megarl.rollout.engines_source import EnginesSource
@@ -38,6 +41,7 @@ from megarl.rollout.source import Source
 from megarl.saver import Saver
 
 TRAINER = "megarl.worker:TrainerWorker"
+CRITIC = "megarl.critic_worker:CriticWorker"
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
 
 
@@ -47,13 +51,14 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     def absolute(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path))
 
-    data, model = recipe.data, recipe.model
+    data, model, critic = recipe.data, recipe.model, recipe.critic
     return dataclasses.replace(
         recipe,
         runs_dir=absolute(recipe.runs_dir),
         model=dataclasses.replace(
             model, path=absolute(model.path), tokenizer=absolute(model.tokenizer) if model.tokenizer else None
         ),
+        critic=dataclasses.replace(critic, model_path=absolute(critic.model_path) if critic.model_path else None),
         data=dataclasses.replace(
             data,
             train_files=[absolute(file) for file in data.train_files],
@@ -63,11 +68,13 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 @contextlib.contextmanager
-def connected(recipe: Recipe, platform: Any, *, trainers: bool, engines: bool) -> Iterator[Cluster]:
+def connected(
+    recipe: Recipe, platform: Any, *, trainers: bool, engines: bool, critic: bool = False
+) -> Iterator[Cluster]:
     """The cluster that the recipe asks for, with room for what will be started; a ValueError is the recipe's fault."""
     on_termination = signal.getsignal(signal.SIGTERM)
     with blaming_input():
-        cluster = connect(recipe, platform, trainers=trainers, engines=engines)
+        cluster = connect(recipe, platform, trainers=trainers, engines=engines, critic=critic)
     with cluster:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_termination)  # Ray installs its own, which ends the process at once
@@ -98,7 +105,8 @@ def train(recipe: Recipe) -> Path:
         for notice in [*prepared.notices, *place.notices]:
             log.notice(notice)
         rl = recipe.train.source == "rollout"
-        with connected(recipe, platform, trainers=True, engines=rl) as cluster:
+        critic = uses_critic(recipe.algorithm)
+        with connected(recipe, platform, trainers=True, engines=rl, critic=critic) as cluster:
             with log.phase("start"):
                 controller = _assemble(recipe, prepared, platform, cluster, log, place.directory)
             controller.fit(place.checkpoint)
@@ -107,6 +115,8 @@ def train(recipe: Recipe) -> Path:
                     controller.placement.to_train()  # weights may be off the devices
                     _export_and_compare(recipe, controller.trainers, place.directory.path / "hf")
             controller.trainers.shutdown()
+            if controller.critic is not None:
+                controller.critic.workers.shutdown()
     return place.directory.path
 
 
@@ -128,13 +138,16 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
     return result
 
 
-def export(run_path: Path, out: Path, step: int | None = None) -> Path:
-    """Write a run's checkpoint (the newest, or that of `step`) as a Hugging Face model to `out`, and prove it."""
+def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool = False) -> Path:
+    """Write a run's checkpoint (the newest, or that of `step`) as a Hugging Face model to `out`, and prove it.
+    `critic`: the critic's, as a token classification model, instead of the actor's."""
     with blaming_input():
         run_dir = RunDirectory(run_path)
         if not run_dir.is_a_run():
             raise ValueError(f"{run_path} is no run's directory: it holds no recipe.resolved.yaml")
         recipe = with_absolute_paths(load_recipe(run_dir.recipe))
+        if critic and not uses_critic(recipe.algorithm):
+            raise ValueError(f"{run_path} has no critic: its algorithm.advantage is {recipe.algorithm.advantage}")
         checkpoint = _choose_checkpoint(run_dir, step)
         for directory in (out, _adapter_directory(out)) if recipe.lora.rank else (out,):
             if directory.exists() and any(directory.iterdir()):
@@ -143,9 +156,11 @@ def export(run_path: Path, out: Path, step: int | None = None) -> Path:
     if not is_controller(recipe):
         serve(recipe)
         return out
+    if critic:
+        recipe = critic_view(recipe)
     with connected(recipe, platform, trainers=True, engines=False) as cluster:
-        trainers = _start_trainers(recipe, cluster)
-        trainers.call("load", str(checkpoint / "trainer"))
+        trainers = _start_trainers(recipe, cluster, CRITIC if critic else TRAINER)
+        trainers.call("load", str(checkpoint / ("critic" if critic else "trainer")))
         equal, untrained = _export_and_compare(recipe, trainers, out)
         trainers.shutdown()
     print(f"{out}: {equal} tensors of {checkpoint.name}, read back equal to the trainer's, bit for bit")
@@ -198,7 +213,10 @@ def _assemble(
         _wait_for_engines(recipe, services, [service.call("sleep") for service in services])
     trainers = _start_trainers(recipe, cluster)
     _check_shared_storage(trainers, run_dir)
+    actor = Tenant(trainers, offload=recipe.megatron.offload)
+    critic, critic_tenant = _start_critic(recipe, prepared.critic_flops, cluster, actor, run_dir)
     engines = engines or _wait_for_engines(recipe, services, starting)
+    placement = _placement(recipe, actor, critic_tenant, services, engines, asleep=take_turns)
     evaluation = prepared.evaluation
 
     def evaluate_now() -> EvaluationResult:
@@ -208,14 +226,36 @@ def _assemble(
     return Controller(
         recipe=recipe,
         trainers=trainers,
+        critic=critic,
         layout=_layout(recipe, prepared.flops, trainers.call("describe")),
         source=_source(recipe, prepared, services, cluster),
-        placement=_placement(recipe, trainers, services, engines, asleep=take_turns),
+        placement=placement,
         log=log,
         tokenizer=prepared.tokenizer,
         evaluate=evaluate_now if evaluation is not None else None,
-        saver=Saver(run_dir.checkpoints, trainers, recipe.train, cluster.check),
+        saver=_saver(recipe, run_dir, trainers, critic, placement, cluster),
         identity=identity(recipe, prepared),
+    )
+
+
+def _saver(
+    recipe: Recipe,
+    run_dir: RunDirectory,
+    trainers: WorkerGroup,
+    critic: Critic | None,
+    placement: Placement,
+    cluster: Cluster,
+) -> Saver:
+    if critic is None:
+        return Saver(run_dir.checkpoints, {"trainer": trainers}, recipe.train, cluster.check)
+    turns = {"critic": placement.to_critic, "trainer": placement.to_train}
+    leave = recipe.megatron.offload or recipe.critic.megatron.offload
+    return Saver(
+        run_dir.checkpoints,
+        {"critic": critic.workers, "trainer": trainers},
+        recipe.train,
+        cluster.check,
+        come=(lambda name: turns[name]()) if leave else None,
     )
 
 
@@ -241,6 +281,22 @@ def _wait_for_engines(recipe: Recipe, services: Sequence[Service], calls: Sequen
     return results
 
 
+def _start_critic(
+    recipe: Recipe, flops: ModelFlops | None, cluster: Cluster, actor: Tenant, run_dir: RunDirectory
+) -> tuple[Critic | None, Tenant | None]:
+    """The critic, where the recipe has one. The actor leaves the devices that it may have to build on."""
+    if not uses_critic(recipe.algorithm):
+        return None, None
+    actor.leave()
+    view = critic_view(recipe)
+    steps = recipe.train.steps * recipe.critic.mini_batches
+    workers = cluster.start_trainers(CRITIC, recipe.critic.trainers, (view, steps), env={}, name="critic")
+    _check_shared_storage(workers, run_dir)
+    tenant = Tenant(workers, offload=recipe.critic.megatron.offload)
+    tenant.leave()
+    return Critic.of(view, workers, flops), tenant
+
+
 def _check_shared_storage(trainers: WorkerGroup, run_dir: RunDirectory) -> None:
     """Every trainer writes its part of a checkpoint into the run's directory: all must see the same one."""
     token = run_dir.path / f".shared-{uuid.uuid4().hex}"
@@ -257,9 +313,10 @@ def _check_shared_storage(trainers: WorkerGroup, run_dir: RunDirectory) -> None:
         )
 
 
-def _start_trainers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
-    optimizer_steps = recipe.train.steps * recipe.actor.mini_batches
-    return cluster.start_trainers(TRAINER, recipe.cluster.trainers, (recipe, optimizer_steps), env={})
+def _start_trainers(recipe: Recipe, cluster: Cluster, worker: str = TRAINER) -> WorkerGroup:
+    learning = recipe.train.steps - recipe.critic.warmup_steps  # 0 where there is no critic
+    optimizer_steps = learning * recipe.actor.mini_batches
+    return cluster.start_trainers(worker, recipe.cluster.trainers, (recipe, optimizer_steps), env={})
 
 
 def _start_engines(
@@ -295,11 +352,12 @@ def _layout(recipe: Recipe, flops: ModelFlops | None, ranks: Sequence[dict[str, 
     by_hand = recipe.cluster.device_peak_tflops
     engine_devices = recipe.rollout.engines * recipe.rollout.tensor_parallel
     own_devices = recipe.train.source == "rollout" and recipe.cluster.placement == "disaggregated"
+    critic_devices = recipe.critic.trainers if uses_critic(recipe.algorithm) else 0
     return Layout(
         data_parallel_rank=[rank["dp_rank"] for rank in ranks],
         data_parallel=ranks[0]["dp_size"],
         micro_batches_multiple_of=recipe.megatron.pipeline_parallel if recipe.megatron.virtual_pipeline else 1,
-        devices=len(ranks) + (engine_devices if own_devices else 0),
+        devices=len(ranks) + (engine_devices + critic_devices if own_devices else 0),
         model_flops=flops,
         device_peak=by_hand * 1e12 if by_hand else peak_flops(ranks[0]["device_name"]),
     )
@@ -307,7 +365,8 @@ def _layout(recipe: Recipe, flops: ModelFlops | None, ranks: Sequence[dict[str, 
 
 def _placement(
     recipe: Recipe,
-    trainers: WorkerGroup,
+    actor: Tenant,
+    critic: Tenant | None,
     services: Sequence[Service],
     engines: Sequence[dict[str, Any]],
     *,
@@ -316,16 +375,16 @@ def _placement(
     if not services:
         return TrainersOnly()
     receivers = [(name, host) for engine in engines for name, host in engine["receivers"]]
-    session = trainers.call("open_exchange", receivers)[0]
+    session = actor.workers.call("open_exchange", receivers)[0]
     for connected in [service.call("connect_exchange", session) for service in services]:
         connected.result()
     if recipe.cluster.placement == "disaggregated":
-        return Disaggregated(trainers, services, session)
+        return Disaggregated(actor.workers, services, session)
     return Colocated(
-        trainers,
+        actor,
+        critic,
         services,
         session,
         engines_sleep=all(engine["can_sleep"] for engine in engines),
-        trainers_offload=recipe.megatron.offload,
         engines_asleep=asleep,
     )

@@ -1,6 +1,6 @@
 """Checkpoints of a run: taken, written beside training where asked, made visible when whole, and kept to a number.
 
-    save: the controller's state is written and every trainer takes its part down -> they write
+    save: the controller's state is written and every trainer (and critic process) takes its part down -> they write
     -> every receipt is there -> manifest, fsync, rename -> older checkpoints go
 
 A save is visible, under its own name, only from the rename on. One is under way at a time.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,20 @@ _LOOK_SECONDS = 0.2
 class Saver:
     """Writes the checkpoints of one run into `folder`.
 
+    groups: the processes, by the name of their folder in a checkpoint.
+    come: called with a group's name before it takes its part down, where groups take turns on the devices.
     check: raises where a process of the run has died; asked while trainers are waited for without being called.
     """
 
-    def __init__(self, folder: Path, trainers: WorkerGroup, config: TrainConfig, check: Callable[[], None]) -> None:
-        self.folder, self.trainers, self.config, self._check = folder, trainers, config, check
+    def __init__(
+        self,
+        folder: Path,
+        groups: Mapping[str, WorkerGroup],
+        config: TrainConfig,
+        check: Callable[[], None],
+        come: Callable[[str], None] | None = None,
+    ) -> None:
+        self.folder, self.groups, self.config, self._check, self._come = folder, groups, config, check, come
         self._step: int | None = None  # of the save that is under way
         self._receipts: list[Path] = []
         self._written: Written | None = None  # what they said, once read
@@ -46,15 +55,28 @@ class Saver:
         partial = checkpoint.begin(self.folder, step, state)
         try:
             background = self.config.save_in_background
-            parts = self.trainers.call("stage_save", str(partial / "trainer"), background)
-            self._receipts = [partial / "trainer" / receipt for _, receipts in parts for receipt in receipts]
-            checkpoint.check_room(self.folder, step, sum(size for size, _ in parts))
-            self.trainers.call("write_save")
+            checkpoint.check_room(self.folder, step, self._stage(partial))
+            self._call("write_save")
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         self._step = step
         return metrics if background else metrics | self.finish()
+
+    def _stage(self, partial: Path) -> int:
+        """Every group takes its part down; returns the bytes that are going to be written."""
+        copy = self.config.save_in_background or self._come is not None  # what leaves the devices cannot be read there
+        self._receipts, size = [], 0
+        for name, workers in self.groups.items():
+            if self._come is not None:
+                self._come(name)
+            for bytes_of_rank, receipts in workers.call("stage_save", str(partial / name), copy):
+                size += bytes_of_rank
+                self._receipts += [partial / name / receipt for receipt in receipts]
+        return size
+
+    def _call(self, method: str) -> list[Any]:
+        return [answer for workers in self.groups.values() for answer in workers.call(method)]
 
     @property
     def pending(self) -> bool:
@@ -68,7 +90,7 @@ class Saver:
         """
         if self._step is None:
             return {}
-        return self._or_remove(lambda: self._commit() if all(self.trainers.call("save_done")) else {})
+        return self._or_remove(lambda: self._commit() if all(self._call("save_done")) else {})
 
     def finish(self) -> Metrics:
         """As `poll`, and waits for it."""
@@ -76,7 +98,7 @@ class Saver:
             return {}
 
         def wait() -> Metrics:
-            self.trainers.call("wait_save")
+            self._call("wait_save")
             return self._commit()
 
         return self._or_remove(wait)

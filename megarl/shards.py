@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.advantages import ADVANTAGES, uses_critic
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.shaping import counts_in_loss, group_numbers
 from megarl.config.schema import Recipe
@@ -70,7 +70,9 @@ def plan_step(
             )
     metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
-        metrics.update(_reward_metrics(samples, advantages))
+        metrics.update(_reward_metrics(samples))
+        if not uses_critic(recipe.algorithm):  # which tells of its own, one a token
+            metrics.update(_spread("critic/advantages", advantages))
     if model_flops is None:
         return StepPlan(shards, metrics, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
@@ -120,6 +122,8 @@ def _place(
             data=sample.data,
             index=sample.index,
             length=sample.length,
+            number=members[slot.sample],
+            reward=sample.reward,
             advantage=float(advantages[members[slot.sample]]),
             loss_weight=float(weights[slot.sample]) if counts else 0.0,
         )
@@ -138,12 +142,9 @@ def _length_metrics(samples: Sequence[Sample], loss_tokens: np.ndarray) -> Metri
     }
 
 
-def _reward_metrics(samples: Sequence[Sample], advantages: np.ndarray) -> Metrics:
-    """Rewards, their parts and advantages of what is trained on."""
-    metrics = {
-        **_spread("critic/rewards", [sample.reward for sample in samples]),
-        **_spread("critic/advantages", advantages),
-    }
+def _reward_metrics(samples: Sequence[Sample]) -> Metrics:
+    """Rewards and their parts of what is trained on."""
+    metrics = _spread("critic/rewards", [sample.reward for sample in samples])
     for part in sorted({name for sample in samples for name in sample.reward_parts}):
         metrics.update(_spread(f"critic/score/{part}", [sample.reward_parts.get(part, 0.0) for sample in samples]))
     return metrics
@@ -155,3 +156,32 @@ def _spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
         f"{name}/max": float(np.max(values)),
         f"{name}/min": float(np.min(values)),
     }
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which samples two shards of the same batch share: their numbers in the one and in the other, pair by pair."""
+
+    source: list[int]
+    target: list[int]
+
+
+def routes(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[list[Route]]:
+    """What each of `sources` has for each of `targets`: [source][target], of the samples that count in the loss.
+
+    Both are plans of one batch. Every such sample of a target is in one route to it.
+    """
+    places = {
+        sample.number: (rank, own)
+        for rank, shard in enumerate(sources)
+        for own, sample in enumerate(shard.samples)
+        if sample.loss_weight > 0
+    }
+    found = [[Route([], []) for _ in targets] for _ in sources]
+    for rank, shard in enumerate(targets):
+        for own, sample in enumerate(shard.samples):
+            if sample.loss_weight > 0:
+                source, place = places[sample.number]
+                found[source][rank].source.append(place)
+                found[source][rank].target.append(own)
+    return found

@@ -99,18 +99,21 @@ class SampleTokens:
 
 
 class DataRef(Protocol):
-    """Where a group's token vectors lie. Ray's form is an object reference, the local one holds them."""
+    """Where vectors lie, sample by sample: a group's SampleTokens, or what a worker computed for some samples.
 
-    def get(self) -> list[SampleTokens]: ...
+    Ray's form is an object reference, the local one holds them.
+    """
+
+    def get(self) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
 class InlineData:
     """A DataRef to vectors in this process."""
 
-    samples: list[SampleTokens]
+    samples: list[Any]
 
-    def get(self) -> list[SampleTokens]:
+    def get(self) -> list[Any]:
         return self.samples
 
 
@@ -161,6 +164,8 @@ class ShardSample:
     data: DataRef
     index: int
     length: int
+    number: int = 0  # within the batch: names the sample where shards of different layouts meet
+    reward: float = 0.0
     advantage: float = 0.0
     loss_weight: float = 0.0
 

@@ -1,7 +1,7 @@
-"""A trainer process: the calls it answers.
+"""A trainer process, the actor's or the critic's: the calls it answers.
 
 Every rank runs the same calls in the same order. What a call computes for the rank's shard (old
-log-probs, reference log-probs) stays here, beside the micro batches it belongs to, until the update.
+log-probs, reference log-probs, values) stays here, beside the micro batches it belongs to, until the update.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from megarl import platform as platforms
 from megarl.algorithms.losses import objective
 from megarl.config.schema import Recipe
 from megarl.exchange.session import ExchangeSession, host_id
-from megarl.types import Metrics, SampleTokens, Shard, ShardSample, fetch
+from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, fetch
 
 
-class TrainerWorker:
-    """One device's share of the actor. Made inside its own process; rank and world size come from the environment."""
+class Worker:
+    """One device's share of a model in training. Made inside its own process; rank and world size come from the
+    environment."""
 
     def __init__(self, recipe: Recipe, total_optimizer_steps: int):
         self.recipe = recipe
@@ -41,17 +42,13 @@ class TrainerWorker:
         )
         _seed_everything(recipe.train.seed)
 
-        from megarl.megatron.trainer import PolicyTrainer
-
-        self.trainer = PolicyTrainer(recipe, self.platform, total_optimizer_steps)
-        self.sender: Any = None
+        self.trainer = self._make_trainer(total_optimizer_steps)
         self.saves: list[Any] = []  # checkpoint.Save, of the last checkpoint
         self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
-        self.loss_tokens: list[int] = []
-        # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
-        self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
-        if recipe.algorithm.kl_coef:
-            self.trainer.keep_reference()
+        self.members: list[list[list[int]]] = []  # of each micro batch: numbers of its samples in the shard
+
+    def _make_trainer(self, total_optimizer_steps: int) -> Any:
+        raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
         """Where this rank stands in the layout, and what it holds."""
@@ -67,7 +64,7 @@ class TrainerWorker:
     def load_shard(self, shard: Shard) -> None:
         """Fetch the vectors of this rank's samples and lay out its micro batches."""
         vectors = fetch(shard.samples)
-        self.loss_tokens = shard.loss_tokens
+        self.members = shard.mini_batches
         self.batches = [
             [
                 self._micro_batch([(shard.samples[i], vectors[i]) for i in members], loss_tokens)
@@ -75,37 +72,6 @@ class TrainerWorker:
             ]
             for mini_batch, loss_tokens in zip(shard.mini_batches, shard.loss_tokens, strict=True)
         ]
-
-    def compute_old_log_probs(self) -> dict[str, float] | None:
-        """Log-probs before this step's updates. Returns sums for the train/rollout gap, on reporting ranks."""
-        flat = [batch for mini_batch in self.batches for batch in mini_batch]
-        results = self.trainer.log_probs(flat, temperature=self.temperature)
-        if results is None:
-            return None
-        for batch, (log_probs, _) in zip(flat, results, strict=True):
-            batch.vectors["old_log_probs"] = log_probs
-        return _gap_sums([batch.vectors for batch in flat]) if self.trainer.coordinates.reports else None
-
-    def compute_reference_log_probs(self) -> None:
-        flat = [batch for mini_batch in self.batches for batch in mini_batch]
-        results = self.trainer.log_probs(flat, temperature=self.temperature, reference=True)
-        for batch, (log_probs, _) in zip(flat, results or [], strict=results is not None):
-            batch.vectors["reference_log_probs"] = log_probs
-
-    def update_actor(self) -> list[Metrics] | None:
-        """One optimizer step a mini batch. Returns each one's metrics, on reporting ranks."""
-        settings = self.recipe.algorithm
-        metrics = [
-            self.trainer.train_step(
-                mini_batch,
-                lambda inputs: objective(inputs, settings),
-                temperature=self.temperature,
-                with_entropy=self.recipe.train.source == "rollout",
-            )
-            for mini_batch in self.batches
-        ]
-        self.batches = []
-        return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
         import torch
@@ -151,31 +117,6 @@ class TrainerWorker:
 
     # --- weights --------------------------------------------------------------------------------
 
-    def open_exchange(self, receivers: list[tuple[str, str]]) -> ExchangeSession | None:
-        """Rank 0 becomes the sender to `receivers` (name, host id) and returns what they need to connect."""
-        if self.rank != 0:
-            return None
-        from megarl.exchange.sender import WeightSender
-
-        exchange = self.recipe.exchange
-        self.sender = WeightSender.open(
-            os.environ["MASTER_ADDR"],
-            receivers,
-            transport=exchange.transport,
-            bucket_bytes=exchange.bucket_mb << 20,
-            timeout=exchange.timeout,
-        )
-        return self.sender.session
-
-    def send_weights(self, version: int) -> Any:
-        """Export the weights through mbridge (all ranks) and send them (rank 0). Returns rank 0's report."""
-        weights = self.trainer.export_weights()
-        if self.sender is not None:
-            return self.sender.send(version, weights)
-        for _ in weights:
-            pass
-        return None
-
     def stage_save(self, directory: str, copy: bool) -> tuple[int, list[str]]:
         """Take down what a checkpoint needs: with `copy` into host memory, so that training may go on at once.
 
@@ -212,9 +153,7 @@ class TrainerWorker:
 
     def compare_with_hf(self, directory: str) -> tuple[int, int]:
         """Hold an exported directory to the weights here; returns how many tensors are equal, and how many untrained."""
-        from megarl.megatron.export import compare_with_hf
-
-        result = compare_with_hf(Path(directory), self.trainer.export_weights(), Path(self.recipe.model.path))
+        result = self.trainer.compare_with_hf(Path(directory))
         return result.equal, result.untrained
 
     def offload_optimizer(self) -> None:
@@ -227,12 +166,106 @@ class TrainerWorker:
         self.trainer.onload()
 
     def shutdown(self) -> None:
-        """The orderly end of a run: give shared memory back and leave the process group."""
+        """The orderly end of a run: leave the process group."""
         import torch
 
+        torch.distributed.destroy_process_group()
+
+
+class TrainerWorker(Worker):
+    """One device's share of the actor."""
+
+    def __init__(self, recipe: Recipe, total_optimizer_steps: int):
+        super().__init__(recipe, total_optimizer_steps)
+        self.sender: Any = None
+        # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
+        self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
+        if recipe.algorithm.kl_coef:
+            self.trainer.keep_reference()
+
+    def _make_trainer(self, total_optimizer_steps: int) -> Any:
+        from megarl.megatron.trainer import PolicyTrainer
+
+        return PolicyTrainer(self.recipe, self.platform, total_optimizer_steps)
+
+    def compute_old_log_probs(self) -> dict[str, float] | None:
+        """Log-probs before this step's updates. Returns sums for the train/rollout gap, on reporting ranks."""
+        flat = [batch for mini_batch in self.batches for batch in mini_batch]
+        results = self.trainer.log_probs(flat, temperature=self.temperature)
+        if results is None:
+            return None
+        for batch, (log_probs, _) in zip(flat, results, strict=True):
+            batch.vectors["old_log_probs"] = log_probs
+        return _gap_sums([batch.vectors for batch in flat]) if self.trainer.coordinates.reports else None
+
+    def compute_reference_log_probs(self) -> None:
+        flat = [batch for mini_batch in self.batches for batch in mini_batch]
+        results = self.trainer.log_probs(flat, temperature=self.temperature, reference=True)
+        for batch, (log_probs, _) in zip(flat, results or [], strict=results is not None):
+            batch.vectors["reference_log_probs"] = log_probs
+
+    def load_advantages(self, parts: list[tuple[DataRef, list[int]]]) -> None:
+        """Take the advantage of each token from where the critic left it.
+
+        Each part holds vectors, one for each of the samples of this rank's shard whose numbers stand beside it.
+        Samples that count nowhere are in none.
+        """
+        import torch
+
+        found = {number: vector for data, numbers in parts for number, vector in zip(numbers, data.get(), strict=True)}
+        for batches, mini_batch in zip(self.batches, self.members, strict=True):
+            for batch, members in zip(batches, mini_batch, strict=True):
+                pieces = [
+                    found.get(number, np.zeros(length, dtype=np.float32))
+                    for number, length in zip(members, batch.lengths, strict=True)
+                ]
+                batch.vectors["advantages"] = torch.from_numpy(np.concatenate(pieces)).to(self.platform.device())
+
+    def update_actor(self) -> list[Metrics] | None:
+        """One optimizer step a mini batch. Returns each one's metrics, on reporting ranks."""
+        settings = self.recipe.algorithm
+        metrics = [
+            self.trainer.train_step(
+                mini_batch,
+                lambda inputs: objective(inputs, settings),
+                temperature=self.temperature,
+                with_entropy=self.recipe.train.source == "rollout",
+            )
+            for mini_batch in self.batches
+        ]
+        self.batches = []
+        return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
+
+    def open_exchange(self, receivers: list[tuple[str, str]]) -> ExchangeSession | None:
+        """Rank 0 becomes the sender to `receivers` (name, host id) and returns what they need to connect."""
+        if self.rank != 0:
+            return None
+        from megarl.exchange.sender import WeightSender
+
+        exchange = self.recipe.exchange
+        self.sender = WeightSender.open(
+            os.environ["MASTER_ADDR"],
+            receivers,
+            transport=exchange.transport,
+            bucket_bytes=exchange.bucket_mb << 20,
+            timeout=exchange.timeout,
+        )
+        return self.sender.session
+
+    def send_weights(self, version: int) -> Any:
+        """Export the weights through mbridge (all ranks) and send them (rank 0). Returns rank 0's report."""
+        weights = self.trainer.export_weights()
+        if self.sender is not None:
+            return self.sender.send(version, weights)
+        for _ in weights:
+            pass
+        return None
+
+    def shutdown(self) -> None:
+        """Give shared memory back, too."""
         if self.sender is not None:
             self.sender.close()
-        torch.distributed.destroy_process_group()
+        super().shutdown()
 
 
 def _seed_everything(seed: int) -> None:

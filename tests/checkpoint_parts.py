@@ -96,7 +96,8 @@ class Trainers:
 
 
 def saver(folder: Path, trainers: Trainers | None = None, **config: Any) -> Saver:
-    return Saver(folder, trainers or Trainers(), TrainConfig(**{"keep_checkpoints": 2, **config}), lambda: None)  # type: ignore[arg-type]
+    groups: Any = {"trainer": trainers or Trainers()}
+    return Saver(folder, groups, TrainConfig(**{"keep_checkpoints": 2, **config}), lambda: None)
 
 
 def names(folder: Path) -> list[str]:

@@ -35,6 +35,13 @@ class Echo:
     def fetch(self, ref, index):
         return ref.get()[index].tokens.tolist()
 
+    def give(self, *lists):
+        """For `scatter_with_data`: a word, and each list as vectors."""
+        return f"from {self.rank}", [[np.array(numbers) for numbers in vectors] for vectors in lists]
+
+    def total(self, refs):
+        return sum(float(vector.sum()) for ref in refs for vector in ref.get())
+
     def raise_on(self, rank, message):
         if self.rank == rank:
             raise ValueError(message)
@@ -170,6 +177,8 @@ def torchrun(scenario, logs):
         engine = cluster.start_service("tests.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
         print("FACT", group.call("identify"), flush=True)
         print("FACT", group.call("sum", 2), group.scatter("echo", [("a",), ("b",)]), flush=True)
+        given = group.scatter_with_data("give", [([[1]], [[2, 3]]), ([], [[4]])], parts=2)
+        print("FACT", [word for word, _ in given], group.call("total", [refs[1] for _, refs in given]), flush=True)
         print("FACT", [engine.call("variable", name).result() for name in ("ROLE", "TEST_VISIBLE_DEVICES", "RANK")])
         print("FACT pids", *engine.call("child_pid").result(), os.getpid(), flush=True)
         began = time.monotonic()

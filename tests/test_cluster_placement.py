@@ -65,7 +65,32 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(free, demand, says):
         machines_of(free, demand)
 
 
+@pytest.mark.parametrize(
+    ("free", "demand", "critics"),
+    [
+        ([8, 8], Demand(4, 1, 4, critics=2), [(0, 4), (0, 5)]),  # behind the trainers; the engine elsewhere
+        ([4, 4], Demand(2, 0, critics=4, critic_block=4), [(1, 0), (1, 1), (1, 2), (1, 3)]),  # neighbours together
+        ([4], Demand(1, 2, critics=1), [(0, 1)]),
+        ([4], Demand(4, 1, 2, shared=True, critics=2), [(0, 0), (0, 1)]),  # on the first of the trainers' devices
+    ],
+)
+def test_the_critic_is_placed_too(free, demand, critics):
+    plan = place([(f"10.0.0.{i}", count) for i, count in enumerate(free)], demand, "NPU")
+    assert plan.critics == critics
+    used = [*plan.trainers, *plan.critics, *(slot for engine in plan.engines for slot in engine)]
+    assert demand.shared or len(set(used)) == len(used) == demand.devices
+
+
+def test_a_critic_beyond_the_trainers_devices_is_refused():
+    with pytest.raises(ValueError, match=r"critic\.trainers = 2.*cluster\.trainers = 1"):
+        place([("a", 8)], Demand(1, 1, shared=True, critics=2), "NPU")
+    with pytest.raises(ValueError, match=r"and critic\.trainers = 4 .*need 6 of NPU"):
+        place([("a", 5)], Demand(1, 1, critics=4), "NPU")
+
+
 def test_processes_without_devices_always_find_a_place():
+    beside = place_on_cpus([1, 1], Demand(2, 1, shared=True, critics=3))
+    assert [machine for machine, _ in beside.critics] == [0, 1, 0]
     assert [machine for machine, _ in place_on_cpus([1, 1], Demand(2, 0)).trainers] == [0, 1]
     assert [machine for machine, _ in place_on_cpus([1, 1], Demand(5, 0)).trainers] == [0, 0, 0, 1, 1]
     assert [machine for machine, _ in place_on_cpus([0, 1], Demand(3, 0)).trainers] == [1, 1, 1]

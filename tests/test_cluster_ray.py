@@ -44,9 +44,9 @@ def connect(one_ray, tmp_path):
 
     clusters = []
 
-    def connect(trainers=0, engines=0, tensor_parallel=1, *, npus=False, shared=True):
+    def connect(trainers=0, engines=0, tensor_parallel=1, *, critics=0, npus=False, shared=True):
         kind = ("NPU", "ASCEND_RT_VISIBLE_DEVICES") if npus else (None, "")
-        devices = RayDevices(*kind, Demand(trainers, engines, tensor_parallel, shared=shared))
+        devices = RayDevices(*kind, Demand(trainers, engines, tensor_parallel, shared=shared, critics=critics))
         role = {"trainer_env": THREADS | {"ROLE": "trainer"}, "service_env": THREADS | {"ROLE": "engine"}}
         clusters.append(RayCluster(None, devices, tmp_path, **role))
         return clusters[-1]
@@ -99,6 +99,21 @@ def test_a_constructor_that_raises_is_told(connect):
     )
     with pytest.raises(ServiceDied, match="ValueError: scale is negative"):
         engine.call("scaled", 1).result(timeout=60)
+
+
+def test_a_critic_beside_the_trainers(connect, one_ray, tmp_path):
+    """With pretended NPUs: a second group, whose data reach the first by reference, and whose end is named."""
+    cluster = connect(1, 1, critics=1, npus=True)
+    assert start_engines(cluster, 1) == ["0"]
+    actor = cluster.start_trainers("tests.cluster_workers:Echo", 1, (), {})
+    critic = cluster.start_trainers("tests.cluster_workers:Echo", 1, (), {}, name="critic")
+    assert critic.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0"], "all three fit on one device"
+    ((word, refs),) = critic.scatter_with_data("give", [([[1, 2], [3]], [])], parts=2)
+    assert word == "from 0" and all(isinstance(ref.ref, one_ray.ObjectRef) for ref in refs)
+    assert actor.scatter("total", [(refs,)]) == [6.0]
+    with pytest.raises(WorkerFailed, match=r"critic rank 0 on .* failed: ValueError: no more values"):
+        critic.call("raise_on", 0, "no more values")
+    assert "critic rank 0" in (tmp_path / "critic-0.log").read_text()
 
 
 def test_a_service_answers_many_calls_at_once(connect, one_ray, tmp_path):

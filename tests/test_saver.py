@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from megarl import checkpoint
-from megarl.checkpoint import find_checkpoint, list_checkpoints
+from megarl.checkpoint import check_whole, find_checkpoint, list_checkpoints
+from megarl.config.schema import TrainConfig
 from megarl.manifest import find_damage
+from megarl.saver import Saver
 from tests.checkpoint_parts import Trainers, names, saver, state
 
 
@@ -176,3 +178,28 @@ def test_killed_at_every_moment_of_a_save(tmp_path: Path, monkeypatch: pytest.Mo
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_groups_that_take_turns_are_saved_as_one(tmp_path: Path) -> None:
+    """The critic beside the trainers: each comes to the devices before its part is copied, and both make one checkpoint."""
+    critic, trainers = Trainers(), Trainers()
+    said: list[Any] = []
+    critic.contents = b"critic's"
+    groups: Any = {"critic": critic, "trainer": trainers}
+    for name, group in groups.items():
+        stage = group.stage_save
+        group.stage_save = lambda *args, name=name, stage=stage: said.append((name, args[1])) or stage(*args)
+    both = Saver(tmp_path, groups, TrainConfig(), lambda: None, come=said.append)
+    both.save(1, state())
+    assert said == ["critic", ("critic", True), "trainer", ("trainer", True)]
+    written = tmp_path / "step_000001"
+    assert (written / "critic" / "tensors_0").read_bytes() == b"critic's\0"
+    assert (written / "trainer" / "tensors_1").read_bytes() == b"weights\1"
+    check_whole(written)
+    (written / "critic" / "tensors_1").unlink()
+    with pytest.raises(ValueError, match="critic/tensors_1"):
+        check_whole(written)
+    trainers.error = RuntimeError("disk full")
+    with pytest.raises(RuntimeError, match="disk full"):
+        both.save(2, state())
+    assert names(tmp_path) == ["step_000001"], "half a checkpoint stays hidden, and goes"

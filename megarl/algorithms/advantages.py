@@ -50,6 +50,17 @@ def grpo(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmConfig) -> 
     return centred / (std + 1e-6) if settings.normalize_by_std else centred
 
 
+@ADVANTAGES.register("gae")
+def left_to_the_critic(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmConfig) -> np.ndarray:
+    """Zeros [B]: each token's advantage comes of a critic's values, in its processes; see `values.gae`."""
+    return np.zeros(len(rewards))
+
+
+def uses_critic(settings: AlgorithmConfig) -> bool:
+    """Whether the advantages need a critic."""
+    return settings.advantage == "gae"
+
+
 @ADVANTAGES.register("none")
 def no_advantage(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmConfig) -> np.ndarray:
     """Zeros [B]: for losses that use no advantage (SFT)."""

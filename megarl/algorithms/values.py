@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -95,6 +95,20 @@ class Moments:
 
 
 @dataclass(frozen=True)
+class ValueMoments:
+    """Of the masked tokens of a batch, or of a part of it; parts add up."""
+
+    values: Moments = Moments()
+    returns: Moments = Moments()
+    advantages: Moments = Moments()  # returns - values, before whitening
+
+    def __add__(self, other: ValueMoments) -> ValueMoments:
+        return ValueMoments(
+            self.values + other.values, self.returns + other.returns, self.advantages + other.advantages
+        )
+
+
+@dataclass(frozen=True)
 class Whitening:
     """x -> (x - mean) * scale: the same for the advantages of a whole batch, wherever they lie."""
 
@@ -106,7 +120,8 @@ class Whitening:
         """To mean 0 and variance 1. Advantages that are all the same become 0."""
         return cls(moments.mean, 1.0 / np.sqrt(moments.variance + 1e-8))
 
-    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+    def __call__(self, numbers: Any) -> Any:
+        """Of an array or one number."""
         return (numbers - self.mean) * self.scale
 
 

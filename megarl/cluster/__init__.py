@@ -73,16 +73,21 @@ def serve(recipe: Recipe) -> None:
     torchrun_rank.serve(log_dir(recipe))
 
 
-def connect(recipe: Recipe, platform: Platform, *, trainers: bool = True, engines: bool | None = None) -> Cluster:
+def connect(
+    recipe: Recipe, platform: Platform, *, trainers: bool = True, engines: bool | None = None, critic: bool = False
+) -> Cluster:
     """The cluster that the recipe asks for; nothing of ours runs on it yet.
 
-    trainers, engines: whether these will be started, and so need devices; engines None: where the recipe
+    trainers, engines, critic: whether these will be started, and so need devices; engines None: where the recipe
     trains on rollouts.
     Raises ValueError, with the remedy, where there is no such cluster, where it was not started as the
     recipe expects, and where it has not the devices.
     """
     demand = Demand.of(
-        recipe, trainers=trainers, engines=recipe.train.source == "rollout" if engines is None else engines
+        recipe,
+        trainers=trainers,
+        engines=recipe.train.source == "rollout" if engines is None else engines,
+        critic=critic,
     )
     if platform.ray_resource is not None:  # on a CPU there are no devices to run out of
         demand.require_trainers_devices_suffice()

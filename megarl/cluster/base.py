@@ -11,6 +11,8 @@ import socket
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from megarl.types import DataRef
+
 
 class WorkerGroup(Protocol):
     """Trainer processes, one a device, behind a class whose methods all ranks run together (SPMD).
@@ -30,6 +32,13 @@ class WorkerGroup(Protocol):
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         """Run ``method(*per_rank[r])`` on each rank r; the results in rank order."""
+        ...
+
+    def scatter_with_data(
+        self, method: str, per_rank: list[tuple[Any, ...]], parts: int
+    ) -> list[tuple[Any, list[DataRef]]]:
+        """`scatter` for a method that returns ``(control, parts lists of vectors)``: of each rank ``(control,
+        parts DataRefs)``, and the vectors stay out of the controller where they can."""
         ...
 
     def shutdown(self) -> None:
@@ -71,12 +80,15 @@ class Service(Protocol):
 class Cluster(Protocol):
     """Starts processes, and ends all of them: use it in a ``with``."""
 
-    def start_trainers(self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str]) -> WorkerGroup:
-        """`size` processes that each construct ``class_path(*args)``.
+    def start_trainers(
+        self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str], name: str = "trainer"
+    ) -> WorkerGroup:
+        """`size` processes that each construct ``class_path(*args)``. `name`: the group's, "trainer" or "critic".
 
         RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set before the
         class is imported, as torchrun sets them; LOCAL_RANK counts within the devices that are visible.
-        `env` is added to the environment of every rank. `size` is that of the recipe's cluster.trainers.
+        `env` is added to the environment of every rank. `size` is that of the recipe's cluster.trainers, or
+        critic.trainers.
         """
         ...
 

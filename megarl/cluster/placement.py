@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megarl.config.schema import Recipe
 
@@ -21,7 +21,8 @@ class Demand:
     trainers, engines: how many there are; 0 of what the command does not start.
     tensor_parallel: devices of an engine.
     trainer_block: neighbours in rank that should share a machine (megatron.tensor_parallel).
-    shared: engines and trainers take turns on the same devices.
+    critics, critic_block: the same of the critic.
+    shared: engines, trainers and critic take turns on the same devices.
     """
 
     trainers: int
@@ -29,9 +30,11 @@ class Demand:
     tensor_parallel: int = 1
     trainer_block: int = 1
     shared: bool = False
+    critics: int = 0
+    critic_block: int = 1
 
     @classmethod
-    def of(cls, recipe: Recipe, *, trainers: bool, engines: bool) -> Demand:
+    def of(cls, recipe: Recipe, *, trainers: bool, engines: bool, critic: bool = False) -> Demand:
         """What `recipe` places, of trainers and engines those that are started at all."""
         return cls(
             trainers=recipe.cluster.trainers if trainers else 0,
@@ -39,6 +42,8 @@ class Demand:
             tensor_parallel=recipe.rollout.tensor_parallel,
             trainer_block=recipe.megatron.tensor_parallel,
             shared=trainers and recipe.cluster.placement == "colocated",
+            critics=recipe.critic.trainers if critic else 0,
+            critic_block=recipe.critic.megatron.tensor_parallel if critic else 1,
         )
 
     @property
@@ -48,10 +53,16 @@ class Demand:
     @property
     def devices(self) -> int:
         """How many devices all of it takes."""
-        return self.trainers if self.shared else self.trainers + self.engine_devices
+        return self.trainers if self.shared else self.trainers + self.critics + self.engine_devices
 
     def require_trainers_devices_suffice(self) -> None:
-        """Raise ValueError where engines that share the trainers' devices are more than these."""
+        """Raise ValueError where engines or critics that share the trainers' devices are more than these."""
+        if self.shared and self.critics > self.trainers:
+            raise ValueError(
+                f"critic.trainers = {self.critics}, and a colocated critic has the trainers' devices alone: "
+                f"cluster.trainers = {self.trainers}. Lower the former, raise cluster.trainers, or set "
+                "cluster.placement=disaggregated."
+            )
         if self.shared and self.engine_devices > self.trainers:
             raise ValueError(
                 f"rollout.engines x rollout.tensor_parallel = {self.engines} x {self.tensor_parallel} = "
@@ -66,6 +77,8 @@ class Demand:
             parts.append(f"cluster.trainers = {self.trainers}")
             if self.trainer_block > 1:
                 parts[0] += f" (each megatron.tensor_parallel = {self.trainer_block} of them in one machine)"
+        if self.critics:
+            parts.append(f"critic.trainers = {self.critics}{' (on the same devices)' if self.shared else ''}")
         if self.engines:
             parts.append(
                 f"rollout.engines x rollout.tensor_parallel = {self.engines} x {self.tensor_parallel} "
@@ -83,10 +96,11 @@ class Plan:
 
     trainers: list[Slot]  # in rank order
     engines: list[list[Slot]]  # the devices of each engine
+    critics: list[Slot] = field(default_factory=list)  # in rank order
 
     def per_machine(self, machines: int) -> list[int]:
         """How many devices are taken of each machine."""
-        slots = {*self.trainers, *(slot for engine in self.engines for slot in engine)}
+        slots = {*self.trainers, *self.critics, *(slot for engine in self.engines for slot in engine)}
         return [sum(machine == number for machine, _ in slots) for number in range(machines)]
 
 
@@ -122,34 +136,48 @@ def place_on_cpus(cpus: Sequence[int], demand: Demand) -> Plan:
     if not demand.shared:
         return plan
     turns = [number * demand.tensor_parallel % demand.trainers for number in range(demand.engines)]
-    return Plan(plan.trainers, [[plan.trainers[turn]] for turn in turns])
+    critics = [plan.trainers[rank % demand.trainers] for rank in range(demand.critics)]
+    return Plan(plan.trainers, [[plan.trainers[turn]] for turn in turns], critics)
 
 
 def _place(free: Sequence[int], demand: Demand) -> Plan | None:
-    block = demand.trainer_block if max(free, default=0) >= demand.trainer_block else 1
+    largest = max(free, default=0)
+    block, critic_block = (size if largest >= size else 1 for size in (demand.trainer_block, demand.critic_block))
     if not demand.shared:
-        return next(_apart(free, demand, block), None)
-    both = math.lcm(block, demand.tensor_parallel)  # leaves no machine with a piece of an engine's devices
-    for size in (both, block) if demand.trainers % both == 0 else (block,):
+        return next(_apart(free, demand, block, critic_block), None)
+    # The first leaves no machine with a piece of an engine's devices, or of a critic's neighbours.
+    for size in (math.lcm(block, critic_block, demand.tensor_parallel), block):
+        if demand.trainers % size:
+            continue
         trainers = _fill(free, demand.trainers, size, _largest_first(free))
         engines = _fill(trainers, demand.engine_devices, demand.tensor_parallel, range(len(free))) if trainers else None
         if trainers and engines:
-            return Plan(_slots(trainers), _chunks(_slots(engines), demand.tensor_parallel))
+            slots = _slots(trainers)
+            return Plan(slots, _chunks(_slots(engines), demand.tensor_parallel), slots[: demand.critics])
     return None
 
 
-def _apart(free: Sequence[int], demand: Demand, block: int) -> Iterator[Plan]:
-    """Trainers first, on the fewest machines; else engines first, on the others' end."""
+def _apart(free: Sequence[int], demand: Demand, block: int, critic_block: int) -> Iterator[Plan]:
+    """Trainers first, on the fewest machines, then the critic; else engines first, on the others' end."""
     order = _largest_first(free)
-    for trainers_first in (True, False):
-        kinds = [(demand.trainers, block, order), (demand.engine_devices, demand.tensor_parallel, order[::-1])]
-        first, second = kinds if trainers_first else kinds[::-1]
-        taken = _fill(free, *first)
-        left = [have - take for have, take in zip(free, taken, strict=True)] if taken else []
-        rest = _fill(left, *second) if taken else None
-        if taken and rest:
-            trainers, engines = (taken, rest) if trainers_first else (rest, taken)
-            yield Plan(_slots(trainers), _chunks(_slots(engines, after=trainers), demand.tensor_parallel))
+    kinds = [
+        (demand.trainers, block, order),
+        (demand.critics, critic_block, order),
+        (demand.engine_devices, demand.tensor_parallel, order[::-1]),
+    ]
+    for turns in ((0, 1, 2), (2, 0, 1)):
+        taken: dict[int, list[int]] = {}
+        left = list(free)
+        for kind in turns:
+            counts = _fill(left, *kinds[kind])
+            if counts is None:
+                break
+            taken[kind] = counts
+            left = [have - count for have, count in zip(left, counts, strict=True)]
+        else:
+            before_engines = [own + critics for own, critics in zip(taken[0], taken[1], strict=True)]
+            engines = _chunks(_slots(taken[2], after=before_engines), demand.tensor_parallel)
+            yield Plan(_slots(taken[0]), engines, _slots(taken[1], after=taken[0]))
 
 
 def _fill(free: Sequence[int], count: int, block: int, order: Sequence[int]) -> list[int] | None:

@@ -44,6 +44,15 @@ class TrainerActor:
     def call(self, method: str, args: tuple[Any, ...]) -> Returned | Raised:
         return self._told(run(lambda: getattr(self._worker, method)(*args)))
 
+    def call_with_data(self, method: str, args: tuple[Any, ...], parts: int) -> tuple[Any, ...]:
+        """What `call` returns, less the `parts` lists of vectors that the method returns beside it; and these."""
+        outcome = self.call(method, args)
+        if isinstance(outcome, Raised):
+            return outcome, *[None] * parts
+        control, data = outcome.value
+        assert len(data) == parts, f"{method} returned {len(data)} parts, {parts} were asked for"
+        return Returned(control), *data
+
     def _told(self, outcome: Returned | Raised) -> Returned | Raised:
         if isinstance(outcome, Raised):
             print(outcome.traceback)  # in this process's log too

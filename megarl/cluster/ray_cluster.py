@@ -32,6 +32,7 @@ from megarl.cluster.guard import VARIABLE, Guard
 from megarl.cluster.ray_actors import ServiceActor, TrainerActor, Unborn
 from megarl.cluster.ray_devices import Device, RayDevices
 from megarl.cluster.ray_start import start
+from megarl.types import DataRef
 
 START_SECONDS = 300.0  # left to Ray to start a process on a device that is reserved for it
 PING_SECONDS = 0.1  # left to an idle trainer to say that it lives; one that does not is asked again later
@@ -68,6 +69,15 @@ class RayGroup:
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
         return self.wait([actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)])
+
+    def scatter_with_data(
+        self, method: str, per_rank: list[tuple[Any, ...]], parts: int
+    ) -> list[tuple[Any, list[DataRef]]]:
+        assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
+        calls = [actor.call_with_data.options(num_returns=1 + parts) for actor in self._actors]
+        asked = [call.remote(method, args, parts) for call, args in zip(calls, per_rank, strict=True)]
+        controls = self.wait([refs[0] for refs in asked])
+        return [(control, [RayData(ref) for ref in refs[1:]]) for control, refs in zip(controls, asked, strict=True)]
 
     def shutdown(self) -> None:
         if self._has_shutdown:
@@ -106,7 +116,7 @@ class RayGroup:
             if time.monotonic() > deadline:
                 _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
                 ranks = [rank for rank, ref in enumerate(refs) if ref in late]
-                note = f"\n{len(ranks)} of {len(refs)} trainers were not started." if len(ranks) > 1 else ""
+                note = f"\n{len(ranks)} of {len(refs)} processes were not started." if len(ranks) > 1 else ""
                 raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0]), note)
 
         return self.wait(refs, check)
@@ -275,17 +285,19 @@ class RayCluster:
             self.shutdown()
             raise
 
-    def start_trainers(self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str]) -> RayGroup:
-        devices = self._devices.trainers
-        assert size == len(devices), f"{size} trainers, connected for {len(devices)}"
+    def start_trainers(
+        self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str], name: str = "trainer"
+    ) -> RayGroup:
+        devices = self._devices.of_group(name)
+        assert size == len(devices), f"{size} {name} processes, connected for {len(devices)}"
         by_node = {device.node_id: [d for d in devices if d.node_id == device.node_id] for device in devices}
         role_env = self._trainer_env | env
         actors, places = [], []
         for rank, device in enumerate(devices):
-            places.append(Place(f"trainer rank {rank}", device.node_ip))  # until it says more
+            places.append(Place(f"{name} rank {rank}", device.node_ip))  # until it says more
             visible = self._devices.visible(by_node[device.node_id])
             options = self._devices.options(device) | _environment(role_env | visible)
-            log = str(self._log_dir / f"trainer-{rank}.log")
+            log = str(self._log_dir / f"{name}-{rank}.log")
             actors.append(ray.remote(TrainerActor).options(**options).remote(places[rank].who, log))
         group = RayGroup(self, actors, places)
         self._groups.append(group)

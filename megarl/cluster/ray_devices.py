@@ -1,4 +1,4 @@
-"""Devices of a Ray cluster, reserved for trainers and engines at once."""
+"""Devices of a Ray cluster, reserved for trainers, critic and engines at once."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megarl.cluster.placement import Demand, Plan, place, place_on_cpus
 
-# What one process takes of a device, in Ray's books: less than half, so that a trainer and an engine
-# that take turns on it fit. Ray meters nothing by it.
-SHARE = 0.4
+# What one process takes of a device, in Ray's books: less than a third, so that an actor's trainer, a critic's and
+# an engine that take turns on it fit. Ray meters nothing by it.
+SHARE = 0.3
 _RESERVE_SECONDS = 60.0
 
 
@@ -43,6 +43,7 @@ class RayDevices:
         self._resource, self._variable, self._demand = resource, variable, demand
         self._group: PlacementGroup | None = None
         self.trainers: list[Device] = []  # in rank order
+        self._critics: list[Device] = []  # in rank order
         self._engines: list[list[Device]] = []  # those that no engine has taken yet
 
     def reserve(self) -> None:
@@ -63,7 +64,12 @@ class RayDevices:
             plan = place(machines, self._demand, self._resource)
             places = self._take(nodes, plan)
         self.trainers = [places[node][number] for node, number in plan.trainers]
+        self._critics = [places[node][number] for node, number in plan.critics]
         self._engines = [[places[node][number] for node, number in slots] for slots in plan.engines]
+
+    def of_group(self, name: str) -> list[Device]:
+        """The devices of "trainer" or "critic", in rank order."""
+        return {"trainer": self.trainers, "critic": self._critics}[name]
 
     def next_engine(self, count: int) -> list[Device]:
         """The devices of the next engine, all of one machine."""
@@ -92,7 +98,7 @@ class RayDevices:
         """Give the reservation back."""
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
-        self._group, self.trainers, self._engines = None, [], []
+        self._group, self.trainers, self._critics, self._engines = None, [], [], []
 
     def _amount(self, count: float) -> dict[str, Any]:
         if self._resource == "GPU":

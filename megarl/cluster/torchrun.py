@@ -35,6 +35,7 @@ from megarl.cluster.local import LocalService
 from megarl.cluster.process import die_with_parent
 from megarl.cluster.torchrun_rank import JOIN_SECONDS, Call, Construct, Rank, Stop, socket_path
 from megarl.cluster.wire import Wire
+from megarl.types import DataRef, InlineData
 
 TERMINATE_SECONDS = 3.0  # left to a failure to show after torchrun's SIGTERM
 DEATH_SECONDS = 0.5  # left to a death to show that torchrun has seen first
@@ -111,6 +112,13 @@ class TorchrunGroup:
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
         return self.run([Call(method, args) for args in per_rank])
+
+    def scatter_with_data(
+        self, method: str, per_rank: list[tuple[Any, ...]], parts: int
+    ) -> list[tuple[Any, list[DataRef]]]:
+        results = self.scatter(method, per_rank)
+        assert all(len(data) == parts for _, data in results), f"{method} returned other than {parts} parts"
+        return [(control, [InlineData(part) for part in data]) for control, data in results]
 
     def shutdown(self) -> None:
         if self._has_shutdown:
@@ -201,7 +209,10 @@ class TorchrunCluster:
         die_with_parent(signal.SIGTERM)
         self._former_handler = signal.signal(signal.SIGTERM, self._on_terminate)
 
-    def start_trainers(self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str]) -> TorchrunGroup:
+    def start_trainers(
+        self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str], name: str = "trainer"
+    ) -> TorchrunGroup:
+        # One group, whatever its name: the ranks that torchrun started are all there are.
         assert size == self._world_size, f"{size} trainers, connected for {self._world_size}"
         group = TorchrunGroup(self, self._ranks)
         group.construct(class_path, args, self._trainer_env | env)

@@ -131,6 +131,13 @@ class LoraConfig:
 
 
 @dataclass
+class CriticOptimizerConfig(OptimizerConfig):
+    """The critic's AdamW: as the actor's, by default at a higher rate, since it starts without a head."""
+
+    lr: float = key(1e-5, "Peak learning rate.", at_least=0)
+
+
+@dataclass
 class ActorConfig:
     """The policy's update."""
 
@@ -143,6 +150,35 @@ class ActorConfig:
         at_least=1,
     )
     optimizer: OptimizerConfig = key(OptimizerConfig, "")
+
+
+@dataclass
+class CriticConfig:
+    """The critic, with `algorithm.advantage: gae`: a model of its own with a value head, in processes and a layout of its own. Needs Ray."""
+
+    model_path: Optional[str] = key(
+        None,
+        "Hugging Face directory to start from: a model, or a critic that `megarl export --critic` wrote. Unset: `model.path`.",
+    )
+    trainers: int = key(
+        1,
+        "Critic processes, one a device: colocated, on the first of the actor's devices in turn with it, else on devices of their own.",
+        at_least=1,
+    )
+    mini_batches: int = key(
+        1, "Optimizer steps a controller step: the batch's groups are cut into this many mini batches.", at_least=1
+    )
+    max_tokens_per_micro_batch: int = key(
+        16384, "Tokens a device computes in one forward pass, as `actor.max_tokens_per_micro_batch`.", at_least=1
+    )
+    value_clip: Optional[float] = key(
+        0.5,
+        "PPO's value clip: a value that has moved further than this from the one before the step gains nothing by it. Unset: plain squared error.",
+        above=0,
+    )
+    warmup_steps: int = key(0, "Controller steps at the start in which only the critic learns.", at_least=0)
+    optimizer: CriticOptimizerConfig = key(CriticOptimizerConfig, "")
+    megatron: MegatronConfig = key(MegatronConfig, "")
 
 
 @dataclass
@@ -183,7 +219,12 @@ class OverlongConfig:
 class AlgorithmConfig:
     """What is optimised. Names are those of the registries in megarl/algorithms."""
 
-    advantage: str = key("grpo", "Advantage estimator.")
+    advantage: str = key("grpo", "Advantage estimator. `gae` trains a critic: see `critic`.")
+    gamma: float = key(1.0, "gae: discount of what the next token earns.", at_least=0, at_most=1)
+    lam: float = key(0.95, "gae: lambda, from one-step estimates (0) to whole outcomes (1).", at_least=0, at_most=1)
+    whiten_advantages: bool = key(
+        True, "gae: shift and scale the advantages of a batch's tokens to mean 0 and variance 1."
+    )
     normalize_by_std: bool = key(True, "grpo: divide by the group's standard deviation (off: Dr.GRPO).")
     loss: str = key("ppo_clip", "Policy loss. `sft` is the negative log-likelihood of the masked tokens.")
     clip_low: float = key(0.2, "Lower clip bound of the importance ratio: 1 - clip_low.", at_least=0, at_most=1)
@@ -384,6 +425,7 @@ class Recipe:
     algorithm: AlgorithmConfig = key(AlgorithmConfig, "")
     actor: ActorConfig = key(ActorConfig, "")
     lora: LoraConfig = key(LoraConfig, "")
+    critic: CriticConfig = key(CriticConfig, "")
     megatron: MegatronConfig = key(MegatronConfig, "")
     train: TrainConfig = key(TrainConfig, "")
     evaluation: EvaluationConfig = key(EvaluationConfig, "")

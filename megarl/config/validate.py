@@ -15,7 +15,7 @@ from megarl.config.errors import RecipeError
 from megarl.config.schema import LoraConfig
 
 if typing.TYPE_CHECKING:
-    from megarl.config.schema import Recipe
+    from megarl.config.schema import MegatronConfig, OptimizerConfig, Recipe
 
 CHECKS: list[Callable[[Recipe], None]] = []
 
@@ -78,13 +78,24 @@ def _required_keys(recipe: Recipe) -> None:
         )
     if not recipe.name or "/" in recipe.name or recipe.name in (".", ".."):
         raise RecipeError("name", "a run's name is one folder name", "use letters, digits, - and _", value=recipe.name)
-    if any(beta < 0 or beta >= 1 for beta in recipe.actor.optimizer.betas):
+    check_betas("actor", recipe.actor.optimizer)
+
+
+def check_betas(section: str, optimizer: OptimizerConfig) -> None:
+    if any(beta < 0 or beta >= 1 for beta in optimizer.betas):
         raise RecipeError(
-            "actor.optimizer.betas",
+            f"{section}.optimizer.betas",
             "each beta lies in [0, 1)",
             "e.g. [0.9, 0.98]",
-            value=list(recipe.actor.optimizer.betas),
+            value=list(optimizer.betas),
         )
+
+
+@check
+def _critic_fits(recipe: Recipe) -> None:
+    from megarl.config.critic import check_critic
+
+    check_critic(recipe)
 
 
 @check
@@ -160,12 +171,16 @@ def _adapters_are_trained(recipe: Recipe) -> None:
 
 @check
 def _mini_batches_fit(recipe: Recipe) -> None:
-    if recipe.data.prompts_per_step % recipe.actor.mini_batches:
+    check_mini_batches("actor", recipe.actor.mini_batches, recipe)
+
+
+def check_mini_batches(section: str, mini_batches: int, recipe: Recipe) -> None:
+    if recipe.data.prompts_per_step % mini_batches:
         raise RecipeError(
-            "actor.mini_batches",
-            f"data.prompts_per_step = {recipe.data.prompts_per_step} does not divide into {recipe.actor.mini_batches} mini batches",
+            f"{section}.mini_batches",
+            f"data.prompts_per_step = {recipe.data.prompts_per_step} does not divide into {mini_batches} mini batches",
             "choose a divisor of data.prompts_per_step",
-            value=recipe.actor.mini_batches,
+            value=mini_batches,
         )
 
 
@@ -248,21 +263,24 @@ def _offload_has_a_purpose(recipe: Recipe) -> None:
 
 @check
 def _parallel_sizes(recipe: Recipe) -> None:
-    megatron = recipe.megatron
+    check_parallel_sizes("cluster.trainers", recipe.cluster.trainers, "megatron", recipe.megatron)
+
+
+def check_parallel_sizes(key: str, processes: int, section: str, megatron: MegatronConfig) -> None:
     model_parallel = megatron.tensor_parallel * megatron.pipeline_parallel * megatron.context_parallel
-    if recipe.cluster.trainers % model_parallel:
+    if processes % model_parallel:
         raise RecipeError(
-            "cluster.trainers",
-            f"{recipe.cluster.trainers} processes do not divide by tensor {megatron.tensor_parallel} x pipeline "
+            key,
+            f"{processes} processes do not divide by tensor {megatron.tensor_parallel} x pipeline "
             f"{megatron.pipeline_parallel} x context {megatron.context_parallel} = {model_parallel}",
-            f"use a multiple of {model_parallel}",
-            value=recipe.cluster.trainers,
+            f"use a multiple of {model_parallel}, or change the sizes in {section}",
+            value=processes,
         )
     if megatron.virtual_pipeline and megatron.pipeline_parallel == 1:
         raise RecipeError(
-            "megatron.virtual_pipeline",
+            f"{section}.virtual_pipeline",
             "interleaving needs pipeline stages",
-            "set megatron.pipeline_parallel > 1, or unset it",
+            f"set {section}.pipeline_parallel > 1, or unset it",
             value=megatron.virtual_pipeline,
         )
 

@@ -1,0 +1,116 @@
+"""Advantages find their way from the critic's shards to the actor's, and the device from one to the other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl import placement
+from megarl.config.schema import Recipe
+from megarl.placement import Colocated, Tenant
+from megarl.shards import plan_step, routes
+from megarl.types import Group, InlineData, Sample
+
+
+def batch(lengths: list[int], truncated: set[int]) -> list[Group]:
+    groups = []
+    for number, pair in enumerate(zip(lengths[::2], lengths[1::2], strict=True)):
+        samples = [
+            Sample(number, i, InlineData([]), 1, n, n, reward=n, finish_reason="length" if n in truncated else "stop")
+            for i, n in enumerate(pair)
+        ]
+        groups.append(Group(number, "", "", 0, samples))
+    return groups
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=12, unique=True),
+    critics=st.integers(1, 4),
+    actors=st.integers(1, 4),
+)
+def test_every_sample_that_counts_is_routed_once(lengths: list[int], critics: int, actors: int) -> None:
+    recipe, view = Recipe(), Recipe()
+    recipe.algorithm.advantage = view.algorithm.advantage = "gae"
+    recipe.algorithm.overlong.filter = view.algorithm.overlong.filter = True
+    recipe.actor.mini_batches, view.actor.mini_batches = 2, 3
+    recipe.actor.max_tokens_per_micro_batch, view.actor.max_tokens_per_micro_batch = 60, 90
+    lengths = [*lengths, *(100 + n for n in lengths)]
+    groups = batch(lengths, truncated={lengths[0]})
+    sources = plan_step(groups, view, critics, 1).shards
+    targets = plan_step(groups, recipe, actors, 1).shards
+    found = routes(sources, targets)
+    arrived = []
+    for source, row in zip(sources, found, strict=True):
+        for target, route in zip(targets, row, strict=True):
+            for own, there in zip(route.source, route.target, strict=True):
+                assert source.samples[own].number == target.samples[there].number
+                assert source.samples[own].reward == source.samples[own].length - 1
+                assert source.samples[own].loss_weight and target.samples[there].loss_weight
+                arrived.append(source.samples[own].number)
+    assert sorted(arrived) == [number for number in range(len(lengths)) if number != 0]
+
+
+class Recorder:
+    """Workers or an engine that write down what they are asked."""
+
+    def __init__(self, name: str, said: list[str]):
+        self.name, self.said = name, said
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.said.append(f"{self.name}.{method}")
+        return self
+
+    def result(self) -> None: ...
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(placement, "publish", lambda *_: said.append("publish") or {})
+    return said
+
+
+def colocated(said: list[str], *, actor_leaves: bool, critic_leaves: bool) -> Colocated:
+    workers: Any = {name: Recorder(name, said) for name in ("actor", "critic", "engine")}
+    actor = Tenant(workers["actor"], offload=actor_leaves)
+    critic = Tenant(workers["critic"], offload=critic_leaves)
+    actor.leave()
+    critic.leave()
+    session: Any = None
+    made = Colocated(actor, critic, [workers["engine"]], session, engines_sleep=True, engines_asleep=True)
+    said.clear()
+    return made
+
+
+def test_one_at_a_time_holds_the_devices(said: list[str]) -> None:
+    turns = colocated(said, actor_leaves=True, critic_leaves=True)
+    turns.to_rollout(0)
+    assert said == [
+        "actor.onload", "actor.offload_optimizer", "engine.wake", "publish", "actor.offload_weights", "engine.wake",
+    ]  # fmt: skip
+    said.clear()
+    turns.to_critic()
+    assert said == ["engine.sleep", "critic.onload"]
+    said.clear()
+    turns.to_train()
+    assert said == ["critic.offload_optimizer", "critic.offload_weights", "actor.onload"]
+    said.clear()
+    turns.to_critic()  # to save it
+    turns.to_train()
+    assert said == [
+        "actor.offload_optimizer", "actor.offload_weights", "critic.onload",
+        "critic.offload_optimizer", "critic.offload_weights", "actor.onload",
+    ]  # fmt: skip
+    said.clear()
+    turns.to_train()
+    assert said == []
+
+
+def test_who_does_not_offload_stays(said: list[str]) -> None:
+    turns = colocated(said, actor_leaves=False, critic_leaves=False)
+    for turn in (turns.to_critic, turns.to_train, lambda: turns.to_rollout(1), turns.to_critic):
+        turn()
+    assert said == ["engine.wake", "publish", "engine.wake", "engine.sleep"]
