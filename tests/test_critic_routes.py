@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl import placement
@@ -26,6 +26,7 @@ def batch(lengths: list[int], truncated: set[int]) -> list[Group]:
     return groups
 
 
+@settings(deadline=None)  # the first example imports what the others find
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=12, unique=True),
     critics=st.integers(1, 4),
