@@ -162,7 +162,8 @@ RESHARD_MORE_ONE = [
 RESHARD_MORE_FOUR = [
     reshard("tp-cp-ep", "one", tensor_parallel=2, context_parallel=2, expert_parallel=4),
     reshard("tp-dp-ep", "tp-cp-ep", tensor_parallel=2, expert_parallel=2),
-    reshard("pp-ep-plain", "tp-dp-ep", pipeline_parallel=2, expert_parallel=2, distributed_optimizer=False),
+    reshard("tp-ep-etp", "tp-dp-ep", tensor_parallel=2, expert_parallel=2, expert_tensor_parallel=2),
+    reshard("pp-ep-plain", "tp-ep-etp", pipeline_parallel=2, expert_parallel=2, distributed_optimizer=False),
     reshard("tp-pp", "one-bf16", tensor_parallel=2, pipeline_parallel=2),
     reshard("dp-plain", "tp-pp-bf16", distributed_optimizer=False),
 ]

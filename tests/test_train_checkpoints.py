@@ -119,7 +119,7 @@ def test_killed_while_it_saves(
 ) -> None:
     arguments = settings(quickstart_data, tmp_path, "killed", "train.keep_checkpoints=2")
     process = start(arguments, f"{moment}:3")
-    _, errors = process.communicate(timeout=300)
+    _, errors = process.communicate(timeout=500)
     assert process.returncode != 0
     assert checkpoints(tmp_path / "killed") == left, errors
     done = run(*arguments, "train.resume=auto", torchrun=2)

@@ -7,11 +7,15 @@ defect with null, or with what was found instead; and which models mbridge knows
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pickle
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -323,6 +327,26 @@ def gloo_refuses_parts_of_different_sizes() -> None:
     for thread in threads:
         thread.join()
     assert len(refusals) == 2 and "invalid tensor size" in refusals[0], refusals
+
+
+@defect
+def checkpoint_index_is_a_pickle() -> None:
+    """Reading the index of a distributed checkpoint does what the index says: here, it makes a folder."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    class Order:
+        def __init__(self, folder: str) -> None:
+            self.folder = folder
+
+        def __reduce__(self) -> Any:
+            return os.mkdir, (self.folder,)
+
+    with tempfile.TemporaryDirectory() as directory:
+        folder = os.path.join(directory, "made")
+        Path(directory, ".metadata").write_bytes(pickle.dumps(Order(folder)))
+        with contextlib.suppress(Exception):  # what it makes of the result is not the point
+            FileSystemReader(directory).read_metadata()
+        assert os.path.isdir(folder), "the index was not executed"
 
 
 def main() -> None:
