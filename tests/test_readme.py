@@ -101,7 +101,7 @@ class TestFiles:
     def test_a_run_directory_holds_what_the_page_says(self, tmp_path: Path) -> None:
         run_dir = RunDirectory(tmp_path)
         known = {path.name for name, path in vars(run_dir).items() if isinstance(path, Path) and name != "path"}
-        known |= {"hf", "logs"}  # made by run.py and cluster/
+        known |= {"hf", "hf_adapter", "logs"}  # made by run.py and cluster/
         assert {name.rstrip("/") for name in table("## Files")} == known
 
 
