@@ -93,5 +93,5 @@ def test_layouts_of_actor_and_critic_change_nothing(ppo: Path, quickstart_data: 
     lines = train(quickstart_data, tmp_path, "other", *more)
     for line, expected in zip(lines, metrics(ppo), strict=False):
         for name, value in expected.items():
-            if name.startswith(("critic/", "actor/")):
+            if name.startswith(("critic/", "actor/")) and name != "actor/micro_batches":
                 assert line[name] == pytest.approx(value, rel=2e-3, abs=2e-5), name
