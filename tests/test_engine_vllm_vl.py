@@ -69,7 +69,8 @@ def actor_log_probs(directory: Path, name: str, samples: list[Any], steps: int) 
 
 
 def test_log_probs_are_the_actors_before_and_after_an_update(directory: Path, process: Any) -> None:
-    info = process.start(EngineSpec("e0", str(directory / "models" / "vl"), "float32", max_model_len=128))
+    spec = EngineSpec("e0", str(directory / "models" / "vl"), "float32", max_model_len=128)
+    info = process.begin("start", spec).result(400)
     trained = torch.load(directory / "vl.pt", weights_only=True)["after"]
     wave = requests()
     for steps in (0, 2):
