@@ -23,10 +23,11 @@ import numpy as np
 from megarl.durable import sync, write_durably
 from megarl.manifest import FileSum, find_damage, write_manifest
 from megarl.rollout.admission import TriedGroup
-from megarl.types import Group, InlineData, Sample, SampleTokens
+from megarl.types import Group, InlineData, Sample, SampleImages, SampleTokens
 
 _NAME = re.compile(r"step_(\d{6,})$")
 _VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
+_IMAGES = ("pixels", "grids", "starts")
 
 
 def checkpoint_name(step: int) -> str:
@@ -194,6 +195,8 @@ def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, 
         for name in _VECTORS:
             if (vector := getattr(sample, name)) is not None:
                 vectors[f"{group.number}.{index}.{name}"] = vector
+        if sample.images is not None:  # siblings share them
+            vectors.update({f"{group.number}.images.{name}": getattr(sample.images, name) for name in _IMAGES})
     samples = [{**asdict(_without_data(sample)), "data": None} for sample in group.samples]
     return {
         "accepted": item.accepted,
@@ -207,11 +210,15 @@ def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, 
 
 
 def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
-    number = item["number"]
+    number, images = item["number"], None
+    if f"{number}.images.{_IMAGES[0]}" in vectors:
+        images = SampleImages(**{name: vectors[f"{number}.images.{name}"] for name in _IMAGES})
     data = InlineData(
         [
             SampleTokens(
-                text=text, **{name: vectors[key] for name in _VECTORS if (key := f"{number}.{index}.{name}") in vectors}
+                text=text,
+                images=images,
+                **{name: vectors[key] for name in _VECTORS if (key := f"{number}.{index}.{name}") in vectors},
             )
             for index, text in enumerate(item["texts"])
         ]

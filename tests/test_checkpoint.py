@@ -14,6 +14,7 @@ from megarl.config.schema import ModelConfig, Recipe
 from megarl.manifest import MANIFEST, find_damage
 from megarl.preflight import Prepared, identity, open_run_directory
 from megarl.rollout.admission import TriedGroup
+from megarl.types import SampleImages
 from tests.checkpoint_parts import Trainers, names, saver, spoil, state, tried
 
 
@@ -162,3 +163,20 @@ def test_another_models_checkpoint_is_refused_before_anything_starts(tmp_path: P
     ):
         with pytest.raises(RecipeError, match=f"(?s){words}"):
             opened(tmp_path, config, **model)
+
+
+def test_images_and_experts_of_waiting_groups_survive(tmp_path: Path) -> None:
+    """What a model reads beside tokens: lost, a resumed run would train on other inputs than were sampled from."""
+    waiting = tried(3, True)
+    images = SampleImages(np.ones((4, 6), np.float32), np.array([[1, 2, 2]]), np.array([1]))
+    for vectors in waiting.group.samples[0].data.get():
+        vectors.images = images
+        vectors.routed_experts = np.arange(10, dtype=np.int16).reshape(5, 1, 2)
+    saver(tmp_path).save(4, state([waiting, tried(5, True)]))
+    with_images, without = flat(load_state(tmp_path / "step_000004"))
+    for vectors in with_images.group.samples[0].data.get():
+        for name in ("pixels", "grids", "starts"):
+            before, after = getattr(images, name), getattr(vectors.images, name)
+            assert before.dtype == after.dtype and np.array_equal(before, after)
+        assert np.array_equal(vectors.routed_experts, np.arange(10).reshape(5, 1, 2))
+    assert all(vectors.images is vectors.routed_experts is None for vectors in without.group.samples[0].data.get())

@@ -19,7 +19,7 @@ class FakeVllm:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.model_config = SimpleNamespace(get_vocab_size=lambda: 100, hf_text_config=None)
+        self.model_config = SimpleNamespace(get_vocab_size=lambda: 100, hf_text_config=None, hf_config=None)
         self.engine_core = SimpleNamespace(shutdown=lambda: None)
 
     def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:

@@ -112,7 +112,9 @@ def pid_in_log(directory: Path, words: str) -> int:
     raise AssertionError(f"nobody writes {log}")
 
 
-@pytest.mark.parametrize(("scorer", "words"), [("raises", "no such luck"), ("not_a_number", "nan")])
+@pytest.mark.parametrize(
+    ("scorer", "words"), [("raises", "no such luck"), pytest.param("not_a_number", "nan", marks=pytest.mark.slow)]
+)
 def test_a_broken_reward_ends_the_run_with_its_cause(
     quickstart_data: Path, tmp_path: Path, scorer: str, words: str
 ) -> None:

@@ -33,6 +33,7 @@ ONE = [
 ]
 TWO = [
     case("given", "given-tp2-ep2", tensor_parallel=2, expert_parallel=2),
+    case("given", "given-tp2-ep2-padded", tensor_parallel=2, expert_parallel=2, packing=False),
     case("given", "given-cp2", context_parallel=2),
     case("given", "given-pp2-vpp2", pipeline_parallel=2, virtual_pipeline=2, recompute="full"),
     {**case("recorded", "recorded-tp2-ep2", tensor_parallel=2, expert_parallel=2), "lr": 5e-5},
@@ -98,7 +99,7 @@ def test_given_routing_is_followed_at_every_layout(results: Path) -> None:
     torch.testing.assert_close(one["before"], torch.cat(forced), atol=2e-5, rtol=0)
     freely = hf_log_probs(results / "qwen3_moe", tokens, lambda _, __, p: p.topk(TOPK).indices)
     assert (one["before"] - torch.cat(freely)).abs().max() > 1e-3, "the given routing is no other than the free one"
-    for name in ("given", "given-tp2-ep2", "given-cp2", "given-pp2-vpp2"):
+    for name in ("given", "given-tp2-ep2", "given-tp2-ep2-padded", "given-cp2", "given-pp2-vpp2"):
         result = read(results, name)
         torch.testing.assert_close(result["before"], one["before"], atol=5e-6, rtol=0)
         torch.testing.assert_close(result["seen"], one["before"], atol=5e-6, rtol=0)  # the update's pass, and recompute

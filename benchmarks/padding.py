@@ -1,0 +1,112 @@
+"""Packed micro batches against padded ones: tokens per second of an update at GSM8K's lengths.
+
+    python -m benchmarks.padding [--samples 48] [--rounds 3]
+
+Three ways to compute the same samples under the same limit of tokens a micro batch, each a whole
+`PolicyTrainer.train_step`: packed; padded, samples of like length together (what `megatron.packing: false` does); and
+padded in the order in which samples come, the usual way. Seconds are CPU time on a CPU, wall time elsewhere; ratios of
+tokens per second are the figures. Padding counts as no token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.models import VOCABULARY, write_dense
+from benchmarks.packing import draw
+from benchmarks.update_step import platform, seconds
+from megarl.padded_schedule import plan_padded_micro_batches
+from megarl.schedule import plan_micro_batches
+
+LIMIT = 4096
+
+
+def as_they_come(lengths: np.ndarray) -> list[list[int]]:
+    """Samples in their order, as many a micro batch as the limit takes when all are as long as the longest."""
+    batches: list[list[int]] = [[]]
+    for sample in range(len(lengths)):
+        longest = max(lengths[[*batches[-1], sample]])
+        if batches[-1] and longest * (len(batches[-1]) + 1) > LIMIT:
+            batches.append([])
+        batches[-1].append(sample)
+    return batches
+
+
+def micro_batches(plan: Iterable[Iterable[int]], lengths: np.ndarray, tokens: list[Any]) -> list[Any]:
+    import torch
+
+    from megarl.megatron.batch import MicroBatch
+
+    batches = []
+    for members in plan:
+        members = list(members)
+        ids = torch.cat([tokens[sample] for sample in members])
+        ones = torch.ones(len(ids), device=ids.device)
+        share = ones / int(lengths.sum())
+        vectors = {"loss_mask": ones, "loss_weights": share, "token_share": share, "advantages": ones}
+        batches.append(MicroBatch(ids, [int(lengths[sample]) for sample in members], vectors))
+    return batches
+
+
+def measure(samples: int, rounds: int) -> dict[str, float]:
+    """Median seconds of a step, by way."""
+    import torch
+
+    from megarl.config.schema import Recipe
+    from megarl.megatron.trainer import PolicyTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        recipe = Recipe()
+        recipe.model.path = str(write_dense(Path(folder)))
+        recipe.model.dtype = "float32" if platform.name == "cpu" else "bfloat16"
+        trainer = PolicyTrainer(recipe, platform, total_optimizer_steps=100)
+    lengths = draw("gsm8k", samples, 2048, seed=0)
+    tokens = [torch.randint(0, VOCABULARY, (length,), device=platform.device()) for length in lengths]
+    packed, padded = plan_micro_batches(lengths, 1, LIMIT)[0], plan_padded_micro_batches(lengths, 1, LIMIT)[0]
+    plans = {
+        "packed": (True, [[slot.sample for slot in slots] for slots in packed]),
+        "padded, like lengths together": (False, [[slot.sample for slot in slots] for slots in padded]),
+        "padded, as samples come": (False, as_they_come(lengths)),
+    }
+    times: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(rounds + 1):
+        for name, (packing, plan) in plans.items():
+            recipe.megatron.packing = packing
+            batches = micro_batches(plan, lengths, tokens)
+            step = {"temperature": 1.0, "with_entropy": False}
+            update = lambda: trainer.train_step(batches, lambda x: (-(x.log_probs * x.loss_weights).sum(), {}), **step)  # noqa: B023, E731
+            times[name].append(seconds(update))
+    print(f"{int(lengths.sum())} tokens, at most {LIMIT} a micro batch\n")
+    return {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round warms up
+
+
+def main() -> None:
+    import torch
+    import torch.distributed as dist
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29551"}.items():
+        os.environ.setdefault(name, value)
+    platform.set_device(0)
+    dist.init_process_group(platform.process_group_backend)
+    medians = measure(options.samples, options.rounds)
+    print("| micro batches | s a step | packed is faster by |\n|---|---|---|")
+    for name, value in medians.items():
+        print(f"| {name} | {value:.2f} | {value / medians['packed']:.2f} x |")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
