@@ -195,6 +195,22 @@ def tables(dtypes: Sequence[str] = ("float32", "bfloat16"), models: Sequence[str
     return table(results)
 
 
+def engine_gap(quick: bool) -> str:
+    """The section of docs/numerics.md. `quick`: float32 after one update alone."""
+    figures = tables(("float32",), updates=1) if quick else tables()
+    return f"""## The engine's log-probs and the trainer's
+
+Tiny random models, sampled by vLLM on a CPU and computed again by the trainer: |difference| of the log-probs of every
+sampled token, after the start and after optimizer steps that move every weight by about 0.01 and reach the engine through
+the weight exchange. In float32 tests/test_engine_gap.py bounds each token's by 5e-5. In bfloat16 both round, each in its
+own order, and a token whose router scores are nearly tied goes to other experts: its figures are reported, not bounded.
+
+`python -m benchmarks.numerics.engine_gap{" --dtype float32 --updates 1" if quick else ""}`
+
+{figures}
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
