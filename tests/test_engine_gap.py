@@ -36,6 +36,7 @@ def test_after_start_and_an_update(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.stack
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("case", SLOW, ids=name)
 def test_after_several_updates_and_every_tensor_counts(case: Case, tmp_path: Path) -> None:
     check(measure(case, tmp_path))
@@ -43,9 +44,10 @@ def test_after_several_updates_and_every_tensor_counts(case: Case, tmp_path: Pat
 
 @pytest.mark.stack
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 @pytest.mark.parametrize("model", MODELS)
-def test_bfloat16_differs_by_its_rounding_alone(model: str, tmp_path: Path) -> None:
-    """Not bounded tightly: a token whose router scores are nearly tied goes to another expert."""
+def test_bfloat16_is_near(model: str, tmp_path: Path) -> None:
+    """Its mean is bounded, and loosely: both sides round, each in its own order."""
     result = measure(Case(model, "bfloat16", updates=1), tmp_path)
     assert all(gap.mean < 0.1 < result.stale.mean for gap in result.gaps), result
 

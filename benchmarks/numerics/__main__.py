@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.numerics.engine_gap import engine_gap
 from benchmarks.numerics.invariance import invariance
 
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
@@ -18,7 +19,7 @@ HEAD = """# Numbers
 
 What megarl computes is held to references. Each figure is from a run of the command that stands above it.
 """
-SECTIONS: dict[str, Callable[[bool], str]] = {"invariance": invariance}
+SECTIONS: dict[str, Callable[[bool], str]] = {"invariance": invariance, "engine_gap": engine_gap}
 
 
 def write(page: Path, made: dict[str, str]) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 from megarl.data.prepare.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 600.0  # seconds a case may take, on a busy machine
+TIMEOUT = 1500.0  # seconds a case may take, on a busy machine
 
 # Weights that are large enough for attention and logits to be far from uniform: errors then show.
 _SHARP: dict[str, Any] = {"initializer_range": 0.12, "num_hidden_layers": 3}
@@ -203,9 +203,10 @@ def engine_gap(quick: bool) -> str:
 Tiny random models, sampled by vLLM on a CPU and computed again by the trainer: |difference| of the log-probs of every
 sampled token, after the start and after optimizer steps that move every weight by about 0.01 and reach the engine through
 the weight exchange. In float32 tests/test_engine_gap.py bounds each token's by 5e-5. In bfloat16 both round, each in its
-own order, and a token whose router scores are nearly tied goes to other experts: its figures are reported, not bounded.
+own order; these figures are reported, not bounded. Mixtures of experts have the larger maxima there, which is what
+tokens would show that rounding sends to other experts; where each token went was not recorded.
 
-`python -m benchmarks.numerics.engine_gap{" --dtype float32 --updates 1" if quick else ""}`
+`python -m benchmarks.numerics engine_gap{" --quick" if quick else ""}`
 
 {figures}
 """
