@@ -71,7 +71,8 @@ def micro_batch(tokens: int, vocabulary: int, device: Any) -> Any:
     ones = torch.ones(tokens, device=device)
     vectors = {"loss_mask": ones, "loss_weights": ones, "token_share": ones}
     ids = torch.randint(0, vocabulary, (tokens,), device=device)
-    return MicroBatch(ids, [256] * (tokens // 256), vectors)
+    lengths = [min(256, tokens - start) for start in range(0, tokens, 256)]
+    return MicroBatch(ids, lengths, vectors)
 
 
 def materialised(trainer: Any, batch: Any) -> Any:

@@ -274,7 +274,7 @@ def combine_gaps(sums: Sequence[dict[str, float] | None]) -> Metrics:
     return {
         "rollout/logprob_gap_mean": sum(part["absolute"] for part in parts) / tokens,
         "rollout/logprob_gap_k3": sum(part["k3"] for part in parts) / tokens,
-        "rollout/logprob_gap_max": max(part["max"] for part in parts),
+        "rollout/logprob_gap_max": float(np.max([part["max"] for part in parts])),  # keeps a NaN, which max() may drop
     }
 
 

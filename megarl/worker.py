@@ -196,7 +196,7 @@ class TrainerWorker(Worker):
             return None
         for batch, (log_probs, _) in zip(flat, results, strict=True):
             batch.vectors["old_log_probs"] = log_probs
-        return _gap_sums([batch.vectors for batch in flat]) if self.trainer.coordinates.reports else None
+        return gap_sums([batch.vectors for batch in flat]) if self.trainer.coordinates.reports else None
 
     def compute_reference_log_probs(self) -> None:
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
@@ -276,7 +276,7 @@ def _seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _gap_sums(micro_batches: list[dict[str, Any]]) -> dict[str, float]:
+def gap_sums(micro_batches: list[dict[str, Any]]) -> dict[str, float]:
     """Sums over masked tokens of |d|, and of k3 = exp(d) - d - 1, with d = old - rollout log-prob; their count; max |d|."""
     import torch
 
@@ -288,5 +288,5 @@ def _gap_sums(micro_batches: list[dict[str, Any]]) -> dict[str, float]:
             total += gap.numel()
             absolute += gap.abs().sum().item()
             k3 += (torch.expm1(gap) - gap).sum().item()
-            largest = max(largest, gap.abs().max().item())
+            largest = float(np.maximum(largest, gap.abs().max().item()))  # keeps a NaN, which max() may drop
     return {"tokens": total, "absolute": absolute, "k3": k3, "max": largest}

@@ -9,10 +9,6 @@ change of each exported weight is its gradient times a constant.
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,8 +21,8 @@ from megarl.config.schema import Recipe
 from megarl.controller import combine_gaps
 from megarl.types import Group, InlineData, Sample, SampleTokens
 from tests.megatron_models import write_model
+from tests.trainer_processes import run_ranks
 
-ROOT = Path(__file__).parent.parent
 PROMPTS = [47, 98, 31, 71]
 """Prompt lengths of the groups, in tokens; lengths here are spread like those of GSM8K's questions and answers."""
 RESPONSES = [[88, 121, 35], [64, 9, 143], [52, 77, 29], [118, 60]]
@@ -159,29 +155,7 @@ def launch(layouts: Sequence[Layout], models: Path, output: Path, timeout: float
     assert {layout.processes for layout in layouts} == {processes}
     file = output / f"layouts-{processes}.json"
     file.write_text(json.dumps([asdict(layout) for layout in layouts]))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    logs = [output / f"worker-{processes}-{rank}.log" for rank in range(processes)]
-    workers = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as stream:
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.invariance_worker", str(file), str(models), str(output)],
-                    cwd=ROOT,
-                    env={**environment, "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)},
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        codes = [worker.wait(timeout=timeout) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert not any(codes), "\n".join(log.read_text()[-4000:] for log in logs)
+    run_ranks("tests.invariance_worker", processes, [file, models, output], output, timeout)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,11 @@ import torch.distributed as dist  # noqa: E402
 from megarl.shards import plan_step  # noqa: E402
 from megarl.worker import TrainerWorker  # noqa: E402
 from tests.invariance import STEP, Case, Layout, Split, apply, batch, recipe_of  # noqa: E402
+from tests.trainer_processes import forget_last_model  # noqa: E402
 
 
 def run_layout(layout: Layout, models: Path, output: Path) -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # Megatron's note of the last model's attention, which differs between models
+    forget_last_model()
     recipe = recipe_of(layout, models / layout.model)
     worker = TrainerWorker(recipe, total_optimizer_steps=1)
     before = gather(worker)

@@ -115,6 +115,20 @@ OPTIONS = [
         "megatron": {"recompute": "selective", "extra": {"recompute_modules": ["moe_act", "layernorm"]}},
     },
 ]
+VL = [
+    case("vl", "TP1", per_micro=3),
+    case("vl_tied", "TP1"),
+    case("vl", "TP2"),
+    case("vl", "PP2", per_micro=2, first_stage_layers=1),
+    case("vl", "CP2"),
+    case("vl", "DP2", per_micro=1),
+    case("vl_tied", "PP2"),
+    case("vl", "TP2", slow=True, sequence_parallel=False),
+    case("vl", "TP2", slow=True, recompute="full"),
+    case("vl", "PP2", slow=True, per_micro=8, recompute="selective"),
+    case("vl", "TP2xPP2", slow=True),
+    case("vl", "TP2xCP2", slow=True),
+]
 RESUME = [
     {"name": "resume", "kind": "resume", "model": "qwen3_moe", "megatron": {"expert_parallel": 2}},
     {"name": "resume-bf16", "kind": "resume", "model": "qwen2_tied", "dtype": "bfloat16"},

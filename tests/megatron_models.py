@@ -144,3 +144,12 @@ def _add_mtp_layer(file: Path, number: int) -> None:
     tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
     tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def rows_of_logits(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probs, entropy) of `tokens` [length] under `logits` [length, vocabulary]; 0 for the first token, which is
+    predicted by nothing."""
+    scores = logits[:-1].log_softmax(-1)
+    log_probs = scores.gather(1, tokens[1:, None]).squeeze(1)
+    entropy = -(scores.exp() * scores).sum(-1)
+    return torch.cat([torch.zeros(1), log_probs]), torch.cat([torch.zeros(1), entropy])

@@ -24,6 +24,7 @@ import torch.distributed as dist  # noqa: E402
 from tests import megatron_critic  # noqa: E402
 from tests.megatron_checkpoints import assert_same, check_failed_write, check_other_model, check_reshard, save  # noqa: E402
 from tests.megatron_models import LENGTHS  # noqa: E402
+from tests.trainer_processes import forget_last_model  # noqa: E402
 from tests.vl_model import images_of, sequences  # noqa: E402
 
 torch.set_num_threads(1)
@@ -45,13 +46,9 @@ def recipe_of(case: dict[str, Any]) -> Any:
 
 
 def build(case: dict[str, Any]) -> Any:
-    from megatron.core import parallel_state
-
     from megarl.megatron.trainer import PolicyTrainer
 
-    parallel_state.destroy_model_parallel()
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        os.environ.pop(name, None)  # Megatron's note of the last model's attention, which differs between models
+    forget_last_model()
     return PolicyTrainer(recipe_of(case), platform, total_optimizer_steps=10)
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from megarl.cluster.process import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,10 +18,8 @@ def command(*arguments: str, torchrun: int = 0) -> list[str]:
     """The command line of ``megarl ARGUMENTS``, under torchrun with so many processes where asked for."""
     if not torchrun:
         return [sys.executable, "-m", "megarl", *arguments]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={torchrun}", f"--master-port={port}"]
+    ranks, port = f"--nproc-per-node={torchrun}", f"--master-port={free_port()}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", ranks, port]
     return [*launcher, "-m", "megarl", *arguments]
 
 

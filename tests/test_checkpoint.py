@@ -10,7 +10,8 @@ import pytest
 
 from megarl.checkpoint import find_checkpoint, list_checkpoints, load_state, set_aside_later
 from megarl.config.errors import RecipeError
-from megarl.config.schema import ModelConfig, Recipe
+from megarl.config.schema import Recipe
+from megarl.config.training import ModelConfig
 from megarl.manifest import MANIFEST, find_damage
 from megarl.preflight import Prepared, identity, open_run_directory
 from megarl.rollout.admission import TriedGroup

@@ -18,8 +18,8 @@ import torch
 from megarl.engines.base import EngineSpec
 from megarl.rollout.server import _join
 from megarl.types import GenerationRequest, Prompt, SampleImages, Sampling
+from tests.megatron_runs import launch
 from tests.test_engine_vllm import EngineProcess, exchange
-from tests.test_megatron_layouts import launch
 from tests.vl_model import sequences, write_processor, write_vl_model
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config import load_recipe
 from megarl.config.errors import RecipeError
-from megarl.config.schema import LoraConfig
+from megarl.config.training import LoraConfig
 from megarl.megatron.lora.targets import check_lora, linears_of, matches
 
 DENSE = {"model_type": "qwen3"}

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from safetensors import safe_open
 
 from tests import megatron_critic
 from tests.megatron_layouts import (
@@ -29,28 +21,17 @@ from tests.megatron_layouts import (
     RESUME,
 )
 from tests.megatron_models import LENGTHS, MODELS, write_model
+from tests.megatron_runs import WORKER, cases, checkpoint_tensors, launch, log_probs_of, of_transformers, selected
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]  # the first test waits for all launches
-
-ROOT = Path(__file__).parent.parent
-
-
-def cases(*lists: list[dict[str, Any]]) -> pytest.MarkDecorator:
-    """Run a test for each case; the slow ones with --all alone."""
-    marked = [
-        pytest.param(one, id=one["name"], marks=[pytest.mark.slow] if one.get("slow") else [])
-        for some in lists
-        for one in some
-    ]
-    return pytest.mark.parametrize("case", marked)
 
 
 @pytest.mark.slow
 def test_checkpoints_move_between_more_layouts(tmp_path: Path) -> None:
     for model in ("qwen3_moe", "qwen2_tied"):
         write_model(model, tmp_path / "models")
-    for processes, cases in ((2, RESHARD_MORE_TWO), (1, RESHARD_MORE_ONE), (4, RESHARD_MORE_FOUR)):
-        launch(processes, cases, tmp_path)
+    for processes, some in ((2, RESHARD_MORE_TWO), (1, RESHARD_MORE_ONE), (4, RESHARD_MORE_FOUR)):
+        launch(processes, some, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -70,87 +51,11 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return directory
 
 
-def selected(request: pytest.FixtureRequest, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of `some` that the selected tests are about, and those that they are compared with: `-k moonlight-TP2`
-    runs two."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    asked = [value for item in items for value in item.callspec.params.values() if isinstance(value, dict)]
-    names = {one[key] for one in asked for key in ("name", "reference") if one.get(key)}
-    return [one for one in some if one["name"] in names]
-
-
-def launch(processes: int, cases: list[dict[str, Any]], directory: Path) -> None:
-    """Run `cases`, one after the other, in `processes` worker processes."""
-    file = directory / f"cases-{processes}.json"
-    resolved = [{**case, "model": str(directory / "models" / case["model"])} for case in cases]
-    for case in resolved:  # what is left over for data parallel is no setting; the name says it
-        case["megatron"] = {k: v for k, v in case.get("megatron", {}).items() if k != "data_parallel_size_is"}
-    file.write_text(json.dumps(resolved))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    logs = [directory / f"worker-{processes}-{rank}.log" for rank in range(processes)]
-    workers = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as stream:
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "tests.megatron_worker", str(file), str(directory)],
-                    cwd=ROOT,
-                    env={**environment, "RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)},
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        codes = [worker.wait(timeout=900) for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert not any(codes), "\n".join(log.read_text()[-4000:] for log in logs)
-
-
-def log_probs_of(results: Path, name: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """(log-probs, entropy) of each sequence, from all data-parallel ranks."""
-    merged: dict[int, Any] = {}
-    for file in results.glob(f"{name}.log_probs.*.pt"):
-        merged.update(torch.load(file, weights_only=True))
-    return merged
-
-
-def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    tensors = {}
-    for file in directory.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as reader:
-            tensors.update({key: reader.get_tensor(key) for key in reader.keys()})  # noqa: SIM118
-    return tensors
-
-
 @cases(PARITY[:1])
 def test_trainers_on_a_cpu_warn_of_nothing(results: Path, case: dict[str, Any]) -> None:
     """What is to be expected there is left out: a user could act on none of it."""
-    for log in results.glob("worker-*.log"):
+    for log in results.glob(f"{WORKER}-*.log"):
         assert "Warning" not in log.read_text(), log.read_text()
-
-
-@functools.lru_cache
-def of_transformers(model: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """(log-probs, entropy) of each sequence, [length] each, computed alone and without Megatron."""
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        model, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    generator = torch.Generator().manual_seed(3)
-    rows = []
-    for length in LENGTHS:
-        tokens = torch.randint(0, 250, (length,), generator=generator)
-        with torch.no_grad():
-            logits = reference(tokens[None]).logits[0].log_softmax(-1)[:-1]
-        log_probs = logits.gather(1, tokens[1:, None]).squeeze(1)
-        entropy = -(logits.exp() * logits).sum(-1)
-        # The first token is predicted by nothing.
-        rows.append((torch.cat([torch.zeros(1), log_probs]), torch.cat([torch.zeros(1), entropy])))
-    return rows
 
 
 @cases(PARITY, OPTIONS)

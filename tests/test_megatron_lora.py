@@ -12,8 +12,8 @@ import transformers
 from safetensors.torch import load_file
 
 from tests import megatron_layouts
-from tests.megatron_models import LENGTHS, write_model
-from tests.test_megatron_layouts import cases, checkpoint_tensors, launch, log_probs_of, of_transformers, selected
+from tests.megatron_models import write_model
+from tests.megatron_runs import cases, checkpoint_tensors, launch, log_probs_of, of_transformers, rows_of, selected
 
 pytestmark = [
     pytest.mark.stack,
@@ -152,16 +152,5 @@ def test_exports_compute_what_the_trainer_does(results: Path, case: dict[str, An
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(start)
     base = transformers.AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, attn_implementation="eager")
     with_adapter = peft.PeftModel.from_pretrained(base.eval(), str(adapter))
-    torch.testing.assert_close(log_probs(with_adapter), trained, atol=2e-5, rtol=0)
-
-
-def log_probs(model: Any) -> torch.Tensor:
-    """Of the batch of the workers, one sequence after the other."""
-    generator = torch.Generator().manual_seed(3)
-    rows = []
-    for length in LENGTHS:
-        tokens = torch.randint(0, 250, (length,), generator=generator)
-        with torch.no_grad():
-            logits = model(tokens[None]).logits[0].log_softmax(-1)
-        rows.append(torch.cat([torch.zeros(1), logits[:-1].gather(1, tokens[1:, None]).squeeze(1)]))
-    return torch.cat(rows)
+    adapted = torch.cat([rows for rows, _ in rows_of(with_adapter)])
+    torch.testing.assert_close(adapted, trained, atol=2e-5, rtol=0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.schema import MegatronConfig, OptimizerConfig
+from megarl.config.training import MegatronConfig, OptimizerConfig
 from megarl.megatron.batch import MicroBatch, pack
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.model_checks import check_model

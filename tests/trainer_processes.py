@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+from megarl.cluster.process import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -24,30 +26,51 @@ def forget_last_model() -> None:
 
 
 def run_cases(module: str, processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 400) -> None:
-    """Run `python -m module CASES.json directory` in `processes` processes; fails with the ends of their output."""
+    """Run `python -m module CASES.json directory` in `processes` processes; see `run_ranks`."""
     file = directory / f"{module}-{processes}.json"
     file.write_text(json.dumps(cases))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment["WORLD_SIZE"] = str(processes)
-    logs = [directory / f"{module}-{processes}-{rank}.log" for rank in range(processes)]
+    run_ranks(module, processes, [file, directory], directory, timeout)
+
+
+def run_ranks(module: str, processes: int, arguments: list[Path], logs: Path, timeout: float) -> None:
+    """Run `python -m module ARGUMENTS` in `processes` processes, each with a log in `logs`.
+
+    As soon as one fails, AssertionError shows the end of its log; the others, which wait for it, are killed.
+    """
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(processes),
+    }
+    files = [logs / f"{module}-{processes}-{rank}.log" for rank in range(processes)]
     workers = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as stream:
+    for rank, file in enumerate(files):
+        with file.open("w") as stream:
             workers.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", module, str(file), str(directory)],
+                    [sys.executable, "-m", module, *map(str, arguments)],
                     cwd=ROOT,
                     env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                 )
             )
+    deadline = time.monotonic() + timeout
+    codes: list[int | None] = [None]
     try:
-        codes = [worker.wait(timeout=timeout) for worker in workers]
+        while None in codes and not any(codes):
+            codes = [worker.poll() for worker in workers]
+            assert time.monotonic() < deadline, f"{module} took more than {timeout:.0f} s:\n{_ends(files)}"
+            time.sleep(0.1)
     finally:
         for worker in workers:
             worker.kill()
-    assert not any(codes), "\n".join(log.read_text()[-4000:] for log in logs)
+            worker.wait()
+    assert not any(codes), _ends([file for file, code in zip(files, codes, strict=True) if code])
+
+
+def _ends(logs: list[Path]) -> str:
+    return "\n".join(f"{log.name}:\n{log.read_text()[-4000:]}" for log in logs)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.megatron_models import LENGTHS
+from tests.megatron_models import LENGTHS, rows_of_logits
 
 IMAGE, START, END = 250, 252, 253
 GRIDS = {1: [(2, (4, 6))], 2: [(3, (8, 4)), (14, (6, 10))], 5: [(8, (4, 4))]}
 """By number of the sequence: (index of the first token, (rows, columns) of patches) of each of its images."""
+VL_MODELS: dict[str, dict[str, Any]] = {"vl": {}, "vl_tied": {"tie_word_embeddings": True}}
+"""Tiny models, and what differs in their configuration."""
 MERGE, WINDOW, PATCH_VALUES = 2, 56, 3 * 2 * 14 * 14
 
 
@@ -100,23 +103,24 @@ def images_of(numbers: list[int]) -> Any:
     return Images(torch.cat(pixels), torch.stack(grids), owners, starts)
 
 
+@functools.cache
 @torch.no_grad()
-def expected_logits(path: Path) -> list[torch.Tensor]:
-    """What transformers computes for each sequence by itself: logits [length, vocabulary]."""
+def vl_of_transformers(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What transformers computes for each sequence by itself: (log-probs, entropy) [length] each."""
     import transformers
 
     model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    logits = []
+    rows = []
     for tokens, images in sequences():
         inputs: dict[str, torch.Tensor] = {"input_ids": tokens[None]}
         if images:
             inputs["pixel_values"] = torch.cat([pixels for _, pixels, _ in images])
             inputs["image_grid_thw"] = torch.stack([grid for _, _, grid in images])
             inputs["mm_token_type_ids"] = (tokens == IMAGE).int()[None]
-        logits.append(model(**inputs).logits[0])
-    return logits
+        rows.append(rows_of_logits(model(**inputs).logits[0], tokens))
+    return rows
 
 
 def check_upstream(path: str) -> None:

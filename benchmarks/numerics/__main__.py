@@ -13,20 +13,25 @@ from pathlib import Path
 
 from benchmarks.numerics.engine_gap import engine_gap
 from benchmarks.numerics.invariance import invariance
+from benchmarks.numerics.parity import parity
 
 PAGE = Path(__file__).parents[2] / "docs" / "numerics.md"
 HEAD = """# Numbers
 
 What megarl computes is held to references. Each figure is from a run of the command that stands above it.
 """
-SECTIONS: dict[str, Callable[[bool], str]] = {"invariance": invariance, "engine_gap": engine_gap}
+SECTIONS: dict[str, Callable[[bool], str]] = {"parity": parity, "engine_gap": engine_gap, "invariance": invariance}
 
 
 def write(page: Path, made: dict[str, str]) -> None:
     """Put the sections `made` into `page`, in place of those of their name."""
     text = page.read_text() if page.exists() else ""
     kept = dict(re.findall(r"<!-- begin (\w+) -->\n(.*?)<!-- end \1 -->", text, re.DOTALL))
-    parts = [f"<!-- begin {name} -->\n{body}<!-- end {name} -->\n" for name, body in {**kept, **made}.items()]
+    parts = [
+        f"<!-- begin {name} -->\n{body}<!-- end {name} -->\n"
+        for name in SECTIONS
+        if (body := made.get(name, kept.get(name)))
+    ]
     page.write_text("\n".join([HEAD, *parts]))
 
 

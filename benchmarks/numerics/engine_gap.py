@@ -11,10 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.prepare.tiny_model import make_tiny_model
+from tests.trainer_processes import run_ranks
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 1500.0  # seconds a case may take, on a busy machine
 
 # Weights that are large enough for attention and logits to be far from uniform: errors then show.
@@ -119,44 +115,13 @@ def _add_prediction_layer(path: Path) -> None:
 def measure(case: Case, directory: Path) -> Result:
     """Run `case` in processes of its own. Models are made, and logs written, under `directory`.
 
-    Raises RuntimeError, with the end of what it wrote, where a process fails.
+    Raises AssertionError, with the end of what it wrote, where a process fails.
     """
     directory.mkdir(parents=True, exist_ok=True)
     model = write_model(case.model, directory)
     file, output = directory / "case.json", directory / "gaps.json"
     file.write_text(json.dumps({"case": asdict(case), "model": str(model), "directory": str(directory)}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(case.processes),
-    }
-    ranks = []
-    for rank in range(case.processes):
-        with (directory / f"rank{rank}.log").open("w") as log:
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "benchmarks.numerics.engine_gap_run", str(file), str(output)],
-                    cwd=ROOT,
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        failed = [rank for rank, process in enumerate(ranks) if process.wait(TIMEOUT)]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    if failed:
-        ends = "\n".join((directory / f"rank{rank}.log").read_text()[-4000:] for rank in failed)
-        raise RuntimeError(f"{case}: ranks {failed} failed:\n{ends}")
+    run_ranks("benchmarks.numerics.engine_gap_run", case.processes, [file, output], directory, TIMEOUT)
     figures = json.loads(output.read_text())
     return Result(
         case,

@@ -84,8 +84,8 @@ class Moments:
             count,
             self.mean + apart * other.count / count,
             self.squares + other.squares + apart**2 * self.count * other.count / count,
-            min(self.least, other.least),
-            max(self.largest, other.largest),
+            float(np.minimum(self.least, other.least)),  # keep a NaN, which min() and max() may drop
+            float(np.maximum(self.largest, other.largest)),
         )
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from megarl.cluster.failures import (
     CallFailed,
@@ -31,11 +30,12 @@ from megarl.cluster.failures import (
 from megarl.cluster.guard import VARIABLE, Guard
 from megarl.cluster.ray_actors import ServiceActor, TrainerActor, Unborn
 from megarl.cluster.ray_devices import Device, RayDevices
+from megarl.cluster.ray_failures import death_cause, not_started
 from megarl.cluster.ray_start import start
 from megarl.types import DataRef
 
-START_SECONDS = 300.0  # left to Ray to start a process on a device that is reserved for it
 PING_SECONDS = 0.1  # left to an idle trainer to say that it lives; one that does not is asked again later
+START_SECONDS = 300.0  # left to Ray to start a process on a device that is reserved for it
 STOP_SECONDS = 5.0  # left to an object's shutdown() before its process is killed
 CONCURRENT_CALLS = 100_000  # one service answers at once; the engine behind it has its own limit
 
@@ -117,7 +117,7 @@ class RayGroup:
                 _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
                 ranks = [rank for rank, ref in enumerate(refs) if ref in late]
                 note = f"\n{len(ranks)} of {len(refs)} processes were not started." if len(ranks) > 1 else ""
-                raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0]), note)
+                raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0], START_SECONDS), note)
 
         return self.wait(refs, check)
 
@@ -171,7 +171,7 @@ class RayService:
             except RayActorError as error:
                 raise ServiceDied(Failure.death(self._place, death_cause(error))) from error
             except GetTimeoutError as error:
-                raise ServiceDied(not_started(self._place)) from error
+                raise ServiceDied(not_started(self._place, START_SECONDS)) from error
         return self._place
 
     def call(self, method: str, *args: Any) -> Future[Any]:
@@ -195,7 +195,7 @@ class RayService:
             if isinstance(outcome, Raised):
                 return Failure.raised(self.place(), outcome)
         if not self._place.pid and time.monotonic() > self._deadline and not ray.wait([self._where], timeout=0)[0]:
-            return not_started(self._place)
+            return not_started(self._place, START_SECONDS)
         return None
 
     def stop(self) -> None:
@@ -378,27 +378,3 @@ def _rank_environments(devices: list[Device], master_port: int) -> list[dict[str
         )
         seen[device.node_id] += 1
     return environments
-
-
-def not_started(place: Place) -> Failure:
-    """Of a process that Ray has not started on the device that is reserved for it."""
-    return Failure(
-        place,
-        f"Ray has not started its process within {START_SECONDS:.0f} s, on a device that is reserved for it: its "
-        "machine is gone or overloaded. `ray status` shows what Ray waits for; its logs are under /tmp/ray.",
-    )
-
-
-def death_cause(error: RayActorError) -> str:
-    """How an actor's process ended, in a line: as much as Ray knows of it."""
-    text = str(error)
-    if code := re.search(r"exit code (\d+)", text):
-        return f"its process exited with code {code.group(1)}"
-    if "memory" in text and "killed" in text and "End of file" not in text:
-        return f"Ray killed its process, because memory ran out: {text.splitlines()[-1]}"
-    if "End of file" in text or not isinstance(error, ActorDiedError):
-        return (
-            "its process ended without a word: killed (SIGKILL, as the kernel does when memory runs out), "
-            "crashed in native code, or its machine is gone"
-        )
-    return text.splitlines()[-1].strip()

@@ -1,4 +1,4 @@
-"""Recipes: the schema (schema.py), how YAML becomes one (load.py), and what is refused (validate.py)."""
+"""Recipes: the schema (schema.py, training.py), how YAML becomes one (load.py), and what is refused (validate.py)."""
 
 from megarl.config.errors import RecipeError
 from megarl.config.load import load_recipe, to_yaml

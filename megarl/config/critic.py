@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.config.errors import RecipeError
-from megarl.config.schema import AlgorithmConfig, CriticConfig, LoraConfig, MegatronConfig, Recipe
+from megarl.config.schema import AlgorithmConfig, Recipe
+from megarl.config.training import CriticConfig, LoraConfig, MegatronConfig
 from megarl.config.validate import check_betas, check_mini_batches, check_parallel_sizes
 
 _GAE_SETTINGS = ("gamma", "lam", "whiten_advantages")

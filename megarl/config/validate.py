@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.config.errors import RecipeError
-from megarl.config.schema import LoraConfig
+from megarl.config.training import LoraConfig
 
 if typing.TYPE_CHECKING:
-    from megarl.config.schema import MegatronConfig, OptimizerConfig, Recipe
+    from megarl.config.schema import Recipe
+    from megarl.config.training import MegatronConfig, OptimizerConfig
 
 CHECKS: list[Callable[[Recipe], None]] = []
 

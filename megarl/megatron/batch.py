@@ -110,14 +110,8 @@ def pack(
     if batch.images is not None:
         check_images(batch.images, batch.tokens, batch.lengths, image_layout)
     lengths = torch.tensor(batch.lengths)
-    padded = torch.tensor(
-        padded_lengths(
-            batch.lengths,
-            context_parallel=context_parallel,
-            sequence_parallel=sequence_parallel,
-            packing=packing,
-        )
-    )
+    sizes = {"context_parallel": context_parallel, "sequence_parallel": sequence_parallel}
+    padded = torch.tensor(padded_lengths(batch.lengths, **sizes, packing=packing))
     cu_seqlens = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     size, total = int(cu_seqlens[-1]), len(batch.tokens)
 
@@ -141,9 +135,7 @@ def pack(
 
     cuts = [_share(padded, cu_seqlens, context_parallel, rank) for rank in range(context_parallel)]
     rows = cuts if packing else [cut.view(len(lengths), -1).T.flatten() for cut in cuts]
-    row_of = torch.empty(size, dtype=torch.int64)
-    row_of[torch.cat(rows)] = torch.arange(size)
-    sources = row_of[sources]
+    sources = _inverse(torch.cat(rows))[sources]
     stream, positions = (x[..., cuts[context_rank]] for x in (stream, positions))
     labels, row_tokens = (x[rows[context_rank]] for x in (labels, row_tokens))
     return PackedStream(
@@ -162,6 +154,13 @@ def pack(
         routing=batch.routing,
         images=_stream_images(batch, row_tokens, image_layout),
     )
+
+
+def _inverse(order: torch.Tensor) -> torch.Tensor:
+    """Where each number of the permutation `order` stands in it."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return places
 
 
 def _sequences(batch: MicroBatch, row_tokens: torch.Tensor) -> torch.Tensor:

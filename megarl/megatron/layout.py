@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config.schema import MegatronConfig
+from megarl.config.training import MegatronConfig
 
 
 def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size: int) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.config.schema import MegatronConfig, Recipe
+from megarl.config.schema import Recipe
+from megarl.config.training import MegatronConfig
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, number_of_experts, text_fields, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.lora.targets import check_lora
@@ -59,12 +60,13 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False) -> Mo
     _initialize_parallel(recipe.megatron, recipe.cluster.timeout)
     seed_everything(recipe.train.seed)
 
-    from megarl.megatron import routing_replay
+    from megarl.megatron import megatron_fixes, routing_replay
     from megarl.megatron import value_head as critic
     from megarl.megatron.heads import hidden_states_out, language_model
     from megarl.megatron.lora.attach import Lora
     from megarl.megatron.stream_context import watch
 
+    megatron_fixes.install()
     if platform.uses_native_layers:
         from megarl.megatron import native_layers
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.schema import OptimizerConfig
+from megarl.config.training import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:

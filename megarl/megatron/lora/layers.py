@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -146,7 +147,7 @@ class Adapter(torch.nn.Module):
         if self.site.cut == "rows":
             if self.site.sequence_parallel:
                 return gather_from_sequence_parallel_region(down)
-            return _SumGradient.apply(down, self.group)
+            return copy_to_tensor_model_parallel_region(down, self.group)
         if self.site.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(down)
         return reduce_from_tensor_model_parallel_region(down)
@@ -155,7 +156,7 @@ class Adapter(torch.nn.Module):
         """An expert's matrix, its gradient summed over the ranks that cut the expert and each hold it whole."""
         if self.group.size() == 1 or _CUT_MATRIX[self.site.cut] == kind:
             return matrix
-        return _SumGradient.apply(matrix, self.group)
+        return copy_to_tensor_model_parallel_region(matrix, self.group)
 
     def _mark(self, matrix: torch.nn.Parameter, kind: str) -> None:
         """Tell Megatron how ranks share a matrix: for its gradient's sum, and its norm."""
@@ -187,22 +188,6 @@ class Adapters(torch.nn.Module):
         for name, adapter in self.named_children():
             result.update(adapter.sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata))
         return result
-
-
-class _SumGradient(torch.autograd.Function):
-    """The same value; its gradient summed over `group`. Megatron's function for it loses the sum, without a word,
-    where the gradient is not contiguous."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        torch.distributed.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 def _interleave(pieces: list[torch.Tensor], groups: int) -> torch.Tensor:

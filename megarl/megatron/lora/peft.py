@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megarl.config.schema import LoraConfig
+from megarl.config.training import LoraConfig
 from megarl.megatron.lora.attach import Lora, matrices, trained_modules
 
 _MLP = ("gate_proj", "up_proj", "down_proj")

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from megarl.config.errors import RecipeError
-from megarl.config.schema import LoraConfig
+from megarl.config.training import LoraConfig
 from megarl.megatron.layout import number_of_experts
 from megarl.registry import nearest
 

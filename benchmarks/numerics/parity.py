@@ -1,0 +1,93 @@
+"""The table of docs/numerics.md on transformers; its cases are those of tests/test_megatron_layouts.py and _vl.py."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.megatron_layouts import LAYOUTS, OPTIONS, PARITY, VL
+from tests.megatron_models import MODELS, write_model
+from tests.megatron_runs import checkpoint_tensors, launch, log_probs_of, of_transformers
+from tests.vl_model import VL_MODELS, vl_of_transformers, write_vl_model
+
+PARITY_PAGE = """## The trainer's log-probs and transformers'
+
+Tiny random models in float32, {layouts} layouts: the largest |difference| of any token's log-prob from what transformers
+computes of that sequence alone; a dash where a layout is not tried with a model, because it has nothing to cut or because
+other rows contain it. Further settings (recomputation, no distributed optimizer, no sequence parallel, uneven stages):
+{options} cases, the largest {option:.1e}. Largest of all {count} cases: log-prob {log_prob:.1e}, entropy {entropy:.1e}.
+In {exact} of {count} cases every tensor that was exported is the original's bit for bit, and there is no other tensor.
+qwen2_tied and vl_tied: tied embeddings; qwen3_moe_raw: routing weights that are not normalised; deepseek_v3: MLA, a shared
+expert, leading dense layers, groups of experts, expert bias, YaRN and a layer for multi-token prediction; moonlight: the
+same architecture with other choices; vl: Qwen2.5-VL, sequences with images and without.
+Tests: `tests/test_megatron_layouts.py`, `tests/test_megatron_vl.py` (limit: 2e-5).
+
+`python -m benchmarks.numerics parity{command}`
+
+"""
+
+
+@dataclass(frozen=True)
+class Difference:
+    log_prob: float  # max |trainer's - transformers'| over all tokens
+    entropy: float
+    exact: bool  # every exported tensor is the original's
+
+
+def parity(short: bool) -> str:
+    """The table; `short`: of the cases that every test run has."""
+    layouts, options, vl = ([case for case in cases if not (short and case["slow"])] for cases in (PARITY, OPTIONS, VL))
+    every = [*layouts, *options, *vl]
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        for model in MODELS:
+            write_model(model, directory / "models")
+        for model, fields in VL_MODELS.items():
+            write_vl_model(directory / "models" / model, **fields)
+        for processes in sorted({case["processes"] for case in every}):
+            some = [case for case in every if case["processes"] == processes]
+            launch(processes, some, directory, timeout=2 * 3600)
+        found = {case["name"]: difference(case, directory) for case in every}
+    plain = {case["name"] for case in [*layouts, *vl]} & {f"{m}-{x}" for m in [*MODELS, *VL_MODELS] for x in LAYOUTS}
+    introduction = PARITY_PAGE.format(
+        layouts=len({case["name"].split("-")[1] for case in every}),
+        options=len(found) - len(plain),
+        option=max(value.log_prob for name, value in found.items() if name not in plain),
+        count=len(found),
+        log_prob=max(value.log_prob for value in found.values()),
+        entropy=max(value.entropy for value in found.values()),
+        exact=sum(value.exact for value in found.values()),
+        command=" --quick" if short else "",
+    )
+    return introduction + table(found)
+
+
+def difference(case: dict[str, Any], directory: Path) -> Difference:
+    path = directory / "models" / case["model"]
+    expected = vl_of_transformers(path) if case["model"] in VL_MODELS else of_transformers(path)
+    rows = log_probs_of(directory, case["name"])
+    assert sorted(rows) == list(range(len(expected))), "a sequence is missing"
+    original, exported = checkpoint_tensors(path), checkpoint_tensors(directory / f"{case['name']}.hf")
+    return Difference(
+        *(
+            max((rows[i][part] - wanted[part]).abs().max().item() for i, wanted in enumerate(expected))
+            for part in (0, 1)
+        ),
+        exact=exported.keys() == original.keys()
+        and all(torch.equal(exported[name], weight) for name, weight in original.items()),
+    )
+
+
+def table(found: dict[str, Difference]) -> str:
+    models = [*MODELS, *VL_MODELS]
+    lines = ["| layout | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
+    for layout in LAYOUTS:
+        of_models = [found.get(f"{model}-{layout}") for model in models]
+        if any(of_models):
+            cells = [f"{value.log_prob:.1e}" if value else "-" for value in of_models]
+            lines.append(" | ".join([f"| {layout}", *cells]) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,19 @@
+"""How the schema declares a recipe key."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def key(
+    default: Any, doc: str, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None
+) -> Any:
+    """One recipe key: its default, its text, and the bounds that `validate` holds it to."""
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
+    metadata = {"doc": doc, **{name: bound for name, bound in bounds.items() if bound is not None}}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: type(default)(default), metadata=metadata)
+    if isinstance(default, type):  # a section: a fresh instance for each recipe
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
