@@ -19,6 +19,7 @@ from megarl.cluster import transport
 from megarl.config.critic import ONE_LAYOUT, critic_view
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
+from megarl.config.training import ModelConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -52,6 +53,7 @@ class Prepared:
     flops: ModelFlops | None = None  # None: not counted for this model, or not trained
     critic_flops: ModelFlops | None = None  # of the critic's model, likewise
     model: dict[str, Any] = field(default_factory=dict)  # its config.json
+    critic_model: dict[str, Any] | None = None  # the critic's config.json; None: no critic
 
     @property
     def data_sources(self) -> list[str]:
@@ -70,6 +72,7 @@ def prepare_training(recipe: Recipe) -> Prepared:
     check_lora(config, recipe.lora)
     critic = _read_critic(recipe, tokenizer) if uses_critic(recipe.algorithm) else None
     prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
+    prepared.critic_model = critic
     if critic and critic.get("model_type") in COUNTED:
         prepared.critic_flops = model_flops(critic)
     prepared.model = config
@@ -81,6 +84,17 @@ def prepare_training(recipe: Recipe) -> Prepared:
             "perf/tflops_per_device and perf/mfu are left out"
         )
     return prepared
+
+
+def check_device(recipe: Recipe, device: str) -> None:
+    """Refuse what the engines of `device` ("cpu", "cuda", "npu") can never do."""
+    if recipe.megatron.routing_replay == "rollout" and device == "cpu":
+        raise RecipeError(
+            "megatron.routing_replay",
+            "vLLM on a CPU cannot tell which experts a token went to",
+            "set megatron.routing_replay=old_log_probs, or none",
+            value="rollout",
+        )
 
 
 def prepare_evaluation(recipe: Recipe) -> Prepared:
@@ -135,7 +149,6 @@ def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
 def identity(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
     """What a checkpoint's cursor, seeds and tensors refer to: a resumed run must have the same."""
     data = prepared.prompts or prepared.examples
-    text = prepared.model.get("text_config", prepared.model)
     return {
         "train.source": recipe.train.source,
         "train.seed": recipe.train.seed,
@@ -144,18 +157,32 @@ def identity(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
         "rollout.samples_per_prompt": recipe.rollout.samples_per_prompt,
         "data.train_files": [Path(file).name for file in recipe.data.train_files],
         "rows of data.train_files": len(data) if data is not None else 0,
-        "model": {
-            "name": Path(recipe.model.path).name,
-            "dtype": recipe.model.dtype,
-            **{name: text[name] for name in _SIZES if name in text},
-        },
+        "model": _model_identity(recipe.model, prepared.model),
+        "critic": None
+        if prepared.critic_model is None
+        else _model_identity(critic_view(recipe).model, prepared.critic_model),
         "lora": dataclasses.asdict(recipe.lora) if recipe.lora.rank else None,
     }
 
 
+def _model_identity(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
+    text = config.get("text_config", config)
+    sizes = {name: text[name] for name in _SIZES if name in text}
+    return {"name": Path(model.path).name, "dtype": model.dtype, **sizes}
+
+
 def _check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
     saved = json.loads((checkpoint / "controller.json").read_text())["identity"]
-    _check_model(checkpoint, saved.get("model", {}), identity["model"])
+    _check_model(checkpoint, saved.get("model", {}), identity["model"], "model.path")
+    if bool(saved.get("critic")) != bool(identity["critic"]):
+        had, has = ("a", "none") if saved.get("critic") else ("no", "one")
+        raise RecipeError(
+            "algorithm.advantage",
+            f"the checkpoint {checkpoint} was written with {had} critic, and this run has {has}",
+            "set it back, or start a new run (another name) from exported weights",
+        )
+    if identity["critic"]:
+        _check_model(checkpoint, saved["critic"], identity["critic"], "critic.model_path")
     if saved.get("lora") != identity["lora"]:
         raise RecipeError(
             "lora",
@@ -173,8 +200,9 @@ def _check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
             )
 
 
-def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any]) -> None:
-    """Another model's checkpoint is refused here, before a process starts and reads tensors that do not fit."""
+def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any], key: str) -> None:
+    """Another model's checkpoint is refused here, before a process starts and reads tensors that do not fit.
+    `key` names the model."""
     names = [name for name in {**saved, **model} if saved.get(name) != model.get(name)]
     if names == ["dtype"]:
         raise RecipeError(
@@ -186,7 +214,7 @@ def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any])
     if names:
         said = ", ".join(f"{name} {saved.get(name)!r} there and {model.get(name)!r} here" for name in names)
         raise RecipeError(
-            "model.path",
+            key,
             f"the checkpoint {checkpoint} is another model's: {said}",
             "name that model, or another checkpoint (train.resume)",
             value=model["name"],

@@ -33,7 +33,7 @@ from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.placement import Colocated, Disaggregated, Placement, Tenant, TrainersOnly
 from megarl.platform.peaks import peak_flops
-from megarl.preflight import Prepared, identity, open_run_directory, prepare_evaluation, prepare_training
+from megarl.preflight import Prepared, check_device, identity, open_run_directory, prepare_evaluation, prepare_training
 from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.sft_source import SFTSource
@@ -98,8 +98,9 @@ def train(recipe: Recipe) -> Path:
     with blaming_input():
         recipe = with_absolute_paths(recipe)
         prepared = prepare_training(recipe)
-        place = open_run_directory(recipe, identity(recipe, prepared))
         platform = platforms.select(recipe.cluster.device)
+        check_device(recipe, platform.name)
+        place = open_run_directory(recipe, identity(recipe, prepared))
         log = RunLog(recipe, place.directory, first_step=place.first_step, total_steps=recipe.train.steps)
     with log:
         for notice in [*prepared.notices, *place.notices]:

@@ -140,12 +140,12 @@ def test_without_checksums_sizes_are_compared(tmp_path: Path) -> None:
 CONFIG = {"model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "vocab_size": 256}
 
 
-def opened(tmp_path: Path, config: dict[str, Any], **model: str) -> Path | None:
+def opened(tmp_path: Path, config: dict[str, Any], critic: dict[str, Any] | None = None, **model: str) -> Path | None:
     """What `train` does before any process starts, on a run that the first call makes."""
     recipe = Recipe(name="run", runs_dir=str(tmp_path))
     recipe.train.resume = "auto"
     recipe.model = ModelConfig(**{"path": "/models/one", "dtype": "float32", **model})
-    prepared = Prepared(cast("Any", None), None, None, None, [], model=config)
+    prepared = Prepared(cast("Any", None), None, None, None, [], model=config, critic_model=critic)
     folder = tmp_path / "run" / "checkpoints"
     if not folder.exists():
         saver(folder).save(3, {**state(), "identity": identity(recipe, prepared)})
@@ -164,6 +164,14 @@ def test_another_models_checkpoint_is_refused_before_anything_starts(tmp_path: P
     ):
         with pytest.raises(RecipeError, match=f"(?s){words}"):
             opened(tmp_path, config, **model)
+
+
+def test_another_critics_checkpoint_is_refused_too(tmp_path: Path) -> None:
+    assert opened(tmp_path, CONFIG, critic=CONFIG) is not None
+    with pytest.raises(RecipeError, match=r"(?s)critic\.model_path.*hidden_size 64 there and 32 here"):
+        opened(tmp_path, CONFIG, critic={**CONFIG, "hidden_size": 32})
+    with pytest.raises(RecipeError, match=r"(?s)algorithm\.advantage.*with a critic, and this run has none"):
+        opened(tmp_path, CONFIG)
 
 
 def test_images_and_experts_of_waiting_groups_survive(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ def test_two_recipes_share_no_mutable_default() -> None:
         ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "2 or more"),
         ("actor.mini_batches=5", "actor.mini_batches", "divisor"),
         ("megatron.tensor_parallel=2", "cluster.trainers", "multiple of 2"),
+        ("megatron.sequence_parallel=true", "megatron.sequence_parallel", "tensor_parallel > 1"),
         ("megatron.extra={moe_aux_loss_coeff: 0.1}", "megatron.extra.moe_aux_loss_coeff", "megatron.moe_aux_loss_coef"),
         ("megatron.extra={moe_z_loss_coeff: 0.1}", "megatron.extra.moe_z_loss_coeff", "megatron.moe_z_loss_coef"),
         ("evaluation.every=5", "data.eval_files", "held-out"),

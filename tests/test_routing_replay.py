@@ -15,6 +15,7 @@ import transformers
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.config.validate import validate
+from megarl.preflight import check_device
 from tests.megatron_models import LENGTHS, write_model
 from tests.trainer_processes import run_cases
 
@@ -176,3 +177,12 @@ def test_engine_is_asked_for_experts_and_what_it_says_is_matched_with_tokens(tmp
     assert (experts[:4] == read).all() and (experts[4] == -1).all()
     with pytest.raises(RuntimeError, match="4 of a sample's 6 tokens"):
         _completion(output, prompt_length=3)
+
+
+def test_engines_on_a_cpu_are_not_asked_for_their_experts() -> None:
+    """They could not tell, and would say so minutes later, from a process that has started."""
+    recipe = Recipe()
+    recipe.megatron.routing_replay = "rollout"
+    with pytest.raises(RecipeError, match="routing_replay=old_log_probs"):
+        check_device(recipe, "cpu")
+    check_device(recipe, "cuda")

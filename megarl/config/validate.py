@@ -277,6 +277,13 @@ def check_parallel_sizes(key: str, processes: int, section: str, megatron: Megat
             f"use a multiple of {model_parallel}, or change the sizes in {section}",
             value=processes,
         )
+    if megatron.sequence_parallel and megatron.tensor_parallel == 1:
+        raise RecipeError(
+            f"{section}.sequence_parallel",
+            "it cuts sequences over tensor-parallel ranks, and there is one",
+            f"set {section}.tensor_parallel > 1, or leave it out",
+            value=True,
+        )
     if megatron.virtual_pipeline and megatron.pipeline_parallel == 1:
         raise RecipeError(
             f"{section}.virtual_pipeline",

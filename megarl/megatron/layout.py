@@ -37,9 +37,7 @@ def number_of_experts(hf_config: dict[str, Any]) -> int:
 
 def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
     """Unset means: on when tensor parallel cuts anything."""
-    if megatron.sequence_parallel is None:
-        return megatron.tensor_parallel > 1
-    return megatron.sequence_parallel and megatron.tensor_parallel > 1
+    return megatron.tensor_parallel > 1 if megatron.sequence_parallel is None else megatron.sequence_parallel
 
 
 def vocab_divisor(hf_config: dict[str, Any], megatron: MegatronConfig) -> int | None:
