@@ -45,11 +45,6 @@ class ModelFlops:
         tokens = np.asarray(lengths, dtype=np.float64)
         return FORWARD_BACKWARD * self.of(lengths) - frozen * self.per_token * tokens
 
-    def of_full_square(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The same with all l^2 pairs: what an attention that computes masked pairs too executes."""
-        tokens = np.asarray(lengths, dtype=np.float64)
-        return self.per_token * tokens + self.per_pair * tokens**2
-
 
 def model_flops(hf_config: Config) -> ModelFlops:
     """Count the language model that a config.json describes.

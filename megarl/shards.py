@@ -47,7 +47,9 @@ def plan_step(
     )
     lengths = np.array([sample.length for sample in samples])
     costs = model_flops.of(lengths) if model_flops else lengths.astype(np.float64)
-    limit, packing = recipe.actor.max_tokens_per_micro_batch, _Packing()
+    # Context-parallel devices compute a micro batch together, a part of each sequence each.
+    limit = recipe.actor.max_tokens_per_micro_batch * recipe.megatron.context_parallel
+    packing = _Packing()
     firsts = np.cumsum([0] + [len(group.samples) for group in groups])
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
     for run in split_evenly(len(groups), recipe.actor.mini_batches):

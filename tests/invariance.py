@@ -1,5 +1,5 @@
 """One batch, the ways to split it, and how far apart what they compute is: what the invariance tests and
-benchmarks/numerics.py share.
+benchmarks/numerics share.
 
 Everything goes the way a run takes: groups -> `plan_step` -> `TrainerWorker` -> the metrics of a step. The gradient
 is read off the weights: Adam without memory and with an epsilon far above every gradient is plain descent, so the
@@ -144,7 +144,7 @@ def recipe_of(layout: Layout, model: Path) -> Recipe:
 
 
 def apply(split: Split, recipe: Recipe) -> None:
-    recipe.actor.max_tokens_per_micro_batch = split.max_tokens
+    recipe.actor.max_tokens_per_micro_batch = max(1, split.max_tokens // recipe.megatron.context_parallel)
     recipe.algorithm.aggregation = split.aggregation
     recipe.megatron.packing = split.packing
 

@@ -12,8 +12,9 @@ import torch
 from tests.megatron_models import LENGTHS
 
 
-def case(model: str, *, per_micro: int = 3, resume: bool = False, **megatron: Any) -> dict[str, Any]:
-    name = "-".join(["critic", model, *(f"{key}={value}" for key, value in megatron.items())])
+def case(model: str, *words: str, per_micro: int = 3, resume: bool = False, **megatron: Any) -> dict[str, Any]:
+    """`words` tell its name from others' where no setting does."""
+    name = "-".join(["critic", model, *words, *(f"{key}={value}" for key, value in megatron.items())])
     return {
         "name": name,
         "kind": "critic",
@@ -26,7 +27,7 @@ def case(model: str, *, per_micro: int = 3, resume: bool = False, **megatron: An
 
 ONE = [case("qwen3_moe", per_micro=2), case("qwen2_tied", per_micro=2)]
 TWO = [
-    case("qwen3_moe", data_parallel_size_is=2),
+    case("qwen3_moe", "DP2"),
     case("qwen3_moe", expert_parallel=2),
     case("qwen3_moe", tensor_parallel=2, resume=True),
     case("qwen3_moe", per_micro=2, pipeline_parallel=2, virtual_pipeline=2),

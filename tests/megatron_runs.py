@@ -39,8 +39,6 @@ def selected(request: pytest.FixtureRequest, some: list[dict[str, Any]]) -> list
 def launch(processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 900) -> None:
     """Run `cases`, one after the other, in `processes` worker processes."""
     resolved = [{**case, "model": str(directory / "models" / case["model"])} for case in cases]
-    for case in resolved:  # what is left over for data parallel is no setting; the name says it
-        case["megatron"] = {k: v for k, v in case.get("megatron", {}).items() if k != "data_parallel_size_is"}
     run_cases(WORKER, processes, resolved, directory, timeout)
 
 

@@ -102,7 +102,10 @@ def train(trainer: Any, batches: list[Any], steps: int, function: Any = objectiv
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: weight.clone() for name, weight in trainer.export_weights()}
+    exported = [(name, weight.clone()) for name, weight in trainer.export_weights()]
+    weights = dict(exported)
+    assert len(weights) == len(exported), "a name came twice, which the exchange refuses"
+    return weights
 
 
 def run_case(case: dict[str, Any], output: Path) -> None:

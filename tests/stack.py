@@ -14,13 +14,13 @@ from megarl.cluster.process import free_port
 ROOT = Path(__file__).parent.parent
 
 
-def command(*arguments: str, torchrun: int = 0) -> list[str]:
+def command(*arguments: str, torchrun: int = 0, module: str = "megarl") -> list[str]:
     """The command line of ``megarl ARGUMENTS``, under torchrun with so many processes where asked for."""
     if not torchrun:
-        return [sys.executable, "-m", "megarl", *arguments]
+        return [sys.executable, "-m", module, *arguments]
     ranks, port = f"--nproc-per-node={torchrun}", f"--master-port={free_port()}"
     launcher = [sys.executable, "-m", "torch.distributed.run", ranks, port]
-    return [*launcher, "-m", "megarl", *arguments]
+    return [*launcher, "-m", module, *arguments]
 
 
 def environment() -> dict[str, str]:

@@ -71,6 +71,13 @@ def test_two_recipes_share_no_mutable_default() -> None:
         ("megatron.tensor_parallel=2", "cluster.trainers", "multiple of 2"),
         ("megatron.sequence_parallel=true", "megatron.sequence_parallel", "tensor_parallel > 1"),
         ("megatron.extra={moe_aux_loss_coeff: 0.1}", "megatron.extra.moe_aux_loss_coeff", "megatron.moe_aux_loss_coef"),
+        (
+            "megatron.extra={context_parallel_size: 2}",
+            "megatron.extra.context_parallel_size",
+            "megatron.context_parallel",
+        ),
+        ("megatron.extra={calculate_per_token_loss: false}", "megatron.extra.calculate_per_token_loss", "leave it out"),
+        ("megatron.extra={moe_expert_capacity_factor: 1.0}", "megatron.extra.moe_expert_capacity_factor", "dropped"),
         ("megatron.extra={moe_z_loss_coeff: 0.1}", "megatron.extra.moe_z_loss_coeff", "megatron.moe_z_loss_coef"),
         ("evaluation.every=5", "data.eval_files", "held-out"),
         ("evaluation.ks=[4]", "evaluation.ks", "evaluation.samples"),

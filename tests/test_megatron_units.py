@@ -83,7 +83,7 @@ def test_layouts_that_divide_pass() -> None:
     assert vocab_divisor(DENSE, MegatronConfig(tensor_parallel=3)) == 3
     assert vocab_divisor(DENSE, MegatronConfig(tensor_parallel=4)) is None
     assert uses_sequence_parallel(MegatronConfig(tensor_parallel=2))
-    assert not uses_sequence_parallel(MegatronConfig(sequence_parallel=True))
+    assert not uses_sequence_parallel(MegatronConfig(tensor_parallel=2, sequence_parallel=False))
 
 
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}

@@ -238,6 +238,19 @@ def test_a_step_is_balanced_by_the_models_flops_and_says_so() -> None:
     assert plan_step(batch, made, 1, 2).flops == 0
 
 
+def test_context_parallel_devices_share_a_micro_batch() -> None:
+    """The limit is a device's: two that compute parts of each sequence take twice as much together."""
+    batch, made = groups([(9, 1.0), (5, 0.0), (5, 0.0), (5, 1.0)]), recipe()  # lengths 12, 8, 8, 8
+    made.actor.mini_batches, made.actor.max_tokens_per_micro_batch = 1, 12
+    counts = {}
+    for made.megatron.context_parallel in (1, 2):
+        metrics = plan_step(batch, made, data_parallel=1, micro_batches_multiple_of=1).metrics
+        counts[made.megatron.context_parallel] = (
+            metrics["actor/micro_batches"], metrics["perf/micro_batch_share"] * metrics["actor/micro_batches"]
+        )  # fmt: skip
+    assert counts == {1: (4, pytest.approx(36 / 12)), 2: (2, pytest.approx(36 / 24))}
+
+
 def test_a_step_is_planned_by_the_models_flops() -> None:
     batch = groups([(9, 1.0), (5, 0.0), (5, 0.0), (5, 1.0)])  # lengths 12, 8, 8, 8: 144, 64, 64, 64 FLOPs
     made = recipe()

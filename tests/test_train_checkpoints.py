@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.stack import ROOT, environment, metrics, run, without_times
+from tests.stack import ROOT, command, environment, metrics, run, without_times
 
 pytestmark = pytest.mark.stack
 
@@ -88,20 +86,14 @@ def test_saved_beside_training_and_resumed_in_another_layout(whole: Path, quicks
 
 
 def start(arguments: list[str], sabotage: str) -> subprocess.Popen[str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return subprocess.Popen(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}",
-            "-m", "tests.sabotage", *arguments,
-        ],
+        command(*arguments, torchrun=2, module="tests.sabotage"),
         cwd=ROOT,
         env={**environment(), "SABOTAGE": sabotage},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow

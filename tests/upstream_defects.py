@@ -53,7 +53,7 @@ def qwen3_moe(**config: Any) -> Any:
 
     hf_config = transformers.Qwen3MoeConfig(num_hidden_layers=2, hidden_size=64, head_dim=16, num_experts=4, **config)
     hf_config.rope_theta = 10000.0
-    return Qwen3MoEBridge(hf_config, parallel_states=config.pop("parallel_states", places()))
+    return Qwen3MoEBridge(hf_config, parallel_states=places())
 
 
 def deepseek_settings(**config: Any) -> dict[str, Any]:

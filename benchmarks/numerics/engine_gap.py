@@ -55,7 +55,9 @@ class Case:
     processes: int = 1
     megatron: dict[str, Any] = field(default_factory=dict)  # keys of the recipe's `megatron`
     temperature: float = 1.0
-    disturb: tuple[str, ...] = ()  # tensors to be sent wrong afterwards, one at a time; ("*",): every one
+    disturb: tuple[
+        str, ...
+    ] = ()  # tensors to be sent wrong afterwards, one at a time; ("*",): every one, a layer's experts together
 
 
 @dataclass(frozen=True)

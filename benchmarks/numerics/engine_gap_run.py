@@ -5,7 +5,9 @@ Usage, with the environment of torchrun: python -m benchmarks.numerics.engine_ga
 
 from __future__ import annotations
 
+import fnmatch
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterator
@@ -43,19 +45,20 @@ def score(request: ScoreRequest) -> float:
 
 
 class DisturbingWorker(TrainerWorker):
-    """A trainer that can be told to send one tensor wrong: its elements shifted by one."""
+    """A trainer that can be told to send tensors wrong: their elements shifted by one."""
 
     disturbed: str | None = None
 
-    def disturb(self, name: str | None) -> None:
-        self.disturbed = name
+    def disturb(self, pattern: str | None) -> None:
+        self.disturbed = pattern
 
     def send_weights(self, version: int) -> Any:
         export = self.trainer.export_weights
 
         def wrong() -> Iterator[tuple[str, Any]]:
             for name, tensor in export():
-                yield name, tensor.flatten().roll(1).view_as(tensor) if name == self.disturbed else tensor
+                wrong = self.disturbed is not None and fnmatch.fnmatchcase(name, self.disturbed)
+                yield name, tensor.flatten().roll(1).view_as(tensor) if wrong else tensor
 
         self.trainer.export_weights = wrong
         try:
@@ -145,7 +148,9 @@ def drive(case: Case, driver: Driver, directory: Path) -> dict[str, Any]:
         driver.learn()
     stale = driver.gap("not exchanged", groups)
     disturbed = []
-    for name in before if "*" in case.disturb else case.disturb:
+    # No token may have gone to one of many experts: a layer's are sent wrong together.
+    every = dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in before)
+    for name in every if "*" in case.disturb else case.disturb:
         driver.trainers.call("disturb", name)
         driver.publish()
         disturbed.append(driver.gap(name, driver.sample()))

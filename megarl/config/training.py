@@ -94,7 +94,7 @@ class OptimizerConfig:
     )
     betas: tuple[float, float] = key((0.9, 0.999), "Adam's beta1 and beta2.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0)
-    weight_decay: float = key(0.01, "Decoupled weight decay.", at_least=0)
+    weight_decay: float = key(0.01, "Decoupled weight decay, of matrices; norms and biases have none.", at_least=0)
     clip_grad: float = key(1.0, "Largest global gradient norm; 0 switches clipping off.", at_least=0)
 
 
@@ -129,7 +129,7 @@ class ActorConfig:
     )
     max_tokens_per_micro_batch: int = key(
         16384,
-        "Tokens a device computes in one forward pass. Sequences are packed up to it; a longer one goes alone.",
+        "Tokens a device computes in one forward pass (under context parallel, of a sequence's parts: CP devices share CP times as many). Sequences are packed up to it; a longer one goes alone.",
         at_least=1,
     )
     optimizer: OptimizerConfig = key(OptimizerConfig, "")

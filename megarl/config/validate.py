@@ -293,22 +293,49 @@ def check_parallel_sizes(key: str, processes: int, section: str, megatron: Megat
         )
 
 
+# Fields of Megatron's TransformerConfig that other settings decide, and which; None: megarl itself.
+_OWNED_BY_MEGATRON_KEYS = {
+    "tensor_model_parallel_size": "tensor_parallel",
+    "sequence_parallel": "sequence_parallel",
+    "pipeline_model_parallel_size": "pipeline_parallel",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
+    "num_layers_in_first_pipeline_stage": "first_stage_layers",
+    "num_layers_in_last_pipeline_stage": "last_stage_layers",
+    "context_parallel_size": "context_parallel",
+    "expert_model_parallel_size": "expert_parallel",
+    "expert_tensor_parallel_size": "expert_tensor_parallel",
+    "moe_aux_loss_coeff": "moe_aux_loss_coef",
+    "moe_z_loss_coeff": "moe_z_loss_coef",
+    "moe_router_load_balancing_type": "moe_aux_loss_coef",
+    "calculate_per_token_loss": None,
+    "variable_seq_lengths": None,
+}
+# Each drops tokens by what else is in their micro batch.
+_DROPS_TOKENS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
+
+
 @check
-def _router_losses_are_ours(recipe: Recipe) -> None:
-    """Megatron's own router losses depend on how the batch is split."""
-    megatron = recipe.megatron
-    for name, remedy in (
-        ("moe_aux_loss_coeff", "set megatron.moe_aux_loss_coef"),
-        ("moe_z_loss_coeff", "set megatron.moe_z_loss_coef"),
-        ("moe_router_load_balancing_type", "leave it out; megatron.moe_aux_loss_coef sets the balance loss"),
-    ):
-        if name in megatron.extra:
-            raise RecipeError(
-                f"megatron.extra.{name}",
-                "Megatron's own router losses change with micro batches and layout; megarl has its own in their place",
-                remedy,
-                value=megatron.extra[name],
-            )
+def _extra_owns_nothing_of_ours(recipe: Recipe) -> None:
+    """What megarl sets keeps the loss independent of micro batches and layout; Megatron's router losses are not."""
+    for section, megatron in (("megatron", recipe.megatron), ("critic.megatron", recipe.critic.megatron)):
+        for name, value in megatron.extra.items():
+            if name in _OWNED_BY_MEGATRON_KEYS:
+                instead = _OWNED_BY_MEGATRON_KEYS[name]
+                raise RecipeError(
+                    f"{section}.extra.{name}",
+                    f"{section}.{instead} decides it"
+                    if instead
+                    else "losses are right with megarl's own setting alone",
+                    f"set {section}.{instead}" if instead else "leave it out",
+                    value=value,
+                )
+            if name in _DROPS_TOKENS:
+                raise RecipeError(
+                    f"{section}.extra.{name}",
+                    "tokens would be dropped by what else is in their micro batch, so the loss would depend on the split",
+                    f"leave it out; {section}.moe_aux_loss_coef balances experts",
+                    value=value,
+                )
 
 
 @check

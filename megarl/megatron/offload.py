@@ -14,12 +14,14 @@ class Offloader:
     """Moves weights and optimizer states to the host and back; drops gradients, which are zeroed anyway.
 
     Storages are freed and filled again: the tensors, and all views that Megatron keeps of them, stay as
-    they are. In between they have no memory behind them.
+    they are. In between they have no memory behind them. The copies on the host are made once and filled at every
+    hand-over: fresh memory would cost a page fault for every 4 KiB, and copies from it would go through a bounce buffer.
     """
 
     def __init__(self, chunks: list[Any], optimizer: Any) -> None:
         self.chunks, self.optimizer = chunks, optimizer
         self._away: list[tuple[torch.Tensor, torch.Tensor]] = []  # bytes of a storage, their copy on the host
+        self._hosts: dict[int, torch.Tensor] = {}  # memory on the host, by the storage that it is for
         self._gradients: list[tuple[torch.Tensor, int]] = []  # gradient buffer, bytes of its storage
         self._weights_away = False
 
@@ -57,7 +59,10 @@ class Offloader:
             if storage.size() == 0:  # a view of a storage that has been moved
                 continue
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            self._away.append((whole, whole.to("cpu", copy=True)))
+            host = self._hosts.get(storage._cdata)
+            if host is None or host.numel() != whole.numel():
+                host = self._hosts[storage._cdata] = host_memory(whole)
+            self._away.append((whole, host.copy_(whole)))
             storage.resize_(0)
 
     def _gradient_buffers(self) -> Iterator[Any]:
@@ -75,3 +80,12 @@ class Offloader:
         for member in members(self.optimizer):
             for state in member.optimizer.state.values():
                 yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def host_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory on the host for a copy of `tensor`, page-locked where that makes copies from a device fast."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+
+
+def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return host_memory(tensor).copy_(tensor)

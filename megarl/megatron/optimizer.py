@@ -47,6 +47,10 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
         use_distributed_optimizer=distributed,
     )
     optimizer = get_megatron_optimizer(megatron_config, chunks)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = (
+            config.weight_decay * group["wd_mult"]
+        )  # 0 for vectors; Megatron's scheduler would do it
     for member in members(optimizer):
         # Moments would come with the first update; a checkpoint may be due before (its update was skipped).
         member.init_state_fn(member.optimizer)

@@ -21,7 +21,7 @@ from megarl.megatron.batch import MicroBatch
 from megarl.megatron.heads import Head, PolicyHead
 from megarl.megatron.lora.peft import save_adapter
 from megarl.megatron.model import Model, build, parameters_on_rank
-from megarl.megatron.offload import Offloader
+from megarl.megatron.offload import Offloader, copy_to_host
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
 from megarl.megatron.router_losses import RouterLosses
 from megarl.megatron.routing_replay import Routing
@@ -100,12 +100,17 @@ class Trainer:
         }
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight under its Hugging Face name, whole, on every rank. Collective: take all of them.
+        """Every weight once, under its Hugging Face name, whole, on every rank. Collective: take all of them.
 
         They contain what adapters add; the model's own stay as they are.
         """
+        seen = set()
         with torch.no_grad():
-            yield from self.model.bridge.export_weights(self.model.merged_chunks)
+            for name, weight in self.model.bridge.export_weights(self.model.merged_chunks):
+                # A tied embedding stands on the first and the last pipeline stage, and comes from both.
+                if name not in seen:
+                    seen.add(name)
+                    yield name, weight
 
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory, with the configuration and tokenizer of the model's own."""
@@ -293,7 +298,7 @@ class PolicyTrainer(Trainer):
         With adapters it takes no copy: the reference policy is the model without them.
         """
         if self.model.lora is None:
-            self._reference = [weight.to("cpu", copy=True) for weight in self._weights()]
+            self._reference = [copy_to_host(weight) for weight in self._weights()]
 
     def save_adapter(self, directory: Path) -> None:
         """Write the adapters as a directory that PEFT reads; see `lora.peft.save_adapter`."""
@@ -326,9 +331,9 @@ class PolicyTrainer(Trainer):
             self._swap(self._reference)
 
     def _swap(self, held: list[torch.Tensor]) -> None:
-        """Exchange weights and `held`, tensor by tensor, so that one more tensor is all it takes."""
+        """Exchange weights and `held`, tensor by tensor, so that one more tensor on the device is all it takes."""
         for weight, other in zip(self._weights(), held, strict=True):
-            current = weight.to("cpu", copy=True)
+            current = weight.clone()
             weight.copy_(other)
             other.copy_(current)
 

@@ -60,18 +60,18 @@ def _is_mlp(module: str) -> bool:
 
 
 def _on_first_rank(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every rank's tensors, on rank 0."""
+    """Every rank's tensors, on rank 0's host: all adapters of a large mixture of experts outgrow a device."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     shapes: list[Any] = [None] * world
     torch.distributed.all_gather_object(shapes, [(name, tuple(t.shape), t.dtype) for name, t in own.items()])
     if rank != 0:
         for tensor in own.values():
-            torch.distributed.send(tensor.contiguous(), 0)
+            torch.distributed.send(tensor.cpu().contiguous(), 0)
         return {}
-    device = torch.cuda.current_device()
+    own = {name: tensor.cpu() for name, tensor in own.items()}
     for source in range(1, world):
         for name, shape, dtype in shapes[source]:
             assert name not in own, f"{name} comes from two ranks"
-            own[name] = torch.empty(shape, dtype=dtype, device=device)
+            own[name] = torch.empty(shape, dtype=dtype, device="cpu")
             torch.distributed.recv(own[name], source)
     return own
