@@ -214,7 +214,7 @@ def run_upstream(case: dict[str, Any], output: Path) -> None:
 
 
 def run_samples(case: dict[str, Any], output: Path) -> None:
-    """Log-probs of an engine's samples, after the same steps as `run_case` takes."""
+    """Log-probs of an engine's samples after some steps of training, and the weights after one more."""
     from megarl.megatron.batch import MicroBatch
     from megarl.megatron.images import Images
 
@@ -233,6 +233,8 @@ def run_samples(case: dict[str, Any], output: Path) -> None:
     rows = trainer.log_probs(packed, temperature=1.0)
     parts = [part for batch, (row, _) in zip(packed, rows, strict=True) for part in row.split(batch.lengths)]
     torch.save(parts, output / f"{case['name']}.log_probs.pt")
+    train(trainer, batches, 1)
+    torch.save(weights_of(trainer), output / f"{case['name']}.next.pt")
 
 
 def synced_files() -> list[str]:

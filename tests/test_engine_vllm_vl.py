@@ -27,10 +27,9 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """models/vl and what one step of training made of it."""
+    """Of models/vl and of what actors write."""
     directory = tmp_path_factory.mktemp("vl")
     write_vl_model(directory / "models" / "vl")
-    launch(1, [{"name": "vl", "model": "vl", "megatron": {}, "per_micro": 3}], directory)
     write_processor(directory / "models" / "vl")
     return directory
 
@@ -60,38 +59,39 @@ def requests() -> list[GenerationRequest]:
     return result
 
 
-def actor_log_probs(directory: Path, name: str, samples: list[Any], steps: int) -> list[torch.Tensor]:
-    """What the actor gives the engine's own samples, after `steps` of training."""
+def actor(directory: Path, steps: int, samples: list[Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """What the actor gives the engine's own samples after `steps` of training, and its weights one step later."""
+    name = f"steps{steps}"
     (directory / f"{name}.samples").write_bytes(pickle.dumps(samples))
     case = {"name": name, "kind": "samples", "model": "vl", "megatron": {}, "per_micro": 3, "steps": steps}
     launch(1, [case], directory)
-    return torch.load(directory / f"{name}.log_probs.pt")
+    return torch.load(directory / f"{name}.log_probs.pt"), torch.load(directory / f"{name}.next.pt")
 
 
-def test_log_probs_are_the_actors_before_and_after_an_update(directory: Path, process: Any) -> None:
+def test_log_probs_are_the_actors_at_start_and_after_each_update(directory: Path, process: Any) -> None:
     spec = EngineSpec("e0", str(directory / "models" / "vl"), "float32", max_model_len=128)
     info = process.begin("start", spec).result(400)
-    trained = torch.load(directory / "vl.pt", weights_only=True)["after"]
     wave = requests()
-    for steps in (0, 2):
-        if steps:
-            sender = exchange(process, info)
-            updating = process.begin("update_weights", 1)
-            report = sender.send(1, iter(trained.items()))
+    weights: dict[str, torch.Tensor] = {}
+    sender = exchange(process, info)
+    for version in range(4):
+        if version:
+            updating = process.begin("update_weights", version)
+            report = sender.send(version, iter(weights.items()))
             assert updating.result(120).agrees_with(report)
-            sender.close()
         _, completions = process.generate(wave)
         samples = [_join(r, completion, "") for r in wave for completion in completions[r.group]]
         assert all(
             np.array_equal(s.tokens[: len(r.prompt.tokens)], r.prompt.tokens)
             for r, s in zip(wave, samples[::2], strict=True)
         )
-        expected = actor_log_probs(directory, f"steps{steps}", samples, steps)
+        expected, weights = actor(directory, version, samples)
         gaps = [
             np.abs(s.rollout_log_probs - e.numpy())[s.loss_mask].max() for s, e in zip(samples, expected, strict=True)
         ]
-        print(f"after {steps} steps: {max(gaps):.2e}")
+        print(f"after {version} updates: {max(gaps):.2e}")
         assert max(gaps) < 5e-5, gaps
+    sender.close()
     with pytest.raises(ValueError, match=r"p1.*takes 6 placeholder tokens from index 3"):
         broken = SampleImages(wave[1].images.pixels, wave[1].images.grids, wave[1].images.starts + 1)  # type: ignore[union-attr]
         process.generate([GenerationRequest(99, wave[1].prompt, Sampling(1, 2), 0, broken)])
