@@ -57,7 +57,7 @@ def say_what_was_learned(recipe: Recipe, run: Path, seconds: float) -> None:
         f"\nheld-out problems, numbers never seen in training:\n"
         f"  sampled   {summary['accuracy_before']:.2f} -> {summary['accuracy_after']:.2f}\n"
         f"  greedy    {summary['accuracy_greedy_before']:.2f} -> {summary['accuracy_greedy_after']:.2f}\n"
-        f"engine and trainer disagreed on no log-prob by more than {summary['logprob_gap_max']:.1e}\n"
+        f"engine and trainer disagreed on no log-prob by more than {float(summary['logprob_gap_max']):.1e}\n"
         f"{seconds / 60:.1f} minutes; curves, timeline and samples: {run / 'report.html'}"
     )
 

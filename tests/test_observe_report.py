@@ -114,6 +114,21 @@ def test_the_page_says_what_the_run_did(tmp_path: Path) -> None:
     assert data.phases["names"] == ["gen", "other"], "reward runs inside gen: stacking both would count it twice"
 
 
+def test_figures_say_what_they_leave_out(tmp_path: Path) -> None:
+    recipe = Recipe()
+    recipe.observe.console = "plain"
+    recipe.observe.tensorboard = recipe.observe.report = False
+    with RunLog(recipe, tmp_path, 1, 3) as log:
+        for step, gap in enumerate((0.1, math.nan, math.inf), start=1):
+            log.add({"rollout/logprob_gap_mean": gap, "perf/throughput": 50.0, "critic/rewards/mean": math.nan})
+            log.step(step)
+    figures = {figure["label"]: figure for figure in collect(RunDirectory(tmp_path)).figures}
+    assert figures["Train/rollout gap"]["value"] == "1.0e-01"
+    assert figures["Train/rollout gap"]["detail"] == "worst step 1.0e-01; not finite in 2 of 3 steps"
+    assert (figures["Reward"]["value"], figures["Reward"]["detail"]) == ("not finite", "in all of 3 steps")
+    assert figures["Tokens/s/device"]["detail"] == "median step"
+
+
 @pytest.mark.parametrize("kept", ["metrics.jsonl", "recipe.resolved.yaml", "summary.json"])
 def test_a_partial_run_has_a_report(tmp_path: Path, kept: str) -> None:
     make_run(tmp_path)

@@ -1,5 +1,7 @@
 """summary.json against figures worked by hand."""
 
+import math
+
 import pytest
 
 from megarl.observe.summary import summarise
@@ -27,3 +29,9 @@ def test_a_run_without_evaluation_or_steps():
         and summary["tokens_per_second"] is None
         and summary["logprob_gap_max"] is None
     )
+
+
+@pytest.mark.parametrize("gaps", [(0.1, math.nan), (math.nan, 0.1)])
+def test_a_gap_that_is_nan_is_the_largest(gaps):
+    lines = [{"step": step, "rollout/logprob_gap_max": gap} for step, gap in enumerate(gaps, start=1)]
+    assert math.isnan(summarise(lines, {})["logprob_gap_max"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,22 +174,42 @@ def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
             detail = f"from {first:{how}} (steps {first_step:,} to {last_step:,})"
         figures.append({"label": name.removeprefix("eval/"), "value": f"{last:{how}}", "detail": detail})
     # Where groups are filtered, only the mean over everything that was sampled shows learning.
-    reward = _column(lines, "rollout/rewards/mean") or _column(lines, "critic/rewards/mean")
-    if reward:
-        width = max(1, min(10, len(reward) // 4))
-        first, last = (sum(part) / len(part) for part in (reward[:width], reward[-width:]))
-        ends = f"means of {width} steps" if width > 1 else f"{len(reward)} steps"
-        detail = f"from {first:.3f} ({ends})" if len(reward) > 1 else "one step"
-        figures.append({"label": "Reward", "value": f"{last:.3f}", "detail": detail})
-    if throughput := _column(lines, "perf/throughput"):
-        figures.append({"label": "Tokens/s/device", "value": short(_median(throughput)), "detail": "median step"})
-    if times := _column(lines, "timing_s/step"):
-        detail = f"median; longest {clock(max(times))}"
-        figures.append({"label": "Step time", "value": f"{_median(times):.1f} s", "detail": detail})
-    if gap := _column(lines, "rollout/logprob_gap_mean"):
-        detail = f"worst step {max(gap):.1e}"
-        figures.append({"label": "Train/rollout gap", "value": f"{_median(gap):.1e}", "detail": detail})
+    reward = "rollout/rewards/mean" if "rollout/rewards/mean" in names else "critic/rewards/mean"
+    for label, name, tell in (
+        ("Reward", reward, _progress),
+        ("Tokens/s/device", "perf/throughput", lambda values: (short(_median(values)), "median step")),
+        (
+            "Step time",
+            "timing_s/step",
+            lambda values: (f"{_median(values):.1f} s", f"median; longest {clock(max(values))}"),
+        ),
+        (
+            "Train/rollout gap",
+            "rollout/logprob_gap_mean",
+            lambda values: (f"{_median(values):.1e}", f"worst step {max(values):.1e}"),
+        ),
+    ):
+        if name in names:
+            value, detail = _of_finite([line[name] for line in lines if name in line], tell)
+            figures.append({"label": label, "value": value, "detail": detail})
     return figures
+
+
+def _of_finite(values: list[float], tell: Callable[[list[float]], tuple[str, str]]) -> tuple[str, str]:
+    """What `tell` says (value, detail) of those of `values`, one a step, that are finite; and how many are not."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "not finite", f"in all of {len(values):,} steps"
+    value, detail = tell(finite)
+    odd = len(values) - len(finite)
+    return value, f"{detail}; not finite in {odd:,} of {len(values):,} steps" if odd else detail
+
+
+def _progress(reward: list[float]) -> tuple[str, str]:
+    width = max(1, min(10, len(reward) // 4))
+    first, last = (sum(part) / len(part) for part in (reward[:width], reward[-width:]))
+    ends = f"means of {width} steps" if width > 1 else f"{len(reward)} steps"
+    return f"{last:.3f}", f"from {first:.3f} ({ends})" if len(reward) > 1 else "one step"
 
 
 def _column(lines: list[dict[str, float]], name: str) -> list[float]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 Lines = Sequence[dict[str, float]]
 
 _ACCURACY = {"accuracy": "eval/pass@1", "accuracy_greedy": "eval/greedy"}
@@ -16,7 +18,7 @@ def summarise(lines: Lines, start: dict[str, float]) -> dict[str, Any]:
     ``accuracy_before`` and ``accuracy_after`` (sampled; ``accuracy_greedy_*``: greedy) are the first and the
     last evaluation's, null where there was none. ``seconds`` are by phase over the whole run, ``step`` being
     the steps' total. ``tokens_per_second`` counts prompt and response tokens of what was trained on, over all
-    devices, over the time of the steps. ``logprob_gap_max`` is the largest in any step.
+    devices, over the time of the steps. ``logprob_gap_max`` is the largest in any step, NaN where one is.
     """
     steps = [line for line in lines if line["step"] > 0]
     whole = sum(line.get("timing_s/step", 0.0) for line in steps)
@@ -31,7 +33,7 @@ def summarise(lines: Lines, start: dict[str, float]) -> dict[str, Any]:
         **figures,
         "seconds": {"start": sum(start.values()), **_by_phase(lines)},
         "tokens_per_second": tokens / whole if whole else None,
-        "logprob_gap_max": max(gaps) if gaps else None,
+        "logprob_gap_max": float(np.max(gaps)) if gaps else None,  # keeps a NaN, which max() may drop
     }
 
 
