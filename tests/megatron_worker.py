@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.vl_model import images_of, sequences  # noqa: E402
 
 torch.set_num_threads(1)
 LOSS_SCALE = 1 / sum(LENGTHS)
+TIMEOUT = 1234.5
 
 
 def recipe_of(case: dict[str, Any]) -> Any:
@@ -36,6 +38,7 @@ def recipe_of(case: dict[str, Any]) -> Any:
 
     recipe = Recipe()
     recipe.model.path, recipe.model.dtype = case["model"], case.get("dtype", "float32")
+    recipe.cluster.timeout = TIMEOUT
     # A large epsilon keeps Adam's update smooth in the gradient, so that rounding stays rounding.
     recipe.actor.optimizer.lr, recipe.actor.optimizer.eps, recipe.actor.optimizer.clip_grad = 1e-2, 1e-2, 2.0
     for name, value in case.get("megatron", {}).items():
@@ -155,9 +158,19 @@ def check_adapters(trainer: Any, batches: list[Any], start: Any, case: dict[str,
             torch.save({"metrics": went_on, "weights": weights}, output / f"{case['name']}.went_on.pt")
 
 
+def check_timeout() -> None:
+    """Megatron takes minutes: of its groups, too, the recipe's seconds are what holds."""
+    from megatron.core import parallel_state
+
+    for group in (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_data_parallel_group()):
+        options = group._get_backend(platform.device()).options
+        assert options._timeout == timedelta(seconds=TIMEOUT), options._timeout
+
+
 def run_resume(case: dict[str, Any], output: Path) -> None:
     """Save, go on; load into a fresh trainer, go on: the same to the last bit. And what else needs a live trainer."""
     trainer = build(case)
+    check_timeout()
     batches, _ = micro_batches(trainer, 3)
     first = trainer.log_probs(batches, temperature=1.0)
     trainer.keep_reference()

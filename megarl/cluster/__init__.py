@@ -93,7 +93,7 @@ def connect(
         demand.require_trainers_devices_suffice()
     threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
     role_env = {
-        "trainer_env": threads | platform.trainer_env(),
+        "trainer_env": threads | platform.trainer_env(recipe.cluster.timeout),
         "service_env": threads | platform.rollout_env(),
     }
     if transport(recipe) == "torchrun":

@@ -10,7 +10,6 @@ import random
 import socket
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +145,7 @@ def _initialize_parallel(megatron: MegatronConfig, timeout: float) -> None:
         context_parallel_size=megatron.context_parallel,
         expert_model_parallel_size=megatron.expert_parallel,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel or 1,
-        distributed_timeout_minutes=max(1, round(timedelta(seconds=timeout).total_seconds() / 60)),
+        distributed_timeout_minutes=timeout / 60,  # declared a whole number, and only made a timedelta of
     )
 
 

@@ -33,8 +33,8 @@ class Platform(ABC):
     def prepare(self) -> None:
         """Patch what must be patched before Megatron is imported. Idempotent; trainer processes only."""
 
-    def trainer_env(self) -> dict[str, str]:
-        """Environment of a trainer process, to be set before it starts."""
+    def trainer_env(self, timeout: float) -> dict[str, str]:
+        """Environment of a trainer process, to be set before it starts. `timeout`: the recipe's cluster.timeout."""
         return {}
 
     def rollout_env(self) -> dict[str, str]:

@@ -24,6 +24,9 @@ from megarl.platform.base import Platform
 
 CPU = torch.device("cpu")
 
+# Megatron compiles small functions with torch.compile, which would call a C++ compiler at run time.
+_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
+
 
 class CPUPlatform(Platform):
     """CPU cores with gloo: the same code path as on accelerators, at a small scale."""
@@ -43,7 +46,7 @@ class CPUPlatform(Platform):
             return
         self._assert_before_megatron()
         torch._megarl_cpu = True
-        os.environ.update(self.trainer_env())
+        os.environ.update(_ENVIRONMENT)
         _device_queries()
         _streams()
         _random_states()
@@ -54,9 +57,8 @@ class CPUPlatform(Platform):
         _unequal_parts()
         _expected_warnings()
 
-    def trainer_env(self) -> dict[str, str]:
-        # Megatron compiles small functions with torch.compile, which would call a C++ compiler at run time.
-        return {"TORCHDYNAMO_DISABLE": "1"}
+    def trainer_env(self, timeout: float) -> dict[str, str]:
+        return _ENVIRONMENT
 
     def set_device(self, local_rank: int) -> None:
         """Nothing to choose: every process computes on the machine's cores."""

@@ -25,7 +25,7 @@ class CUDAPlatform(Platform):
     def prepare(self) -> None:
         """Nothing: Megatron is written for CUDA."""
 
-    def trainer_env(self) -> dict[str, str]:
+    def trainer_env(self, timeout: float) -> dict[str, str]:
         # Megatron overlaps communication with computation by the order in which kernels are queued.
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -35,13 +36,13 @@ class NPUPlatform(Platform):
         finally:
             sys.argv = arguments
 
-    def trainer_env(self) -> dict[str, str]:
+    def trainer_env(self, timeout: float) -> dict[str, str]:
         return {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
             "TASK_QUEUE_ENABLE": "2",
             "HCCL_CONNECT_TIMEOUT": "3600",
-            "HCCL_EXEC_TIMEOUT": "3600",
+            "HCCL_EXEC_TIMEOUT": str(math.ceil(timeout)),  # whole seconds
             **_MANY_PROCESSES,
         }
 
