@@ -7,7 +7,7 @@ the policy (`rollout.max_staleness`) differs. So are RL and SFT: only the source
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from megarl.rollout.source import Batch, Source
 from megarl.saver import Saver
 from megarl.schedule import split_evenly
 from megarl.shards import StepPlan, plan_step
+from megarl.skipped import SkippedSteps
 from megarl.types import Group, Metrics
 
 
@@ -58,6 +59,10 @@ class Controller:
     evaluate: Callable[[], EvaluationResult] | None  # None: nothing to evaluate with
     saver: Saver
     identity: dict[str, Any]  # what a checkpoint's cursor means: see preflight.identity
+    skipped: SkippedSteps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.skipped = SkippedSteps(self.recipe.train.stop_after_skipped, self.saver.folder)
 
     def fit(self, resumed_from: Path | None = None) -> None:
         """Run from the first step, or from the one after a checkpoint, to `train.steps`."""
@@ -81,10 +86,17 @@ class Controller:
         self.source.close()
 
     def _step(self, step: int) -> None:
-        log, recipe = self.log, self.recipe
         if self.saver.pending:
-            with log.phase("save"):
-                log.add(self.saver.poll())
+            with self.log.phase("save"):
+                self.log.add(self.saver.poll())
+        self._learn(step)
+        self._save_if_due(step)
+        self._conclude(step)
+        self.skipped.check(step)
+
+    def _learn(self, step: int) -> None:
+        """Take a batch and train on it. Nothing holds its vectors afterwards."""
+        log, recipe = self.log, self.recipe
         with log.phase("gen"):
             batch = self.source.take(recipe.data.prompts_per_step)
         log.add(batch.metrics)
@@ -96,9 +108,7 @@ class Controller:
             self.placement.to_train()
             log.warn(f"step {step}: no group with spread was found, so there is nothing to learn from: no update")
             log.add({"actor/skipped_updates": float(recipe.actor.mini_batches)})
-        if self._due(step, recipe.train.save_every) or (step == recipe.train.steps and recipe.train.save_at_end):
-            self._save(step)
-        self._conclude(step)
+            self.skipped.note("actor", step, "no group with spread was found")
 
     def _conclude(self, step: int) -> None:
         """What follows an update: new weights to the engines, evaluation, the step's line."""
@@ -119,7 +129,7 @@ class Controller:
             batch.groups, recipe, layout.data_parallel, layout.micro_batches_multiple_of, layout.model_flops
         )
         warming_up = self.critic is not None and step <= recipe.critic.warmup_steps
-        advantages = self._consult_critic(batch, plan) if self.critic is not None else None
+        advantages = self._consult_critic(step, batch, plan) if self.critic is not None else None
         self.placement.to_train()
         self._scatter("load_shard", plan.shards)
         if LOSSES[recipe.algorithm.loss].needs_old_log_probs:
@@ -127,7 +137,7 @@ class Controller:
                 log.add(combine_gaps(self.trainers.call("compute_old_log_probs")))
             self._add_speed("old_log_prob", "old_log_prob", plan.flops * FORWARD)
         if not warming_up:  # the gap to the engine is measured all the same
-            self._update_actor(plan, advantages)
+            self._update_actor(step, plan, advantages)
         log.add({**plan.metrics, **staleness(batch.groups, step - 1)})
         if recipe.train.source == "rollout":
             log.samples(step, self._records(batch.groups, step))
@@ -138,7 +148,7 @@ class Controller:
             seconds = self.log.pending()[f"timing_s/{phase}"]
             self.log.add(speed(name, flops / seconds / self.trainers.size, self.layout.device_peak))
 
-    def _consult_critic(self, batch: Batch, plan: StepPlan) -> list[list[Part]]:
+    def _consult_critic(self, step: int, batch: Batch, plan: StepPlan) -> list[list[Part]]:
         """Values, advantages, the critic's update. Returns where the advantages of each data-parallel rank lie."""
         assert self.critic is not None
         log, critic = self.log, self.critic
@@ -149,11 +159,11 @@ class Controller:
         with log.phase("adv"):
             advantages, metrics = critic.advantages(plan.shards)
         with log.phase("update_critic"):
-            self._add_update(combine_updates(critic.update(), "critic"))
+            self._add_update(step, "critic", critic.update())
         log.add(metrics)
         return advantages
 
-    def _update_actor(self, plan: StepPlan, advantages: list[list[Part]] | None) -> None:
+    def _update_actor(self, step: int, plan: StepPlan, advantages: list[list[Part]] | None) -> None:
         log = self.log
         if self.recipe.algorithm.kl_coef:
             with log.phase("reference"):
@@ -161,12 +171,15 @@ class Controller:
         with log.phase("update_actor"):
             if advantages is not None:
                 self._scatter("load_advantages", advantages)
-            self._add_update(combine_updates(self.trainers.call("update_actor"), "actor"))
+            self._add_update(step, "actor", self.trainers.call("update_actor"))
         self._add_speed("actor", "update_actor", plan.update_flops)
 
-    def _add_update(self, metrics: Metrics) -> None:
+    def _add_update(self, step: int, role: str, per_rank: Sequence[list[Metrics] | None]) -> None:
         """The actor's or the critic's; the memory is that of whichever has held more."""
-        memory = "perf/max_memory_allocated_gb"
+        metrics, memory = combine_updates(per_rank, role), "perf/max_memory_allocated_gb"
+        all_skipped = metrics[f"{role}/skipped_updates"] == max(len(part or ()) for part in per_rank)
+        norm = metrics[f"{role}/grad_norm"]
+        self.skipped.note(role, step, f"{role}/grad_norm was {norm}" if all_skipped else None)
         self.log.add({**metrics, memory: max(metrics[memory], self.log.pending().get(memory, 0.0))})
 
     def _scatter(self, method: str, per_data_parallel_rank: Sequence[Any]) -> None:
@@ -185,6 +198,16 @@ class Controller:
         with self.log.phase("eval"):
             result = self.evaluate()
         self.log.evaluation(step, result.metrics)
+
+    def _save_if_due(self, step: int) -> None:
+        train, last = self.recipe.train, step == self.recipe.train.steps
+        if last and train.save_at_end:
+            self._save(step)
+        elif self._due(step, train.save_every):
+            if self.skipped.keeps_checkpoints:
+                self.log.notice(f"step {step}: no checkpoint, since no weight has changed; the ones before it are kept")
+            else:
+                self._save(step)
 
     def _save(self, step: int) -> None:
         with self.log.phase("drain"):

@@ -73,6 +73,7 @@ class Critic:
 
     def update(self) -> list[list[Metrics] | None]:
         """Learn from the batch; each process's metrics, mini batch by mini batch."""
+        self._shards = []  # they hold references to the batch's vectors, which would stay alive while the next is sampled
         return self.workers.call("update_critic")
 
 

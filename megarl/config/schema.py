@@ -187,6 +187,11 @@ class TrainConfig:
         "checksums",
         "What a resume holds a checkpoint to before anything starts: every byte (it is read once, some GB/s), or the presence and sizes of its files.",
     )
+    stop_after_skipped: int = key(
+        5,
+        "Stop the run after so many steps in a row in which every update was skipped, the actor's or the critic's: gradient norms were not finite, or dynamic sampling found no group. Until then no new checkpoint takes an older one's place. 0: never.",
+        at_least=0,
+    )
     resume: str = key(
         "never",
         "`never`, `auto` (newest whole checkpoint of the run's directory, if there is one; a damaged one is passed over, and said) or a checkpoint's path. The layout may be another one than it was written in.",
@@ -215,7 +220,7 @@ class ClusterConfig:
         "Ray cluster to join (`auto` or host:port). Unset: RAY_ADDRESS if set, else a private one on this machine.",
     )
     threads: int = key(1, "CPU threads of each process (OMP_NUM_THREADS).", at_least=1)
-    timeout: float = key(1800.0, "Seconds until a collective that does not move is given up.", above=0)
+    timeout: float = key(1800.0, "Seconds until a collective of the trainers that does not move is given up.", above=0)
 
 
 @dataclass
