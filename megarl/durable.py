@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -21,3 +24,35 @@ def write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def written_whole(directory: Path) -> Iterator[Path]:
+    """A folder for the block to fill, that is called `directory` once it is full and on the disk, and not before.
+
+    Until then it is `.NAME.partial` beside it, which is deleted where the block raises; one that a killed process
+    left is deleted first. A `directory` of before is replaced: until the new one has its name, the old one is there,
+    for a moment as `.NAME.replaced`. Raises ValueError for a mount point, which cannot be renamed.
+    """
+    directory = directory.resolve()  # what a link points to is filled where it lies
+    if directory.is_mount():
+        raise ValueError(f"{directory} is a mount point, which cannot be renamed: choose a folder in it")
+    partial, replaced = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "replaced"))
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if directory.exists():
+        if replaced.exists():
+            shutil.rmtree(replaced)
+        directory.rename(replaced)
+    partial.rename(directory)
+    sync(directory.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)

@@ -142,7 +142,12 @@ def check_adapters(trainer: Any, batches: list[Any], start: Any, case: dict[str,
     for (kept, _), (then, _), (now, _) in zip(reference or [], start or [], trained or [], strict=True):
         assert torch.equal(kept, then), "the reference is not the model without adapters"
         assert not torch.allclose(now, then, atol=1e-4, rtol=0), "training changed nothing"
+    on_disk = synced_files()
     trainer.save_adapter(output / f"{case['name']}.adapter")
+    if dist.get_rank() == 0:
+        partial = output / f".{case['name']}.adapter.partial"
+        assert {str(partial / name) for name in ("adapter_config.json", "adapter_model.safetensors")} <= set(on_disk)
+        assert not partial.exists()
     if case.get("export"):
         trainer.save_hf(output / f"{case['name']}.merged")
         torch.save(torch.cat([now for now, _ in trained]), output / f"{case['name']}.trained.pt")

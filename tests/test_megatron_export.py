@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.megatron.export import Comparison, compare_with_hf, save_hf
+from megarl import durable
+from megarl.megatron import export
+from megarl.megatron.export import Change, Comparison, compare_with_hf, save_hf
 
 TRAINED = ["model.embed_tokens.weight", "model.layers.0.up.weight", "model.layers.1.up.weight"]
 EXTRA = ["model.layers.2.up.weight", "model.layers.2.eh_proj.weight"]  # a multi-token-prediction layer
@@ -86,3 +90,68 @@ def test_every_tensor_of_the_directory_is_compared(source: Path, tmp_path: Path)
     save_file({name: good[name] for name in TRAINED}, out / "model.safetensors")
     with pytest.raises(RuntimeError, match="do not hold the same tensors"):
         compare_with_hf(out, trained(*TRAINED), source)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_a_process_that_is_killed_leaves_nothing_that_looks_like_a_model(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "_SHARD_BYTES", 16)  # a tensor a file
+
+    def killed() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(trained(*TRAINED))[:2]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        save_hf(tmp_path / "out", source, killed())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert names(tmp_path) == [".out.partial", "source"]
+    stale = tmp_path / ".out.partial" / "part-9.safetensors"
+    save_file({TRAINED[0]: torch.zeros(2, 2)}, stale)
+    save_hf(tmp_path / "out", source, trained(*TRAINED))
+    assert names(tmp_path) == ["out", "source"]
+    assert compare_with_hf(tmp_path / "out", trained(*TRAINED), source) == Comparison(equal=3, untrained=2)
+
+
+def test_an_export_that_fails_leaves_the_one_before_and_one_that_does_not_replaces_it(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    save_hf(out, source, trained(*TRAINED))
+    (out / "part-0.safetensors").touch()  # of an attempt before exports were atomic
+    before = names(out)
+    with pytest.raises(RuntimeError, match="not among the exported weights"):
+        save_hf(out, source, trained(TRAINED[0]))
+    assert names(tmp_path) == ["out", "source"] and names(out) == before
+
+    synced, sync = [], durable.sync
+
+    def record(path: Path) -> None:
+        synced.append(path)
+        sync(path)
+
+    monkeypatch.setattr(durable, "sync", record)
+    save_hf(out, source, trained(*TRAINED), Change(config=lambda config: {**config, "architectures": ["Critic"]}))
+    assert names(out) == ["config.json", "model.safetensors"] and names(tmp_path) == ["out", "source"]
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["Critic"]
+    partial = tmp_path / ".out.partial"
+    assert set(synced) == {partial / "config.json", partial / "model.safetensors", partial, tmp_path}
+
+
+def test_a_link_is_followed_and_a_mount_point_is_refused_before_anything_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = tmp_path / "disk" / "out"
+    disk.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(disk)
+    save_hf(tmp_path / "link", source, trained(*TRAINED))
+    assert names(disk.parent) == ["out"] and "model.safetensors" in names(tmp_path / "link")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == disk)
+    with pytest.raises(ValueError, match="is a mount point.*choose a folder in it"):
+        save_hf(disk, source, trained(*TRAINED))
+    assert names(disk.parent) == ["out"]

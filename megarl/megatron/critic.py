@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megarl.algorithms.values import ValueInputs
 from megarl.config.schema import Recipe
@@ -23,7 +21,17 @@ ValueObjective = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Ten
 """From loss inputs to a loss (scalar, already normalised over everything) and metrics (scalars to be summed)."""
 
 _INPUTS = [field.name for field in dataclasses.fields(ValueInputs) if field.name != "values"]
-_CHANGE = export.Change(without=("lm_head.weight",), beyond=(WEIGHT, BIAS))
+
+
+def _as_token_classifier(config: dict[str, Any]) -> dict[str, Any]:
+    """A causal language model's config.json, as that of the critic that came of it."""
+    architectures = [
+        name.replace("ForCausalLM", "ForTokenClassification") for name in config.get("architectures") or []
+    ]
+    return {**config, "architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}}
+
+
+_CHANGE = export.Change(without=("lm_head.weight",), beyond=(WEIGHT, BIAS), config=_as_token_classifier)
 
 
 class CriticTrainer(Trainer):
@@ -76,18 +84,6 @@ class CriticTrainer(Trainer):
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory: a token classification model with one label, the value."""
         export.save_hf(directory, Path(self.recipe.model.path), self.export_weights(), _CHANGE)
-        if dist.get_rank() == 0:
-            file = directory / "config.json"
-            file.write_text(json.dumps(_as_token_classifier(json.loads(file.read_text())), indent=2) + "\n")
-        dist.barrier()
 
     def compare_with_hf(self, directory: Path) -> export.Comparison:
         return export.compare_with_hf(directory, self.export_weights(), Path(self.recipe.model.path), _CHANGE)
-
-
-def _as_token_classifier(config: dict[str, Any]) -> dict[str, Any]:
-    """A causal language model's config.json, as that of the critic that came of it."""
-    architectures = [
-        name.replace("ForCausalLM", "ForTokenClassification") for name in config.get("architectures") or []
-    ]
-    return {**config, "architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from megarl.durable import written_whole
+
 _SHARD_BYTES = 4 * 2**30
 _SHOWN = 5  # names in an error
 _INDEX = "model.safetensors.index.json"
@@ -20,10 +22,11 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Change:
-    """Names of tensors in which a trained model differs from the directory it came from."""
+    """In which tensors a trained model differs from the directory it came from, and how its config.json."""
 
     without: tuple[str, ...] = ()  # the directory may have them, the model has not
     beyond: tuple[str, ...] = ()  # the model has them, the directory need not
+    config: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # what becomes of config.json
 
     def apply(self, names: Iterable[str]) -> list[str]:
         return list(dict.fromkeys([*(name for name in names if name not in self.without), *self.beyond]))
@@ -38,6 +41,9 @@ def save_hf(
     copied, and so are tensors of `source` that are never trained (multi-token-prediction layers): an engine
     wants the keys that the original has. Raises RuntimeError where any other tensor of `source` is not among
     `weights`: the directory would mix trained weights with old ones. `change`: where the model is another.
+
+    `directory` is there when it is whole and on the disk, and takes the place of an earlier one; see
+    `durable.written_whole`.
     """
     rank = torch.distributed.get_rank()
     if rank != 0:
@@ -45,11 +51,13 @@ def save_hf(
             pass
         torch.distributed.barrier()
         return
-    directory.mkdir(parents=True, exist_ok=True)
-    for file in sorted(source.iterdir()):
-        if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".pt", ".pth", _INDEX)):
-            shutil.copy2(file, directory / file.name)
-    _Shards(directory).write(_with_untrained(weights, source, change))
+    with written_whole(directory) as partial:
+        for file in sorted(source.iterdir()):
+            if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".pt", ".pth", _INDEX)):
+                shutil.copyfile(file, partial / file.name)
+        if change.config is not None:
+            (partial / "config.json").write_text(json.dumps(change.config(_config(source)), indent=2) + "\n")
+        _Shards(partial).write(_with_untrained(weights, source, change))
     torch.distributed.barrier()
 
 

@@ -10,24 +10,25 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config.training import LoraConfig
+from megarl.durable import written_whole
 from megarl.megatron.lora.attach import Lora, matrices, trained_modules
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def save_adapter(directory: Path, lora: Lora, base: str) -> None:
-    """Write the adapters into `directory`, on rank 0. All ranks together; rank 0 holds all matrices meanwhile.
+    """Write the adapters as `directory`, which is there when it is whole, on rank 0. All ranks together; rank 0 holds all matrices meanwhile.
 
     `base` is the model that they were trained on; PEFT applies them to it.
     """
     modules = trained_modules(lora)
     tensors = _on_first_rank(dict(matrices(lora)))
     if torch.distributed.get_rank() == 0:
-        directory.mkdir(parents=True, exist_ok=True)
         named = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
         config = adapter_config(modules, lora.settings, base)
-        (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        with written_whole(directory) as partial:
+            save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+            (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     torch.distributed.barrier()
 
 
