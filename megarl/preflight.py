@@ -69,7 +69,7 @@ def prepare_training(recipe: Recipe) -> Prepared:
     tokenizer, config = _read_model(recipe)
     check_model(config)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
-    check_lora(config, recipe.lora)
+    check_lora(config, recipe.lora, recipe.megatron)
     critic = _read_critic(recipe, tokenizer) if uses_critic(recipe.algorithm) else None
     prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
     prepared.critic_model = critic

@@ -9,13 +9,15 @@ import pytest
 
 from megarl.config import load_recipe
 from megarl.config.errors import RecipeError
-from megarl.config.training import LoraConfig
+from megarl.config.training import LoraConfig, MegatronConfig
+from megarl.megatron.layout import layers_of_chunks
 from megarl.megatron.lora.targets import check_lora, linears_of, matches
 
-DENSE = {"model_type": "qwen3"}
-MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4}
+DENSE = {"model_type": "qwen3", "num_hidden_layers": 4}
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_hidden_layers": 4}
 DEEPSEEK = {
     "model_type": "deepseek_v3",
+    "num_hidden_layers": 4,
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
     "n_routed_experts": 8,
@@ -26,7 +28,7 @@ DEEPSEEK = {
 
 def chosen(config: dict[str, Any], *targets: str) -> list[str]:
     lora = LoraConfig(rank=8, targets=list(targets))
-    check_lora(config, lora)
+    check_lora(config, lora, MegatronConfig())
     return [name for name in linears_of(config) if matches(name, lora.targets)]
 
 
@@ -63,7 +65,30 @@ def test_what_the_model_does_not_have_is_refused(config: dict[str, Any], targets
     with pytest.raises(RecipeError) as error:
         chosen(config, *targets)
     assert said in str(error.value)
-    check_lora(config, LoraConfig(rank=0))
+    check_lora(config, LoraConfig(rank=0), MegatronConfig())
+
+
+def test_a_part_of_the_model_without_targets_is_refused() -> None:
+    """Its process would find out by itself, while the others wait for it."""
+    lora = LoraConfig(rank=8, targets=["mlp.down_proj"])  # of the leading dense layer alone
+    check_lora(DEEPSEEK, lora, MegatronConfig())
+    for megatron, layers in (
+        (MegatronConfig(pipeline_parallel=2), "layers 2 to 3"),
+        (MegatronConfig(pipeline_parallel=2, first_stage_layers=3), "layers 3 to 3"),
+        (MegatronConfig(pipeline_parallel=2, virtual_pipeline=2), "layers 1 to 1"),
+    ):
+        with pytest.raises(RecipeError, match=layers):
+            check_lora(DEEPSEEK, lora, megatron)
+    experts = LoraConfig(rank=8, targets=["experts.gate_proj", "experts.up_proj", "experts.down_proj"])
+    check_lora(DEEPSEEK, experts, MegatronConfig(pipeline_parallel=2))
+    with pytest.raises(RecipeError, match="layers 0 to 0"):
+        check_lora(DEEPSEEK, experts, MegatronConfig(pipeline_parallel=4))
+
+
+def test_layers_of_each_chunk() -> None:
+    uneven = MegatronConfig(pipeline_parallel=3, virtual_pipeline=2, first_stage_layers=2, last_stage_layers=4)
+    assert [list(chunk) for chunk in layers_of_chunks(10, uneven)] == [[0], [1, 2], [3, 4], [5], [6, 7], [8, 9]]
+    assert [list(chunk) for chunk in layers_of_chunks(4, MegatronConfig())] == [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("setting", ["lora.alpha=8", "lora.targets=[q_proj]"])

@@ -40,6 +40,28 @@ def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
     return megatron.tensor_parallel > 1 if megatron.sequence_parallel is None else megatron.sequence_parallel
 
 
+def layers_of_chunks(layers: int, megatron: MegatronConfig) -> list[range]:
+    """The layers of each model chunk, one a pipeline stage and virtual stage, of a layout that `check_layout` passed.
+
+    Chunks follow one another through the model: virtual stage 0 of every pipeline stage, then virtual stage 1 of each.
+    """
+    pp, vpp = megatron.pipeline_parallel, megatron.virtual_pipeline or 1
+    first, last = megatron.first_stage_layers, megatron.last_stage_layers
+    free = pp - (first is not None) - (last is not None)
+    each = (layers - (first or 0) - (last or 0)) // free if free else 0
+    stages = [each] * pp
+    if first is not None:
+        stages[0] = first
+    if last is not None:
+        stages[-1] = last
+    chunks, start = [], 0
+    for _ in range(vpp):
+        for count in stages:
+            chunks.append(range(start, start + count // vpp))
+            start += count // vpp
+    return chunks
+
+
 def vocab_divisor(hf_config: dict[str, Any], megatron: MegatronConfig) -> int | None:
     """What the vocabulary must be padded to a multiple of; None where it divides as it is."""
     return None if hf_config["vocab_size"] % megatron.tensor_parallel == 0 else megatron.tensor_parallel

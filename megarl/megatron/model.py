@@ -55,7 +55,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False) -> Mo
     check_layout(hf_config.to_dict(), recipe.megatron, torch.distributed.get_world_size())
     with_adapters = recipe.lora.rank > 0 and not value_head  # they are the actor's
     if with_adapters:
-        check_lora(hf_config.to_dict(), recipe.lora)
+        check_lora(hf_config.to_dict(), recipe.lora, recipe.megatron)
     _initialize_parallel(recipe.megatron, recipe.cluster.timeout)
     seed_everything(recipe.train.seed)
 

@@ -58,10 +58,7 @@ class Lora:
             adapters.add_module(key, adapter)
             of_weight.update({weight: (adapter, i if grouped else None) for i, weight in enumerate(weights)})
             self._hook(module, adapter, config)
-        if not of_weight:
-            raise ValueError(
-                f"lora.targets = {self.settings.targets} names no linear of a pipeline stage: nothing would be trained there."
-            )
+        assert of_weight, "check_lora refuses targets that a chunk lacks"
         chunk.add_module(CHILD, adapters)
         self.adapters.extend(adapters.children())
         self._of_weight.append((chunk, of_weight))

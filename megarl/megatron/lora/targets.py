@@ -6,8 +6,8 @@ import re
 from typing import Any
 
 from megarl.config.errors import RecipeError
-from megarl.config.training import LoraConfig
-from megarl.megatron.layout import number_of_experts
+from megarl.config.training import LoraConfig, MegatronConfig
+from megarl.megatron.layout import layers_of_chunks, number_of_experts
 from megarl.registry import nearest
 
 ALL = "all-linear"
@@ -15,8 +15,9 @@ FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-def check_lora(hf_config: dict[str, Any], lora: LoraConfig) -> None:
-    """Refuse targets that the model of config.json `hf_config` does not have. Raises RecipeError."""
+def check_lora(hf_config: dict[str, Any], lora: LoraConfig, megatron: MegatronConfig) -> None:
+    """Refuse targets that the model of config.json `hf_config`, or a part of it that a process holds, does not have.
+    Raises RecipeError."""
     if not lora.rank:
         return
     family = hf_config.get("model_type")
@@ -42,6 +43,24 @@ def check_lora(hf_config: dict[str, Any], lora: LoraConfig) -> None:
             f"add {missing}; or leave experts out: mlp.gate_proj, shared_experts.gate_proj, ... name the linears outside them",
             value=list(lora.targets),
         )
+    for chunk in layers_of_chunks(hf_config["num_hidden_layers"], megatron):
+        if not any(matches(name, lora.targets) for layer in chunk for name in linears_of_layer(hf_config, layer)):
+            raise RecipeError(
+                "lora.targets",
+                f"layers {chunk.start} to {chunk.stop - 1}, which pipeline stages hold by themselves, have none of them: "
+                "nothing would be trained there",
+                "add linears that every layer has (o_proj), or change megatron.pipeline_parallel",
+                value=list(lora.targets),
+            )
+
+
+def linears_of_layer(hf_config: dict[str, Any], layer: int) -> list[str]:
+    """Those of `linears_of` that one layer has: leading dense layers have no experts, and others no dense MLP."""
+    dense = layer < (hf_config.get("first_k_dense_replace") or 0)
+    absent: tuple[str, ...] = ("mlp.experts.", "mlp.shared_experts.") if dense else ()
+    if not dense and number_of_experts(hf_config):
+        absent = tuple(f"mlp.{name}" for name in _MLP)
+    return [name for name in linears_of(hf_config) if not name.startswith(absent)]
 
 
 def linears_of(hf_config: dict[str, Any]) -> list[str]:
