@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from megarl.cluster.base import Service, WorkerGroup
 from megarl.exchange.session import ExchangeSession, compare_reports
+from megarl.rollout.calls import wait_for_all
 from megarl.types import Metrics
 
 
@@ -87,10 +88,12 @@ class Colocated(Disaggregated):
         *,
         engines_sleep: bool,
         engines_asleep: bool,
+        patience: float,
     ):
+        """`patience`: seconds that an engine may take to go to sleep, or to wake."""
         super().__init__(actor.workers, services, session)
         self.actor, self.critic = actor, critic
-        self.engines_sleep, self.engines_asleep = engines_sleep, engines_asleep
+        self.engines_sleep, self.engines_asleep, self.patience = engines_sleep, engines_asleep, patience
 
     def to_critic(self) -> None:
         assert self.critic is not None, "the run has no critic"
@@ -120,12 +123,14 @@ class Colocated(Disaggregated):
 
     def _engines_leave(self) -> None:
         if self.engines_sleep and not self.engines_asleep:
-            _all([service.call("sleep") for service in self.services])
+            calls = [service.call("sleep") for service in self.services]
+            wait_for_engines(self.services, calls, doing="go to sleep", limit=self.patience)
             self.engines_asleep = True
 
     def _wake(self, tag: str) -> None:
         if self.engines_asleep:
-            _all([service.call("wake", [tag]) for service in self.services])
+            calls = [service.call("wake", [tag]) for service in self.services]
+            wait_for_engines(self.services, calls, doing=f"wake its {tag}", limit=self.patience)
 
 
 def publish(trainers: WorkerGroup, services: Sequence[Service], session: ExchangeSession, version: int) -> Metrics:
@@ -134,8 +139,10 @@ def publish(trainers: WorkerGroup, services: Sequence[Service], session: Exchang
     for service, update in zip(services, updates, strict=True):
         update.add_done_callback(functools.partial(_abort_on_error, session, service.name))
     sent = trainers.call("send_weights", version)[0]
-    received = dict(zip([service.name for service in services], _all(updates), strict=True))
-    compare_reports(sent, received)
+    reports = wait_for_all(
+        services, updates, doing="take the new weights in", key="exchange.timeout", limit=session.timeout
+    )
+    compare_reports(sent, {service.name: report for service, report in zip(services, reports, strict=True)})
     return {"exchange/bytes": float(sent.bytes), "exchange/version": float(version)}
 
 
@@ -146,5 +153,8 @@ def _abort_on_error(session: ExchangeSession, name: str, done: Future[Any]) -> N
         session.abort(f"engine {name}: {error}")
 
 
-def _all(futures: Sequence[Future[Any]]) -> list[Any]:
-    return [future.result() for future in futures]
+def wait_for_engines(
+    services: Sequence[Service], calls: Sequence[Future[Any]], *, doing: str, limit: float
+) -> list[Any]:
+    """Results of a call to every engine that gets it ready, within `rollout.start_timeout` (`limit`)."""
+    return wait_for_all(services, calls, doing=doing, key="rollout.start_timeout", limit=limit)

@@ -8,11 +8,8 @@ import json
 import os
 import signal
 import threading
-import time
 import uuid
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +28,10 @@ from megarl.engines.base import EngineSpec
 from megarl.flops import ModelFlops
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
-from megarl.placement import Colocated, Disaggregated, Placement, Tenant, TrainersOnly
+from megarl.placement import Colocated, Disaggregated, Placement, Tenant, TrainersOnly, wait_for_engines
 from megarl.platform.peaks import peak_flops
 from megarl.preflight import Prepared, check_device, identity, open_run_directory, prepare_evaluation, prepare_training
+from megarl.rollout.calls import wait_for_all
 from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.sft_source import SFTSource
@@ -133,7 +131,8 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
     assert prepared.evaluation is not None
     with connected(recipe, platform, trainers=False, engines=True) as cluster:
         services = _start_engines(recipe, prepared, platform, cluster, load_weights=True)
-        _wait_for_engines(recipe, services, [service.call("start") for service in services])
+        starting = [service.call("start") for service in services]
+        wait_for_engines(services, starting, doing="load", limit=recipe.rollout.start_timeout)
         result = evaluate(recipe, prepared.evaluation, services, prepared.tokenizer.stop_ids, cluster.check)
     print(json.dumps(result.metrics))
     return result
@@ -204,19 +203,20 @@ def _assemble(
     recipe: Recipe, prepared: Prepared, platform: Any, cluster: Cluster, log: RunLog, run_dir: RunDirectory
 ) -> Controller:
     """Start every process and wire the parts."""
-    rl = recipe.train.source == "rollout"
+    rl, patience = recipe.train.source == "rollout", recipe.rollout.start_timeout
     services = _start_engines(recipe, prepared, platform, cluster, load_weights=False) if rl else []
     starting = [service.call("start") for service in services]
     engines: list[dict[str, Any]] = []
     take_turns = rl and recipe.cluster.placement == "colocated" and platform.ray_resource is not None
     if take_turns:  # an engine measures free memory when it loads: nothing else may take any then
-        engines = _wait_for_engines(recipe, services, starting)
-        _wait_for_engines(recipe, services, [service.call("sleep") for service in services])
+        engines = wait_for_engines(services, starting, doing="load", limit=patience)
+        falling_asleep = [service.call("sleep") for service in services]
+        wait_for_engines(services, falling_asleep, doing="go to sleep", limit=patience)
     trainers = _start_trainers(recipe, cluster)
     _check_shared_storage(trainers, run_dir)
     actor = Tenant(trainers, offload=recipe.megatron.offload)
     critic, critic_tenant = _start_critic(recipe, prepared.critic_flops, cluster, actor, run_dir)
-    engines = engines or _wait_for_engines(recipe, services, starting)
+    engines = engines or wait_for_engines(services, starting, doing="load", limit=patience)
     placement = _placement(recipe, actor, critic_tenant, services, engines, asleep=take_turns)
     evaluation = prepared.evaluation
 
@@ -265,21 +265,6 @@ def _source(recipe: Recipe, prepared: Prepared, services: Sequence[Service], clu
         return SFTSource(recipe, prepared.examples)
     assert prepared.prompts is not None
     return EnginesSource(recipe, prepared.prompts, services, prepared.tokenizer.stop_ids, cluster.check)
-
-
-def _wait_for_engines(recipe: Recipe, services: Sequence[Service], calls: Sequence[Future[Any]]) -> list[Any]:
-    """Results of a call to every engine, within `rollout.start_timeout` of now."""
-    patience = time.monotonic() + recipe.rollout.start_timeout
-    results = []
-    for service, call in zip(services, calls, strict=True):
-        try:
-            results.append(call.result(timeout=max(patience - time.monotonic(), 0.0)))
-        except FutureTimeout:
-            raise RuntimeError(
-                f"{service.name} was not ready within rollout.start_timeout = {recipe.rollout.start_timeout:g} s. Its log is "
-                f"in the run's logs/{service.name}.log; raise rollout.start_timeout if it is only slow."
-            ) from None
-    return results
 
 
 def _start_critic(
@@ -377,8 +362,10 @@ def _placement(
         return TrainersOnly()
     receivers = [(name, host) for engine in engines for name, host in engine["receivers"]]
     session = actor.workers.call("open_exchange", receivers)[0]
-    for connected in [service.call("connect_exchange", session) for service in services]:
-        connected.result()
+    connecting = [service.call("connect_exchange", session) for service in services]
+    wait_for_all(
+        services, connecting, doing="connect to the trainers", key="exchange.timeout", limit=recipe.exchange.timeout
+    )
     if recipe.cluster.placement == "disaggregated":
         return Disaggregated(actor.workers, services, session)
     return Colocated(
@@ -388,4 +375,5 @@ def _placement(
         session,
         engines_sleep=all(engine["can_sleep"] for engine in engines),
         engines_asleep=asleep,
+        patience=recipe.rollout.start_timeout,
     )

@@ -64,7 +64,7 @@ class Recorder:
         self.said.append(f"{self.name}.{method}")
         return self
 
-    def result(self) -> None: ...
+    def result(self, timeout: float) -> None: ...
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def colocated(said: list[str], *, actor_leaves: bool, critic_leaves: bool) -> Co
     actor.leave()
     critic.leave()
     session: Any = None
-    made = Colocated(actor, critic, [workers["engine"]], session, engines_sleep=True, engines_asleep=True)
+    made = Colocated(actor, critic, [workers["engine"]], session, engines_sleep=True, engines_asleep=True, patience=9.0)
     said.clear()
     return made
 

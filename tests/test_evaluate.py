@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
+from typing import Any
+
 import pytest
 
-from megarl.rollout.evaluate import accuracy_metrics, majority_is_correct, pass_at_k
-from megarl.types import Group, InlineData, Sample
+from megarl.config.schema import Recipe
+from megarl.rollout.evaluate import accuracy_metrics, evaluate, majority_is_correct, pass_at_k
+from megarl.types import Group, InlineData, Prompt, Sample
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -46,3 +51,44 @@ def test_metrics_over_problems() -> None:
     assert metrics["eval/pass@3"] == pytest.approx(0.5)
     assert metrics["eval/maj@3"] == pytest.approx(0.5)
     assert metrics["eval/rewards/mean"] == pytest.approx(0.9 * 2 / 6)
+
+
+class Engine:
+    """Answers problem i (of its own) after i + 1 pauses of half a second; a silent one never does."""
+
+    def __init__(self, name: str, *, silent: bool) -> None:
+        self.name, self.silent, self.collected = name, silent, 0
+
+    def call(self, method: str, requests: Any) -> Future[Any]:
+        assert method == "submit"
+        return self._later(None, after=3)  # as long as all of the requests take
+
+    def call_with_data(self, method: str, number: int) -> Future[Any]:
+        assert method == "collect"
+        self.collected += 1
+        sample = Sample(number, 0, InlineData([]), 1, 2, 2)
+        return self._later((Group(number, "row", "test", 0, [sample]), InlineData([])), after=self.collected)
+
+    def _later(self, result: Any, after: int) -> Future[Any]:
+        future: Future[Any] = Future()
+        if not self.silent:
+            threading.Timer(0.5 * after, future.set_result, (result,)).start()
+        return future
+
+
+def evaluation_on(*engines: Engine) -> Any:
+    recipe = Recipe()
+    recipe.rollout.timeout = 1.2
+    problems = [Prompt(f"row/{i}", (1, 2), "text", "test") for i in range(6)]
+    return evaluate(recipe, problems, engines, [0], lambda: None)
+
+
+def test_an_engine_that_finishes_nothing_ends_the_evaluation() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"rollout\.timeout\); 3 are under way, the oldest is problem 1 .*, on engine1"
+    ):
+        evaluation_on(Engine("engine0", silent=False), Engine("engine1", silent=True))
+
+
+def test_an_evaluation_may_take_long_as_long_as_problems_are_finished() -> None:
+    assert len(evaluation_on(Engine("engine0", silent=False)).groups) == 6

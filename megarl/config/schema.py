@@ -137,10 +137,10 @@ class RolloutConfig:
     )
     timeout: float = key(
         3600.0,
-        "Seconds in which no group finishes although some are under way: the run then fails, naming them.",
+        "Seconds in which no group finishes although some are under way, in training or evaluation: the run then fails, naming them.",
         above=0,
     )
-    start_timeout: float = key(1800.0, "Seconds an engine may take to load.", above=0)
+    start_timeout: float = key(1800.0, "Seconds an engine may take to load, to go to sleep or to wake.", above=0)
 
 
 @dataclass
@@ -231,7 +231,9 @@ class ExchangeConfig:
         "auto", "auto: shared memory for engines on the sending trainer's host, a collective for others."
     )
     bucket_mb: int = key(64, "Size of a bucket in MiB; a larger tensor has a bucket of its own.", at_least=1)
-    timeout: float = key(600.0, "Seconds until a silent peer fails the update.", above=0)
+    timeout: float = key(
+        600.0, "Seconds until a silent peer fails the update, or the connection that it needs.", above=0
+    )
 
 
 @dataclass

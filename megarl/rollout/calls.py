@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol, TypeVar
@@ -25,15 +26,58 @@ class Service(Protocol):
     def call_with_data(self, method: str, *args: Any) -> Future[tuple[Any, DataRef]]: ...
 
 
-def wait(future: Future[T], check_processes: Callable[[], None]) -> T:
-    """The future's result. `check_processes` is asked every second and raises where a process has died."""
+class Silence:
+    """How long no group has finished, held to `rollout.timeout` (`limit`, in seconds)."""
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.broken()
+
+    def broken(self) -> None:
+        """A group has finished, or the first of those that run has started."""
+        self._since = time.monotonic()
+
+    def check(self, running: int, oldest: str) -> None:
+        """Raise RuntimeError where it has lasted for too long. `oldest` names one of the `running` groups."""
+        seconds = time.monotonic() - self._since
+        if seconds > self.limit:
+            raise RuntimeError(
+                f"no group has finished for {seconds:.0f} s (rollout.timeout); {running} are under way, the oldest "
+                f"is {oldest}. See the engines' logs in the run's logs/; raise rollout.timeout if they are slow."
+            )
+
+
+def wait(future: Future[T], check: Callable[[], None]) -> T:
+    """The future's result. `check` is asked every second, and raises where waiting is in vain."""
     while True:
         try:
             return future.result(timeout=_POLL_SECONDS)
         except FutureTimeout:
             if future.done():  # the call itself raised a TimeoutError
                 raise
-            check_processes()
+            check()
+
+
+def wait_for_all(
+    services: Sequence[Service], calls: Sequence[Future[T]], *, doing: str, key: str, limit: float
+) -> list[T]:
+    """Results of one call to each of `services`, within `limit` seconds of now, which the recipe's `key` says.
+
+    Raises RuntimeError that names the first that has not answered; `doing`, as in "did not ...", is what it was to do.
+    """
+    patience = time.monotonic() + limit
+    results = []
+    for service, call in zip(services, calls, strict=True):
+        try:
+            results.append(call.result(timeout=max(patience - time.monotonic(), 0.0)))
+        except FutureTimeout:
+            if call.done():  # the call itself raised a TimeoutError
+                raise
+            raise RuntimeError(
+                f"{service.name} did not {doing} within {key} = {limit:g} s. Its log is in the run's "
+                f"logs/{service.name}.log; raise {key} if it is only slow."
+            ) from None
+    return results
 
 
 def attach(result: tuple[Group, DataRef]) -> Group:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from megarl.config.schema import Recipe
 from megarl.data.prompts import PromptDataset
 from megarl.data.sampler import Sampler
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
-from megarl.rollout.calls import Service, attach
+from megarl.rollout.calls import Service, Silence, attach
 from megarl.rollout.source import Batch
 from megarl.types import DataRef, GenerationRequest, Group, InlineData, Sampling
 
@@ -58,7 +57,7 @@ class EnginesSource:
             rollout.admission == "continuous",
             batches=recipe.train.steps,
         )
-        self._last_arrival = time.monotonic()
+        self._silence = Silence(rollout.timeout)
         self._change = threading.Condition()
         self._error: BaseException | None = None
         self._load = [0] * len(self.services)  # groups running on each engine
@@ -115,13 +114,9 @@ class EnginesSource:
                 self.check_processes()
             finally:
                 self._change.acquire()
-            silent = time.monotonic() - self._last_arrival
-            if self.admission.running and silent > self.recipe.rollout.timeout:
+            if self.admission.running:
                 waiting = self.admission.unfinished()
-                raise RuntimeError(
-                    f"no group has finished for {silent:.0f} s (rollout.timeout); {len(waiting)} are under way, the oldest "
-                    f"is number {waiting[0]}. See the engines' logs in the run's logs/; raise rollout.timeout if they are slow."
-                )
+                self._silence.check(len(waiting), f"number {waiting[0]}")
         if self._error is not None:
             raise self._error
 
@@ -130,7 +125,7 @@ class EnginesSource:
         if self._error is not None:
             return
         if not self.admission.running:
-            self._last_arrival = time.monotonic()  # silence counts from here
+            self._silence.broken()
         numbers = self.admission.start(self.admission.capacity())
         submitted: list[list[GenerationRequest]] = [[] for _ in self.services]
         for number in numbers:
@@ -167,7 +162,7 @@ class EnginesSource:
                 attach((group, InlineData([])))
             with self._change:
                 self._load[engine] -= 1
-                self._last_arrival = time.monotonic()
+                self._silence.broken()
                 self.admission.finish(group, keep)
                 self._start_what_may()
                 self._change.notify_all()

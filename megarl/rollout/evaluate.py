@@ -10,7 +10,7 @@ from math import comb
 import numpy as np
 
 from megarl.config.schema import EvaluationConfig, Recipe
-from megarl.rollout.calls import Service, attach, wait
+from megarl.rollout.calls import Service, Silence, attach, wait
 from megarl.rollout.engines_source import group_seed
 from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling
 
@@ -74,16 +74,17 @@ def evaluate(
 ) -> EvaluationResult:
     """Sample every problem and score it. The engines must be idle, so that batches are repeatable.
 
-    `check_processes` raises where a process of the run has died; it is asked every second.
+    `check_processes` raises where a process of the run has died; it is asked every second. Raises RuntimeError where
+    no problem is finished within `rollout.timeout`.
     """
     settings = recipe.evaluation
     problems = list(prompts)[: settings.limit]
     sampling = _sampling(recipe, settings, stop_token_ids)
-    groups = _run(problems, sampling, services, check_processes)
+    groups = _run(problems, sampling, services, check_processes, recipe.rollout.timeout)
     metrics = accuracy_metrics(groups, settings.ks)
     if settings.greedy:
         greedy = Sampling(n=1, max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
-        answers = _run(problems, greedy, services, check_processes)
+        answers = _run(problems, greedy, services, check_processes, recipe.rollout.timeout)
         metrics["eval/greedy"] = float(np.mean([is_correct(group.samples[0]) for group in answers]))
     return EvaluationResult(metrics, groups)
 
@@ -99,7 +100,11 @@ def _sampling(recipe: Recipe, settings: EvaluationConfig, stop_token_ids: Sequen
 
 
 def _run(
-    problems: Sequence[Prompt], sampling: Sampling, services: Sequence[Service], check_processes: Callable[[], None]
+    problems: Sequence[Prompt],
+    sampling: Sampling,
+    services: Sequence[Service],
+    check_processes: Callable[[], None],
+    timeout: float,
 ) -> list[Group]:
     """One message an engine, problems dealt in turn; the answers in the problems' order."""
     shares: list[list[GenerationRequest]] = [[] for _ in services]
@@ -113,6 +118,18 @@ def _run(
         services[number % len(services)].call_with_data("collect", FIRST_EVALUATION_GROUP + number)
         for number in range(len(problems))
     ]
+    silence = Silence(timeout)
+    for future in collected:
+        future.add_done_callback(lambda _: silence.broken())
+
+    def check() -> None:
+        check_processes()
+        waiting = [number for number, future in enumerate(collected) if not future.done()]
+        if waiting:
+            silence.check(
+                len(waiting), f"problem {waiting[0]} of the evaluation, on {services[waiting[0] % len(services)].name}"
+            )
+
     for future in submitted:
-        wait(future, check_processes)
-    return [attach(wait(future, check_processes)) for future in collected]
+        wait(future, check)
+    return [attach(wait(future, check)) for future in collected]

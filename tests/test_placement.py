@@ -1,0 +1,65 @@
+"""An engine that does not answer ends the run, and is named, whatever it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import Recipe
+from megarl.placement import Tenant, publish
+from megarl.run import _placement
+
+
+class Engine:
+    """Answers every method but the one that it hangs in."""
+
+    def __init__(self, name: str, hangs_in: str | None = None) -> None:
+        self.name, self.hangs_in = name, hangs_in
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if method != self.hangs_in:
+            future.set_result(None)
+        return future
+
+
+def colocated(engines: list[Any]) -> Any:
+    recipe = Recipe()
+    recipe.exchange.timeout, recipe.rollout.start_timeout = 0.2, 0.1
+    actor = Tenant(Trainers(), offload=False)  # type: ignore[arg-type]
+    answers = [{"receivers": [(engine.name, "host")], "can_sleep": True} for engine in engines]
+    return _placement(recipe, actor, None, engines, answers, asleep=False)
+
+
+class Trainers:
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return [SimpleNamespace(timeout=0.2, bytes=1)]
+
+
+def update(engines: list[Any]) -> None:
+    session: Any = SimpleNamespace(timeout=0.2)
+    publish(Trainers(), engines, session, 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("hangs_in", "act", "words"),
+    [
+        ("connect_exchange", colocated, "engine1 did not connect to the trainers within exchange.timeout = 0.2 s"),
+        ("update_weights", update, "engine1 did not take the new weights in within exchange.timeout = 0.2 s"),
+        ("sleep", lambda engines: colocated(engines).to_train(), "engine1 did not go to sleep within rollout.start_"),
+        (
+            "wake",
+            lambda engines: colocated(engines).to_rollout(1),
+            "engine1 did not wake its weights within rollout.start_timeout = 0.1 s",
+        ),
+    ],
+)
+@pytest.mark.timeout(20)
+def test_a_silent_engine_is_named(hangs_in: str, act: Callable[[list[Any]], Any], words: str) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        act([Engine("engine0"), Engine("engine1", hangs_in)])
+    assert words in str(raised.value) and "logs/engine1.log" in str(raised.value)
