@@ -15,15 +15,15 @@ from megarl.worker import Worker
 class CriticWorker(Worker):
     """One device's share of the critic. `recipe` is the critic's view of the recipe: see config/critic.py."""
 
-    def __init__(self, recipe: Recipe, total_optimizer_steps: int):
-        super().__init__(recipe, total_optimizer_steps)
+    def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
+        super().__init__(recipe, total_optimizer_steps, weights_only)
         self.rewards: list[float] = []  # of each sample of the shard
         self.advantages: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by number in the shard: advantages, mask
 
-    def _make_trainer(self, total_optimizer_steps: int) -> Any:
+    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
         from megarl.megatron.critic import CriticTrainer
 
-        return CriticTrainer(self.recipe, self.platform, total_optimizer_steps)
+        return CriticTrainer(self.recipe, self.platform, total_optimizer_steps, weights_only=weights_only)
 
     def load_shard(self, shard: Shard) -> None:
         super().load_shard(shard)

@@ -159,7 +159,8 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
     if critic:
         recipe = critic_view(recipe)
     with connected(recipe, platform, trainers=True, engines=False) as cluster:
-        trainers = _start_trainers(recipe, cluster, CRITIC if critic else TRAINER)
+        worker, steps, weights_only = CRITIC if critic else TRAINER, 0, True
+        trainers = cluster.start_trainers(worker, recipe.cluster.trainers, (recipe, steps, weights_only), env={})
         trainers.call("load", str(checkpoint / ("critic" if critic else "trainer")))
         equal, untrained = _export_and_compare(recipe, trainers, out)
         trainers.shutdown()
@@ -299,10 +300,10 @@ def _check_shared_storage(trainers: WorkerGroup, run_dir: RunDirectory) -> None:
         )
 
 
-def _start_trainers(recipe: Recipe, cluster: Cluster, worker: str = TRAINER) -> WorkerGroup:
+def _start_trainers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
     learning = recipe.train.steps - recipe.critic.warmup_steps  # 0 where there is no critic
     optimizer_steps = learning * recipe.actor.mini_batches
-    return cluster.start_trainers(worker, recipe.cluster.trainers, (recipe, optimizer_steps), env={})
+    return cluster.start_trainers(TRAINER, recipe.cluster.trainers, (recipe, optimizer_steps), env={})
 
 
 def _start_engines(

@@ -24,10 +24,10 @@ from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, fet
 
 
 class Worker:
-    """One device's share of a model in training. Made inside its own process; rank and world size come from the
-    environment."""
+    """One device's share of a model in training, or, `weights_only`, of one that is loaded to be exported. Made inside
+    its own process; rank and world size come from the environment."""
 
-    def __init__(self, recipe: Recipe, total_optimizer_steps: int):
+    def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         self.recipe = recipe
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.platform = platforms.select(recipe.cluster.device)
@@ -42,12 +42,12 @@ class Worker:
         )
         _seed_everything(recipe.train.seed)
 
-        self.trainer = self._make_trainer(total_optimizer_steps)
+        self.trainer = self._make_trainer(total_optimizer_steps, weights_only)
         self.saves: list[Any] = []  # checkpoint.Save, of the last checkpoint
         self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
         self.members: list[list[list[int]]] = []  # of each micro batch: numbers of its samples in the shard
 
-    def _make_trainer(self, total_optimizer_steps: int) -> Any:
+    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
@@ -175,18 +175,18 @@ class Worker:
 class TrainerWorker(Worker):
     """One device's share of the actor."""
 
-    def __init__(self, recipe: Recipe, total_optimizer_steps: int):
-        super().__init__(recipe, total_optimizer_steps)
+    def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
+        super().__init__(recipe, total_optimizer_steps, weights_only)
         self.sender: Any = None
         # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
         self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
-        if recipe.algorithm.kl_coef:
+        if recipe.algorithm.kl_coef and not weights_only:
             self.trainer.keep_reference()
 
-    def _make_trainer(self, total_optimizer_steps: int) -> Any:
+    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
         from megarl.megatron.trainer import PolicyTrainer
 
-        return PolicyTrainer(self.recipe, self.platform, total_optimizer_steps)
+        return PolicyTrainer(self.recipe, self.platform, total_optimizer_steps, weights_only=weights_only)
 
     def compute_old_log_probs(self) -> dict[str, float] | None:
         """Log-probs before this step's updates. Returns sums for the train/rollout gap, on reporting ranks."""

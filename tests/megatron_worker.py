@@ -48,11 +48,11 @@ def recipe_of(case: dict[str, Any]) -> Any:
     return recipe
 
 
-def build(case: dict[str, Any]) -> Any:
+def build(case: dict[str, Any], *, weights_only: bool = False) -> Any:
     from megarl.megatron.trainer import PolicyTrainer
 
     forget_last_model()
-    return PolicyTrainer(recipe_of(case), platform, total_optimizer_steps=10)
+    return PolicyTrainer(recipe_of(case), platform, total_optimizer_steps=10, weights_only=weights_only)
 
 
 def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[int]]]:
@@ -152,7 +152,7 @@ def check_adapters(trainer: Any, batches: list[Any], start: Any, case: dict[str,
         trainer.save_hf(output / f"{case['name']}.merged")
         torch.save(torch.cat([now for now, _ in trained]), output / f"{case['name']}.trained.pt")
     if case.get("resume"):
-        directory = output / f"{case['name']}.checkpoint"
+        directory, saved = output / f"{case['name']}.checkpoint", weights_of(trainer)
         save(trainer, directory)
         went_on, weights = train(trainer, batches, 2), weights_of(trainer)
         resumed = build(case)
@@ -161,6 +161,7 @@ def check_adapters(trainer: Any, batches: list[Any], start: Any, case: dict[str,
         assert all(torch.equal(weights[name], weight) for name, weight in resumed.export_weights())
         if dist.get_rank() == 0:
             torch.save({"metrics": went_on, "weights": weights}, output / f"{case['name']}.went_on.pt")
+        check_weights_only(case, directory, saved)
 
 
 def check_timeout() -> None:
@@ -172,6 +173,19 @@ def check_timeout() -> None:
         assert options._timeout == timedelta(seconds=TIMEOUT), options._timeout
 
 
+def check_weights_only(case: dict[str, Any], directory: Path, expected: dict[str, torch.Tensor]) -> None:
+    """What exports a checkpoint holds its weights and nothing else."""
+    trainer = build(case, weights_only=True)
+    assert trainer.load(directory) is None
+    weights = weights_of(trainer)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert weight.dtype == expected[name].dtype and torch.equal(weight, expected[name]), name
+    parameters = [parameter for chunk in trainer.model.chunks for parameter in chunk.parameters()]
+    assert trainer.optimizer is None
+    assert not any(hasattr(parameter, "main_grad") for parameter in parameters), "there is memory for gradients"
+
+
 def run_resume(case: dict[str, Any], output: Path) -> None:
     """Save, go on; load into a fresh trainer, go on: the same to the last bit. And what else needs a live trainer."""
     trainer = build(case)
@@ -180,6 +194,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
     first = trainer.log_probs(batches, temperature=1.0)
     trainer.keep_reference()
     train(trainer, batches, 2)
+    saved = weights_of(trainer)
     directory = output / f"{case['name']}.checkpoint"
     on_disk = synced_files()
     save(trainer, directory)
@@ -221,6 +236,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
         assert torch.equal(weights[name], weight), name
     if dist.get_rank() == 0:
         torch.save(weights, output / f"{case['name']}.weights.pt")
+    check_weights_only(case, directory, saved)
 
 
 def run_upstream(case: dict[str, Any], output: Path) -> None:

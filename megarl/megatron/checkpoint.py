@@ -131,14 +131,7 @@ def load(directory: Path, model: Model, optimizer: Any, *, layout: dict[str, int
     to ranks, so in another layout they are seeded anew, from `seed` and the step. Raises ValueError where there
     is no checkpoint, or that of another model.
     """
-    file = directory / _STATE_FILE
-    if not file.is_file():
-        raise ValueError(f"{directory} holds no trainer checkpoint: {_STATE_FILE} is missing.")
-    saved = json.loads(file.read_text())
-    files = TensorFiles(directory)
-    with torch.no_grad():
-        for piece in pieces_to_load(model, optimizer):
-            files.fill(piece)
+    saved = _fill(directory, model, optimizer)
     set_updates(optimizer, saved["updates"])
     changed = {name: (saved["layout"].get(name), size) for name, size in layout.items()}
     changed = {name: sizes for name, sizes in changed.items() if sizes[0] != sizes[1]}
@@ -151,6 +144,23 @@ def load(directory: Path, model: Model, optimizer: Any, *, layout: dict[str, int
         f"the checkpoint was written in another layout ({said}): weights and optimizer are taken over exactly, random "
         f"states are seeded anew from train.seed and the step, and sums over devices round differently from here on"
     )
+
+
+def load_weights(directory: Path, model: Model) -> None:
+    """Read the weights alone of what `Save` wrote, in whatever layout. Raises ValueError as `load` does."""
+    _fill(directory, model, None)
+
+
+def _fill(directory: Path, model: Model, optimizer: Any) -> dict[str, Any]:
+    """Fill model and optimizer (None: there is none) with a checkpoint's tensors; returns its state."""
+    file = directory / _STATE_FILE
+    if not file.is_file():
+        raise ValueError(f"{directory} holds no trainer checkpoint: {_STATE_FILE} is missing.")
+    files = TensorFiles(directory)
+    with torch.no_grad():
+        for piece in pieces_to_load(model, optimizer):
+            files.fill(piece)
+    return json.loads(file.read_text())
 
 
 def _copied(piece: Piece) -> Piece:

@@ -47,8 +47,10 @@ class CriticTrainer(Trainer):
         "critic/moe_load/mean",
     )
 
-    def __init__(self, recipe: Recipe, platform: Platform, total_optimizer_steps: int) -> None:
-        super().__init__(recipe, platform, total_optimizer_steps, value_head=True)
+    def __init__(
+        self, recipe: Recipe, platform: Platform, total_optimizer_steps: int, *, weights_only: bool = False
+    ) -> None:
+        super().__init__(recipe, platform, total_optimizer_steps, value_head=True, weights_only=weights_only)
 
     def values(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
         """Values [T] of each micro batch at token index (float32), without gradients: entry t is the value of the

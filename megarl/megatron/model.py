@@ -28,7 +28,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass
 class Model:
-    """What `build` makes. `chunks` are DDP-wrapped: one, or one a virtual pipeline stage."""
+    """What `build` makes. `chunks`: one, or one a virtual pipeline stage; DDP-wrapped where they are to be trained."""
 
     bridge: Any
     chunks: list[Any]
@@ -44,10 +44,11 @@ class Model:
         return self.lora.merged() if self.lora else self.chunks
 
 
-def build(recipe: Recipe, platform: Platform, *, value_head: bool = False) -> Model:
+def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weights_only: bool = False) -> Model:
     """Lay processes out, build this rank's part of the model, and load the weights of `recipe.model.path`.
 
-    `value_head`: a critic's, in the place of the output layer; see value_head.py.
+    `value_head`: a critic's, in the place of the output layer; see value_head.py. `weights_only`: it will not be
+    trained, so that there are no gradients to keep.
     Needs an initialised torch.distributed and a prepared platform. All ranks call it together. Raises
     ValueError for a layout that does not divide and for a model that cannot be trained as asked.
     """
@@ -77,7 +78,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False) -> Mo
     lora = Lora(recipe.lora, bridge, recipe.train.seed) if with_adapters else None
     with contextlib.redirect_stdout(None):  # mbridge prints counts
         chunks = bridge.get_model(
-            wrap_with_ddp=True,
+            wrap_with_ddp=not weights_only,
             bf16=dtype == torch.bfloat16,
             post_model_creation_callbacks=[
                 _mark_experts,

@@ -61,8 +61,9 @@ def pieces_to_save(model: Model, optimizer: Any) -> Iterator[Piece]:
 
 
 def pieces_to_load(model: Model, optimizer: Any) -> Iterator[Piece]:
-    """Everything on this rank, as views that are to be filled: whole local weights, and the optimizer's states."""
-    shares = _shares(optimizer)
+    """Everything on this rank, as views that are to be filled: whole local weights, and the optimizer's states where
+    there is one."""
+    shares = {} if optimizer is None else _shares(optimizer)
     for entry in _entries(model):
         yield from _whole(entry)
         if share := shares.get(id(entry.data)):
@@ -96,7 +97,8 @@ def _entries(model: Model) -> Iterator[Any]:
     """
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     for chunk in model.chunks:
-        for entry in nested_values(chunk.module.sharded_state_dict(metadata=metadata)):
+        module = getattr(chunk, "module", chunk)  # of a wrapper: DDP's, or the one for bfloat16
+        for entry in nested_values(module.sharded_state_dict(metadata=metadata)):
             if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and (not model.lora or is_adapter(entry.key)):
                 yield entry
 

@@ -62,15 +62,23 @@ class Trainer:
 
     torch.distributed is initialised and `platform.prepare()` has run before this module is imported.
     All ranks with the same `coordinates.dp_rank` are given the same micro batches.
+
+    `weights_only`: it loads and exports, and has neither gradients nor an optimizer.
     """
 
     names: StepMetrics
 
     def __init__(
-        self, recipe: Recipe, platform: Platform, total_optimizer_steps: int, *, value_head: bool = False
+        self,
+        recipe: Recipe,
+        platform: Platform,
+        total_optimizer_steps: int,
+        *,
+        value_head: bool = False,
+        weights_only: bool = False,
     ) -> None:
         self.recipe, self.platform, self.total_steps = recipe, platform, total_optimizer_steps
-        self.model: Model = build(recipe, platform, value_head=value_head)
+        self.model: Model = build(recipe, platform, value_head=value_head, weights_only=weights_only)
         configure(self.model.config)
         self._router_losses = RouterLosses(
             self.model.chunks,
@@ -78,12 +86,14 @@ class Trainer:
             balance=recipe.megatron.moe_aux_loss_coef,
             z=recipe.megatron.moe_z_loss_coef,
         )
-        self.optimizer = build_optimizer(
-            recipe.actor.optimizer,
-            self.model.chunks,
-            dtype=self.model.dtype,
-            distributed=recipe.megatron.distributed_optimizer,
-        )
+        self.optimizer: Any = None
+        if not weights_only:
+            self.optimizer = build_optimizer(
+                recipe.actor.optimizer,
+                self.model.chunks,
+                dtype=self.model.dtype,
+                distributed=recipe.megatron.distributed_optimizer,
+            )
         self.coordinates = _coordinates()
         self.step = 0  # optimizer steps asked for so far, skipped ones included
         self._offloader = Offloader(self.model.chunks, self.optimizer)
@@ -129,6 +139,9 @@ class Trainer:
     def load(self, directory: Path) -> str | None:
         """Continue from a checkpoint: bit for bit in its own layout, else with what the returned notice says.
         Raises ValueError for another model's."""
+        if self.optimizer is None:
+            checkpoint.load_weights(directory, self.model)
+            return None
         layout, seed = self._layout(), self.recipe.train.seed
         self.step, notice = checkpoint.load(directory, self.model, self.optimizer, layout=layout, seed=seed)
         return notice
@@ -234,8 +247,10 @@ class PolicyTrainer(Trainer):
         "actor/moe_load/mean",
     )
 
-    def __init__(self, recipe: Recipe, platform: Platform, total_optimizer_steps: int) -> None:
-        super().__init__(recipe, platform, total_optimizer_steps)
+    def __init__(
+        self, recipe: Recipe, platform: Platform, total_optimizer_steps: int, *, weights_only: bool = False
+    ) -> None:
+        super().__init__(recipe, platform, total_optimizer_steps, weights_only=weights_only)
         self._reference: list[torch.Tensor] | None = None
 
     def log_probs(
