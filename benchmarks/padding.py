@@ -2,10 +2,11 @@
 
     python -m benchmarks.padding [--samples 48] [--rounds 3]
 
-Three ways to compute the same samples under the same limit of tokens a micro batch, each a whole
-`PolicyTrainer.train_step`: packed; padded, samples of like length together (what `megatron.packing: false` does); and
-padded in the order in which samples come, the usual way. Seconds are CPU time on a CPU, wall time elsewhere; ratios of
-tokens per second are the figures. Padding counts as no token.
+Four ways to compute the same samples under the same limit of tokens a micro batch, each a whole
+`PolicyTrainer.train_step`: packed; padded to the longest of the micro batch, samples of like length together (what
+`megatron.packing: false` does); the same in the order in which samples come; and padded to the longest that the recipe
+allows, as trainers do whose batches are tensors of one shape. Seconds are CPU time on a CPU, wall time elsewhere; ratios
+of tokens per second are the figures. Padding counts as no token.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from megarl.padded_schedule import plan_padded_micro_batches
 from megarl.schedule import plan_micro_batches
 
 LIMIT = 4096
+LONGEST = 2048  # prompt and response, as the recipe would allow
 
 
 def as_they_come(lengths: np.ndarray) -> list[list[int]]:
@@ -40,19 +42,25 @@ def as_they_come(lengths: np.ndarray) -> list[list[int]]:
     return batches
 
 
-def micro_batches(plan: Iterable[Iterable[int]], lengths: np.ndarray, tokens: list[Any]) -> list[Any]:
+def micro_batches(
+    plan: Iterable[Iterable[int]], lengths: np.ndarray, tokens: list[Any], padded_to: int | None = None
+) -> list[Any]:
+    """The micro batches of `plan`. `padded_to`: every sample as long, with tokens that the loss leaves out."""
     import torch
+    from torch.nn.functional import pad
 
     from megarl.megatron.batch import MicroBatch
 
     batches = []
     for members in plan:
         members = list(members)
-        ids = torch.cat([tokens[sample] for sample in members])
-        ones = torch.ones(len(ids), device=ids.device)
-        share = ones / int(lengths.sum())
-        vectors = {"loss_mask": ones, "loss_weights": share, "token_share": share, "advantages": ones}
-        batches.append(MicroBatch(ids, [int(lengths[sample]) for sample in members], vectors))
+        sizes = [padded_to or int(lengths[sample]) for sample in members]
+        filled = [pad(tokens[i], (0, size - len(tokens[i]))) for i, size in zip(members, sizes, strict=True)]
+        masks = [pad(torch.ones_like(tokens[i]), (0, n - len(tokens[i]))) for i, n in zip(members, sizes, strict=True)]
+        ids, mask = torch.cat(filled), torch.cat(masks).float()
+        share = mask / int(lengths.sum())
+        vectors = {"loss_mask": mask, "loss_weights": share, "token_share": share, "advantages": mask}
+        batches.append(MicroBatch(ids, sizes, vectors))
     return batches
 
 
@@ -68,19 +76,20 @@ def measure(samples: int, rounds: int) -> dict[str, float]:
         recipe.model.path = str(write_dense(Path(folder)))
         recipe.model.dtype = "float32" if platform.name == "cpu" else "bfloat16"
         trainer = PolicyTrainer(recipe, platform, total_optimizer_steps=100)
-    lengths = draw("gsm8k", samples, 2048, seed=0)
+    lengths = draw("gsm8k", samples, LONGEST, seed=0)
     tokens = [torch.randint(0, VOCABULARY, (length,), device=platform.device()) for length in lengths]
     packed, padded = plan_micro_batches(lengths, 1, LIMIT)[0], plan_padded_micro_batches(lengths, 1, LIMIT)[0]
     plans = {
-        "packed": (True, [[slot.sample for slot in slots] for slots in packed]),
-        "padded, like lengths together": (False, [[slot.sample for slot in slots] for slots in padded]),
-        "padded, as samples come": (False, as_they_come(lengths)),
+        "packed": (True, [[slot.sample for slot in slots] for slots in packed], None),
+        "padded, like lengths together": (False, [[slot.sample for slot in slots] for slots in padded], None),
+        "padded, as samples come": (False, as_they_come(lengths), None),
+        f"padded, all to {LONGEST}": (False, as_they_come(np.full(samples, LONGEST)), LONGEST),
     }
     times: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(rounds + 1):
-        for name, (packing, plan) in plans.items():
+        for name, (packing, plan, padded_to) in plans.items():
             recipe.megatron.packing = packing
-            batches = micro_batches(plan, lengths, tokens)
+            batches = micro_batches(plan, lengths, tokens, padded_to)
             step = {"temperature": 1.0, "with_entropy": False}
             update = lambda: trainer.train_step(batches, lambda x: (-(x.log_probs * x.loss_weights).sum(), {}), **step)  # noqa: B023, E731
             times[name].append(seconds(update))
