@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from megarl.model_config import number_of_experts, text_fields
+
 Config = dict[str, Any]
 
 FORWARD, FORWARD_BACKWARD = 1, 3
@@ -54,7 +56,7 @@ def model_flops(hf_config: Config) -> ModelFlops:
     kind = hf_config.get("model_type", "")
     if kind not in COUNTED:
         raise ValueError(f"FLOPs of a {kind!r} model are not counted; those of {', '.join(sorted(COUNTED))} are.")
-    config = {**hf_config, **(hf_config.get("text_config") or {})}
+    config = text_fields(hf_config)
     hidden = config["hidden_size"]
     attention = _latent_attention(config) if config.get("kv_lora_rank") else _attention(config)
     layers = sum(
@@ -89,15 +91,11 @@ def _latent_attention(config: Config) -> ModelFlops:
 def _experts_width(config: Config) -> int:
     """Rows of hidden size that a token is multiplied with in a sparse layer: router, routed and shared experts."""
     routed = config.get("moe_intermediate_size") or config["intermediate_size"]
-    width = _experts(config) + 3 * routed * config["num_experts_per_tok"]
+    width = number_of_experts(config) + 3 * routed * config["num_experts_per_tok"]
     width += 3 * routed * (config.get("n_shared_experts") or 0)
     if shared := config.get("shared_expert_intermediate_size"):
         width += 3 * shared + 1  # and its gate
     return width
-
-
-def _experts(config: Config) -> int:
-    return next(config[name] for name in ("num_experts", "n_routed_experts", "num_local_experts") if config.get(name))
 
 
 def _sparse_layers(config: Config, sparse: Callable[[Config, int], bool]) -> list[bool]:

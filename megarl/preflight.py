@@ -27,6 +27,7 @@ from megarl.flops import COUNTED, ModelFlops, model_flops
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
+from megarl.model_config import text_fields
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 
@@ -166,7 +167,7 @@ def identity(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
 
 
 def _model_identity(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
-    text = config.get("text_config", config)
+    text = text_fields(config)
     sizes = {name: text[name] for name in _SIZES if name in text}
     return {"name": Path(model.path).name, "dtype": model.dtype, **sizes}
 

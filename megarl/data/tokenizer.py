@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.model_config import text_fields
+
 Messages = Sequence[dict[str, Any]]
 
 
@@ -105,13 +107,13 @@ def check_vocabulary(tokenizer: Tokenizer, hf_config: dict[str, Any]) -> None:
     Raises:
         ValueError: the largest id is past the model's vocabulary.
     """
-    text_config = hf_config if "vocab_size" in hf_config else hf_config.get("text_config", {})
-    if "vocab_size" not in text_config:
+    config = text_fields(hf_config)
+    if "vocab_size" not in config:
         raise ValueError(f"the model's config.json has no vocab_size, but {', '.join(sorted(hf_config))}")
-    if tokenizer.vocab_size > text_config["vocab_size"]:
+    if tokenizer.vocab_size > config["vocab_size"]:
         raise ValueError(
             f"the tokenizer in {tokenizer.directory} has ids up to {tokenizer.vocab_size - 1}, but the model's "
-            f"vocab_size is {text_config['vocab_size']}: they do not belong together. Set model.tokenizer to the model's own"
+            f"vocab_size is {config['vocab_size']}: they do not belong together. Set model.tokenizer to the model's own"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.config.training import MegatronConfig
+from megarl.model_config import number_of_experts, text_fields
 
 
 def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size: int) -> None:
@@ -20,19 +21,6 @@ def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size
     _check_vision_tower(hf_config.get("vision_config"), megatron)
     _check_pipeline(hf_config, megatron)
     _check_experts(hf_config, megatron, data_parallel)
-
-
-def text_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with the fields of its text part, which multi-modal models may keep in a section of their own."""
-    return {**(hf_config.get("text_config") or {}), **hf_config}
-
-
-def number_of_experts(hf_config: dict[str, Any]) -> int:
-    """Routed experts of a layer; 0 for a dense model."""
-    for name in ("num_experts", "n_routed_experts", "num_local_experts"):
-        if hf_config.get(name):
-            return int(hf_config[name])
-    return 0
 
 
 def uses_sequence_parallel(megatron: MegatronConfig) -> bool:

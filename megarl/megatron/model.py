@@ -19,8 +19,9 @@ import torch
 from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig
 from megarl.megatron.images import ImageLayout
-from megarl.megatron.layout import check_layout, number_of_experts, text_fields, uses_sequence_parallel, vocab_divisor
+from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.lora.targets import check_lora
+from megarl.model_config import number_of_experts, text_fields
 from megarl.platform import Platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -7,7 +7,8 @@ from typing import Any
 
 from megarl.config.errors import RecipeError
 from megarl.config.training import LoraConfig, MegatronConfig
-from megarl.megatron.layout import layers_of_chunks, number_of_experts
+from megarl.megatron.layout import layers_of_chunks
+from megarl.model_config import number_of_experts
 from megarl.registry import nearest
 
 ALL = "all-linear"
