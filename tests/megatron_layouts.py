@@ -51,28 +51,28 @@ LAYOUTS = {
 }
 
 MATRIX = """
-layout            qwen2  qwen2_tied  qwen3  qwen3_moe  qwen3_moe_raw  deepseek_v3  moonlight
-TP1               ci     ci          ci     ci         ci             ci           ci
-DP2               slow   slow        slow   ci         -              slow         slow
-TP2               slow   ci          slow   ci         -              ci           slow
-PP2               ci     slow        slow   slow       -              slow         slow
-PP2xVPP2          slow   ci          slow   ci         -              slow         slow
-CP2               slow   slow        slow   ci         -              ci           slow
-EP2               -      -           -      ci         -              slow         slow
-ETP2              -      -           -      ci         -              slow         slow
-TP2xEP2           -      -           -      slow       -              slow         ci
-TP2xETP2          -      -           -      ci         -              slow         slow
-TP2xPP2           slow   slow        slow   -          -              -            -
-TP2xCP2           slow   slow        slow   -          -              -            -
-EP4               -      -           -      slow       -              ci           slow
-EP2xETP2          -      -           -      slow       -              slow         slow
-TP4xETP2          -      -           -      -          -              slow         ci
-TP2xEP2xETP2      -      -           -      ci         -              slow         slow
-PP2xEP2           -      -           -      slow       -              slow         slow
-TP2xPP2xEP2       -      -           -      slow       -              ci           slow
-TP2xPP2xVPP2xEP2  -      -           -      ci         -              slow         slow
-TP2xCP2xEP2       -      -           -      slow       -              ci           slow
-TP2xCP2xEP4       -      -           -      slow       -              slow         slow
+layout            llama  qwen2  qwen2_tied  qwen3  qwen3_moe  qwen3_moe_raw  deepseek_v3  moonlight  glm4_moe
+TP1               ci     ci     ci          ci     ci         ci             ci           ci         ci
+DP2               -      slow   slow        slow   ci         -              slow         slow       slow
+TP2               slow   slow   ci          slow   ci         -              ci           slow       slow
+PP2               slow   ci     slow        slow   slow       -              slow         slow       slow
+PP2xVPP2          -      slow   ci          slow   ci         -              slow         slow       slow
+CP2               -      slow   slow        slow   ci         -              ci           slow       slow
+EP2               -      -      -           -      ci         -              slow         slow       slow
+ETP2              -      -      -           -      ci         -              slow         slow       slow
+TP2xEP2           -      -      -           -      slow       -              slow         ci         slow
+TP2xETP2          -      -      -           -      ci         -              slow         slow       slow
+TP2xPP2           -      slow   slow        slow   -          -              -            -          -
+TP2xCP2           -      slow   slow        slow   -          -              -            -          -
+EP4               -      -      -           -      slow       -              ci           slow       -
+EP2xETP2          -      -      -           -      slow       -              slow         slow       -
+TP4xETP2          -      -      -           -      -          -              slow         ci         -
+TP2xEP2xETP2      -      -      -           -      ci         -              slow         slow       -
+PP2xEP2           -      -      -           -      slow       -              slow         slow       -
+TP2xPP2xEP2       -      -      -           -      slow       -              ci           slow       slow
+TP2xPP2xVPP2xEP2  -      -      -           -      ci         -              slow         slow       -
+TP2xCP2xEP2       -      -      -           -      slow       -              ci           slow       slow
+TP2xCP2xEP4       -      -      -           -      slow       -              slow         slow       -
 """
 
 

@@ -13,6 +13,10 @@ LENGTHS = [7, 13, 41, 5, 3, 15, 9, 3]
 """Of the sequences of the global batch. With [7, 13, 41] in one micro batch, attention needs two rectangles;
 in pairs, they need no padding under TP 2."""
 
+LOSS_SCALE = 1 / sum(LENGTHS)
+TEMPERATURE, ENTROPY_COEF, CLIP_GRAD = 0.7, 0.05, 2.0
+"""Of the training steps."""
+
 COMMON = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -53,6 +57,10 @@ def _qwen3_moe_raw() -> transformers.PreTrainedModel:
     return transformers.Qwen3MoeForCausalLM(
         transformers.Qwen3MoeConfig(**COMMON, **experts, head_dim=16, num_experts=4, mlp_only_layers=[])
     )
+
+
+def _llama() -> transformers.PreTrainedModel:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**COMMON, head_dim=32))
 
 
 LATENT = {
@@ -96,7 +104,25 @@ def _moonlight() -> transformers.PreTrainedModel:
     )
 
 
+def _glm4_moe() -> transformers.PreTrainedModel:
+    """With what GLM-4.5 has: partly rotated heads, biases of queries, keys and values, and an MTP layer."""
+    config = transformers.Glm4MoeConfig(
+        **COMMON,
+        **EXPERTS,
+        head_dim=32,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.5,
+        attention_bias=True,
+        use_qk_norm=True,
+        num_nextn_predict_layers=1,
+    )
+    return transformers.Glm4MoeForCausalLM(config)
+
+
 MODELS = {
+    "llama": _llama,
     "qwen2": _qwen2,
     "qwen2_tied": _qwen2_tied,
     "qwen3": _qwen3,
@@ -104,6 +130,7 @@ MODELS = {
     "qwen3_moe_raw": _qwen3_moe_raw,
     "deepseek_v3": _deepseek_v3,
     "moonlight": _moonlight,
+    "glm4_moe": _glm4_moe,
 }
 
 
@@ -144,6 +171,13 @@ def _add_mtp_layer(file: Path, number: int) -> None:
     tensors[f"{prefix}embed_tokens.weight"] = embedding.clone()
     tensors[f"{prefix}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def global_batch() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tokens and advantages [length] of each sequence."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
+    return tokens, [torch.randn(length, generator=generator) for length in LENGTHS]
 
 
 def rows_of_logits(logits: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

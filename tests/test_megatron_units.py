@@ -11,10 +11,13 @@ import torch
 from megarl.config.training import MegatronConfig, OptimizerConfig
 from megarl.megatron.batch import MicroBatch, pack
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
-from megarl.megatron.model_checks import check_model
+from megarl.megatron.model_checks import PROVEN, check_model
 from megarl.megatron.native_kernels import rms_norm, rotate_packed
 from megarl.megatron.optimizer import learning_rate
 from megarl.megatron.vocab import log_probs_and_entropy
+from megarl.model_config import number_of_experts, text_fields
+from tests.megatron_models import MODELS
+from tests.vl_model import config as vl_config
 
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}
 VISION = {"model_type": "qwen2_5_vl", "text_config": DENSE, "vision_config": {"num_heads": 6, "intermediate_size": 96}}
@@ -86,18 +89,46 @@ def test_layouts_that_divide_pass() -> None:
     assert not uses_sequence_parallel(MegatronConfig(tensor_parallel=2, sequence_parallel=False))
 
 
+GLM = {"model_type": "glm4_moe", "attention_bias": True, "num_experts_per_tok": 8}
 YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ({"model_type": "gpt_neox"}, "'gpt_neox' model, which mbridge does not know"),
+        ({"model_type": "gpt_neox"}, "'gpt_neox' model. megarl trains deepseek_v3, glm4_moe, .* others too"),
+        ({"model_type": "mixtral"}, "nothing proves"),
+        ({"model_type": "qwen2_moe"}, "nothing proves"),
+        ({"model_type": "gemma3", "vision_config": {}}, "nothing proves"),
+        ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, "fp8.*Convert them to bfloat16"),
+        ({"model_type": "llama", "compression_config": {"format": "pack"}}, "compression_config.*Convert them"),
+        ({**VISION, "text_config": {**DENSE, "quantization_config": {"quant_method": "awq"}}}, "awq"),
+        *(({"model_type": kind, "hidden_act": "gelu"}, "hidden_act: gelu") for kind in ("llama", "qwen2", "qwen3_moe")),
+        *(({"model_type": kind, "use_sliding_window": True}, "sliding") for kind in ("qwen2", "qwen3", "qwen3_moe")),
+        ({**VISION, "text_config": {**DENSE, "use_sliding_window": True}}, "sliding"),
+        *(({"model_type": kind, "attention_bias": True}, "attention_bias") for kind in ("llama", "qwen3", "qwen3_moe")),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
+        ({**GLM, "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
+        ({**GLM, "norm_topk_prob": False}, "norm_topk_prob"),
+        ({**GLM, "attention_bias": False}, "attention_bias: false"),
+        ({"model_type": "glm4_moe"}, "attention_bias: false"),
+        ({**GLM, "n_shared_experts": 2}, "n_shared_experts: 2"),
+        ({**GLM, "n_group": 2}, "n_group"),
+        ({**GLM, "tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({**GLM, "partial_rotary_factor": 1.0}, "partial_rotary_factor"),
+        ({**GLM, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
         ({"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4}}, "rotary scaling 'yarn'"),
         ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}, "rotary scaling 'llama3'"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "some layers dense"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "some dense layers .mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "some dense layers .decoder_sparse_step"),
         ({**LATENT, "rope_parameters": {"rope_type": "linear"}}, "rotary scaling 'linear'"),
         ({**LATENT, "norm_topk_prob": False}, "norm_topk_prob"),
+        ({**LATENT, "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
+        ({**LATENT, "n_shared_experts": 0}, "no shared experts"),
+        ({**LATENT, "attention_bias": True}, "attention_bias"),
+        ({**LATENT, "tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({**LATENT, "quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({**LATENT, "num_experts_per_tok": 8}, "8 / 2 = 4"),
         ({**LATENT, "rope_interleave": False}, "rope_interleave"),
         ({**LATENT, "rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor"),
@@ -115,6 +146,25 @@ def test_models_that_megatron_computes_pass() -> None:
         check_model({**LATENT, **rotary})
     check_model({**LATENT, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6})
     check_model({"model_type": "qwen3_moe", "mlp_only_layers": [], "decoder_sparse_step": 1})
+    check_model({"model_type": "qwen2", "attention_bias": True, "use_sliding_window": False, "sliding_window": 4096})
+    check_model({"model_type": "llama", "tie_word_embeddings": True, "hidden_act": "silu"})
+    check_model({**GLM, "n_group": 1, "use_qk_norm": True, "quantization_config": None, "partial_rotary_factor": 0.5})
+    check_model({**VISION, "text_config": {**DENSE, "model_type": "qwen2_5_vl_text"}})
+
+
+def test_every_model_that_is_trained_is_held_to_transformers() -> None:
+    """The models of the layout tests are of these families."""
+    tried = {MODELS[name]().config.model_type for name in MODELS}
+    assert {*tried, vl_config().model_type} == set(PROVEN)
+
+
+def test_fields_of_the_text_part_count_and_the_whole_keeps_its_own() -> None:
+    text = {"hidden_size": 64, "model_type": "text", "tie_word_embeddings": True, "num_local_experts": 4}
+    whole = {"hidden_size": 32, "model_type": "whole", "tie_word_embeddings": False, "vision_config": {}}
+    merged = text_fields({**whole, "text_config": text})
+    assert {name: merged[name] for name in whole} == {**whole, "hidden_size": 64}
+    assert number_of_experts(merged) == 4 and number_of_experts(whole) == 0
+    assert text_fields(whole) == whole and text_fields({**whole, "text_config": None})["hidden_size"] == 32
 
 
 def rates(total: int, **settings: Any) -> list[float]:

@@ -83,11 +83,49 @@ def rope_theta_is_read_where_transformers_4_had_it() -> None:
 @defect
 def rotary_scaling_is_left_out() -> None:
     scaling = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
-    with_it, without = qwen3_moe(rope_parameters=scaling), qwen3_moe()
+    with_it = qwen3_moe(rope_parameters=scaling)
     assert with_it.hf_config.rope_parameters["rope_type"] == "linear"
-    assert with_it._get_gptmodel_args() == without._get_gptmodel_args()
-    settings = [{k: v for k, v in vars(one.config).items() if not callable(v)} for one in (with_it, without)]
-    assert settings[0] == settings[1]
+    assert asked_of_megatron(with_it) == asked_of_megatron(qwen3_moe())
+
+
+def asked_of_megatron(bridge: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a bridge makes of a configuration: a model's arguments and its settings."""
+    own = [name for name, value in vars(bridge.config).items() if callable(value) and name != "activation_func"]
+    return bridge._get_gptmodel_args(), {k: v for k, v in vars(bridge.config).items() if k not in own}
+
+
+@defect
+def fields_are_left_out() -> None:
+    """A configuration with them and one without come to the same model."""
+    import transformers
+    from mbridge.models.glm4moe import GLM4MoEBridge
+    from mbridge.models.llama import LLaMABridge
+
+    def of(bridge: Any, config: Any, **fields: Any) -> Any:
+        hf_config = config(num_hidden_layers=2, **fields)
+        hf_config.rope_theta = 10000.0
+        return asked_of_megatron(bridge(hf_config, parallel_states=places()))
+
+    odd = {"attention_bias": True, "hidden_act": "gelu", "use_sliding_window": True, "sliding_window": 8}
+    assert asked_of_megatron(qwen3_moe(**odd)) == asked_of_megatron(qwen3_moe())
+    llama = LLaMABridge, transformers.LlamaConfig
+    assert of(*llama, mlp_bias=True) == of(*llama)
+    glm, odd = (GLM4MoEBridge, transformers.Glm4MoeConfig), {"n_group": 2, "n_shared_experts": 2}
+    assert of(*glm, **odd, norm_topk_prob=False, attention_bias=False) == of(*glm, attention_bias=True)
+
+
+@defect
+def scales_of_quantised_weights_are_not_read() -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    numbers, name = torch.full((2, 2), 3.0).to(torch.float8_e4m3fn), "model.layers.0.self_attn.o_proj.weight"
+    with tempfile.TemporaryDirectory() as directory:
+        scales = {f"{name}_scale_inv": torch.full((1, 1), 0.5)}
+        save_file({name: numbers, **scales}, os.path.join(directory, "model.safetensors"))
+        Path(directory, "config.json").write_text("{}")  # without which no directory is a model's to mbridge
+        read = qwen3_moe()._get_safetensor_io(directory).load_one_hf_weight(name)
+    assert torch.equal(read.float(), numbers.float())
 
 
 @defect

@@ -98,7 +98,7 @@ def _merge_experts_over_their_own_ranks(bridge: Any) -> None:
 def _mend_deepseek(bridge: Any) -> None:
     from mbridge.core.safetensor_io import SafeTensorIO
 
-    build, open_weights = bridge._build_base_config, bridge._get_safetensor_io
+    build = bridge._build_base_config
 
     def build_base_config(self: Any, **kwargs: Any) -> Any:
         names = {field.name for field in dataclasses.fields(self.TransformerConfigClass)}
@@ -113,11 +113,7 @@ def _mend_deepseek(bridge: Any) -> None:
         return build(self, **kwargs)
 
     def get_safetensor_io(self: Any, path: str) -> Any:
-        # The reader of FP8 weights insists on bfloat16, CUDA and triton, also where nothing is FP8.
-        if getattr(self.hf_config, "quantization_config", None):
-            if self.dtype != torch.bfloat16:
-                raise ValueError("FP8 weights are read into bfloat16: set model.dtype: bfloat16.")
-            return open_weights(self, path)
+        # mbridge's reader is made for FP8, which is refused, and insists on bfloat16, CUDA and triton.
         return SafeTensorIO(self._get_actual_hf_path(path))
 
     bridge._build_base_config = build_base_config
