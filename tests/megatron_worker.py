@@ -24,12 +24,18 @@ import torch.distributed as dist  # noqa: E402
 
 from tests import megatron_critic  # noqa: E402
 from tests.megatron_checkpoints import assert_same, check_failed_write, check_other_model, check_reshard, save  # noqa: E402
-from tests.megatron_models import LENGTHS  # noqa: E402
+from tests.megatron_models import (  # noqa: E402
+    CLIP_GRAD,
+    ENTROPY_COEF,
+    LENGTHS,
+    LOSS_SCALE,
+    TEMPERATURE,
+    global_batch,
+)
 from tests.trainer_processes import forget_last_model  # noqa: E402
 from tests.vl_model import images_of, sequences  # noqa: E402
 
 torch.set_num_threads(1)
-LOSS_SCALE = 1 / sum(LENGTHS)
 TIMEOUT = 1234.5
 
 
@@ -40,7 +46,9 @@ def recipe_of(case: dict[str, Any]) -> Any:
     recipe.model.path, recipe.model.dtype = case["model"], case.get("dtype", "float32")
     recipe.cluster.timeout = TIMEOUT
     # A large epsilon keeps Adam's update smooth in the gradient, so that rounding stays rounding.
-    recipe.actor.optimizer.lr, recipe.actor.optimizer.eps, recipe.actor.optimizer.clip_grad = 1e-2, 1e-2, 2.0
+    # Without decay, nothing but a gradient moves a weight.
+    optimizer = recipe.actor.optimizer
+    optimizer.lr, optimizer.eps, optimizer.clip_grad, optimizer.weight_decay = 1e-2, 1e-2, CLIP_GRAD, 0.0
     for name, value in case.get("megatron", {}).items():
         setattr(recipe.megatron, name, value)
     for name, value in case.get("lora", {}).items():
@@ -59,12 +67,10 @@ def micro_batches(trainer: Any, per_micro: int) -> tuple[list[Any], list[list[in
     """This data-parallel rank's share of the same global batch, and the numbers of its sequences."""
     from megarl.megatron.batch import MicroBatch
 
-    generator = torch.Generator().manual_seed(3)
-    tokens = [torch.randint(0, 250, (length,), generator=generator) for length in LENGTHS]
+    tokens, advantages = global_batch()
     with_images = trainer.model.image_layout is not None
     if with_images:
         tokens = [own for own, _ in sequences()]
-    advantages = [torch.randn(length, generator=generator) for length in LENGTHS]
     share = len(LENGTHS) // trainer.coordinates.dp_size
     mine = list(range(len(LENGTHS)))[trainer.coordinates.dp_rank * share :][:share]
     numbers = [mine[i : i + per_micro] for i in range(0, len(mine), per_micro)]
@@ -92,12 +98,12 @@ def vectors_of(advantages: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def objective(x: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Not a function of any rank's own counts: a sum with a global scale, an entropy bonus included."""
-    loss = ((-x.log_probs * x.advantages - 0.05 * x.entropy) * x.loss_weights).sum()
+    loss = ((-x.log_probs * x.advantages - ENTROPY_COEF * x.entropy) * x.loss_weights).sum()
     return loss, {"loss": loss.detach(), "tokens": torch.tensor(float(len(x.log_probs)))}
 
 
 def train(trainer: Any, batches: list[Any], steps: int, function: Any = objective) -> list[dict[str, float] | None]:
-    step = {"temperature": 0.7, "with_entropy": True}
+    step = {"temperature": TEMPERATURE, "with_entropy": True}
     metrics = [trainer.train_step(batches, function, **step) for _ in range(steps)]
     for of_step in metrics:
         assert of_step is None or 0.01 < of_step.pop("perf/max_memory_allocated_gb") < 100
@@ -111,13 +117,28 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return weights
 
 
+def gradient_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """What the last step left in the gradient buffers, clipped, under Hugging Face names."""
+    parameters = [parameter for chunk in trainer.model.chunks for parameter in chunk.parameters()]
+    weights = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad
+    gradient = weights_of(trainer)
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data = weight
+    return gradient
+
+
 def run_case(case: dict[str, Any], output: Path) -> None:
-    """Log-probs, the weights as they were loaded, and metrics and weights of two steps."""
+    """Log-probs, the weights as they were loaded, and metrics and weights of two steps. On one process, the first
+    step's gradient too."""
     trainer = build(case)
     batches, numbers = micro_batches(trainer, case.get("per_micro", 2))
     rows = trainer.log_probs(batches, temperature=1.0, with_entropy=True)
     trainer.save_hf(output / f"{case['name']}.hf")
-    metrics = train(trainer, batches, 2)
+    metrics = train(trainer, batches, 1)
+    gradient = gradient_of(trainer) if dist.get_world_size() == 1 and not case.get("lora") else {}
+    metrics += train(trainer, batches, 1)
     after = weights_of(trainer)
     where = trainer.coordinates
     assert (rows is None) == (metrics[0] is None) == (not where.is_last_stage)
@@ -129,7 +150,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
                 by_sequence[i] = (p.clone(), h.clone())
         torch.save(by_sequence, output / f"{case['name']}.log_probs.{where.dp_rank}.pt")
         if where.dp_rank == 0:
-            torch.save({"after": after, "metrics": metrics}, output / f"{case['name']}.pt")
+            torch.save({"after": after, "metrics": metrics, "gradient": gradient}, output / f"{case['name']}.pt")
     if case.get("lora"):
         check_adapters(trainer, batches, rows, case, output)
 

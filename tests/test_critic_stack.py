@@ -18,6 +18,8 @@ PPO = [
     "evaluation.at_end=false",
     "train.steps=3",
     "critic.warmup_steps=1",
+    "actor.optimizer.weight_decay=0",  # nothing but a gradient moves a weight
+    "critic.optimizer.weight_decay=0",
     "cluster.trainers=1",
     "megatron.expert_parallel=1",
 ]

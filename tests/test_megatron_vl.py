@@ -10,8 +10,8 @@ import torch
 
 from tests.megatron_layouts import VL
 from tests.megatron_models import LENGTHS
-from tests.megatron_runs import checkpoint_tensors, launch, log_probs_of
-from tests.vl_model import VL_MODELS, vl_of_transformers, write_vl_model
+from tests.megatron_runs import check_gradient, check_weights, checkpoint_tensors, launch, log_probs_of
+from tests.vl_model import VL_MODELS, transformers_inputs, transformers_model, vl_of_transformers, write_vl_model
 
 pytestmark = pytest.mark.stack
 
@@ -51,6 +51,12 @@ def test_more_layouts_change_nothing(slow_results: Path, case: dict[str, Any]) -
     check(slow_results, case)
 
 
+@pytest.mark.parametrize("model", VL_MODELS)
+def test_gradient_is_that_of_transformers(results: Path, model: str) -> None:
+    """Of the vision tower, too."""
+    check_gradient(results, f"{model}-TP1", transformers_model(results / "models" / model), transformers_inputs())
+
+
 def check(results: Path, case: dict[str, Any]) -> None:
     rows = log_probs_of(results, case["name"])
     assert sorted(rows) == list(range(len(LENGTHS)))
@@ -66,6 +72,4 @@ def check(results: Path, case: dict[str, Any]) -> None:
     one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
     for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
         assert metrics == pytest.approx(expected, rel=2e-6), "a loss or gradient norm depends on the layout"
-    for name, weight in one["after"].items():
-        torch.testing.assert_close(got["after"][name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-        assert name not in original or not torch.equal(weight, original[name]), f"{name} was not trained"
+    check_weights(got["after"], one["after"], original)

@@ -103,24 +103,33 @@ def images_of(numbers: list[int]) -> Any:
     return Images(torch.cat(pixels), torch.stack(grids), owners, starts)
 
 
-@functools.cache
-@torch.no_grad()
-def vl_of_transformers(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What transformers computes for each sequence by itself: (log-probs, entropy) [length] each."""
+def transformers_model(path: Path) -> Any:
     import transformers
 
-    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+    return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    rows = []
+
+
+def transformers_inputs() -> list[dict[str, torch.Tensor]]:
+    """What transformers' model is given for each sequence by itself."""
+    every = []
     for tokens, images in sequences():
         inputs: dict[str, torch.Tensor] = {"input_ids": tokens[None]}
         if images:
             inputs["pixel_values"] = torch.cat([pixels for _, pixels, _ in images])
             inputs["image_grid_thw"] = torch.stack([grid for _, _, grid in images])
             inputs["mm_token_type_ids"] = (tokens == IMAGE).int()[None]
-        rows.append(rows_of_logits(model(**inputs).logits[0], tokens))
-    return rows
+        every.append(inputs)
+    return every
+
+
+@functools.cache
+@torch.no_grad()
+def vl_of_transformers(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What transformers computes for each sequence by itself: (log-probs, entropy) [length] each."""
+    model = transformers_model(path)
+    return [rows_of_logits(model(**inputs).logits[0], inputs["input_ids"][0]) for inputs in transformers_inputs()]
 
 
 def check_upstream(path: str) -> None:
