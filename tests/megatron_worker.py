@@ -48,7 +48,8 @@ def recipe_of(case: dict[str, Any]) -> Any:
     # A large epsilon keeps Adam's update smooth in the gradient, so that rounding stays rounding.
     # Without decay, nothing but a gradient moves a weight.
     optimizer = recipe.actor.optimizer
-    optimizer.lr, optimizer.eps, optimizer.clip_grad, optimizer.weight_decay = 1e-2, 1e-2, CLIP_GRAD, 0.0
+    optimizer.lr, optimizer.eps, optimizer.clip_grad = 1e-2, 1e-2, CLIP_GRAD
+    optimizer.weight_decay = case.get("weight_decay", 0.0)
     for name, value in case.get("megatron", {}).items():
         setattr(recipe.megatron, name, value)
     for name, value in case.get("lora", {}).items():
@@ -258,6 +259,17 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
     if dist.get_rank() == 0:
         torch.save(weights, output / f"{case['name']}.weights.pt")
     check_weights_only(case, directory, saved)
+
+
+def check_decay(case: dict[str, Any]) -> None:
+    """Without a gradient, an update takes lr x decay from every matrix, and nothing from norms and biases."""
+    trainer = build({**case, "dtype": "float32", "weight_decay": 0.1})
+    batches, _ = micro_batches(trainer, 3)
+    before, kept = weights_of(trainer), 1 - 0.1 * trainer.recipe.actor.optimizer.lr
+    train(trainer, batches, 1, lambda x: (x.log_probs.sum() * 0.0, {}))
+    for name, weight in trainer.export_weights():
+        expected = before[name] * (kept if weight.dim() > 1 else 1.0)
+        torch.testing.assert_close(weight, expected, rtol=1e-6, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def run_upstream(case: dict[str, Any], output: Path) -> None:
