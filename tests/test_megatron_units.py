@@ -108,6 +108,7 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         ({**VISION, "text_config": {**DENSE, "use_sliding_window": True}}, "sliding"),
         *(({"model_type": kind, "attention_bias": True}, "attention_bias") for kind in ("llama", "qwen3", "qwen3_moe")),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "qwen3", "attention_dropout": 0.1}, "attention_dropout"),
         ({"model_type": "qwen3_moe", "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
         ({**GLM, "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
         ({**GLM, "norm_topk_prob": False}, "norm_topk_prob"),

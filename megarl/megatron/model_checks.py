@@ -70,6 +70,7 @@ def _left_out(kind: str, config: dict[str, Any]) -> list[tuple[bool, str]]:
     return [
         (activation not in ("silu", "swish"), f"hidden_act: {activation}"),
         (bool(config.get("use_sliding_window")), "use_sliding_window: true"),
+        (bool(config.get("attention_dropout")), "attention_dropout, which engines have none of"),
         (bool(biased), "attention_bias: true"),
         (kind == "llama" and bool(config.get("mlp_bias")), "mlp_bias: true"),
         (bool(tied), "tie_word_embeddings: true"),
