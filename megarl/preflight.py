@@ -5,7 +5,6 @@ Whatever is wrong here ends the command in seconds with one message (exit status
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from dataclasses import dataclass, field
@@ -19,27 +18,19 @@ from megarl.cluster import transport
 from megarl.config.critic import ONE_LAYOUT, critic_view
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
-from megarl.config.training import ModelConfig
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from megarl.flops import COUNTED, ModelFlops, model_flops
+from megarl.identity import check_identity
+from megarl.megatron.config_fields import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
-from megarl.model_config import text_fields
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 
 _LEAST_FREE_BYTES = 64 << 20
-
-# What makes a model another one, of its config.json: everything that sizes a tensor, or numbers them.
-_SIZES = (
-    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "n_routed_experts", "num_local_experts",
-    "moe_intermediate_size", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace",
-    "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
-)  # fmt: skip
 
 
 @dataclass
@@ -57,6 +48,12 @@ class Prepared:
     critic_model: dict[str, Any] | None = None  # the critic's config.json; None: no critic
 
     @property
+    def rows(self) -> int:
+        """Of the training data."""
+        data = self.prompts or self.examples
+        return len(data) if data is not None else 0
+
+    @property
     def data_sources(self) -> list[str]:
         sets = [data for data in (self.prompts, self.evaluation) if data is not None]
         return sorted({source for data in sets for source in data.data_sources})
@@ -71,6 +68,7 @@ def prepare_training(recipe: Recipe) -> Prepared:
     check_model(config)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
     check_lora(config, recipe.lora, recipe.megatron)
+    check_extra(recipe.megatron.extra, "megatron")
     critic = _read_critic(recipe, tokenizer) if uses_critic(recipe.algorithm) else None
     prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
     prepared.critic_model = critic
@@ -116,6 +114,7 @@ class RunPlace:
     directory: RunDirectory
     checkpoint: Path | None  # what train.resume means
     first_step: int  # the first whose line is still to be written
+    identity: dict[str, Any]  # what its checkpoints belong to; see identity.py
     notices: list[str]  # what was passed over to find the checkpoint, and why
 
 
@@ -132,94 +131,20 @@ def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
             "set train.resume=auto to go on with it, name=... for another directory, or move it away",
             value="never",
         )
+    if checkpoint is not None:
+        check_identity(checkpoint, identity)
+    _check_disk(directory.path)
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         remedy = "name a directory that can be written to"
         raise RecipeError("runs_dir", f"{directory.path}: {error.strerror}", remedy, value=recipe.runs_dir) from error
-    _check_disk(directory.path)
     if checkpoint is None:
-        return RunPlace(directory, None, 1, notices)
-    _check_identity(checkpoint, identity)
+        return RunPlace(directory, None, 1, identity, notices)
     step = checkpoint_step(checkpoint)
     own = checkpoint.parent.resolve() == directory.checkpoints.resolve()
     written = not own or any(line["step"] == step for line in read_metrics(directory.metrics))
-    return RunPlace(directory, checkpoint, step + 1 if written else step, notices)
-
-
-def identity(recipe: Recipe, prepared: Prepared) -> dict[str, Any]:
-    """What a checkpoint's cursor, seeds and tensors refer to: a resumed run must have the same."""
-    data = prepared.prompts or prepared.examples
-    return {
-        "train.source": recipe.train.source,
-        "train.seed": recipe.train.seed,
-        "data.shuffle": recipe.data.shuffle,
-        "data.prompts_per_step": recipe.data.prompts_per_step,
-        "rollout.samples_per_prompt": recipe.rollout.samples_per_prompt,
-        "data.train_files": [Path(file).name for file in recipe.data.train_files],
-        "rows of data.train_files": len(data) if data is not None else 0,
-        "model": _model_identity(recipe.model, prepared.model),
-        "critic": None
-        if prepared.critic_model is None
-        else _model_identity(critic_view(recipe).model, prepared.critic_model),
-        "lora": dataclasses.asdict(recipe.lora) if recipe.lora.rank else None,
-    }
-
-
-def _model_identity(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:
-    text = text_fields(config)
-    sizes = {name: text[name] for name in _SIZES if name in text}
-    return {"name": Path(model.path).name, "dtype": model.dtype, **sizes}
-
-
-def _check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
-    saved = json.loads((checkpoint / "controller.json").read_text())["identity"]
-    _check_model(checkpoint, saved.get("model", {}), identity["model"], "model.path")
-    if bool(saved.get("critic")) != bool(identity["critic"]):
-        had, has = ("a", "none") if saved.get("critic") else ("no", "one")
-        raise RecipeError(
-            "algorithm.advantage",
-            f"the checkpoint {checkpoint} was written with {had} critic, and this run has {has}",
-            "set it back, or start a new run (another name) from exported weights",
-        )
-    if identity["critic"]:
-        _check_model(checkpoint, saved["critic"], identity["critic"], "critic.model_path")
-    if saved.get("lora") != identity["lora"]:
-        raise RecipeError(
-            "lora",
-            f"the checkpoint {checkpoint} was written with {saved.get('lora') or 'no adapters'}, and holds what was trained",
-            "set it back, or start a new run (another name) from exported weights",
-            value=identity["lora"],
-        )
-    for key, value in identity.items():
-        if saved.get(key) != value:
-            raise RecipeError(
-                key,
-                f"the checkpoint {checkpoint} was written with {saved.get(key)!r}: its place in the data would mean other rows",
-                "set it back, or start a new run (another name) from exported weights",
-                value=value,
-            )
-
-
-def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any], key: str) -> None:
-    """Another model's checkpoint is refused here, before a process starts and reads tensors that do not fit.
-    `key` names the model."""
-    names = [name for name in {**saved, **model} if saved.get(name) != model.get(name)]
-    if names == ["dtype"]:
-        raise RecipeError(
-            "model.dtype",
-            f"the checkpoint {checkpoint} was written with {saved.get('dtype')!r}",
-            "set it back, or start a new run (another name) from exported weights",
-            value=model["dtype"],
-        )
-    if names:
-        said = ", ".join(f"{name} {saved.get(name)!r} there and {model.get(name)!r} here" for name in names)
-        raise RecipeError(
-            key,
-            f"the checkpoint {checkpoint} is another model's: {said}",
-            "name that model, or another checkpoint (train.resume)",
-            value=model["name"],
-        )
+    return RunPlace(directory, checkpoint, step + 1 if written else step, identity, notices)
 
 
 def read_hf_config(path: str, key: str = "model.path") -> dict[str, Any]:
@@ -263,6 +188,7 @@ def _read_critic(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
     if transport(recipe) == "torchrun":
         raise RecipeError("cluster.transport", ONE_LAYOUT, "start it without torchrun", value=recipe.cluster.transport)
     view = critic_view(recipe)
+    check_extra(view.megatron.extra, "critic.megatron")
     key = "critic.model_path" if recipe.critic.model_path else "model.path"
     config = _read_weights_config(view.model.path, key)
     check_vocabulary(tokenizer, config)
@@ -313,7 +239,7 @@ def _check_disk(path: Path) -> None:
     if free < _LEAST_FREE_BYTES:
         raise RecipeError(
             "runs_dir",
-            f"{existing} has {free >> 20} MiB free, and a run needs more than that",
+            f"{existing} has {free >> 20} MiB free, and even a small run needs {_LEAST_FREE_BYTES >> 20}",
             "free some space, or set runs_dir to another disk",
             value=str(path),
         )

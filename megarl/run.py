@@ -26,11 +26,12 @@ from megarl.critic import Critic
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
 from megarl.flops import ModelFlops
+from megarl.identity import check_base, identity_of
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.placement import Colocated, Disaggregated, Placement, Tenant, TrainersOnly, wait_for_engines
 from megarl.platform.peaks import peak_flops
-from megarl.preflight import Prepared, check_device, identity, open_run_directory, prepare_evaluation, prepare_training
+from megarl.preflight import Prepared, RunPlace, check_device, open_run_directory, prepare_evaluation, prepare_training
 from megarl.rollout.calls import wait_for_all
 from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
@@ -98,7 +99,7 @@ def train(recipe: Recipe) -> Path:
         prepared = prepare_training(recipe)
         platform = platforms.select(recipe.cluster.device)
         check_device(recipe, platform.name)
-        place = open_run_directory(recipe, identity(recipe, prepared))
+        place = open_run_directory(recipe, identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows))
         log = RunLog(recipe, place.directory, first_step=place.first_step, total_steps=recipe.train.steps)
     with log:
         for notice in [*prepared.notices, *place.notices]:
@@ -107,7 +108,7 @@ def train(recipe: Recipe) -> Path:
         critic = uses_critic(recipe.algorithm)
         with connected(recipe, platform, trainers=True, engines=rl, critic=critic) as cluster:
             with log.phase("start"):
-                controller = _assemble(recipe, prepared, platform, cluster, log, place.directory)
+                controller = _assemble(recipe, prepared, platform, cluster, log, place)
             controller.fit(place.checkpoint)
             if recipe.train.export_at_end:
                 with log.phase("export"):
@@ -149,6 +150,8 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
         if critic and not uses_critic(recipe.algorithm):
             raise ValueError(f"{run_path} has no critic: its algorithm.advantage is {recipe.algorithm.advantage}")
         checkpoint = _choose_checkpoint(run_dir, step)
+        if recipe.lora.rank and not critic:
+            check_base(checkpoint, recipe)
         for directory in (out, _adapter_directory(out)) if recipe.lora.rank else (out,):
             if directory.exists() and any(directory.iterdir()):
                 raise ValueError(f"{directory} exists and is not empty: choose another --out, or move it away")
@@ -201,9 +204,10 @@ def _choose_checkpoint(run_dir: RunDirectory, step: int | None) -> Path:
 
 
 def _assemble(
-    recipe: Recipe, prepared: Prepared, platform: Any, cluster: Cluster, log: RunLog, run_dir: RunDirectory
+    recipe: Recipe, prepared: Prepared, platform: Any, cluster: Cluster, log: RunLog, place: RunPlace
 ) -> Controller:
     """Start every process and wire the parts."""
+    run_dir = place.directory
     rl, patience = recipe.train.source == "rollout", recipe.rollout.start_timeout
     services = _start_engines(recipe, prepared, platform, cluster, load_weights=False) if rl else []
     starting = [service.call("start") for service in services]
@@ -236,7 +240,7 @@ def _assemble(
         tokenizer=prepared.tokenizer,
         evaluate=evaluate_now if evaluation is not None else None,
         saver=_saver(recipe, run_dir, trainers, critic, placement, cluster),
-        identity=identity(recipe, prepared),
+        identity=place.identity,
     )
 
 

@@ -19,7 +19,7 @@ LAYERS = [
     ["worker", "critic_worker"],
     ["cluster"],
     ["rollout"],
-    ["checkpoint", "skipped", "saver", "placement", "critic", "observe", "preflight"],
+    ["checkpoint", "skipped", "saver", "placement", "critic", "observe", "identity", "preflight"],
     ["controller"],
     ["run"],
     ["cli", "quickstart", "__main__", "__init__"],

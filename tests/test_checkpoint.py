@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +12,9 @@ from megarl.checkpoint import find_checkpoint, list_checkpoints, load_state, set
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.config.training import ModelConfig
+from megarl.identity import check_base, identity_of, weights_digest
 from megarl.manifest import MANIFEST, find_damage
-from megarl.preflight import Prepared, identity, open_run_directory
+from megarl.preflight import open_run_directory
 from megarl.rollout.admission import TriedGroup
 from megarl.types import SampleImages
 from tests.checkpoint_parts import Trainers, names, saver, spoil, state, tried
@@ -145,11 +146,11 @@ def opened(tmp_path: Path, config: dict[str, Any], critic: dict[str, Any] | None
     recipe = Recipe(name="run", runs_dir=str(tmp_path))
     recipe.train.resume = "auto"
     recipe.model = ModelConfig(**{"path": "/models/one", "dtype": "float32", **model})
-    prepared = Prepared(cast("Any", None), None, None, None, [], model=config, critic_model=critic)
+    identity = identity_of(recipe, config, critic, rows=4)
     folder = tmp_path / "run" / "checkpoints"
     if not folder.exists():
-        saver(folder).save(3, {**state(), "identity": identity(recipe, prepared)})
-    return open_run_directory(recipe, identity(recipe, prepared)).checkpoint
+        saver(folder).save(3, {**state(), "identity": identity})
+    return open_run_directory(recipe, identity).checkpoint
 
 
 def test_another_models_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -157,20 +158,60 @@ def test_another_models_checkpoint_is_refused_before_anything_starts(tmp_path: P
     assert opened(tmp_path, {**CONFIG, "use_cache": True}, path="/elsewhere/one") is not None
     layers, width = {**CONFIG, "num_hidden_layers": 6}, {**CONFIG, "hidden_size": 96, "head_dim": 16}
     for config, model, words in (
-        (layers, {}, "model.path = 'one'.* num_hidden_layers 4 there and 6 here"),
+        (layers, {}, "model.path = '/models/one'.* num_hidden_layers 4 there and 6 here"),
         (width, {}, "hidden_size 64 there and 96 here, head_dim None there and 16 here"),
-        (CONFIG, {"path": "/models/two"}, "name 'one' there and 'two' here"),
         (CONFIG, {"dtype": "bfloat16"}, "model.dtype = 'bfloat16'.* written with 'float32'"),
     ):
         with pytest.raises(RecipeError, match=f"(?s){words}"):
             opened(tmp_path, config, **model)
 
 
+def test_other_weights_are_refused_and_their_place_does_not_matter(tmp_path: Path) -> None:
+    """Adapters and the reference policy belong to weights, whatever the folder is called."""
+    for name, byte in (("one", b"a"), ("copy", b"a"), ("other", b"b")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(byte * 99)
+    assert opened(tmp_path, CONFIG, path=f"{tmp_path}/one") is not None
+    checkpoint = opened(tmp_path, CONFIG, path=f"{tmp_path}/copy")
+    assert checkpoint is not None
+    with pytest.raises(RecipeError, match=r"(?s)model\.path = .*other.*started from other weights.* lay in .*one"):
+        opened(tmp_path, CONFIG, path=f"{tmp_path}/other")
+    recipe = Recipe()
+    for recipe.model.path in (f"{tmp_path}/one", f"{tmp_path}/copy"):
+        check_base(checkpoint, recipe)
+    recipe.model.path = f"{tmp_path}/other"
+    with pytest.raises(RecipeError, match="started from other weights"):
+        check_base(checkpoint, recipe)
+
+
+def test_samples_of_large_files_tell_weights_apart(tmp_path: Path) -> None:
+    file, size = tmp_path / "model.safetensors", (16 << 20) + 5
+    digests = set()
+    for start in (None, 0, size - 1):  # nothing, and either end
+        data = bytearray(size)
+        if start is not None:
+            data[start] = 1
+        file.write_bytes(data)
+        digests.add(weights_digest(tmp_path))
+    file.write_bytes(bytes(size + 1))
+    digests.add(weights_digest(tmp_path))
+    assert len(digests) == 4
+
+
+def test_a_refused_resume_leaves_no_folder(tmp_path: Path) -> None:
+    opened(tmp_path, CONFIG)
+    recipe = Recipe(name="another", runs_dir=str(tmp_path))
+    recipe.train.resume = str(tmp_path / "run" / "checkpoints" / "step_000003")
+    with pytest.raises(RecipeError):
+        open_run_directory(recipe, identity_of(recipe, {**CONFIG, "hidden_size": 32}, None, rows=4))
+    assert not (tmp_path / "another").exists()
+
+
 def test_another_critics_checkpoint_is_refused_too(tmp_path: Path) -> None:
     assert opened(tmp_path, CONFIG, critic=CONFIG) is not None
     with pytest.raises(RecipeError, match=r"(?s)critic\.model_path.*hidden_size 64 there and 32 here"):
         opened(tmp_path, CONFIG, critic={**CONFIG, "hidden_size": 32})
-    with pytest.raises(RecipeError, match=r"(?s)algorithm\.advantage.*with a critic, and this run has none"):
+    with pytest.raises(RecipeError, match=r"(?s)algorithm\.advantage.*with a critic .*and this run has none"):
         opened(tmp_path, CONFIG)
 
 

@@ -76,6 +76,7 @@ def test_two_recipes_share_no_mutable_default() -> None:
             "megatron.extra.context_parallel_size",
             "megatron.context_parallel",
         ),
+        ("megatron.extra={num_layers: 1}", "megatron.extra.num_layers", "config.json"),
         ("megatron.extra={calculate_per_token_loss: false}", "megatron.extra.calculate_per_token_loss", "leave it out"),
         ("megatron.extra={moe_expert_capacity_factor: 1.0}", "megatron.extra.moe_expert_capacity_factor", "dropped"),
         ("megatron.extra={moe_z_loss_coeff: 0.1}", "megatron.extra.moe_z_loss_coeff", "megatron.moe_z_loss_coef"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from megarl.config.training import MegatronConfig, OptimizerConfig
 from megarl.megatron.batch import MicroBatch, pack
+from megarl.megatron.config_fields import check_extra, fields_of_megatron
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.model_checks import PROVEN, check_model
 from megarl.megatron.native_kernels import rms_norm, rotate_packed
@@ -315,3 +317,13 @@ def test_context_parallel_ranks_hold_chunks_from_both_ends() -> None:
             device=torch.device("cpu"),
         )
         assert stream.positions.tolist() == positions
+
+
+def test_names_in_extra_are_checked_against_megatrons_source() -> None:
+    """Read, not imported; so what is read must be what the classes have."""
+    from megatron.core.transformer import MLATransformerConfig
+
+    assert fields_of_megatron() == {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    check_extra(["moe_router_dtype", "recompute_modules"], "megatron")
+    with pytest.raises(ValueError, match=r"critic\.megatron\.extra\.moe_router_dtypee .* Nearest: moe_router_dtype\."):
+        check_extra(["moe_router_dtypee"], "critic.megatron")

@@ -310,6 +310,14 @@ _OWNED_BY_MEGATRON_KEYS = {
     "calculate_per_token_loss": None,
     "variable_seq_lengths": None,
 }
+# Fields that mbridge reads off the model.
+_OWNED_BY_MODEL = (
+    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+    "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "num_moe_experts", "moe_router_topk", "moe_layer_freq",
+    "layernorm_epsilon", "normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers",
+    "params_dtype", "bf16", "fp16",
+)  # fmt: skip
 # Each drops tokens by what else is in their micro batch.
 _DROPS_TOKENS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
 
@@ -327,6 +335,14 @@ def _extra_owns_nothing_of_ours(recipe: Recipe) -> None:
                     if instead
                     else "losses are right with megarl's own setting alone",
                     f"set {section}.{instead}" if instead else "leave it out",
+                    value=value,
+                )
+            if name in _OWNED_BY_MODEL:
+                raise RecipeError(
+                    f"{section}.extra.{name}",
+                    "the model (its config.json, model.dtype) decides it: the trainer would compute another one than the "
+                    "engine",
+                    "leave it out",
                     value=value,
                 )
             if name in _DROPS_TOKENS:
