@@ -8,6 +8,7 @@ import random
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from megarl.observe.charts import present
 from megarl.observe.command import report
 from megarl.observe.log import RunLog
 from megarl.observe.report import script_json, write_report
-from megarl.observe.report_data import collect, phase_times, thin
+from megarl.observe.report_data import collect, phase_times, thin, timeline
 from megarl.observe.run_dir import RunDirectory
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- </pre>"
@@ -112,6 +113,18 @@ def test_the_page_says_what_the_run_did(tmp_path: Path) -> None:
     assert titles[:3] == ["Reward", "Evaluation", "Reward parts"] and "KL to the reference" in titles
     assert data.timeline["rows"][:2] == ["gen", "reward"]
     assert data.phases["names"] == ["gen", "other"], "reward runs inside gen: stacking both would count it twice"
+
+
+def test_steps_that_a_resume_repeats_are_drawn_once() -> None:
+    def span(step: int, second: float, process: str = "controller") -> dict[str, Any]:
+        place = {"process": process, "thread": "calls", "name": "gen"}
+        return {**place, "ts": second * 1e6, "dur": 5e5, "args": {"step": step}}
+
+    killed = [span(1, 0), span(2, 1), span(3, 2), span(3, 2.2, "engine0")]
+    resumed = [span(2, 900), span(3, 901), span(3, 901.2, "engine0")]
+    drawn = timeline([*killed, *resumed])
+    assert drawn == timeline(resumed) and drawn["steps"] == [2, 3]
+    assert timeline(killed)["steps"] == [1, 3]
 
 
 def test_figures_say_what_they_leave_out(tmp_path: Path) -> None:

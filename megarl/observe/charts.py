@@ -48,7 +48,24 @@ CHARTS = (
     Chart("Gradient norm", (("actor/grad_norm", "norm"),), "Before clipping."),
     Chart("Clip fraction", (("actor/clipfrac", "share"), ("actor/pg_clipfrac", "share")), tick=".2~%"),
     Chart("KL to the reference", (("actor/kl_loss", "KL"),)),
-    Chart("Learning rate", (("actor/lr", "lr"),), tick=".1e"),
+    Chart("Learning rate", (("actor/lr", "actor"), ("critic/lr", "critic")), tick=".1e"),
+    Chart("Value loss", (("critic/vf_loss", "loss"),), "Of the critic."),
+    Chart(
+        "Explained variance",
+        (("critic/vf_explained_var", "share"),),
+        "Share of the returns' variance that the critic's values explain; 1 is all of it.",
+    ),
+    Chart(
+        "Values and returns",
+        (("critic/values/mean", "values"), ("critic/returns/mean", "returns")),
+        "Means over tokens; shaded: least to greatest value.",
+        band=("critic/values/min", "critic/values/max"),
+    ),
+    Chart(
+        "Expert load",
+        (("actor/moe_load/max", "busiest expert"), ("actor/moe_load/mean", "mean of layers")),
+        "1 is even.",
+    ),
     Chart(
         "Train/rollout gap",
         (
@@ -70,6 +87,8 @@ CHARTS = (
         ),
     ),
     Chart("Throughput", (("perf/throughput", "tokens/s"),), "Tokens a second and device, prompts included."),
+    Chart("Model FLOPs utilisation", (("perf/mfu/*", ""),), "Of a device's peak.", tick=".1%"),
+    Chart("TFLOP/s a device", (("perf/tflops_per_device/*", ""),), "Of the model's FLOPs: nothing counts twice."),
     Chart("Tokens a step", (("perf/total_num_tokens", "tokens"),)),
 )
 

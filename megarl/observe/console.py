@@ -93,6 +93,7 @@ _COLUMNS = (
     ("entropy", "actor/entropy", "{:.3f}"),
     ("grad", "actor/grad_norm", "{:.3g}"),
     ("gap", "rollout/logprob_gap_mean", "{:.1e}"),
+    ("value loss", "critic/vf_loss", "{:.3g}"),
 )
 
 

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -294,6 +295,7 @@ def _mean(bar: list[dict[str, float]], name: str) -> float:
 
 def timeline(spans: list[dict[str, Any]]) -> dict[str, Any]:
     """The spans of the last steps: the controller's phases a row each, then a row for each other track."""
+    spans = _of_the_last_session(spans)
     steps = sorted({span["args"]["step"] for span in spans if "step" in span.get("args", {})})[-TIMELINE_STEPS:]
     if not steps:
         return {"rows": [], "spans": [], "steps": []}
@@ -309,6 +311,14 @@ def timeline(spans: list[dict[str, Any]]) -> dict[str, Any]:
         begin, seconds = (span["ts"] - started) / 1e6, span["dur"] / 1e6
         bars.append([rows.index(row), span["name"], round(begin, 4), round(seconds, 4), span["args"].get("step")])
     return {"rows": rows, "spans": bars, "steps": [steps[0], steps[-1]]}
+
+
+def _of_the_last_session(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those since the run last went back to an earlier step: steps that a resume repeats are drawn once."""
+    own = [s for s in spans if s["process"] == "controller" and "step" in s.get("args", {})]
+    own.sort(key=lambda span: span["ts"])
+    begins = [after["ts"] for before, after in pairwise(own) if after["args"]["step"] < before["args"]["step"]]
+    return [span for span in spans if span["ts"] >= begins[-1]] if begins else spans
 
 
 def _samples(run_dir: RunDirectory) -> tuple[list[dict[str, Any]], str]:
