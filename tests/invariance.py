@@ -21,7 +21,7 @@ from megarl.config.schema import Recipe
 from megarl.controller import combine_gaps
 from megarl.types import Group, InlineData, Sample, SampleTokens
 from tests.megatron_models import write_model
-from tests.trainer_processes import run_ranks
+from tests.trainer_processes import CASES, run_ranks
 
 PROMPTS = [47, 98, 31, 71]
 """Prompt lengths of the groups, in tokens; lengths here are spread like those of GSM8K's questions and answers."""
@@ -155,7 +155,7 @@ def launch(layouts: Sequence[Layout], models: Path, output: Path, timeout: float
     assert {layout.processes for layout in layouts} == {processes}
     file = output / f"layouts-{processes}.json"
     file.write_text(json.dumps([asdict(layout) for layout in layouts]))
-    run_ranks("tests.invariance_worker", processes, [file, models, output], output, timeout)
+    run_ranks("tests.invariance_worker", processes, [file, models, output], output / f"worker-{processes}", timeout)
 
 
 @dataclass(frozen=True)
@@ -303,4 +303,6 @@ def run(layouts: Sequence[Layout], output: Path, timeout: float = 600) -> None:
     for model in sorted({layout.model for layout in layouts}):
         write_model(model, models)
     for processes in sorted({layout.processes for layout in layouts}):
-        launch([layout for layout in layouts if layout.processes == processes], models, output, timeout)
+        wanted = [layout for layout in layouts if layout.processes == processes]
+        for first in range(0, len(wanted), CASES):
+            launch(wanted[first : first + CASES], models, output, timeout)

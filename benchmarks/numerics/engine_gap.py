@@ -123,7 +123,7 @@ def measure(case: Case, directory: Path) -> Result:
     model = write_model(case.model, directory)
     file, output = directory / "case.json", directory / "gaps.json"
     file.write_text(json.dumps({"case": asdict(case), "model": str(model), "directory": str(directory)}))
-    run_ranks("benchmarks.numerics.engine_gap_run", case.processes, [file, output], directory, TIMEOUT)
+    run_ranks("benchmarks.numerics.engine_gap_run", case.processes, [file, output], directory / "rank", TIMEOUT)
     figures = json.loads(output.read_text())
     return Result(
         case,
