@@ -58,7 +58,7 @@ class Controller:
     tokenizer: Tokenizer
     evaluate: Callable[[], EvaluationResult] | None  # None: nothing to evaluate with
     saver: Saver
-    identity: dict[str, Any]  # what a checkpoint's cursor means: see preflight.identity
+    identity: dict[str, Any]  # what a checkpoint belongs to: see identity.py
     skipped: SkippedSteps = field(init=False)
 
     def __post_init__(self) -> None:

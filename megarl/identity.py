@@ -73,6 +73,12 @@ def saved_identity(checkpoint: Path) -> dict[str, Any]:
 def check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
     """Raise RecipeError, with the key that differs, where `checkpoint` is another run's than `identity`'s."""
     saved = saved_identity(checkpoint)
+    if not {*identity} <= {*saved} or "weights" not in saved["model"]:
+        raise RecipeError(
+            "train.resume",
+            f"the checkpoint {checkpoint} was written by an earlier megarl, which did not note all that it belongs to",
+            "export it with that version, and start a new run (another name) from the exported weights",
+        )
     _check_model(checkpoint, saved["model"], identity["model"], "model.path")
     if bool(saved["critic"]) != bool(identity["critic"]):
         had, has = ("a critic (algorithm.advantage=gae)", "none") if saved["critic"] else ("no critic", "one")

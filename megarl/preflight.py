@@ -21,7 +21,7 @@ from megarl.config.schema import Recipe
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from megarl.flops import COUNTED, ModelFlops, model_flops
+from megarl.flops import ModelFlops, model_flops
 from megarl.identity import check_identity
 from megarl.megatron.config_fields import check_extra
 from megarl.megatron.layout import check_layout
@@ -42,8 +42,8 @@ class Prepared:
     examples: SFTDataset | None
     evaluation: PromptDataset | None
     notices: list[str]
-    flops: ModelFlops | None = None  # None: not counted for this model, or not trained
-    critic_flops: ModelFlops | None = None  # of the critic's model, likewise
+    flops: ModelFlops | None = None  # None: not trained
+    critic_flops: ModelFlops | None = None  # of the critic's model; None: no critic
     model: dict[str, Any] = field(default_factory=dict)  # its config.json
     critic_model: dict[str, Any] | None = None  # the critic's config.json; None: no critic
 
@@ -71,17 +71,9 @@ def prepare_training(recipe: Recipe) -> Prepared:
     check_extra(recipe.megatron.extra, "megatron")
     critic = _read_critic(recipe, tokenizer) if uses_critic(recipe.algorithm) else None
     prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
-    prepared.critic_model = critic
-    if critic and critic.get("model_type") in COUNTED:
-        prepared.critic_flops = model_flops(critic)
-    prepared.model = config
-    if config.get("model_type") in COUNTED:
-        prepared.flops = model_flops(config)
-    else:
-        prepared.notices.append(
-            f"FLOPs of a {config.get('model_type')!r} model are not counted: micro batches are balanced by tokens, and "
-            "perf/tflops_per_device and perf/mfu are left out"
-        )
+    prepared.model, prepared.flops = config, model_flops(config)
+    if critic is not None:
+        prepared.critic_model, prepared.critic_flops = critic, model_flops(critic)
     return prepared
 
 

@@ -210,6 +210,7 @@ def check_weights_only(case: dict[str, Any], directory: Path, expected: dict[str
 
 def run_resume(case: dict[str, Any], output: Path) -> None:
     """Save, go on; load into a fresh trainer, go on: the same to the last bit. And what else needs a live trainer."""
+    check_decay(case)
     trainer = build(case)
     check_timeout()
     batches, _ = micro_batches(trainer, 3)

@@ -198,6 +198,13 @@ def test_samples_of_large_files_tell_weights_apart(tmp_path: Path) -> None:
     assert len(digests) == 4
 
 
+def test_a_checkpoint_that_does_not_say_what_it_belongs_to_is_refused_with_a_way_on(tmp_path: Path) -> None:
+    before = {"model": {"name": "one", "dtype": "float32"}, "lora": None}
+    saver(tmp_path / "run" / "checkpoints").save(3, {**state(), "identity": before})
+    with pytest.raises(RecipeError, match=r"(?s)train\.resume.*written by an earlier megarl.*export it"):
+        opened(tmp_path, CONFIG)
+
+
 def test_a_refused_resume_leaves_no_folder(tmp_path: Path) -> None:
     opened(tmp_path, CONFIG)
     recipe = Recipe(name="another", runs_dir=str(tmp_path))

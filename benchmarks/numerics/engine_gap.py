@@ -55,9 +55,8 @@ class Case:
     processes: int = 1
     megatron: dict[str, Any] = field(default_factory=dict)  # keys of the recipe's `megatron`
     temperature: float = 1.0
-    disturb: tuple[
-        str, ...
-    ] = ()  # tensors to be sent wrong afterwards, one at a time; ("*",): every one, a layer's experts together
+    # Tensors to be sent wrong afterwards, one at a time; ("*",): every one, a layer's experts together.
+    disturb: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ class DisturbingWorker(TrainerWorker):
 
         def wrong() -> Iterator[tuple[str, Any]]:
             for name, tensor in export():
-                wrong = self.disturbed is not None and fnmatch.fnmatchcase(name, self.disturbed)
-                yield name, tensor.flatten().roll(1).view_as(tensor) if wrong else tensor
+                meant = self.disturbed is not None and fnmatch.fnmatchcase(name, self.disturbed)
+                yield name, tensor.flatten().roll(1).view_as(tensor) if meant else tensor
 
         self.trainer.export_weights = wrong
         try:

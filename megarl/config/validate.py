@@ -323,35 +323,29 @@ _DROPS_TOKENS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity
 
 
 @check
-def _extra_owns_nothing_of_ours(recipe: Recipe) -> None:
+def _extra_is_left_over(recipe: Recipe) -> None:
     """What megarl sets keeps the loss independent of micro batches and layout; Megatron's router losses are not."""
     for section, megatron in (("megatron", recipe.megatron), ("critic.megatron", recipe.critic.megatron)):
         for name, value in megatron.extra.items():
-            if name in _OWNED_BY_MEGATRON_KEYS:
-                instead = _OWNED_BY_MEGATRON_KEYS[name]
-                raise RecipeError(
-                    f"{section}.extra.{name}",
-                    f"{section}.{instead} decides it"
-                    if instead
-                    else "losses are right with megarl's own setting alone",
-                    f"set {section}.{instead}" if instead else "leave it out",
-                    value=value,
-                )
-            if name in _OWNED_BY_MODEL:
-                raise RecipeError(
-                    f"{section}.extra.{name}",
-                    "the model (its config.json, model.dtype) decides it: the trainer would compute another one than the "
-                    "engine",
-                    "leave it out",
-                    value=value,
-                )
-            if name in _DROPS_TOKENS:
-                raise RecipeError(
-                    f"{section}.extra.{name}",
-                    "tokens would be dropped by what else is in their micro batch, so the loss would depend on the split",
-                    f"leave it out; {section}.moe_aux_loss_coef balances experts",
-                    value=value,
-                )
+            if refusal := _refusal_of_extra(name, section):
+                raise RecipeError(f"{section}.extra.{name}", *refusal, value=value)
+
+
+def _refusal_of_extra(name: str, section: str) -> tuple[str, str] | None:
+    """(what is wrong, what to do), or None."""
+    if instead := _OWNED_BY_MEGATRON_KEYS.get(name):
+        return f"{section}.{instead} decides it", f"set {section}.{instead}"
+    if name in _OWNED_BY_MEGATRON_KEYS:
+        return "losses are right with megarl's own setting alone", "leave it out"
+    if name in _OWNED_BY_MODEL:
+        what = (
+            "the model (its config.json, model.dtype) decides it: the trainer would compute another one than the engine"
+        )
+        return what, "leave it out"
+    if name in _DROPS_TOKENS:
+        what = "tokens would be dropped by what else is in their micro batch, so the loss would depend on the split"
+        return what, f"leave it out; {section}.moe_aux_loss_coef balances experts"
+    return None
 
 
 @check

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from megarl.registry import nearest
 
 _CLASSES = {
     "core/model_parallel_config.py": ("ModelParallelConfig",),
@@ -17,7 +18,7 @@ _CLASSES = {
 
 
 def check_extra(extra: Iterable[str], section: str) -> None:
-    """Raise ValueError for a name that no configuration of the installed Megatron has.
+    """As `check_names`, for whatever configuration the installed Megatron has.
 
     Its source is read, not imported: that takes seconds, and wants the platform prepared. Says nothing where Megatron is
     not installed on this machine, or with MindSpeed, which adds fields at run time; trainers ask again.
@@ -25,10 +26,15 @@ def check_extra(extra: Iterable[str], section: str) -> None:
     known = fields_of_megatron()
     if known is None or importlib.util.find_spec("mindspeed") is not None:
         return
+    check_names(extra, known, section)
+
+
+def check_names(extra: Iterable[str], known: Iterable[str], section: str) -> None:
+    """Raise ValueError for a name in `section`'s extra that is not `known`, with the nearest that is."""
     for name in extra:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f" Nearest: {near[0]}." if near else ""
+            near = nearest(name, known)
+            hint = f" Nearest: {near}." if near else ""
             raise ValueError(f"{section}.extra.{name} is no field of Megatron's TransformerConfig.{hint}")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import importlib.util
 import random
 import socket
@@ -18,6 +17,7 @@ import torch
 
 from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig
+from megarl.megatron.config_fields import check_names
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.lora.targets import check_lora
@@ -220,15 +220,9 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
 
 
 def _check_names(extra: dict[str, Any], bridge: Any) -> None:
-    """Refuse fields that TransformerConfig does not have. MindSpeed adds fields of its own at run time."""
-    if "mindspeed.megatron_adaptor" in sys.modules:
-        return
-    names = [field.name for field in dataclasses.fields(bridge.TransformerConfigClass)]
-    for name in extra:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            hint = f" Nearest: {near[0]}." if near else ""
-            raise ValueError(f"megatron.extra.{name} is no field of Megatron's TransformerConfig.{hint}")
+    """Refuse fields that this model's TransformerConfig does not have. MindSpeed adds fields of its own at run time."""
+    if "mindspeed.megatron_adaptor" not in sys.modules:
+        check_names(extra, [field.name for field in dataclasses.fields(bridge.TransformerConfigClass)], "megatron")
 
 
 def parameters_on_rank(model: Model, *, trained: bool = False) -> int:

@@ -48,9 +48,8 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
     )
     optimizer = get_megatron_optimizer(megatron_config, chunks)
     for group in optimizer.param_groups:
-        group["weight_decay"] = (
-            config.weight_decay * group["wd_mult"]
-        )  # 0 for vectors; Megatron's scheduler would do it
+        # `wd_mult` is 0 for norms and biases. Megatron's own scheduler, which is not used, would heed it.
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
     for member in members(optimizer):
         # Moments would come with the first update; a checkpoint may be due before (its update was skipped).
         member.init_state_fn(member.optimizer)

@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -317,7 +316,9 @@ def _of_the_last_session(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Those since the run last went back to an earlier step: steps that a resume repeats are drawn once."""
     own = [s for s in spans if s["process"] == "controller" and "step" in s.get("args", {})]
     own.sort(key=lambda span: span["ts"])
-    begins = [after["ts"] for before, after in pairwise(own) if after["args"]["step"] < before["args"]["step"]]
+    begins = [
+        after["ts"] for before, after in itertools.pairwise(own) if after["args"]["step"] < before["args"]["step"]
+    ]
     return [span for span in spans if span["ts"] >= begins[-1]] if begins else spans
 
 

@@ -17,14 +17,14 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def save_adapter(directory: Path, lora: Lora, base: str) -> None:
-    """Write the adapters as `directory`, which is there when it is whole, on rank 0. All ranks together; rank 0 holds all matrices meanwhile.
+    """Write the adapters as `directory`, on rank 0; it is there when it is whole.
 
-    `base` is the model that they were trained on; PEFT applies them to it.
+    All ranks together; rank 0's host holds all matrices meanwhile. `base` is the model that they were trained on; PEFT applies them to it.
     """
     modules = trained_modules(lora)
     tensors = _on_first_rank(dict(matrices(lora)))
     if torch.distributed.get_rank() == 0:
-        named = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in tensors.items()}
+        named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
         config = adapter_config(modules, lora.settings, base)
         with written_whole(directory) as partial:
             save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})
