@@ -1,15 +1,22 @@
-"""Bad input through the command line: exit status 2, one block, no traceback, and before any process starts."""
+"""Bad input through the command line: exit status 2, one block, no traceback, and before any process starts.
+
+The command line runs in this process, where starting anything is made to fail; `test_as_a_process` runs it as a user does.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.stack import run
+from megarl import cli
+from megarl import run as entries
+from tests.stack import ROOT, run
 from tests.test_train_stack import settings
 
 
@@ -19,85 +26,109 @@ def copy(quickstart_data: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(quickstart_data, tmp_path / "copy"))
 
 
-def refused(data: Path, tmp_path: Path, *more: str, words: tuple[str, ...]) -> str:
-    done = run("train", "recipes/quickstart.yaml", *settings(data, tmp_path / "runs", "bad", *more), timeout=60)
-    assert done.returncode == 2, done.stderr + done.stdout
-    assert "Traceback" not in done.stderr
-    for word in words:
-        assert word in done.stderr, done.stderr
-    assert not (tmp_path / "runs" / "bad" / "metrics.jsonl").exists()
-    return done.stderr
+class CommandLine:
+    """`megarl ARGUMENTS` in this process."""
+
+    def __init__(self, data: Path, runs: Path, output: pytest.CaptureFixture[str]):
+        self.data, self.runs, self.output = data, runs, output
+
+    def refuses(self, *arguments: str, words: tuple[str, ...]) -> None:
+        """It ends with status 2 and one block on stderr with these words."""
+        status = cli.guarded(
+            lambda: cli.app(args=list(arguments), prog_name="megarl", standalone_mode=False), debug=False
+        )
+        said = self.output.readouterr()
+        assert status == 2, said.err + said.out
+        assert "Traceback" not in said.err
+        for word in words:
+            assert word in said.err, said.err
+
+    def refuses_training(self, *overrides: str, words: tuple[str, ...], data: Path | None = None) -> None:
+        """The quickstart with these settings is refused, and leaves no run."""
+        given = settings(data or self.data, self.runs, "bad", *overrides)
+        self.refuses("train", str(ROOT / "recipes/quickstart.yaml"), *given, words=words)
+        assert not (self.runs / "bad" / "metrics.jsonl").exists()
 
 
-def test_recipe_key(quickstart_data: Path, tmp_path: Path) -> None:
-    refused(
-        quickstart_data,
-        tmp_path,
-        "rollout.temprature=1",
-        words=("rollout.temprature", "did you mean rollout.temperature"),
-    )
+@pytest.fixture
+def megarl(
+    quickstart_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[CommandLine]:
+    def started(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a cluster was started")
+
+    monkeypatch.setattr(entries, "connected", started)
+    handler = signal.getsignal(signal.SIGTERM)  # the command line puts its own in place
+    yield CommandLine(quickstart_data, tmp_path / "runs", capsys)
+    signal.signal(signal.SIGTERM, handler)
 
 
-def test_model_without_config(copy: Path, tmp_path: Path) -> None:
+def test_as_a_process(quickstart_data: Path, tmp_path: Path) -> None:
+    given = settings(quickstart_data, tmp_path / "runs", "bad", "rollout.temprature=1")
+    done = run("train", "recipes/quickstart.yaml", *given, timeout=60)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("recipe error:") and "rollout.temprature" in done.stderr
+    assert "did you mean rollout.temperature" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_model_without_config(copy: Path, megarl: CommandLine) -> None:
     (copy / "model" / "config.json").unlink()
-    refused(copy, tmp_path, words=("model.path", "config.json"))
+    megarl.refuses_training(data=copy, words=("model.path", "config.json"))
 
 
-def test_tokenizer_beyond_the_vocabulary(copy: Path, tmp_path: Path) -> None:
+def test_tokenizer_beyond_the_vocabulary(copy: Path, megarl: CommandLine) -> None:
     config = json.loads((copy / "model" / "config.json").read_text())
     (copy / "model" / "config.json").write_text(json.dumps({**config, "vocab_size": 300}))
-    refused(copy, tmp_path, words=("vocab_size is 300", "model.tokenizer"))
+    megarl.refuses_training(data=copy, words=("vocab_size is 300", "model.tokenizer"))
 
 
-def test_model_that_the_trainer_would_compute_otherwise(copy: Path, tmp_path: Path) -> None:
+def test_model_that_the_trainer_would_compute_otherwise(copy: Path, megarl: CommandLine) -> None:
     config = json.loads((copy / "model" / "config.json").read_text())
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
     (copy / "model" / "config.json").write_text(json.dumps({**config, "rope_parameters": yarn}))
-    refused(copy, tmp_path, words=("config.json", "rotary scaling 'yarn'", "Remove it"))
+    megarl.refuses_training(data=copy, words=("config.json", "rotary scaling 'yarn'", "Remove it"))
 
 
-def test_empty_data_set(copy: Path, tmp_path: Path) -> None:
+def test_empty_data_set(copy: Path, megarl: CommandLine) -> None:
     (copy / "empty.jsonl").write_text("")
-    refused(copy, tmp_path, f"data.train_files=[{copy}/empty.jsonl]", words=("empty.jsonl",))
+    megarl.refuses_training(f"data.train_files=[{copy}/empty.jsonl]", data=copy, words=("empty.jsonl",))
 
 
-def test_missing_file(quickstart_data: Path, tmp_path: Path) -> None:
-    refused(quickstart_data, tmp_path, "data.train_files=[nowhere.parquet]", words=("nowhere.parquet",))
+def test_missing_file(megarl: CommandLine) -> None:
+    megarl.refuses_training("data.train_files=[nowhere.parquet]", words=("nowhere.parquet",))
 
 
-def test_all_prompts_too_long(quickstart_data: Path, tmp_path: Path) -> None:
-    refused(
-        quickstart_data,
-        tmp_path,
+def test_all_prompts_too_long(megarl: CommandLine) -> None:
+    megarl.refuses_training(
         "data.max_prompt_length=5",
         "data.overlong_prompts=filter",
         words=("max_prompt_length",),
     )
 
 
-def test_unknown_data_source(copy: Path, tmp_path: Path) -> None:
+def test_unknown_data_source(copy: Path, megarl: CommandLine) -> None:
     row = {"prompt": "1+1?", "data_source": "openai/gsm9k", "reward_model": {"ground_truth": "2"}}
     (copy / "rows.jsonl").write_text(json.dumps(row))
-    refused(
-        copy,
-        tmp_path,
+    megarl.refuses_training(
         f"data.train_files=[{copy}/rows.jsonl]",
         "reward.function=null",
+        data=copy,
         words=("openai/gsm9k", "openai/gsm8k"),
     )
 
 
-def test_layout_that_does_not_divide(quickstart_data: Path, tmp_path: Path) -> None:
-    refused(quickstart_data, tmp_path, "cluster.trainers=3", "megatron.expert_parallel=3", words=("expert", "3"))
+def test_layout_that_does_not_divide(megarl: CommandLine) -> None:
+    megarl.refuses_training("cluster.trainers=3", "megatron.expert_parallel=3", words=("expert", "3"))
 
 
-def test_full_disk(quickstart_data: Path, tmp_path: Path) -> None:
+def test_full_disk(megarl: CommandLine, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        refused(quickstart_data, tmp_path, f"runs_dir={disk}", words=("MiB free", "runs_dir"))
+        megarl.refuses_training(f"runs_dir={disk}", words=("MiB free", "runs_dir"))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -113,7 +144,5 @@ def test_full_disk(quickstart_data: Path, tmp_path: Path) -> None:
         (["data", "gsm8k", "--source", "nowhere", "--out", "x"], "nowhere"),
     ],
 )
-def test_command_lines(arguments: list[str], words: str) -> None:
-    done = run(*arguments, timeout=60)
-    assert done.returncode == 2, done.stderr + done.stdout
-    assert words in done.stderr and "Traceback" not in done.stderr
+def test_command_lines(megarl: CommandLine, arguments: list[str], words: str) -> None:
+    megarl.refuses(*arguments, words=(words,))
