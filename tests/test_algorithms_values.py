@@ -112,6 +112,16 @@ def test_value_loss_by_hand() -> None:
     assert x.values.grad is not None and x.values.grad.tolist() == [-1, 0, 4], "beyond the clip nothing is gained"
 
 
+def test_values_that_stay_within_the_clip_are_not_counted_as_clipped() -> None:
+    """Not even by rounding: old + (new - old) is not always new."""
+    generator = torch.Generator().manual_seed(0)
+    new, old, returns = torch.randn(3, 1000, generator=generator)
+    x = inputs((new / 100).tolist(), old.tolist(), returns.tolist())
+    loss, metrics = value_loss(x, 10.0)
+    assert not metrics["critic/vf_clipfrac"].any()
+    torch.testing.assert_close(loss, value_loss(x, None)[0], rtol=0, atol=0)
+
+
 def test_value_objective_weighs_and_masks() -> None:
     x = inputs([float("inf"), 2.0, 8.0], [0.0, 0.0, 5.0], [float("nan"), 4.0, 4.0])
     loss, metrics = value_objective(x, 0.5)

@@ -141,12 +141,12 @@ def value_loss(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[st
     """Half the squared error of each token [T], and per-token metrics.
 
     With `clip`, PPO's clipped form (as in OpenAI baselines' ppo2): the larger of the errors of V and of
-    old V + clamp(V - old V, -clip, clip), so that a step beyond `clip` gains nothing.
+    clamp(V, old V - clip, old V + clip), so that a step beyond `clip` gains nothing.
     """
     loss = 0.5 * (inputs.values - inputs.returns).square()
     if clip is None:
         return loss, {}
-    near = inputs.old_values + (inputs.values - inputs.old_values).clamp(-clip, clip)
+    near = inputs.values.clamp(inputs.old_values - clip, inputs.old_values + clip)  # the value itself, where it is near
     clipped = 0.5 * (near - inputs.returns).square()
     return loss.maximum(clipped), {"critic/vf_clipfrac": (clipped > loss).float()}
 
