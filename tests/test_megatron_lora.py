@@ -113,8 +113,9 @@ def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
         expected, _ = of_transformers(results / "models" / case["model"])[number]
         torch.testing.assert_close(log_probs, expected, atol=2e-5, rtol=0)
 
+    # A loss of 0.1 is a float32 sum of terms around 1 and of both signs: its rounding is theirs.
     for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
-        assert metrics == pytest.approx(expected, rel=2e-6, abs=2e-7), "a loss or gradient norm depends on the layout"
+        assert metrics == pytest.approx(expected, rel=2e-6, abs=5e-7), "a loss or gradient norm depends on the layout"
     for name, weight in one["after"].items():
         torch.testing.assert_close(got["after"][name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
     adapters, expected = (
