@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.algorithms.losses import LOSSES
+from megarl.algorithms.correction import total_mismatch
+from megarl.algorithms.objective import runs_old_log_prob_pass
 from megarl.checkpoint import load_state, set_aside_later
 from megarl.cluster.base import WorkerGroup
 from megarl.cluster.failures import ClusterError
@@ -132,9 +133,9 @@ class Controller:
         advantages = self._consult_critic(step, batch, plan) if self.critic is not None else None
         self.placement.to_train()
         self._scatter("load_shard", plan.shards)
-        if LOSSES[recipe.algorithm.loss].needs_old_log_probs:
+        if runs_old_log_prob_pass(recipe.algorithm):
             with log.phase("old_log_prob"):
-                log.add(combine_gaps(self.trainers.call("compute_old_log_probs")))
+                log.add(total_mismatch(self.trainers.call("compute_old_log_probs")).metrics())
             self._add_speed("old_log_prob", "old_log_prob", plan.flops * FORWARD)
         if not warming_up:  # the gap to the engine is measured all the same
             self._update_actor(step, plan, advantages)
@@ -171,7 +172,12 @@ class Controller:
         with log.phase("update_actor"):
             if advantages is not None:
                 self._scatter("load_advantages", advantages)
-            self._add_update(step, "actor", self.trainers.call("update_actor"))
+            scales = None
+            if self.recipe.algorithm.correction.normalize:
+                scales = correction_scales(self.trainers.call("correction_totals"))
+            self._add_update(step, "actor", self.trainers.call("update_actor", scales))
+        if not runs_old_log_prob_pass(self.recipe.algorithm):
+            log.add(total_mismatch(self.trainers.call("measured_mismatch")).metrics())
         self._add_speed("actor", "update_actor", plan.update_flops)
 
     def _add_update(self, step: int, role: str, per_rank: Sequence[list[Metrics] | None]) -> None:
@@ -288,17 +294,10 @@ class Controller:
         return records
 
 
-def combine_gaps(sums: Sequence[dict[str, float] | None]) -> Metrics:
-    """Each reporting rank's sums -> mean and largest |old - rollout log-prob|, and k3 = KL(rollout || old)."""
-    parts = [part for part in sums if part is not None]
-    tokens = sum(part["tokens"] for part in parts)
-    if not tokens:
-        return {}
-    return {
-        "rollout/logprob_gap_mean": sum(part["absolute"] for part in parts) / tokens,
-        "rollout/logprob_gap_k3": sum(part["k3"] for part in parts) / tokens,
-        "rollout/logprob_gap_max": float(np.max([part["max"] for part in parts])),  # keeps a NaN, which max() may drop
-    }
+def correction_scales(totals: Sequence[np.ndarray | None]) -> list[float]:
+    """Each rank's sums and numbers of weights, mini batch by mini batch -> what makes each mini batch's mean weight 1."""
+    sums = np.sum([part for part in totals if part is not None], axis=0)
+    return [float(number / total) if total else 1.0 for total, number in sums]
 
 
 def combine_updates(per_rank: Sequence[list[Metrics] | None], role: str) -> Metrics:

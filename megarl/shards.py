@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megarl.algorithms.advantages import ADVANTAGES, uses_critic
-from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS
+from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.shaping import counts_in_loss, group_numbers
 from megarl.config.schema import Recipe
 from megarl.flops import ModelFlops
@@ -41,10 +42,12 @@ def plan_step(
     `model_flops` is None.
     """
     samples = [sample for group in groups for sample in group.samples]
-    advantages = _advantages(groups, samples, recipe)
     loss_tokens = np.array(
         [sample.loss_tokens if counts_in_loss(sample, recipe.algorithm.overlong.filter) else 0 for sample in samples]
     )
+    rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
+    outcomes = Outcomes(rewards, group_numbers(groups), loss_tokens)
+    advantages = ADVANTAGES[recipe.algorithm.advantage].function(outcomes, recipe.algorithm)
     lengths = np.array([sample.length for sample in samples])
     costs = model_flops.of(lengths) if model_flops else lengths.astype(np.float64)
     # Context-parallel devices compute a micro batch together, a part of each sequence each.
@@ -100,11 +103,6 @@ class _Packing:
             "perf/micro_batch_share": float(np.average(self.shares, weights=self.counts)),
             "perf/micro_batch_imbalance": max(self.imbalances),
         }
-
-
-def _advantages(groups: Sequence[Group], samples: Sequence[Sample], recipe: Recipe) -> np.ndarray:
-    rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
-    return ADVANTAGES[recipe.algorithm.advantage](rewards, group_numbers(groups), recipe.algorithm)
 
 
 def _place(

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from megarl import platform as platforms
-from megarl.algorithms.losses import objective
+from megarl.algorithms.catalogue import import_modules
+from megarl.algorithms.correction import Mismatch, weight_totals
+from megarl.algorithms.objective import objective, runs_old_log_prob_pass, trainers_policy
 from megarl.config.schema import Recipe
 from megarl.exchange.session import ExchangeSession, host_id
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, fetch
@@ -30,6 +32,7 @@ class Worker:
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         self.recipe = recipe
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        import_modules(recipe.algorithm)
         self.platform = platforms.select(recipe.cluster.device)
         self.platform.prepare()  # before megatron is imported, below and in the modules that this imports
 
@@ -178,6 +181,7 @@ class TrainerWorker(Worker):
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
         self.sender: Any = None
+        self.mismatch = Mismatch()  # of the step under way
         # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
         self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
         if recipe.algorithm.kl_coef and not weights_only:
@@ -188,15 +192,34 @@ class TrainerWorker(Worker):
 
         return PolicyTrainer(self.recipe, self.platform, total_optimizer_steps, weights_only=weights_only)
 
-    def compute_old_log_probs(self) -> dict[str, float] | None:
-        """Log-probs before this step's updates. Returns sums for the train/rollout gap, on reporting ranks."""
+    def compute_old_log_probs(self) -> Mismatch | None:
+        """Log-probs before this step's updates. Returns their gap to the engine's, on reporting ranks."""
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
         results = self.trainer.log_probs(flat, temperature=self.temperature)
         if results is None:
             return None
+        self.mismatch = Mismatch()
         for batch, (log_probs, _) in zip(flat, results, strict=True):
             batch.vectors["old_log_probs"] = log_probs
-        return gap_sums([batch.vectors for batch in flat]) if self.trainer.coordinates.reports else None
+            self.mismatch += Mismatch.of(self.trainer.loss_inputs(batch, log_probs), log_probs)
+        return self.measured_mismatch()
+
+    def measured_mismatch(self) -> Mismatch | None:
+        """The gap to the engine as this step's first pass over each sample measured it, on reporting ranks."""
+        return self.mismatch if self.trainer.coordinates.reports else None
+
+    def correction_totals(self) -> np.ndarray | None:
+        """For each mini batch, the sum and number of this rank's correction weights [mini batches, 2], which
+        `algorithm.correction.normalize` needs; on reporting ranks."""
+        if not self.trainer.coordinates.reports:
+            return None
+        settings = self.recipe.algorithm.correction
+
+        def of(batch: Any) -> np.ndarray:
+            old = batch.vectors["old_log_probs"]
+            return weight_totals(self.trainer.loss_inputs(batch, old), old, settings)
+
+        return np.stack([np.sum([of(batch) for batch in mini_batch], axis=0) for mini_batch in self.batches])
 
     def compute_reference_log_probs(self) -> None:
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
@@ -221,18 +244,31 @@ class TrainerWorker(Worker):
                 ]
                 batch.vectors["advantages"] = torch.from_numpy(np.concatenate(pieces)).to(self.platform.device())
 
-    def update_actor(self) -> list[Metrics] | None:
-        """One optimizer step a mini batch. Returns each one's metrics, on reporting ranks."""
-        settings = self.recipe.algorithm
-        metrics = [
-            self.trainer.train_step(
-                mini_batch,
-                lambda inputs: objective(inputs, settings),
-                temperature=self.temperature,
-                with_entropy=self.recipe.train.source == "rollout",
+    def update_actor(self, correction_scales: list[float] | None = None) -> list[Metrics] | None:
+        """One optimizer step a mini batch. Returns each one's metrics, on reporting ranks.
+
+        `correction_scales`: of each mini batch, what `objective` multiplies correction weights by.
+        """
+        settings, measure = self.recipe.algorithm, not runs_old_log_prob_pass(self.recipe.algorithm)
+        metrics = []
+        self.mismatch = Mismatch() if measure else self.mismatch
+        for number, mini_batch in enumerate(self.batches):
+            scale = correction_scales[number] if correction_scales else 1.0
+            first = measure and number == 0 and self.recipe.train.source == "rollout"
+
+            def learn(inputs: Any, scale: float = scale, first: bool = first) -> tuple[Any, dict[str, Any]]:
+                if first:  # of the others, earlier mini batches have already moved the policy away
+                    self.mismatch += Mismatch.of(inputs, trainers_policy(inputs, settings))
+                return objective(inputs, settings, scale)
+
+            metrics.append(
+                self.trainer.train_step(
+                    mini_batch,
+                    learn,
+                    temperature=self.temperature,
+                    with_entropy=self.recipe.train.source == "rollout",
+                )
             )
-            for mini_batch in self.batches
-        ]
         self.batches = []
         return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
 
@@ -274,19 +310,3 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def gap_sums(micro_batches: list[dict[str, Any]]) -> dict[str, float]:
-    """Sums over masked tokens of |d|, and of k3 = exp(d) - d - 1, with d = old - rollout log-prob; their count; max |d|."""
-    import torch
-
-    total = absolute = k3 = largest = 0.0
-    for vectors in micro_batches:
-        mask = vectors["loss_mask"] > 0
-        gap = (vectors["old_log_probs"] - vectors["rollout_log_probs"])[mask].double()
-        if gap.numel():
-            total += gap.numel()
-            absolute += gap.abs().sum().item()
-            k3 += (torch.expm1(gap) - gap).sum().item()
-            largest = float(np.maximum(largest, gap.abs().max().item()))  # keeps a NaN, which max() may drop
-    return {"tokens": total, "absolute": absolute, "k3": k3, "max": largest}

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.algorithms.correction import Mismatch, total_mismatch
 from megarl.config.schema import Recipe
-from megarl.controller import combine_gaps
 from megarl.types import Group, InlineData, Sample, SampleTokens
 from tests.megatron_models import write_model
 from tests.trainer_processes import CASES, run_ranks
@@ -198,8 +198,8 @@ def difference(case: Case, results: Path) -> Difference:
 def load(case: Case, results: Path) -> dict[str, Any]:
     """`metrics` of the step, the train/rollout gap included, and `gradient` by Hugging Face name."""
     result = torch.load(results / case.file, weights_only=True)
-    gaps = [torch.load(file, weights_only=True) for file in sorted(results.glob(f"{case.file}.gap.*"))]
-    return {"metrics": {**result["metrics"], **combine_gaps(gaps)}, "gradient": result["gradient"]}
+    gaps = [Mismatch(**torch.load(file, weights_only=True)) for file in sorted(results.glob(f"{case.file}.gap.*"))]
+    return {"metrics": {**result["metrics"], **total_mismatch(gaps).metrics()}, "gradient": result["gradient"]}
 
 
 def _relative(value: float, expected: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def compute(worker: TrainerWorker, case: Case, before: dict[str, torch.Tensor], 
     worker.load_shard(plan.shards[where.dp_rank])
     gap = worker.compute_old_log_probs()
     if gap is not None:
-        torch.save(gap, output / f"{case.file}.gap.{where.dp_rank}")
+        torch.save(asdict(gap), output / f"{case.file}.gap.{where.dp_rank}")
     for micro_batch in worker.batches[0]:
         shift(micro_batch)
     metrics = worker.update_actor()

@@ -19,7 +19,7 @@ platform.prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megarl.algorithms.losses import objective  # noqa: E402
+from megarl.algorithms.objective import objective  # noqa: E402
 from megarl.config.schema import Recipe  # noqa: E402
 from megarl.megatron.batch import MicroBatch  # noqa: E402
 from tests.megatron_models import LENGTHS  # noqa: E402

@@ -1,4 +1,4 @@
-"""Advantages, losses, aggregation, KL and shaping against numbers worked by hand."""
+"""Aggregation, KL, shaping and the objective that joins them to a loss, against numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -8,43 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.aggregation import AGGREGATIONS
-from megarl.algorithms.inputs import LossInputs
-from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.losses import LOSSES, objective
+from megarl.algorithms.catalogue import AGGREGATIONS, KL_ESTIMATORS
+from megarl.algorithms.objective import kl_to_reference, objective, runs_old_log_prob_pass
 from megarl.algorithms.shaping import counts_in_loss, has_spread, overlong_penalty
-from megarl.config.schema import AlgorithmConfig
 from megarl.types import InlineData, Sample
-
-
-def settings(**values: object) -> AlgorithmConfig:
-    return AlgorithmConfig(**values)  # type: ignore[arg-type]
-
-
-class TestGRPO:
-    def test_by_hand(self) -> None:
-        # Group 7: rewards 1, 0, 0, 1: mean 1/2, squares 4 * 1/4 = 1, std = sqrt(1/3).
-        # Group 3: rewards 2, 4: mean 3, squares 2, std = sqrt(2).
-        advantages = ADVANTAGES["grpo"](np.array([1, 2, 0, 0, 4, 1.0]), np.array([7, 3, 7, 7, 3, 7]), settings())
-        half = 0.5 / (math.sqrt(1 / 3) + 1e-6)
-        one = 1 / (math.sqrt(2) + 1e-6)
-        np.testing.assert_allclose(advantages, [half, -one, -half, -half, one, half], rtol=1e-12)
-
-    def test_without_std_is_dr_grpo(self) -> None:
-        advantages = ADVANTAGES["grpo"](np.array([1, 0, 0, 1.0]), np.zeros(4), settings(normalize_by_std=False))
-        np.testing.assert_allclose(advantages, [0.5, -0.5, -0.5, 0.5])
-
-    def test_equal_rewards_and_a_group_of_one_have_no_advantage(self) -> None:
-        advantages = ADVANTAGES["grpo"](np.array([3, 3, 3, 5.0]), np.array([0, 0, 0, 1]), settings())
-        np.testing.assert_array_equal(advantages, np.zeros(4))
-
-    def test_order_of_samples_does_not_matter(self) -> None:
-        rng = np.random.default_rng(0)
-        rewards, groups = rng.normal(size=40), rng.integers(0, 7, size=40)
-        order = rng.permutation(40)
-        whole = ADVANTAGES["grpo"](rewards, groups, settings())
-        np.testing.assert_allclose(ADVANTAGES["grpo"](rewards[order], groups[order], settings()), whole[order])
+from tests.loss_cases import inputs, random_inputs, settings
 
 
 class TestAggregation:
@@ -79,46 +47,6 @@ def test_kl_estimators_by_hand() -> None:
     assert math.isfinite(KL_ESTIMATORS["low_var_kl"](torch.tensor([-1000.0]), torch.tensor([0.0])).item())
 
 
-def inputs(ratios: list[float], advantages: list[float], mask: list[float] | None = None) -> LossInputs:
-    count = len(ratios)
-    loss_mask = torch.tensor(mask or [1.0] * count, dtype=torch.float64)
-    tokens = loss_mask.sum()
-    return LossInputs(
-        log_probs=torch.tensor(ratios, dtype=torch.float64).log().requires_grad_(),
-        old_log_probs=torch.zeros(count, dtype=torch.float64),
-        advantages=torch.tensor(advantages, dtype=torch.float64),
-        loss_mask=loss_mask,
-        loss_weights=loss_mask / tokens,
-        token_share=loss_mask / tokens,
-    )
-
-
-class TestPPOClip:
-    def test_by_hand(self) -> None:
-        # low 0.2, high 0.28. Columns: inside; above with A > 0 (clipped to 1.28); above with A < 0 (kept);
-        # below with A > 0 (kept); below with A < 0 (clipped to 0.8).
-        batch = inputs([1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 2.0, -2.0, 2.0, -2.0])
-        loss, metrics = LOSSES["ppo_clip"].function(batch, settings(clip_high=0.28))
-        torch.testing.assert_close(loss, torch.tensor([-2.2, -2.56, 3.0, -1.0, 1.6], dtype=torch.float64))
-        assert metrics["actor/pg_clipfrac"].tolist() == [0, 1, 0, 0, 1]
-        loss.sum().backward()
-        gradient = batch.log_probs.grad
-        assert gradient is not None  # d loss / d log_prob = -A ratio where not clipped, else 0
-        torch.testing.assert_close(gradient, torch.tensor([-2.2, 0.0, 3.0, -1.0, 0.0], dtype=torch.float64))
-
-    def test_dual_clip_bounds_the_loss_of_bad_samples(self) -> None:
-        batch = inputs([5.0, 5.0], [-1.0, 1.0])
-        loss, metrics = LOSSES["ppo_clip"].function(batch, settings(dual_clip=3.0))
-        torch.testing.assert_close(loss, torch.tensor([3.0, -1.2], dtype=torch.float64))
-        assert metrics["actor/pg_clipfrac_lower"].tolist() == [1, 0]
-
-    def test_extreme_ratios_stay_finite(self) -> None:
-        batch = inputs([1.0], [-1.0])
-        batch.log_probs = torch.tensor([500.0], dtype=torch.float64)
-        loss, _ = LOSSES["ppo_clip"].function(batch, settings())
-        assert loss.item() == pytest.approx(math.exp(20))
-
-
 class TestObjective:
     def test_masked_tokens_count_nowhere_even_if_they_are_nan(self) -> None:
         batch = inputs([1.1, 1.1, 1.1], [1.0, 1.0, 3.0], mask=[1, 0, 1])
@@ -126,21 +54,6 @@ class TestObjective:
         loss, metrics = objective(batch, settings())
         assert loss.item() == pytest.approx(-(1.1 * 1 + 1.1 * 3) / 2)
         assert metrics["actor/ratio"].item() == pytest.approx(1.1)
-
-    def test_parts_add_up_to_the_whole(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        ratios = (torch.rand(12, generator=generator) + 0.5).tolist()
-        advantages = torch.randn(12, generator=generator).tolist()
-        whole = inputs(ratios, advantages)
-        loss, metrics = objective(whole, settings())
-        parts = []
-        for part in (slice(0, 5), slice(5, 6), slice(6, 12)):
-            piece = inputs(ratios[part], advantages[part])
-            piece.loss_weights, piece.token_share = whole.loss_weights[part], whole.token_share[part]
-            parts.append(objective(piece, settings()))
-        torch.testing.assert_close(sum(part[0] for part in parts), loss)
-        for name in metrics:
-            torch.testing.assert_close(sum(part[1][name] for part in parts), metrics[name])
 
     def test_kl_and_entropy_enter_the_loss(self) -> None:
         batch = inputs([1.0, 1.0], [0.0, 0.0])
@@ -156,7 +69,37 @@ class TestObjective:
         batch = inputs([0.5, 0.25], [0.0, 0.0])
         loss, _ = objective(batch, settings(loss="sft"))
         assert loss.item() == pytest.approx((math.log(2) + math.log(4)) / 2)
-        assert not LOSSES["sft"].needs_old_log_probs and LOSSES["ppo_clip"].needs_old_log_probs
+
+    @pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+    def test_straight_through_has_the_value_of_the_estimator_and_the_gradient_of_k2(self, name: str) -> None:
+        batch = random_inputs(0, [5, 4])
+
+        def kl(estimator: str, straight: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            value = kl_to_reference(batch, settings(kl_coef=1.0, kl_estimator=estimator, kl_straight_through=straight))
+            return value.detach(), torch.autograd.grad(value.sum(), batch.log_probs)[0]
+
+        through = kl(name, straight=True)
+        torch.testing.assert_close(through[0], kl(name, straight=False)[0])
+        torch.testing.assert_close(through[1], kl("mse", straight=False)[1])
+
+    def test_the_proximal_policy_is_the_one_that_the_recipe_says(self) -> None:
+        batch = random_inputs(1, [6])
+        now, engines = batch.log_probs.detach(), batch.rollout_log_probs
+        before, batch.old_log_probs = batch.old_log_probs, None
+        current = objective(batch, settings(old_log_probs="current"))[1]
+        batch.old_log_probs = now
+        assert current == objective(batch, settings())[1] and current["actor/ppo_kl"] == 0
+        batch.old_log_probs = None
+        bypass = objective(batch, settings(old_log_probs="rollout"))[1]
+        batch.old_log_probs = engines
+        assert bypass == objective(batch, settings())[1] and bypass["actor/ppo_kl"] != 0
+        batch.old_log_probs = before
+        assert objective(batch, settings())[1] not in (current, bypass)
+
+    def test_which_losses_need_the_pass_before_the_update(self) -> None:
+        assert runs_old_log_prob_pass(settings(loss="ppo_clip"))
+        assert not runs_old_log_prob_pass(settings(loss="ppo_clip", old_log_probs="current"))
+        assert not runs_old_log_prob_pass(settings(loss="reinforce"))
 
 
 def sample(reward: float, finish: str = "stop", **parts: float) -> Sample:
@@ -180,8 +123,3 @@ class TestShaping:
         assert not counts_in_loss(sample(0.0, "length"), overlong_filter=True)
         assert counts_in_loss(sample(0.0, "length"), overlong_filter=False)
         assert counts_in_loss(sample(0.0, "stop"), overlong_filter=True)
-
-
-def test_unknown_names_point_to_the_nearest() -> None:
-    with pytest.raises(ValueError, match="did you mean 'ppo_clip'"):
-        LOSSES["ppoclip"]

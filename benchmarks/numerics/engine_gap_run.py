@@ -19,10 +19,10 @@ import numpy as np
 
 from benchmarks.numerics.engine_gap import Case, Gap
 from megarl import platform as platforms
+from megarl.algorithms.correction import total_mismatch
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
 from megarl.config.schema import Recipe
-from megarl.controller import combine_gaps
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
 from megarl.exchange.session import ExchangeSession
@@ -123,7 +123,7 @@ class Driver:
         ranks = self.trainers.call("describe")
         plan = plan_step(groups, self.recipe, ranks[0]["dp_size"], micro_batches_multiple_of=1)
         self.trainers.scatter("load_shard", [(plan.shards[rank["dp_rank"]],) for rank in ranks])
-        found = combine_gaps(self.trainers.call("compute_old_log_probs"))
+        found = total_mismatch(self.trainers.call("compute_old_log_probs")).metrics()
         mean, largest = found["rollout/logprob_gap_mean"], found["rollout/logprob_gap_max"]
         assert np.isfinite(mean), "a log-prob is not a number"
         tokens = sum(sample.loss_tokens for group in groups for sample in group.samples)

@@ -1,59 +1,183 @@
-"""Advantage estimators over the outcome rewards of a batch.
+"""Advantage estimators over the outcomes of a batch.
 
-An estimator takes rewards [B] and the group of each sample [B] (any integers; siblings share one)
-and returns advantages [B]: one number a sample, given to each of its tokens.
-Group operations are segment operations, so groups need not be equal in size.
+An estimator takes `Outcomes` (rewards, groups and lengths of B samples) and the recipe's `AlgorithmConfig`, and returns
+advantages [B]: one number a sample, given to each of its tokens. It declares the settings it reads, so that one
+which nobody reads is refused. Group operations are segment operations: groups need not be equal in size.
+
+A group of one has nothing to be compared with, and no advantage.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megarl.algorithms.inputs import Outcomes
+from megarl.algorithms.values import Moments, Whitening
+from megarl.config.algorithm import check_settings
 from megarl.registry import Registry
 
 if TYPE_CHECKING:
-    from megarl.config.schema import AlgorithmConfig
+    from megarl.config.algorithm import AlgorithmConfig
+
+Estimator = Callable[[Outcomes, "AlgorithmConfig"], np.ndarray]
 
 
-class AdvantageEstimator(Protocol):
-    def __call__(self, rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmConfig) -> np.ndarray: ...
+@dataclass(frozen=True)
+class AdvantageEstimator:
+    """A registered estimator. `settings`: the fields of `AlgorithmConfig` that it reads."""
+
+    function: Estimator
+    settings: tuple[str, ...]
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
-def group_statistics(rewards: np.ndarray, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each sample's group mean, standard deviation (Bessel-corrected; 0 for a group of one) and size.
+def advantage(name: str, *, settings: tuple[str, ...] = ()) -> Callable[[Estimator], Estimator]:
+    """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses."""
 
-    rewards [B] float, groups [B] int -> three arrays [B] in float64.
-    """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    _, segment = np.unique(groups, return_inverse=True)
-    size = np.bincount(segment).astype(np.float64)
-    mean = np.bincount(segment, weights=rewards) / size
-    squares = np.bincount(segment, weights=(rewards - mean[segment]) ** 2)
-    std = np.sqrt(squares / np.maximum(size - 1, 1))
-    return mean[segment], std[segment], size[segment]
+    check_settings(settings)
+
+    def add(function: Estimator) -> Estimator:
+        ADVANTAGES.register(name)(AdvantageEstimator(function, settings))
+        return function
+
+    return add
 
 
-@ADVANTAGES.register("grpo")
-def grpo(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmConfig) -> np.ndarray:
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Of each sample's group, sample by sample: all [B], float64."""
+
+    mean: np.ndarray
+    std: np.ndarray  # Bessel-corrected; 0 for a group of one
+    size: np.ndarray
+
+    @classmethod
+    def of(cls, outcomes: Outcomes) -> GroupStatistics:
+        rewards, segment = _segments(outcomes)
+        size = np.bincount(segment).astype(np.float64)
+        mean = np.bincount(segment, weights=rewards) / size
+        squares = np.bincount(segment, weights=(rewards - mean[segment]) ** 2)
+        std = np.sqrt(squares / np.maximum(size - 1, 1))
+        return cls(mean[segment], std[segment], size[segment])
+
+
+def _segments(outcomes: Outcomes) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards in float64, and the number of each sample's group among those that occur: both [B]."""
+    _, segment = np.unique(outcomes.groups, return_inverse=True)
+    return np.asarray(outcomes.rewards, dtype=np.float64), segment
+
+
+STD_EPS = 1e-6
+"""Added to a group's standard deviation, outside the root, as verl and SkyRL do."""
+
+
+@advantage("grpo", settings=("normalize_by_std",))
+def grpo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """Group-relative advantage (DeepSeekMath, arXiv 2402.03300): (r - mean) / (std + 1e-6).
 
-    std carries Bessel's correction, as in verl. A group of one has advantage 0: it has nothing to
-    be compared with. With ``normalize_by_std`` off: Dr.GRPO (arXiv 2503.20783), r - mean.
+    With ``normalize_by_std`` off: Dr.GRPO (arXiv 2503.20783), r - mean.
     """
-    mean, std, _ = group_statistics(rewards, groups)
-    centred = np.asarray(rewards, dtype=np.float64) - mean
-    return centred / (std + 1e-6) if settings.normalize_by_std else centred
+    group = GroupStatistics.of(outcomes)
+    centred = outcomes.rewards - group.mean
+    return centred / (group.std + STD_EPS) if settings.normalize_by_std else centred
 
 
-@ADVANTAGES.register("gae")
-def left_to_the_critic(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmConfig) -> np.ndarray:
+@advantage("rloo")
+def rloo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """REINFORCE leave-one-out (arXiv 2402.14740): r - the mean of the sample's siblings, itself left out.
+
+    That is (r - mean) n / (n - 1).
+    """
+    group = GroupStatistics.of(outcomes)
+    return (outcomes.rewards - group.mean) * group.size / np.maximum(group.size - 1, 1)
+
+
+@advantage("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """REINFORCE++ with a group baseline (arXiv 2501.03262): r - group mean, then to mean 0 and variance 1 over all
+    tokens of the batch: long samples count for more in that mean and variance."""
+    centred = outcomes.rewards - GroupStatistics.of(outcomes).mean
+    return Whitening.by(Moments.of(centred, outcomes.loss_tokens))(centred)
+
+
+@advantage("opo")
+def opo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """On-policy with the optimal baseline (OPO, arXiv 2505.23585): r - the group's mean weighted by length,
+    the minimum-variance baseline where a gradient's square grows with the sample's length."""
+    rewards, segment = _segments(outcomes)
+    tokens = np.bincount(segment, weights=outcomes.loss_tokens)
+    earned = np.bincount(segment, weights=rewards * outcomes.loss_tokens)
+    return rewards - (earned / np.maximum(tokens, 1))[segment]
+
+
+@advantage("gpg")
+def gpg(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """Group policy gradient (GPG, arXiv 2504.02546): alpha (r - mean), with alpha = B / (B - M).
+
+    M counts the samples of groups whose rewards are all the same: they have no gradient, and alpha makes up for
+    their share in the loss's mean.
+    """
+    rewards, segment = _segments(outcomes)
+    least, largest = np.full(segment.max() + 1, np.inf), np.full(segment.max() + 1, -np.inf)
+    np.minimum.at(least, segment, rewards)
+    np.maximum.at(largest, segment, rewards)
+    valid = int(np.count_nonzero((largest > least)[segment]))
+    return (rewards - GroupStatistics.of(outcomes).mean) * (len(rewards) / max(valid, 1))
+
+
+@advantage("grpo_passk", settings=("normalize_by_std",))
+def grpo_passk(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """Best of k (arXiv 2503.19595, k the group's size): only a group's best sample has an advantage, what it is ahead
+    of the second best; with ``normalize_by_std`` over the group's standard deviation + 1e-6."""
+    rewards, segment = _segments(outcomes)
+    order = np.lexsort((rewards, segment))  # by group, then reward
+    last = np.append(segment[order][1:] != segment[order][:-1], True)
+    has_second = np.append(False, segment[order][1:] == segment[order][:-1])
+    ahead = rewards[order] - np.append(0.0, rewards[order][:-1])
+    advantages = np.zeros(len(rewards))
+    advantages[order] = np.where(last & has_second, ahead, 0.0)
+    return advantages / (GroupStatistics.of(outcomes).std + STD_EPS) if settings.normalize_by_std else advantages
+
+
+@advantage("pass_at_k", settings=("pass_k",))
+def pass_at_k(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """Pass@k training, the analytic form (arXiv 2508.10751). A sample is right where its reward is above 0.
+
+    Of n samples, m wrong: p = 1 - C(m, k) / C(n, k) is the pass rate of a random k of them, s = sqrt(p (1 - p)).
+    Right: (1 - p) / s. Wrong: (1 - p - C(m-1, k-1) / C(n-1, k-1)) / s. Where s is 0, so is the advantage.
+    """
+    rewards, segment = _segments(outcomes)
+    wrong = rewards <= 0
+    n = np.bincount(segment).astype(np.float64)
+    m = np.bincount(segment, weights=wrong)
+    k = settings.pass_k
+    if n.min() < k:
+        raise ValueError(f"algorithm.pass_k is {k}, and a group has {int(n.min())} samples: make k smaller")
+    fails = _chance_all_from(m, n, k)
+    spread = np.sqrt(fails * (1 - fails))
+    of_right = np.divide(fails, spread, out=np.zeros_like(n), where=spread > 0)
+    of_wrong = np.divide(fails - _chance_all_from(m - 1, n - 1, k - 1), spread, out=np.zeros_like(n), where=spread > 0)
+    return np.where(wrong, of_wrong[segment], of_right[segment])
+
+
+def _chance_all_from(part: np.ndarray, whole: np.ndarray, k: int) -> np.ndarray:
+    """C(part, k) / C(whole, k): that k drawn without return from `whole` all come of `part`."""
+    chance = np.ones_like(whole)
+    for drawn in range(k):
+        chance *= np.maximum(part - drawn, 0.0) / (whole - drawn)
+    return chance
+
+
+@advantage("gae", settings=("gamma", "lam", "whiten_advantages"))
+def left_to_the_critic(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """Zeros [B]: each token's advantage comes of a critic's values, in its processes; see `values.gae`."""
-    return np.zeros(len(rewards))
+    return np.zeros(len(outcomes.rewards))
 
 
 def uses_critic(settings: AlgorithmConfig) -> bool:
@@ -61,7 +185,7 @@ def uses_critic(settings: AlgorithmConfig) -> bool:
     return settings.advantage == "gae"
 
 
-@ADVANTAGES.register("none")
-def no_advantage(rewards: np.ndarray, groups: np.ndarray, settings: AlgorithmConfig) -> np.ndarray:
+@advantage("none")
+def no_advantage(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """Zeros [B]: for losses that use no advantage (SFT)."""
-    return np.zeros(len(rewards))
+    return np.zeros(len(outcomes.rewards))

@@ -1,4 +1,4 @@
-"""What a policy loss sees: flat per-token vectors of one micro batch."""
+"""What advantages and policy losses see."""
 
 from __future__ import annotations
 
@@ -6,7 +6,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What an advantage estimator sees: the samples of one batch, each vector [B] and in the same order.
+
+    Example: two samples of one prompt, the first right: ``Outcomes(rewards=array([1.0, 0.0]), groups=array([7, 7]),
+    loss_tokens=array([120, 80]))``.
+    """
+
+    rewards: np.ndarray  # float64: the whole outcome of a sample
+    groups: np.ndarray  # integers: siblings, the samples of one prompt, share one
+    loss_tokens: np.ndarray  # integers: tokens that the policy chose and the loss counts; 0 for a filtered sample
 
 
 @dataclass
@@ -22,8 +36,27 @@ class LossInputs:
     loss_mask: Tensor  # 1.0 where the loss counts the token, else 0.0
     loss_weights: Tensor  # what each token weighs in the aggregated loss; 0 where masked
     token_share: Tensor  # loss_mask / masked tokens of the mini batch: its sum over everything is 1
+    sequences: Tensor  # int64: each token's sequence, counted from 0
+    sequence_count: int  # S
     advantages: Tensor | None = None
     old_log_probs: Tensor | None = None  # before this step's updates (proximal policy)
     rollout_log_probs: Tensor | None = None  # the engine's own
     reference_log_probs: Tensor | None = None
     entropy: Tensor | None = None
+
+    def masked(self, values: Tensor) -> Tensor:
+        """`values` [T], and 0 where the loss does not count the token, whatever stood there (0 x inf would be nan)."""
+        return values.where(self.loss_mask > 0, values.new_zeros(()))
+
+    def sequence_sums(self, values: Tensor) -> Tensor:
+        """Sum over each sequence's masked tokens: [T] -> [S]."""
+        return values.new_zeros(self.sequence_count).index_add(0, self.sequences, self.masked(values))
+
+    def sequence_means(self, values: Tensor) -> Tensor:
+        """Mean over each sequence's masked tokens: [T] -> [S]; 0 for a sequence without any."""
+        counts = self.sequence_sums(self.loss_mask)
+        return self.sequence_sums(values) / counts.to(values.dtype).clamp(min=1.0)
+
+    def on_tokens(self, per_sequence: Tensor) -> Tensor:
+        """Give each token what its sequence has: [S] -> [T]."""
+        return per_sequence[self.sequences]

@@ -1,8 +1,9 @@
-"""Policy losses per token, and the objective that aggregates them.
+"""Policy losses per token, and how one is registered.
 
-A loss takes `LossInputs` and the recipe's `AlgorithmConfig` and returns the loss of each token [T]
-and metrics, each a per-token vector [T] whose mean over the masked tokens is reported. It declares
-what it needs, so that passes nobody uses are not run. Aggregation is apart: see `objective`.
+A loss takes `LossInputs` and the recipe's `AlgorithmConfig` and returns the loss of each token [T] and metrics, each a
+per-token vector [T] whose mean over the masked tokens is reported. It declares what it needs, so that passes nobody
+uses are not run, and the settings it reads, so that one which nobody reads is refused. Aggregation is apart: see
+`objective`. Losses whose ratio is a whole sequence's are in sequence_losses.py.
 """
 
 from __future__ import annotations
@@ -12,97 +13,165 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.inputs import LossInputs
-from megarl.algorithms.kl import KL_ESTIMATORS, LOG_RATIO_LIMIT
+from megarl.algorithms.kl import LOG_RATIO_LIMIT
+from megarl.config.algorithm import check_settings
 from megarl.registry import Registry
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.config.schema import AlgorithmConfig
+    from megarl.config.algorithm import AlgorithmConfig
 
-TokenLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, dict[str, Tensor]]"]
+Metrics = dict[str, "Tensor"]
+TokenLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, Metrics]"]
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A registered loss. `needs_old_log_probs`: the proximal policy's log-probs are computed first."""
+    """A registered loss. `needs_old_log_probs`: it compares the policy with the proximal one.
+    `settings`: the fields of `AlgorithmConfig` that it reads."""
 
     function: TokenLoss
     needs_old_log_probs: bool
+    settings: tuple[str, ...]
 
 
 LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 
-def policy_loss(name: str, *, needs_old_log_probs: bool) -> Callable[[TokenLoss], TokenLoss]:
+def policy_loss(
+    name: str, *, needs_old_log_probs: bool, settings: tuple[str, ...] = ()
+) -> Callable[[TokenLoss], TokenLoss]:
     """Register a loss under `name`, the word a recipe's `algorithm.loss` uses."""
 
+    check_settings(settings)
+
     def add(function: TokenLoss) -> TokenLoss:
-        LOSSES.register(name)(PolicyLoss(function, needs_old_log_probs))
+        LOSSES.register(name)(PolicyLoss(function, needs_old_log_probs, settings))
         return function
 
     return add
 
 
-@policy_loss("ppo_clip", needs_old_log_probs=True)
-def ppo_clip(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """PPO's clipped surrogate (arXiv 1707.06347), with clip-higher (DAPO, arXiv 2503.14476) and dual clip (arXiv 1912.09729).
+CLIP = ("clip_low", "clip_high")
 
-    ratio = exp(log_probs - old_log_probs); loss = max(-A ratio, -A clip(ratio, 1 - low, 1 + high));
-    with dual clip c and A < 0: min(loss, -A c). The log-ratio is clamped to +-20 before exp.
-    """
-    assert inputs.old_log_probs is not None and inputs.advantages is not None
-    log_ratio = (inputs.log_probs - inputs.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = log_ratio.exp()
-    unclipped = -inputs.advantages * ratio
-    clipped = -inputs.advantages * ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+
+def log_ratio(inputs: LossInputs) -> Tensor:
+    """log_probs - old_log_probs [T], within +-20: so that exp() of a planted extreme is large, not inf."""
+    assert inputs.old_log_probs is not None
+    return (inputs.log_probs - inputs.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def advantages_of(inputs: LossInputs) -> Tensor:
+    assert inputs.advantages is not None
+    return inputs.advantages
+
+
+def clipped_surrogate(ratio: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) [T]; with dual clip c and A < 0: at most -A c."""
+    advantages = advantages_of(inputs)
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     loss = unclipped.maximum(clipped)
-    metrics = {
-        "actor/pg_clipfrac": (clipped > unclipped).float(),
-        "actor/ppo_kl": -log_ratio.detach(),
-        "actor/ratio": ratio.detach(),
-    }
+    metrics = {"actor/pg_clipfrac": (clipped > unclipped).float(), "actor/ratio": ratio.detach()}
     if settings.dual_clip is not None:
-        bound = -inputs.advantages * settings.dual_clip
-        applies = (inputs.advantages < 0) & (loss > bound)
+        bound = -advantages * settings.dual_clip
+        applies = (advantages < 0) & (loss > bound)
         loss = bound.where(applies, loss)
         metrics["actor/pg_clipfrac_lower"] = applies.float()
     return loss, metrics
 
 
+@policy_loss("ppo_clip", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))
+def ppo_clip(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """PPO's clipped surrogate (arXiv 1707.06347), with clip-higher (DAPO, arXiv 2503.14476) and dual clip (arXiv 1912.09729).
+
+    ratio = exp(log_probs - old_log_probs); see `clipped_surrogate`.
+    """
+    change = log_ratio(inputs)
+    loss, metrics = clipped_surrogate(change.exp(), inputs, settings)
+    return loss, {**metrics, "actor/ppo_kl": -change.detach()}
+
+
+@policy_loss("cispo", needs_old_log_probs=True, settings=CLIP)
+def cispo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(ratio, 1 - low, 1 + high)) A log_prob.
+
+    The ratio only weighs: a clipped token keeps its gradient. The paper clips above alone: `clip_low: 1`.
+    """
+    change = log_ratio(inputs)
+    ratio = change.detach().exp()
+    weight = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
+    return -weight * advantages_of(inputs) * inputs.log_probs, {
+        "actor/pg_clipfrac": (weight != ratio).float(),
+        "actor/ratio": ratio,
+        "actor/ppo_kl": -change.detach(),
+    }
+
+
+@policy_loss("sapo", needs_old_log_probs=True, settings=("tau_positive", "tau_negative"))
+def sapo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Soft adaptive policy optimisation (SAPO, arXiv 2511.20347): -A (4 / tau) sigmoid(tau (ratio - 1)).
+
+    tau is `tau_positive` where A > 0, else `tau_negative`. At ratio 1 the gradient is the policy gradient; it fades
+    on both sides, without a bound at which it ends.
+    """
+    advantages, change = advantages_of(inputs), log_ratio(inputs)
+    ratio = change.exp()
+    tau = ratio.new_full((), settings.tau_positive).where(advantages > 0, ratio.new_full((), settings.tau_negative))
+    loss = -advantages * (4.0 / tau) * (tau * (ratio - 1.0)).sigmoid()
+    return loss, {"actor/ratio": ratio.detach(), "actor/ppo_kl": -change.detach()}
+
+
+@policy_loss("dppo_tv", needs_old_log_probs=True, settings=(*CLIP, "ratio_cap"))
+def dppo_tv(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Divergence PPO, binary total variation (DPPO, arXiv 2602.04879): -sg(min(ratio, cap)) A log_prob for tokens
+    whose probability p has not moved too far: p - old p at most `clip_high` where A > 0, at least -`clip_low` else."""
+    assert inputs.old_log_probs is not None
+    moved = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
+    inside = (moved <= settings.clip_high).where(advantages_of(inputs) > 0, moved >= -settings.clip_low)
+    return _trusted(inside, inputs, settings)
+
+
+@policy_loss("dppo_kl", needs_old_log_probs=True, settings=(*CLIP, "ratio_cap"))
+def dppo_kl(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Divergence PPO, binary KL (DPPO, arXiv 2602.04879): as `dppo_tv`, but what may not pass `clip_high` (A > 0) or
+    `clip_low` (else) is KL(old || current) of "this token or another one", and only where p moves A's way.
+
+    KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), with q the old probability.
+    """
+    assert inputs.old_log_probs is not None
+    p, q = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()
+    change = inputs.log_probs.detach() - inputs.old_log_probs
+    others = ((1.0 - q + _PROBABILITY_EPS) / (1.0 - p + _PROBABILITY_EPS)).log()
+    divergence = -q * change + (1.0 - q) * others
+    risen = (divergence <= settings.clip_high) | (p <= q)
+    fallen = (divergence <= settings.clip_low) | (p >= q)
+    return _trusted(risen.where(advantages_of(inputs) > 0, fallen), inputs, settings)
+
+
+_PROBABILITY_EPS = 1e-8  # keeps the logarithm of a probability that rounds to 1 finite
+
+
+def _trusted(inside: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """DPPO's loss [T] of the tokens that are `inside` the trust region, 0 for the others."""
+    change = log_ratio(inputs).detach()
+    ratio = change.exp()
+    loss = -ratio.clamp(max=settings.ratio_cap) * advantages_of(inputs) * inputs.log_probs
+    return loss.where(inside, loss.new_zeros(())), {
+        "actor/pg_clipfrac": (~inside).float(),
+        "actor/ratio": ratio,
+        "actor/ppo_kl": -change,
+    }
+
+
+@policy_loss("reinforce", needs_old_log_probs=False)
+def reinforce(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """The plain policy gradient (Williams, 1992), also GPG's (arXiv 2504.02546): -A log_prob."""
+    return -advantages_of(inputs) * inputs.log_probs, {}
+
+
 @policy_loss("sft", needs_old_log_probs=False)
-def sft(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def sft(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Negative log-likelihood of the masked tokens."""
     return -inputs.log_probs, {}
-
-
-def objective(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """The scalar that one micro batch adds to the mini batch's loss, and what it adds to each metric.
-
-    Both are normalised over the whole mini batch already (through `loss_weights` and `token_share`):
-    summed over micro batches and over data- and context-parallel ranks they are the mini batch's loss
-    and the metrics' means over its masked tokens.
-    """
-    token_loss, token_metrics = LOSSES[settings.loss].function(inputs, settings)
-    # where, not a product: a masked token may hold inf or nan, and 0 * inf is nan.
-    masked = inputs.loss_mask > 0
-
-    def total(values: Tensor, weights: Tensor) -> Tensor:
-        return (values.where(masked, values.new_zeros(())) * weights).sum()
-
-    loss = total(token_loss, inputs.loss_weights)
-    metrics = {name: total(values, inputs.token_share) for name, values in token_metrics.items()}
-    metrics["actor/pg_loss"] = loss.detach()
-    if inputs.entropy is not None:
-        metrics["actor/entropy"] = total(inputs.entropy.detach(), inputs.token_share)
-        if settings.entropy_coef:
-            loss = loss - settings.entropy_coef * total(inputs.entropy, inputs.loss_weights)
-    if settings.kl_coef:
-        assert inputs.reference_log_probs is not None
-        kl = total(
-            KL_ESTIMATORS[settings.kl_estimator](inputs.log_probs, inputs.reference_log_probs), inputs.loss_weights
-        )
-        metrics["actor/kl_loss"] = kl.detach()
-        loss = loss + settings.kl_coef * kl
-    metrics["actor/loss"] = loss.detach()
-    return loss, metrics

@@ -66,13 +66,17 @@ class Moments:
     largest: float = -np.inf
 
     @classmethod
-    def of(cls, numbers: np.ndarray) -> Moments:
+    def of(cls, numbers: np.ndarray, counts: np.ndarray | None = None) -> Moments:
+        """Of `numbers`, each of which occurs once, or as often as `counts` says (which may be 0)."""
+        if counts is not None:
+            numbers, counts = numbers[counts > 0], counts[counts > 0]
         if not numbers.size:
             return cls()
         exact = numbers.astype(np.float64)
-        mean = float(exact.mean())
-        squares = float(((exact - mean) ** 2).sum())
-        return cls(exact.size, mean, squares, float(exact.min()), float(exact.max()))
+        mean = float(np.average(exact, weights=counts))
+        squares = float(((exact - mean) ** 2 * (1 if counts is None else counts)).sum())
+        count = exact.size if counts is None else int(counts.sum())
+        return cls(count, mean, squares, float(exact.min()), float(exact.max()))
 
     def __add__(self, other: Moments) -> Moments:
         """Of both (Chan et al., 1979): no large sums that cancel."""

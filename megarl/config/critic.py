@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.config.errors import RecipeError
-from megarl.config.schema import AlgorithmConfig, Recipe
+from megarl.config.schema import Recipe
 from megarl.config.training import CriticConfig, LoraConfig, MegatronConfig
 from megarl.config.validate import check_betas, check_mini_batches, check_parallel_sizes
-
-_GAE_SETTINGS = ("gamma", "lam", "whiten_advantages")
 
 
 def critic_view(recipe: Recipe) -> Recipe:
@@ -79,15 +77,6 @@ def _check_unused(recipe: Recipe) -> None:
             f"algorithm.advantage is '{algorithm.advantage}', which uses no critic: this section would change nothing",
             "set algorithm.advantage=gae, or leave the section out",
         )
-    for name in _GAE_SETTINGS:
-        value = getattr(algorithm, name)
-        if value != getattr(AlgorithmConfig(), name):
-            raise RecipeError(
-                f"algorithm.{name}",
-                f"algorithm.advantage is '{algorithm.advantage}', and only gae reads it",
-                "set algorithm.advantage=gae, or leave it out",
-                value=value,
-            )
 
 
 def _check_megatron(recipe: Recipe) -> None:

@@ -26,7 +26,7 @@ rollout: {samples_per_prompt: 16}
 An unknown key, a wrong type, a value out of bounds or a combination that cannot work ends the command before any
 process starts, with one message that names the file, the key, what is wrong and what to change (exit status 2).
 
-This page is made by `python -m megarl.config.document` from `megarl/config/schema.py` and `training.py`, the only place with defaults.
+This page is made by `python -m megarl.config.document` from `megarl/config/schema.py`, `algorithm.py` and `training.py`, the only place with defaults.
 """
 
 

@@ -1,4 +1,4 @@
-"""Every setting of a recipe, as typed dataclasses: with training.py, the only place that holds defaults.
+"""Every setting of a recipe, as typed dataclasses: with algorithm.py and training.py, the only place that holds defaults.
 
 Each field is declared with ``key(default, doc)``; the text becomes ``docs/recipes.md``
 (``python -m megarl.config.document``), so it is written for the one who writes the recipe.
@@ -10,71 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.key import key
 from megarl.config.training import ActorConfig, CriticConfig, LoraConfig, MegatronConfig, ModelConfig
-
-
-@dataclass
-class DynamicSamplingConfig:
-    """DAPO's dynamic sampling: groups whose samples all score the same carry no gradient and are sampled anew."""
-
-    enabled: bool = key(False, "Filter groups without spread and sample others in their place.")
-    metric: str = key(
-        "reward", "What must differ within a group: `reward`, or the name of a reward part such as `accuracy`."
-    )
-    max_attempts: int = key(
-        3,
-        "Bound on sampling, in batches: at most this many times `data.prompts_per_step` prompts are tried a step.",
-        at_least=1,
-    )
-    when_exhausted: Literal["smaller", "fail"] = key(
-        "smaller",
-        "At the bound: train on the groups that were found (counted in `rollout/groups_missing`), or stop the run.",
-    )
-
-
-@dataclass
-class OverlongConfig:
-    """DAPO's treatment of responses that reach the length limit."""
-
-    filter: bool = key(
-        False, "Leave truncated samples out of the loss (their reward still counts in the group's mean)."
-    )
-    penalty_buffer: int = key(
-        0,
-        "Soft punishment: over the last so many tokens before `rollout.max_response_length` the reward falls linearly. 0 switches it off.",
-        at_least=0,
-    )
-    penalty_factor: float = key(1.0, "What is taken from the reward at the full length.", at_least=0)
-
-
-@dataclass
-class AlgorithmConfig:
-    """What is optimised. Names are those of the registries in megarl/algorithms."""
-
-    advantage: str = key("grpo", "Advantage estimator. `gae` trains a critic: see `critic`.")
-    gamma: float = key(1.0, "gae: discount of what the next token earns.", at_least=0, at_most=1)
-    lam: float = key(0.95, "gae: lambda, from one-step estimates (0) to whole outcomes (1).", at_least=0, at_most=1)
-    whiten_advantages: bool = key(
-        True, "gae: shift and scale the advantages of a batch's tokens to mean 0 and variance 1."
-    )
-    normalize_by_std: bool = key(True, "grpo: divide by the group's standard deviation (off: Dr.GRPO).")
-    loss: str = key("ppo_clip", "Policy loss. `sft` is the negative log-likelihood of the masked tokens.")
-    clip_low: float = key(0.2, "Lower clip bound of the importance ratio: 1 - clip_low.", at_least=0, at_most=1)
-    clip_high: float = key(0.2, "Upper clip bound: 1 + clip_high. DAPO's clip-higher: 0.28.", at_least=0)
-    dual_clip: Optional[float] = key(
-        None, "Dual clip's c: with negative advantages the loss is at most c times -advantage. Unset: off.", above=1
-    )
-    aggregation: str = key(
-        "token_mean", "How per-token losses become one number; normalisers are counted over the whole mini batch."
-    )
-    kl_coef: float = key(
-        0.0, "KL loss to the reference policy (the starting weights). 0: no reference policy is kept.", at_least=0
-    )
-    kl_estimator: str = key("low_var_kl", "Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3).")
-    entropy_coef: float = key(0.0, "Entropy bonus.", at_least=0)
-    dynamic_sampling: DynamicSamplingConfig = key(DynamicSamplingConfig, "")
-    overlong: OverlongConfig = key(OverlongConfig, "")
 
 
 @dataclass

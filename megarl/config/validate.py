@@ -52,23 +52,10 @@ def _check_bounds(section: Any, prefix: str) -> None:
 
 
 @check
-def _names_are_registered(recipe: Recipe) -> None:
-    from megarl.algorithms.advantages import ADVANTAGES
-    from megarl.algorithms.aggregation import AGGREGATIONS
-    from megarl.algorithms.kl import KL_ESTIMATORS
-    from megarl.algorithms.losses import LOSSES
+def _algorithm_fits(recipe: Recipe) -> None:
+    from megarl.config.check_algorithm import check_algorithm
 
-    algorithm = recipe.algorithm
-    for name, value, registry in (
-        ("algorithm.advantage", algorithm.advantage, ADVANTAGES),
-        ("algorithm.loss", algorithm.loss, LOSSES),
-        ("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS),
-        ("algorithm.kl_estimator", algorithm.kl_estimator, KL_ESTIMATORS),
-    ):
-        if value not in registry:
-            raise RecipeError(
-                name, registry.unknown(value), f"choose one of: {', '.join(registry.names())}", value=value
-            )
+    check_algorithm(recipe)
 
 
 @check
@@ -115,17 +102,18 @@ def _source_and_loss_agree(recipe: Recipe) -> None:
 
 @check
 def _routing_can_be_replayed(recipe: Recipe) -> None:
-    from megarl.algorithms.losses import LOSSES
+    from megarl.algorithms.objective import runs_old_log_prob_pass
 
     replay = recipe.megatron.routing_replay
     if replay != "none" and recipe.train.source != "rollout":
         raise RecipeError(
             "megatron.routing_replay", "demonstrations are routed once", "leave it at none for SFT", value=replay
         )
-    if replay == "old_log_probs" and not LOSSES[recipe.algorithm.loss].needs_old_log_probs:
+    if replay == "old_log_probs" and not runs_old_log_prob_pass(recipe.algorithm):
         raise RecipeError(
             "megatron.routing_replay",
-            f"algorithm.loss={recipe.algorithm.loss} has no old-log-prob pass to replay",
+            f"algorithm.loss={recipe.algorithm.loss} with algorithm.old_log_probs={recipe.algorithm.old_log_probs} has no "
+            "old-log-prob pass to replay",
             "set it to rollout or none",
             value=replay,
         )

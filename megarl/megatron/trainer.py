@@ -303,9 +303,22 @@ class PolicyTrainer(Trainer):
         """
 
         def loss(batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-            return objective(LossInputs(log_probs=log_probs, entropy=entropy, **self._on_device(batch.vectors)))
+            return objective(self.loss_inputs(batch, log_probs, entropy))
 
         return self._update(micro_batches, loss, self._head(temperature, with_entropy))
+
+    def loss_inputs(
+        self, batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None = None
+    ) -> LossInputs:
+        """What a loss sees of `batch`, with its vectors on the device."""
+        sequences = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
+        return LossInputs(
+            log_probs=log_probs,
+            entropy=entropy,
+            sequences=sequences.to(self.platform.device()),
+            sequence_count=len(batch.lengths),
+            **self._on_device(batch.vectors),
+        )
 
     def keep_reference(self) -> None:
         """Keep a copy of the current weights on the host: the reference policy.

@@ -1,0 +1,26 @@
+"""Every registry, filled: whoever looks a recipe's word up imports it from here.
+
+A module of this package that registers something is imported below.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from megarl.algorithms import sequence_losses  # noqa: F401 - registers
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.aggregation import AGGREGATIONS
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.losses import LOSSES
+
+if TYPE_CHECKING:
+    from megarl.config.algorithm import AlgorithmConfig
+
+__all__ = ["ADVANTAGES", "AGGREGATIONS", "KL_ESTIMATORS", "LOSSES", "import_modules"]
+
+
+def import_modules(settings: AlgorithmConfig) -> None:
+    """Import the user's own modules, whose functions then stand in the registries. Raises what importing raises."""
+    for module in settings.modules:
+        importlib.import_module(module)

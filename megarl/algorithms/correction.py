@@ -1,0 +1,150 @@
+"""Rollout correction: importance weights and masks for the gap between the engine's policy and the trainer's. Pure.
+
+rho = p(trainer) / p(engine) of a sampled token; what "the trainer's" is, `objective` says. Log-ratios are held within
++-20 before exp. Sources: truncated importance sampling (fengyao.notion.site/off-policy-rl), masked importance sampling
+(yingru.notion.site/When-Speed-Kills-Stability), IcePop (arXiv 2510.18855).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.kl import LOG_RATIO_LIMIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.config.algorithm import CorrectionConfig
+
+
+def corrects(settings: CorrectionConfig) -> bool:
+    """Whether anything is corrected."""
+    return settings.weights != "none" or settings.mask != "none" or settings.veto is not None
+
+
+def log_mismatch(inputs: LossInputs, policy: Tensor) -> Tensor:
+    """log rho [T] of the log-probs `policy` [T]; 0 where masked. Carries no gradient."""
+    assert inputs.rollout_log_probs is not None
+    return inputs.masked(policy.detach() - inputs.rollout_log_probs)
+
+
+def ratios(inputs: LossInputs, mismatch: Tensor, level: str) -> Tensor:
+    """rho of each token [T], of its `sequence` (the product of its tokens'), or their `geometric` mean."""
+    if level == "sequence":
+        mismatch = inputs.on_tokens(inputs.sequence_sums(mismatch))
+    elif level == "geometric":
+        mismatch = inputs.on_tokens(inputs.sequence_means(mismatch))
+    return mismatch.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def corrections(
+    inputs: LossInputs, policy: Tensor, settings: CorrectionConfig, scale: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What each token's loss is multiplied by [T], and metrics: per-token vectors, as a loss returns them.
+
+    `scale` makes the weights' mean over the mini batch 1 where `normalize` is on: see `weight_totals`.
+    """
+    mismatch = log_mismatch(inputs, policy)
+    weights, metrics = mismatch.new_ones(mismatch.shape), {}
+    if settings.weights != "none":
+        ratio = ratios(inputs, mismatch, settings.weights)
+        weights = ratio.clamp(max=settings.truncate) * scale
+        metrics["rollout/correction_weight"] = weights
+        metrics["rollout/correction_truncated"] = (ratio > settings.truncate).to(ratio.dtype)
+    if settings.mask != "none" or settings.veto is not None:
+        keep = _kept(inputs, mismatch, settings)
+        weights = weights.where(keep, weights.new_zeros(()))
+        metrics["rollout/correction_masked"] = (~keep).to(weights.dtype)
+    return weights, metrics
+
+
+def _kept(inputs: LossInputs, mismatch: Tensor, settings: CorrectionConfig) -> Tensor:
+    """Whether a token stays in the loss: bool [T]."""
+    keep = inputs.loss_mask > 0
+    if settings.mask != "none":
+        ratio = ratios(inputs, mismatch, settings.mask)
+        keep = keep & (ratio >= settings.mask_low) & (ratio <= settings.mask_high)
+    if settings.veto is not None:
+        below = (mismatch < float(np.log(settings.veto))).to(mismatch.dtype)
+        keep = keep & (inputs.on_tokens(inputs.sequence_sums(below)) == 0)
+    return keep
+
+
+def weight_totals(inputs: LossInputs, policy: Tensor, settings: CorrectionConfig) -> np.ndarray:
+    """Sum and number [2] of the truncated weights of one micro batch: of its masked tokens, or, where a weight is a
+    whole sequence's, of its sequences. Summed over a mini batch their quotient is the mean that `normalize` divides by."""
+    weights = ratios(inputs, log_mismatch(inputs, policy), settings.weights).clamp(max=settings.truncate)
+    count = inputs.loss_mask
+    if settings.weights != "token":
+        weights, count = inputs.sequence_means(weights), (inputs.sequence_sums(count) > 0).to(weights.dtype)
+    else:
+        weights = inputs.masked(weights)
+    return np.array([weights.double().sum().item(), count.double().sum().item()])
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Sums over the masked tokens of a batch, or of a part of it, with d = log rho; parts add up."""
+
+    tokens: float = 0.0
+    sequences: float = 0.0
+    k1: float = 0.0  # of -d
+    absolute: float = 0.0  # of |d|
+    k3: float = 0.0  # of exp(d) - d - 1
+    ratio: float = 0.0  # of rho
+    square: float = 0.0  # of rho^2
+    sequence_square: float = 0.0  # of the square of the product of a sequence's rho
+    largest: float = 0.0  # of |d|
+
+    @classmethod
+    def of(cls, inputs: LossInputs, policy: Tensor) -> Mismatch:
+        """Of one micro batch, whose trainer's log-probs are `policy` [T]; in float64."""
+        tokens = inputs.loss_mask.double().sum().item()
+        if not tokens:
+            return cls()
+        d = log_mismatch(inputs, policy).double()
+        token, sequence = (ratios(inputs, d, level) for level in ("token", "sequence"))
+        own = inputs.sequence_means(sequence)  # 0 for a sequence without masked tokens
+
+        def total(values: Tensor) -> float:
+            return float(inputs.masked(values).sum().item())
+
+        return cls(
+            tokens=tokens,
+            sequences=float((inputs.sequence_sums(inputs.loss_mask) > 0).sum().item()),
+            k1=-total(d),
+            absolute=total(d.abs()),
+            k3=total(d.expm1() - d),
+            ratio=total(token),
+            square=total(token.square()),
+            sequence_square=float(own.square().sum().item()),
+            largest=float(d.abs().max().item()),
+        )
+
+    def __add__(self, other: Mismatch) -> Mismatch:
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        return Mismatch(**{**sums, "largest": float(np.maximum(self.largest, other.largest))})  # keeps a NaN
+
+    def metrics(self) -> dict[str, float]:
+        """Empty where nothing was counted."""
+        if not self.tokens:
+            return {}
+        return {
+            "rollout/logprob_gap_mean": self.absolute / self.tokens,
+            "rollout/logprob_gap_max": self.largest,
+            "rollout/logprob_gap_k1": self.k1 / self.tokens,
+            "rollout/logprob_gap_k3": self.k3 / self.tokens,
+            "rollout/mismatch_chi2_token": self.square / self.tokens - 1.0,
+            "rollout/mismatch_chi2_sequence": self.sequence_square / self.sequences - 1.0,
+            "rollout/mismatch_ess": self.ratio**2 / (self.tokens * self.square),
+        }
+
+
+def total_mismatch(parts: Iterable[Mismatch | None]) -> Mismatch:
+    """Of all ranks that report one."""
+    return sum((part for part in parts if part is not None), Mismatch())

@@ -1,0 +1,83 @@
+"""From the loss of each token to the number that one micro batch adds to the mini batch's loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.catalogue import KL_ESTIMATORS, LOSSES
+from megarl.algorithms.correction import corrections, corrects
+from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.kl import mse
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.config.algorithm import AlgorithmConfig
+
+
+def runs_old_log_prob_pass(settings: AlgorithmConfig) -> bool:
+    """Whether a pass before a step's updates gives the proximal policy's log-probs."""
+    return settings.old_log_probs == "computed" and LOSSES[settings.loss].needs_old_log_probs
+
+
+def with_proximal_policy(inputs: LossInputs, settings: AlgorithmConfig) -> LossInputs:
+    """`inputs` with `old_log_probs`, where no pass gave them: the policy's own of now, or the engine's."""
+    if settings.old_log_probs == "current":
+        return replace(inputs, old_log_probs=inputs.log_probs.detach())
+    if settings.old_log_probs == "rollout":
+        return replace(inputs, old_log_probs=inputs.rollout_log_probs)
+    return inputs
+
+
+def trainers_policy(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """Log-probs [T] that the engine's are compared with: the proximal policy's where a pass gave them, else the
+    current one's."""
+    if runs_old_log_prob_pass(settings):
+        assert inputs.old_log_probs is not None
+        return inputs.old_log_probs
+    return inputs.log_probs.detach()
+
+
+def objective(
+    inputs: LossInputs, settings: AlgorithmConfig, correction_scale: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The scalar that one micro batch adds to the mini batch's loss, and what it adds to each metric.
+
+    Both are normalised over the whole mini batch already (through `loss_weights` and `token_share`):
+    summed over micro batches and over data- and context-parallel ranks they are the mini batch's loss
+    and the metrics' means over its masked tokens. `correction_scale`: see `correction.corrections`.
+    """
+    inputs = with_proximal_policy(inputs, settings)
+    token_loss, token_metrics = LOSSES[settings.loss].function(inputs, settings)
+    if corrects(settings.correction):
+        weights, more = corrections(inputs, trainers_policy(inputs, settings), settings.correction, correction_scale)
+        token_loss = token_loss * weights
+        token_metrics = {**token_metrics, **more}
+
+    def total(values: Tensor, weights: Tensor) -> Tensor:
+        return (inputs.masked(values) * weights).sum()
+
+    loss = total(token_loss, inputs.loss_weights)
+    metrics = {name: total(values, inputs.token_share) for name, values in token_metrics.items()}
+    metrics["actor/pg_loss"] = loss.detach()
+    if inputs.entropy is not None:
+        metrics["actor/entropy"] = total(inputs.entropy.detach(), inputs.token_share)
+        if settings.entropy_coef:
+            loss = loss - settings.entropy_coef * total(inputs.entropy, inputs.loss_weights)
+    if settings.kl_coef:
+        kl = total(kl_to_reference(inputs, settings), inputs.loss_weights)
+        metrics["actor/kl_loss"] = kl.detach()
+        loss = loss + settings.kl_coef * kl
+    metrics["actor/loss"] = loss.detach()
+    return loss, metrics
+
+
+def kl_to_reference(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """The KL loss of each token [T]; straight through: its value with the gradient of k2."""
+    assert inputs.reference_log_probs is not None
+    value = KL_ESTIMATORS[settings.kl_estimator](inputs.log_probs, inputs.reference_log_probs)
+    if not settings.kl_straight_through:
+        return value
+    k2 = mse(inputs.log_probs, inputs.reference_log_probs)
+    return value.detach() + k2 - k2.detach()

@@ -1,0 +1,57 @@
+"""Policy losses whose importance ratio is a whole sequence's, given to each of its tokens.
+
+Aggregated with `seq_mean_token_mean`, as the papers do, each sequence then weighs the same.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.losses import CLIP, Metrics, advantages_of, clipped_surrogate, log_ratio, policy_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.config.algorithm import AlgorithmConfig
+
+
+@policy_loss("gspo", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))
+def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Group sequence policy optimisation (GSPO, arXiv 2507.18071): PPO's clipped surrogate with the sequence's
+    s = exp(mean of log_probs - old_log_probs over its tokens) as the ratio. The paper's bounds: 3e-4 and 4e-4."""
+    change = log_ratio(inputs)
+    ratio = inputs.on_tokens(inputs.sequence_means(change)).exp()
+    loss, metrics = clipped_surrogate(ratio, inputs, settings)
+    return loss, {**metrics, "actor/ppo_kl": -change.detach()}
+
+
+@policy_loss("gspo_token", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))
+def gspo_token(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """GSPO-token (arXiv 2507.18071, section 4.3): the value of GSPO's ratio with the gradient of the token's own,
+    sg(s) p / sg(p), so that tokens of a sequence may have advantages of their own. Where they have not, its gradient
+    is GSPO's."""
+    change = log_ratio(inputs)
+    own = inputs.log_probs - inputs.log_probs.detach()  # 0, with a gradient
+    ratio = (inputs.on_tokens(inputs.sequence_means(change.detach())) + own).exp()
+    loss, metrics = clipped_surrogate(ratio, inputs, settings)
+    return loss, {**metrics, "actor/ppo_kl": -change.detach()}
+
+
+@policy_loss("gmpo", needs_old_log_probs=True, settings=CLIP)
+def gmpo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -A exp(mean over the sequence's tokens of the
+    log-ratio d, clipped on the side that A gains from).
+
+    Per token: with A > 0 min(d, clip(d, -low, high)), with A < 0 max of the two: the bounds are those of the
+    log-ratio, 0.4 and 0.4 in the paper. A is the mean of the tokens' advantages.
+    """
+    advantages, change = advantages_of(inputs), log_ratio(inputs)
+    clipped = change.clamp(-settings.clip_low, settings.clip_high)
+    bounded = change.minimum(clipped).where(advantages > 0, change.maximum(clipped))
+    ratio = inputs.on_tokens(inputs.sequence_means(bounded)).exp()
+    return -inputs.on_tokens(inputs.sequence_means(advantages)) * ratio, {
+        "actor/pg_clipfrac": (bounded != change).float(),
+        "actor/ratio": ratio.detach(),
+        "actor/ppo_kl": -change.detach(),
+    }

@@ -1,0 +1,142 @@
+"""What is refused of the recipe's section `algorithm`: unknown names, settings that nobody reads, contradictions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.config.errors import RecipeError
+
+if TYPE_CHECKING:
+    from megarl.config.schema import Recipe
+
+
+def check_algorithm(recipe: Recipe) -> None:
+    """Raise RecipeError for the first thing that cannot be had as asked."""
+    _import_modules(recipe.algorithm)
+    _names_are_registered(recipe.algorithm)
+    _settings_are_read(recipe.algorithm)
+    _old_log_probs_can_be_had(recipe)
+    _correction_can_be_had(recipe)
+    if recipe.algorithm.pass_k > recipe.rollout.samples_per_prompt and recipe.algorithm.advantage == "pass_at_k":
+        raise RecipeError(
+            "algorithm.pass_k",
+            f"a group has {recipe.rollout.samples_per_prompt} samples (rollout.samples_per_prompt)",
+            "make it smaller, or sample more",
+            value=recipe.algorithm.pass_k,
+        )
+
+
+def _import_modules(algorithm: AlgorithmConfig) -> None:
+    from megarl.algorithms.catalogue import import_modules
+
+    try:
+        import_modules(algorithm)
+    except Exception as error:
+        raise RecipeError(
+            "algorithm.modules",
+            f"importing them failed: {type(error).__name__}: {error}",
+            "modules are looked up in the current directory and PYTHONPATH",
+            value=list(algorithm.modules),
+        ) from error
+
+
+def _names_are_registered(algorithm: AlgorithmConfig) -> None:
+    from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
+
+    for name, value, registry in (
+        ("advantage", algorithm.advantage, ADVANTAGES),
+        ("loss", algorithm.loss, LOSSES),
+        ("aggregation", algorithm.aggregation, AGGREGATIONS),
+        ("kl_estimator", algorithm.kl_estimator, KL_ESTIMATORS),
+    ):
+        if value not in registry:
+            remedy = f"choose one of: {', '.join(registry.names())}"
+            raise RecipeError(f"algorithm.{name}", registry.unknown(value), remedy, value=value)
+
+
+def _settings_are_read(algorithm: AlgorithmConfig) -> None:
+    """A setting that belongs to other advantages and losses than the chosen ones would change nothing."""
+    from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+
+    advantage, loss = ADVANTAGES[algorithm.advantage], LOSSES[algorithm.loss]
+    for kind, registry, chosen in (("advantage", ADVANTAGES, advantage), ("loss", LOSSES, loss)):
+        readers: dict[str, list[str]] = {}
+        for name in registry.names():
+            for setting in registry[name].settings:
+                readers.setdefault(setting, []).append(name)
+        for setting, names in readers.items():
+            if setting not in chosen.settings:
+                given = getattr(algorithm, kind)
+                what = f"algorithm.{kind} is '{given}', and only {_listed(names)} reads it"
+                _refuse_unless_default(algorithm, setting, what, f"set algorithm.{kind}={names[0]}")
+    if not loss.needs_old_log_probs:
+        what = f"algorithm.loss is '{algorithm.loss}', which compares with no older policy"
+        _refuse_unless_default(algorithm, "old_log_probs", what, "set another algorithm.loss")
+    if not algorithm.kl_coef:
+        for setting in ("kl_estimator", "kl_straight_through"):
+            what = "algorithm.kl_coef is 0, so there is no KL loss"
+            _refuse_unless_default(algorithm, setting, what, "set algorithm.kl_coef")
+
+
+def _refuse_unless_default(section: Any, setting: str, what: str, remedy: str, prefix: str = "algorithm") -> None:
+    (field,) = (field for field in dataclasses.fields(section) if field.name == setting)
+    value = getattr(section, setting)
+    if value != field.default:
+        raise RecipeError(f"{prefix}.{setting}", what, f"{remedy}, or leave it at {field.default}", value=value)
+
+
+def _listed(names: Iterable[str]) -> str:
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def _old_log_probs_can_be_had(recipe: Recipe) -> None:
+    algorithm, mini_batches = recipe.algorithm, recipe.actor.mini_batches
+    if algorithm.old_log_probs == "current" and mini_batches > 1:
+        raise RecipeError(
+            "algorithm.old_log_probs",
+            f"with actor.mini_batches={mini_batches} the policy moves within a step, and `current` would take it for "
+            "the one from before the step",
+            "set it to computed, or actor.mini_batches=1",
+            value="current",
+        )
+
+
+def _correction_can_be_had(recipe: Recipe) -> None:
+    algorithm, correction = recipe.algorithm, recipe.algorithm.correction
+    key = "algorithm.correction"
+    if correction != CorrectionConfig() and recipe.train.source != "rollout":
+        raise RecipeError(key, "demonstrations were sampled by no engine", "leave the section out")
+    if correction.weights == "none":
+        for setting in ("truncate", "normalize"):
+            _refuse_unless_default(correction, setting, f"{key}.weights is none", f"set {key}.weights", key)
+    if correction.mask == "none":
+        for setting in ("mask_low", "mask_high"):
+            _refuse_unless_default(correction, setting, f"{key}.mask is none", f"set {key}.mask", key)
+    elif correction.mask_low >= correction.mask_high:
+        what = f"nothing lies between {key}.mask_low={correction.mask_low} and mask_high={correction.mask_high}"
+        raise RecipeError(f"{key}.mask_high", what, "raise it above mask_low", value=correction.mask_high)
+    if correction.weights != "none" and algorithm.old_log_probs == "rollout":
+        raise RecipeError(
+            f"{key}.weights",
+            "with algorithm.old_log_probs=rollout the loss's own importance ratio is p(trainer) / p(engine) already: it would count twice",
+            f"set algorithm.old_log_probs=computed, algorithm.loss=reinforce (and leave old_log_probs out), or {key}.weights=none",
+            value=correction.weights,
+        )
+    _normalize_can_be_had(recipe)
+
+
+def _normalize_can_be_had(recipe: Recipe) -> None:
+    from megarl.algorithms.objective import runs_old_log_prob_pass
+
+    if recipe.algorithm.correction.normalize and not runs_old_log_prob_pass(recipe.algorithm):
+        raise RecipeError(
+            "algorithm.correction.normalize",
+            f"the mean weight of a mini batch must be known before its update, and algorithm.loss={recipe.algorithm.loss} "
+            f"with algorithm.old_log_probs={recipe.algorithm.old_log_probs} runs no pass that tells it",
+            "set a loss that compares with old log-probs and algorithm.old_log_probs=computed, or leave it off",
+            value=True,
+        )

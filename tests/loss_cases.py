@@ -1,0 +1,83 @@
+"""What the tests of advantages and losses share: small batches, and settings."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.algorithms.inputs import LossInputs, Outcomes
+from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+
+
+def settings(**values: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(**values)
+
+
+def correcting(**values: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(correction=CorrectionConfig(**values))
+
+
+def outcomes(rewards: list[float], groups: list[int], tokens: list[int] | None = None) -> Outcomes:
+    return Outcomes(np.array(rewards, dtype=np.float64), np.array(groups), np.array(tokens or [1] * len(rewards)))
+
+
+def inputs(
+    ratios: list[float], advantages: list[float], mask: list[float] | None = None, lengths: list[int] | None = None
+) -> LossInputs:
+    """Tokens whose probability was 1 and is `ratios` now, every one of weight 1 / masked tokens."""
+    count = len(ratios)
+    loss_mask = torch.tensor(mask or [1.0] * count, dtype=torch.float64)
+    tokens = loss_mask.sum().clamp(min=1)
+    lengths = lengths or [count]
+    return LossInputs(
+        log_probs=torch.tensor(ratios, dtype=torch.float64).log().requires_grad_(),
+        old_log_probs=torch.zeros(count, dtype=torch.float64),
+        advantages=torch.tensor(advantages, dtype=torch.float64),
+        loss_mask=loss_mask,
+        loss_weights=loss_mask / tokens,
+        token_share=loss_mask / tokens,
+        sequences=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
+        sequence_count=len(lengths),
+    )
+
+
+def random_inputs(seed: int, lengths: list[int], spread: float = 0.4) -> LossInputs:
+    """Sequences with a prompt of 0 to 2 masked tokens and a hole now and then, one advantage a token, in float64."""
+    random = np.random.default_rng(seed)
+    count = sum(lengths)
+    mask = random.random(count) < 0.8
+    for start in np.cumsum([0, *lengths[:-1]]):
+        mask[start : start + random.integers(3)] = False
+    old = -random.exponential(1.0, count) - 0.01
+    vectors = {
+        "log_probs": np.minimum(old + spread * random.normal(size=count), -1e-3),
+        "old_log_probs": old,
+        "rollout_log_probs": np.minimum(old + spread * random.normal(size=count), -1e-3),
+        "reference_log_probs": np.minimum(old + spread * random.normal(size=count), -1e-3),
+        "advantages": random.normal(size=count),
+        "entropy": random.random(count),
+        "loss_mask": mask,
+        "loss_weights": mask * random.random(count),
+        "token_share": mask / max(mask.sum(), 1),
+    }
+    tensors = {name: torch.tensor(np.asarray(vector, dtype=np.float64)) for name, vector in vectors.items()}
+    tensors["log_probs"].requires_grad_()
+    sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return LossInputs(**tensors, sequences=sequences, sequence_count=len(lengths))
+
+
+def part_of(batch: LossInputs, sequences: list[int]) -> LossInputs:
+    """These sequences of `batch`, in this order, with leaves of their own."""
+    keep = torch.cat([torch.nonzero(batch.sequences == number).squeeze(1) for number in sequences])
+    lengths = torch.tensor([int((batch.sequences == number).sum()) for number in sequences])
+    vectors = {
+        field.name: getattr(batch, field.name).detach()[keep]
+        for field in fields(batch)
+        if isinstance(getattr(batch, field.name), torch.Tensor) and field.name != "sequences"
+    }
+    vectors["log_probs"].requires_grad_()
+    numbers = torch.arange(len(sequences)).repeat_interleave(lengths)
+    return replace(batch, **vectors, sequences=numbers, sequence_count=len(sequences))

@@ -1,0 +1,139 @@
+"""What is refused of the section `algorithm`, and how a module of the user's own is used."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+from megarl.config import RecipeError, load_recipe
+from tests.loss_cases import inputs, outcomes
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {path: some/model}\n")
+    return file
+
+
+def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
+    """Overrides are settings of `algorithm`, or whole ones of another section."""
+    given = [
+        override if override.startswith(("actor.", "train.")) else f"algorithm.{override}" for override in overrides
+    ]
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, given)
+    assert caught.value.key == f"algorithm.{key}" and words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting", "words"),
+    [
+        (["advantage=rloo", "normalize_by_std=false"], "normalize_by_std", "only grpo or grpo_passk reads it"),
+        (["pass_k=2"], "pass_k", "only pass_at_k reads it"),
+        (["loss=sapo", "clip_high=0.3"], "clip_high", "algorithm.loss is 'sapo', and only cispo, dppo_kl"),
+        (["loss=gmpo", "dual_clip=3"], "dual_clip", "only gspo, gspo_token or ppo_clip"),
+        (["tau_negative=2"], "tau_negative", "set algorithm.loss=sapo, or leave it at 1.05"),
+        (["loss=cispo", "ratio_cap=2"], "ratio_cap", "only dppo_kl or dppo_tv"),
+        (["loss=reinforce", "old_log_probs=current"], "old_log_probs", "compares with no older policy"),
+        (["kl_estimator=kl"], "kl_estimator", "algorithm.kl_coef is 0"),
+        (["kl_straight_through=true"], "kl_straight_through", "algorithm.kl_coef is 0"),
+        (["correction.truncate=3"], "correction.truncate", "algorithm.correction.weights is none"),
+        (["correction.normalize=true"], "correction.normalize", "algorithm.correction.weights is none"),
+        (["correction.mask_low=0.1"], "correction.mask_low", "algorithm.correction.mask is none"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_nobody_reads(recipe: Path, overrides: list[str], setting: str, words: str) -> None:
+    refused(recipe, overrides, setting, words)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["old_log_probs=current", "actor.mini_batches=2"], "old_log_probs", "the policy moves within a step"),
+        (["advantage=pass_at_k", "pass_k=9"], "pass_k", "a group has 8 samples"),
+        (["correction.mask=token", "correction.mask_low=5"], "correction.mask_high", "nothing lies between"),
+        (["correction.weights=token", "old_log_probs=rollout"], "correction.weights", "would count twice"),
+        (
+            ["loss=reinforce", "correction.weights=token", "correction.normalize=true"],
+            "correction.normalize",
+            "runs no pass that tells it",
+        ),
+        (["correction.veto=2"], "correction.veto", "at most 1"),
+        (["modules=[no.such.module]"], "modules", "No module named 'no'"),
+    ],
+)
+def test_a_combination_that_cannot_be_had(recipe: Path, overrides: list[str], key: str, words: str) -> None:
+    refused(recipe, overrides, key, words)
+
+
+def test_demonstrations_have_no_mismatch_to_correct(recipe: Path) -> None:
+    sft = ["train.source=sft", "loss=sft", "advantage=none", "correction.veto=0.1"]
+    refused(recipe, sft, "correction", "sampled by no engine")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss=gspo", "clip_low=3e-4", "clip_high=4e-4", "aggregation=seq_mean_token_mean"],
+        ["loss=dppo_kl", "old_log_probs=rollout", "correction.mask=token"],
+        ["loss=reinforce", "correction.weights=token", "correction.mask=sequence", "correction.veto=1e-4"],
+        ["old_log_probs=current", "correction.weights=sequence"],
+        ["correction.weights=token", "correction.normalize=true"],
+        ["advantage=pass_at_k", "pass_k=8", "kl_coef=0.1", "kl_straight_through=true"],
+    ],
+)
+def test_what_can_be_had(recipe: Path, overrides: list[str]) -> None:
+    load_recipe(recipe, [f"algorithm.{override}" for override in overrides])
+
+
+MODULE = """
+from megarl.algorithms.advantages import advantage
+from megarl.algorithms.losses import policy_loss
+
+
+@advantage("twice")
+def twice(outcomes, settings):
+    return outcomes.rewards * settings.options["factor"]
+
+
+@policy_loss("squared", needs_old_log_probs=False)
+def squared(inputs, settings):
+    return inputs.log_probs.square(), {"mine/log_prob": inputs.log_probs.detach()}
+"""
+
+
+@pytest.fixture
+def own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    for registry in (ADVANTAGES, LOSSES):
+        monkeypatch.setattr(registry, "_entries", {name: registry[name] for name in registry.names()})
+
+
+def own_module(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (folder / "my_ideas_for_this_test.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "my_ideas_for_this_test", raising=False)
+    return "algorithm.modules=[my_ideas_for_this_test]"
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_functions_of_the_users_own(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [own_module(MODULE, tmp_path, monkeypatch), "algorithm.advantage=twice", "algorithm.loss=squared"]
+    algorithm = load_recipe(recipe, [*own, "algorithm.options.factor=2"]).algorithm
+    load_recipe(recipe, own)  # a second time: it is imported once
+    given = outcomes([1.0, 3.0], [0, 0])
+    np.testing.assert_array_equal(ADVANTAGES[algorithm.advantage].function(given, algorithm), [2, 6])
+    loss, metrics = LOSSES[algorithm.loss].function(inputs([0.5], [1.0]), algorithm)
+    assert loss.item() > 0 and list(metrics) == ["mine/log_prob"]
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_a_setting_that_is_no_setting(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = MODULE.replace("needs_old_log_probs=False", "needs_old_log_probs=False, settings=('clip_hi',)")
+    with pytest.raises(RecipeError, match=r"'clip_hi' is no setting.*did you mean 'clip_high'"):
+        load_recipe(recipe, [own_module(text, tmp_path, monkeypatch), "algorithm.loss=squared"])
