@@ -7,19 +7,23 @@ the policy (`rollout.max_staleness`) differs. So are RL and SFT: only the source
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.correction import total_mismatch
+from megarl.algorithms.inputs import Outcomes
+from megarl.algorithms.kl import KLWeight
 from megarl.algorithms.objective import runs_old_log_prob_pass
+from megarl.algorithms.values import Moments, Whitening
 from megarl.checkpoint import load_state, set_aside_later
 from megarl.cluster.base import WorkerGroup
 from megarl.cluster.failures import ClusterError
 from megarl.config.schema import Recipe
-from megarl.critic import Critic, Part
+from megarl.critic import Critic, KLPenalty, Part
 from megarl.data.tokenizer import Tokenizer
 from megarl.flops import FORWARD, ModelFlops
 from megarl.observe.log import RunLog
@@ -28,7 +32,7 @@ from megarl.rollout.evaluate import EvaluationResult
 from megarl.rollout.source import Batch, Source
 from megarl.saver import Saver
 from megarl.schedule import split_evenly
-from megarl.shards import StepPlan, plan_step
+from megarl.shards import StepPlan, plan_step, spread
 from megarl.skipped import SkippedSteps
 from megarl.types import Group, Metrics
 
@@ -38,6 +42,7 @@ class Layout:
     """Where each trainer rank stands: filled from what the workers say of themselves."""
 
     data_parallel_rank: list[int]
+    reports: list[bool]  # which rank of a data-parallel rank answers for it
     data_parallel: int
     micro_batches_multiple_of: int
     devices: int  # of trainers and engines together: what perf/throughput is counted over
@@ -61,9 +66,12 @@ class Controller:
     saver: Saver
     identity: dict[str, Any]  # what a checkpoint belongs to: see identity.py
     skipped: SkippedSteps = field(init=False)
+    kl_weight: KLWeight = field(init=False)
 
     def __post_init__(self) -> None:
         self.skipped = SkippedSteps(self.recipe.train.stop_after_skipped, self.saver.folder)
+        algorithm = self.recipe.algorithm
+        self.kl_weight = KLWeight(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
 
     def fit(self, resumed_from: Path | None = None) -> None:
         """Run from the first step, or from the one after a checkpoint, to `train.steps`."""
@@ -130,15 +138,28 @@ class Controller:
             batch.groups, recipe, layout.data_parallel, layout.micro_batches_multiple_of, layout.model_flops
         )
         warming_up = self.critic is not None and step <= recipe.critic.warmup_steps
-        advantages = self._consult_critic(step, batch, plan) if self.critic is not None else None
+        in_reward = recipe.algorithm.kl_in_reward
+        advantages = None
+        if self.critic is not None and not in_reward:  # before the actor, which then comes once
+            advantages = self._consult_critic(step, batch, plan)
         self.placement.to_train()
         self._scatter("load_shard", plan.shards)
         if runs_old_log_prob_pass(recipe.algorithm):
             with log.phase("old_log_prob"):
                 log.add(total_mismatch(self.trainers.call("compute_old_log_probs")).metrics())
             self._add_speed("old_log_prob", "old_log_prob", plan.flops * FORWARD)
+        if recipe.algorithm.kl_coef and (in_reward or not warming_up):
+            with log.phase("reference"):
+                self.trainers.call("compute_reference_log_probs")
+        outcomes = self._penalise(plan) if in_reward else plan.outcomes
+        if self.critic is not None and in_reward:
+            advantages = self._consult_critic(step, batch, plan)
+            self.placement.to_train()
         if not warming_up:  # the gap to the engine is measured all the same
-            self._update_actor(step, plan, advantages)
+            self._give_advantages(plan, outcomes, advantages)
+            self._update_actor(step, plan)
+        if recipe.algorithm.kl_target is not None:
+            self._adapt_kl_weight(len(plan.outcomes.rewards))
         log.add({**plan.metrics, **staleness(batch.groups, step - 1)})
         if recipe.train.source == "rollout":
             log.samples(step, self._records(batch.groups, step))
@@ -156,7 +177,7 @@ class Controller:
         self.placement.to_critic()
         critic.load(batch.groups)
         with log.phase("values"):
-            critic.compute_values()
+            critic.compute_values(self._kl_penalty(plan) if self.recipe.algorithm.kl_in_reward else None)
         with log.phase("adv"):
             advantages, metrics = critic.advantages(plan.shards)
         with log.phase("update_critic"):
@@ -164,18 +185,56 @@ class Controller:
         log.add(metrics)
         return advantages
 
-    def _update_actor(self, step: int, plan: StepPlan, advantages: list[list[Part]] | None) -> None:
-        log = self.log
-        if self.recipe.algorithm.kl_coef:
-            with log.phase("reference"):
-                self.trainers.call("compute_reference_log_probs")
+    def _penalise(self, plan: StepPlan) -> Outcomes:
+        """Have each token's KL to the reference policy estimated. Returns the batch's outcomes less its sums."""
+        with self.log.phase("adv"):
+            kl = np.zeros(len(plan.outcomes.rewards))
+            for sums in self.trainers.call("penalise_kl"):
+                for number, total in (sums or {}).items():
+                    kl[number] = total
+        self.log.add({"actor/reward_kl_penalty": float(kl.sum() / max(plan.outcomes.loss_tokens.sum(), 1))})
+        return replace(plan.outcomes, rewards=plan.outcomes.rewards - self.kl_weight.value * kl)
+
+    def _kl_penalty(self, plan: StepPlan) -> KLPenalty:
+        layout = self.layout
+        return KLPenalty(self.kl_weight.value, self.trainers, layout.data_parallel_rank, layout.reports, plan.shards)
+
+    def _give_advantages(self, plan: StepPlan, outcomes: Outcomes, critics: list[list[Part]] | None) -> None:
+        """Where they did not come with the shards: from the critic, of tokens, or of outcomes less the KL."""
+        settings = self.recipe.algorithm
+        estimator = ADVANTAGES[settings.advantage]
+        with self.log.phase("adv"):
+            if critics is not None:
+                self._scatter("load_advantages", critics)
+            elif estimator.of_tokens:
+                self._estimate_of_tokens()
+            elif settings.kl_in_reward:
+                assert estimator.function is not None
+                found = estimator.function(outcomes, settings)
+                self._scatter(
+                    "set_advantages", [[float(found[s.number]) for s in shard.samples] for shard in plan.shards]
+                )
+                self.log.add(spread("critic/advantages", found))
+
+    def _estimate_of_tokens(self) -> None:
+        found = self.trainers.call("estimate_advantages", self.kl_weight.value)
+        moments = sum((part for part in found if part is not None), Moments())
+        whitening = Whitening.by(moments) if self.recipe.algorithm.whiten_advantages else Whitening()
+        self.trainers.call("whiten_advantages", whitening)
+        self.log.add(moments.metrics("critic/advantages", whitening))
+
+    def _adapt_kl_weight(self, samples: int) -> None:
+        name = "actor/reward_kl_penalty" if self.recipe.algorithm.kl_in_reward else "actor/kl"
+        self.log.add({"actor/kl_weight": self.kl_weight.value})
+        if name in self.log.pending():  # not in the critic's warm-up
+            self.kl_weight.learn(self.log.pending()[name], samples)
+
+    def _update_actor(self, step: int, plan: StepPlan) -> None:
+        log, scales = self.log, None
         with log.phase("update_actor"):
-            if advantages is not None:
-                self._scatter("load_advantages", advantages)
-            scales = None
             if self.recipe.algorithm.correction.normalize:
                 scales = correction_scales(self.trainers.call("correction_totals"))
-            self._add_update(step, "actor", self.trainers.call("update_actor", scales))
+            self._add_update(step, "actor", self.trainers.call("update_actor", self.kl_weight.value, scales))
         if not runs_old_log_prob_pass(self.recipe.algorithm):
             log.add(total_mismatch(self.trainers.call("measured_mismatch")).metrics())
         self._add_speed("actor", "update_actor", plan.update_flops)
@@ -224,6 +283,7 @@ class Controller:
                 "identity": self.identity,
                 "metrics": self.log.pending(),  # the step's line is not written yet: a kill now must not lose it
                 "source": self.source.state(),
+                "kl_weight": self.kl_weight.value,
             }
             self.log.add(self.saver.save(step, state))
 
@@ -246,6 +306,7 @@ class Controller:
             state = load_state(checkpoint)
             notice = self._load_workers(checkpoint)
             self.source.restore(state["source"])
+            self.kl_weight.value = state.get("kl_weight", self.kl_weight.value)  # older checkpoints have none
             for path in set_aside_later(self.saver.folder, state["step"]):
                 self.log.notice(f"a later checkpoint, of what this run now leaves behind, is kept as {path}")
         if notice is not None:

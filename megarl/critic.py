@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.algorithms.values import ValueMoments, Whitening
 from megarl.cluster.base import WorkerGroup
@@ -14,6 +15,40 @@ from megarl.types import DataRef, Group, Metrics, Shard
 
 Part = tuple[DataRef, list[int]]
 """Vectors that lie somewhere, and the numbers, in a shard, of the samples they belong to."""
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """KL to the reference policy that is taken from rewards: `weight` times what the actor's processes hold."""
+
+    weight: float
+    workers: WorkerGroup
+    ranks: list[int]  # data-parallel rank of each process
+    reports: list[bool]  # which process of a data-parallel rank answers for it
+    shards: list[Shard]  # the actor's, by data-parallel rank
+
+
+def hand_over(
+    workers: WorkerGroup,
+    method: str,
+    arguments: tuple[Any, ...],
+    ranks: Sequence[int],
+    reports: Sequence[bool],
+    sources: Sequence[Shard],
+    targets: Sequence[Shard],
+) -> list[list[Part]]:
+    """Have `workers`, whose shards `sources` are, give the vectors of each sample to whoever holds `targets`, two
+    plans of one batch: of each target, where they lie. `method` takes `arguments` and the numbers, in its own shard,
+    of the samples for each target."""
+    found = routes(sources, targets)
+    calls = [(*arguments, [route.source for route in found[rank]]) for rank in ranks]
+    answers = workers.scatter_with_data(method, calls, parts=len(targets))
+    parts: list[list[Part]] = [[] for _ in targets]
+    for rank, answers_for_it, (_, data) in zip(ranks, reports, answers, strict=True):
+        for target, route, where in zip(parts, found[rank], data, strict=True):
+            if answers_for_it and route.target:
+                target.append((where, route.target))
+    return parts
 
 
 @dataclass
@@ -49,26 +84,29 @@ class Critic:
         self._shards = plan_step(groups, self.recipe, self.data_parallel, stages, self.model_flops).shards
         self.workers.scatter("load_shard", [(self._shards[rank],) for rank in self.data_parallel_rank])
 
-    def compute_values(self) -> None:
-        found = [moments for moments in self.workers.call("compute_values") if moments is not None]
-        self._moments = sum(found, ValueMoments())
+    def compute_values(self, kl: KLPenalty | None = None) -> None:
+        """`kl`: what is taken from each token's reward, and lies with the actor's processes."""
+        parts: list[list[Part]] = [[] for _ in self._shards]
+        if kl is not None:
+            parts = hand_over(kl.workers, "give_kl", (), kl.ranks, kl.reports, kl.shards, self._shards)
+        weight = kl.weight if kl is not None else 0.0
+        answers = self.workers.scatter("compute_values", [(parts[rank], weight) for rank in self.data_parallel_rank])
+        self._moments = sum((moments for moments in answers if moments is not None), ValueMoments())
 
     def advantages(self, targets: Sequence[Shard]) -> tuple[list[list[Part]], Metrics]:
         """For each of the actor's data-parallel ranks, whose shards `targets` are, where the advantages of its samples
         lie. The numbers that whitening needs are all that passes through here."""
         whiten = self.recipe.algorithm.whiten_advantages
         whitening = Whitening.by(self._moments.advantages) if whiten else Whitening()
-        found = routes(self._shards, targets)
-        answers = self.workers.scatter_with_data(
+        parts = hand_over(
+            self.workers,
             "give_advantages",
-            [(whitening, [route.source for route in found[rank]]) for rank in self.data_parallel_rank],
-            parts=len(targets),
+            (whitening,),
+            self.data_parallel_rank,
+            self.reports,
+            self._shards,
+            targets,
         )
-        parts: list[list[Part]] = [[] for _ in targets]
-        for rank, reports, (_, data) in zip(self.data_parallel_rank, self.reports, answers, strict=True):
-            for target, route, where in zip(parts, found[rank], data, strict=True):
-                if reports and route.target:
-                    target.append((where, route.target))
         return parts, estimates(self._moments, whitening)
 
     def update(self) -> list[list[Metrics] | None]:
@@ -83,15 +121,9 @@ def estimates(moments: ValueMoments, whitening: Whitening) -> Metrics:
         return {}
     advantages = moments.advantages
     metrics = {
-        "critic/values/mean": moments.values.mean,
-        "critic/values/max": moments.values.largest,
-        "critic/values/min": moments.values.least,
-        "critic/returns/mean": moments.returns.mean,
-        "critic/returns/max": moments.returns.largest,
-        "critic/returns/min": moments.returns.least,
-        "critic/advantages/mean": whitening(advantages.mean),
-        "critic/advantages/max": whitening(advantages.largest),
-        "critic/advantages/min": whitening(advantages.least),
+        **moments.values.metrics("critic/values", Whitening()),
+        **moments.returns.metrics("critic/returns", Whitening()),
+        **advantages.metrics("critic/advantages", whitening),
     }
     if moments.returns.variance:
         # Returns less values are the advantages before whitening.

@@ -8,8 +8,8 @@ import numpy as np
 
 from megarl.algorithms.values import Moments, ValueMoments, Whitening, gae, value_objective
 from megarl.config.schema import Recipe
-from megarl.types import Metrics, Shard
-from megarl.worker import Worker
+from megarl.types import DataRef, Metrics, Shard
+from megarl.worker import Worker, collect_parts
 
 
 class CriticWorker(Worker):
@@ -17,7 +17,6 @@ class CriticWorker(Worker):
 
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
-        self.rewards: list[float] = []  # of each sample of the shard
         self.advantages: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by number in the shard: advantages, mask
 
     def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
@@ -27,23 +26,27 @@ class CriticWorker(Worker):
 
     def load_shard(self, shard: Shard) -> None:
         super().load_shard(shard)
-        self.rewards = [sample.reward for sample in shard.samples]
         self.advantages = {}
 
-    def compute_values(self) -> ValueMoments | None:
+    def compute_values(self, kl: list[tuple[DataRef, list[int]]], kl_weight: float) -> ValueMoments | None:
         """Values before this step's updates, and the advantages and returns that follow from them. They stay here;
-        what is known of them together is returned, on reporting ranks."""
+        what is known of them together is returned, on reporting ranks.
+
+        `kl`: where each token's KL lies that is taken from what it earns, `kl_weight` times; see `Part`.
+        """
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
         members = [numbers for mini_batch in self.members for numbers in mini_batch]
         results = self.trainer.values(flat)
         if results is None:
             return None
-        moments = ValueMoments()
+        moments, penalties = ValueMoments(), collect_parts(kl)
         for batch, values, numbers in zip(flat, results, members, strict=True):
-            moments += self._estimate(batch, values, numbers)
+            zeros = [np.zeros(length, dtype=np.float32) for length in batch.lengths]
+            own = [penalties.get(number, zero) for number, zero in zip(numbers, zeros, strict=True)]
+            moments += self._estimate(batch, values, numbers, -kl_weight * np.concatenate(own).astype(np.float64))
         return moments if self.trainer.coordinates.reports else None
 
-    def _estimate(self, batch: Any, values: Any, numbers: list[int]) -> ValueMoments:
+    def _estimate(self, batch: Any, values: Any, numbers: list[int], token_rewards: np.ndarray) -> ValueMoments:
         """Advantages and returns of one micro batch, in float64 on the host: sequences are whole there."""
         import torch
 
@@ -51,7 +54,8 @@ class CriticWorker(Worker):
         mask = batch.vectors["loss_mask"].cpu().numpy() > 0
         on_host = values.cpu().numpy()
         rewards = np.array([self.rewards[number] for number in numbers])
-        advantages, returns = gae(rewards, on_host, mask, batch.lengths, gamma=settings.gamma, lam=settings.lam)
+        discounts = {"gamma": settings.gamma, "lam": settings.lam}
+        advantages, returns = gae(rewards, on_host, mask, batch.lengths, **discounts, token_rewards=token_rewards)
         batch.vectors["old_values"] = values
         batch.vectors["returns"] = torch.from_numpy(returns.astype(np.float32))
         cuts = np.cumsum(batch.lengths)[:-1]

@@ -39,7 +39,7 @@ from megarl.rollout.sft_source import SFTSource
 from megarl.rollout.source import Source
 from megarl.saver import Saver
 
-TRAINER = "megarl.worker:TrainerWorker"
+TRAINER = "megarl.actor_worker:ActorWorker"
 CRITIC = "megarl.critic_worker:CriticWorker"
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
 
@@ -346,6 +346,7 @@ def _layout(recipe: Recipe, flops: ModelFlops | None, ranks: Sequence[dict[str, 
     critic_devices = recipe.critic.trainers if uses_critic(recipe.algorithm) else 0
     return Layout(
         data_parallel_rank=[rank["dp_rank"] for rank in ranks],
+        reports=[rank["reports"] for rank in ranks],
         data_parallel=ranks[0]["dp_size"],
         micro_batches_multiple_of=recipe.megatron.pipeline_parallel if recipe.megatron.virtual_pipeline else 1,
         devices=len(ranks) + (engine_devices + critic_devices if own_devices else 0),

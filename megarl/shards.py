@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.shaping import counts_in_loss, group_numbers
@@ -24,6 +23,7 @@ class StepPlan:
 
     shards: list[Shard]
     metrics: Metrics
+    outcomes: Outcomes  # of all samples of the batch
     flops: float  # of one forward pass over the batch; 0 where the model's are not counted
     update_flops: float  # of the actor's forward and backward passes
 
@@ -47,7 +47,8 @@ def plan_step(
     )
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
     outcomes = Outcomes(rewards, group_numbers(groups), loss_tokens)
-    advantages = ADVANTAGES[recipe.algorithm.advantage].function(outcomes, recipe.algorithm)
+    of_samples = None if recipe.algorithm.kl_in_reward else ADVANTAGES[recipe.algorithm.advantage].function
+    advantages = of_samples(outcomes, recipe.algorithm) if of_samples else np.zeros(len(samples))
     lengths = np.array([sample.length for sample in samples])
     costs = model_flops.of(lengths) if model_flops else lengths.astype(np.float64)
     # Context-parallel devices compute a micro batch together, a part of each sequence each.
@@ -76,12 +77,12 @@ def plan_step(
     metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
         metrics.update(_reward_metrics(samples))
-        if not uses_critic(recipe.algorithm):  # which tells of its own, one a token
-            metrics.update(_spread("critic/advantages", advantages))
+        if of_samples:  # else they come later
+            metrics.update(spread("critic/advantages", advantages))
     if model_flops is None:
-        return StepPlan(shards, metrics, 0.0, 0.0)
+        return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
-    return StepPlan(shards, metrics, float(costs.sum()), float(update.sum()))
+    return StepPlan(shards, metrics, outcomes, float(costs.sum()), float(update.sum()))
 
 
 @dataclass
@@ -134,8 +135,8 @@ def _place(
 def _length_metrics(samples: Sequence[Sample], loss_tokens: np.ndarray) -> Metrics:
     """Lengths of what is trained on, under the names that users already plot."""
     return {
-        **_spread("response_length", [sample.response_length for sample in samples]),
-        **_spread("prompt_length", [sample.prompt_length for sample in samples]),
+        **spread("response_length", [sample.response_length for sample in samples]),
+        **spread("prompt_length", [sample.prompt_length for sample in samples]),
         "response_length/clip_ratio": float(np.mean([sample.truncated for sample in samples])),
         "perf/total_num_tokens": float(sum(sample.length for sample in samples)),
         "actor/loss_tokens": float(loss_tokens.sum()),
@@ -144,13 +145,14 @@ def _length_metrics(samples: Sequence[Sample], loss_tokens: np.ndarray) -> Metri
 
 def _reward_metrics(samples: Sequence[Sample]) -> Metrics:
     """Rewards and their parts of what is trained on."""
-    metrics = _spread("critic/rewards", [sample.reward for sample in samples])
+    metrics = spread("critic/rewards", [sample.reward for sample in samples])
     for part in sorted({name for sample in samples for name in sample.reward_parts}):
-        metrics.update(_spread(f"critic/score/{part}", [sample.reward_parts.get(part, 0.0) for sample in samples]))
+        metrics.update(spread(f"critic/score/{part}", [sample.reward_parts.get(part, 0.0) for sample in samples]))
     return metrics
 
 
-def _spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
+def spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
+    """Mean, maximum and minimum, as metrics."""
     return {
         f"{name}/mean": float(np.mean(values)),
         f"{name}/max": float(np.max(values)),

@@ -1,4 +1,4 @@
-"""A trainer process, the actor's or the critic's: the calls it answers.
+"""A trainer process, the actor's or the critic's: the calls that both answer.
 
 Every rank runs the same calls in the same order. What a call computes for the rank's shard (old
 log-probs, reference log-probs, values) stays here, beside the micro batches it belongs to, until the update.
@@ -18,11 +18,9 @@ import numpy as np
 
 from megarl import platform as platforms
 from megarl.algorithms.catalogue import import_modules
-from megarl.algorithms.correction import Mismatch, weight_totals
-from megarl.algorithms.objective import objective, runs_old_log_prob_pass, trainers_policy
 from megarl.config.schema import Recipe
-from megarl.exchange.session import ExchangeSession, host_id
-from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, fetch
+from megarl.exchange.session import host_id
+from megarl.types import DataRef, SampleTokens, Shard, ShardSample, fetch
 
 
 class Worker:
@@ -49,6 +47,7 @@ class Worker:
         self.saves: list[Any] = []  # checkpoint.Save, of the last checkpoint
         self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
         self.members: list[list[list[int]]] = []  # of each micro batch: numbers of its samples in the shard
+        self.rewards: list[float] = []  # of each sample of the shard
 
     def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
         raise NotImplementedError
@@ -67,7 +66,7 @@ class Worker:
     def load_shard(self, shard: Shard) -> None:
         """Fetch the vectors of this rank's samples and lay out its micro batches."""
         vectors = fetch(shard.samples)
-        self.members = shard.mini_batches
+        self.members, self.rewards = shard.mini_batches, [sample.reward for sample in shard.samples]
         self.batches = [
             [
                 self._micro_batch([(shard.samples[i], vectors[i]) for i in members], loss_tokens)
@@ -175,133 +174,9 @@ class Worker:
         torch.distributed.destroy_process_group()
 
 
-class TrainerWorker(Worker):
-    """One device's share of the actor."""
-
-    def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
-        super().__init__(recipe, total_optimizer_steps, weights_only)
-        self.sender: Any = None
-        self.mismatch = Mismatch()  # of the step under way
-        # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
-        self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
-        if recipe.algorithm.kl_coef and not weights_only:
-            self.trainer.keep_reference()
-
-    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
-        from megarl.megatron.trainer import PolicyTrainer
-
-        return PolicyTrainer(self.recipe, self.platform, total_optimizer_steps, weights_only=weights_only)
-
-    def compute_old_log_probs(self) -> Mismatch | None:
-        """Log-probs before this step's updates. Returns their gap to the engine's, on reporting ranks."""
-        flat = [batch for mini_batch in self.batches for batch in mini_batch]
-        results = self.trainer.log_probs(flat, temperature=self.temperature)
-        if results is None:
-            return None
-        self.mismatch = Mismatch()
-        for batch, (log_probs, _) in zip(flat, results, strict=True):
-            batch.vectors["old_log_probs"] = log_probs
-            self.mismatch += Mismatch.of(self.trainer.loss_inputs(batch, log_probs), log_probs)
-        return self.measured_mismatch()
-
-    def measured_mismatch(self) -> Mismatch | None:
-        """The gap to the engine as this step's first pass over each sample measured it, on reporting ranks."""
-        return self.mismatch if self.trainer.coordinates.reports else None
-
-    def correction_totals(self) -> np.ndarray | None:
-        """For each mini batch, the sum and number of this rank's correction weights [mini batches, 2], which
-        `algorithm.correction.normalize` needs; on reporting ranks."""
-        if not self.trainer.coordinates.reports:
-            return None
-        settings = self.recipe.algorithm.correction
-
-        def of(batch: Any) -> np.ndarray:
-            old = batch.vectors["old_log_probs"]
-            return weight_totals(self.trainer.loss_inputs(batch, old), old, settings)
-
-        return np.stack([np.sum([of(batch) for batch in mini_batch], axis=0) for mini_batch in self.batches])
-
-    def compute_reference_log_probs(self) -> None:
-        flat = [batch for mini_batch in self.batches for batch in mini_batch]
-        results = self.trainer.log_probs(flat, temperature=self.temperature, reference=True)
-        for batch, (log_probs, _) in zip(flat, results or [], strict=results is not None):
-            batch.vectors["reference_log_probs"] = log_probs
-
-    def load_advantages(self, parts: list[tuple[DataRef, list[int]]]) -> None:
-        """Take the advantage of each token from where the critic left it.
-
-        Each part holds vectors, one for each of the samples of this rank's shard whose numbers stand beside it.
-        Samples that count nowhere are in none.
-        """
-        import torch
-
-        found = {number: vector for data, numbers in parts for number, vector in zip(numbers, data.get(), strict=True)}
-        for batches, mini_batch in zip(self.batches, self.members, strict=True):
-            for batch, members in zip(batches, mini_batch, strict=True):
-                pieces = [
-                    found.get(number, np.zeros(length, dtype=np.float32))
-                    for number, length in zip(members, batch.lengths, strict=True)
-                ]
-                batch.vectors["advantages"] = torch.from_numpy(np.concatenate(pieces)).to(self.platform.device())
-
-    def update_actor(self, correction_scales: list[float] | None = None) -> list[Metrics] | None:
-        """One optimizer step a mini batch. Returns each one's metrics, on reporting ranks.
-
-        `correction_scales`: of each mini batch, what `objective` multiplies correction weights by.
-        """
-        settings, measure = self.recipe.algorithm, not runs_old_log_prob_pass(self.recipe.algorithm)
-        metrics = []
-        self.mismatch = Mismatch() if measure else self.mismatch
-        for number, mini_batch in enumerate(self.batches):
-            scale = correction_scales[number] if correction_scales else 1.0
-            first = measure and number == 0 and self.recipe.train.source == "rollout"
-
-            def learn(inputs: Any, scale: float = scale, first: bool = first) -> tuple[Any, dict[str, Any]]:
-                if first:  # of the others, earlier mini batches have already moved the policy away
-                    self.mismatch += Mismatch.of(inputs, trainers_policy(inputs, settings))
-                return objective(inputs, settings, scale)
-
-            metrics.append(
-                self.trainer.train_step(
-                    mini_batch,
-                    learn,
-                    temperature=self.temperature,
-                    with_entropy=self.recipe.train.source == "rollout",
-                )
-            )
-        self.batches = []
-        return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
-
-    def open_exchange(self, receivers: list[tuple[str, str]]) -> ExchangeSession | None:
-        """Rank 0 becomes the sender to `receivers` (name, host id) and returns what they need to connect."""
-        if self.rank != 0:
-            return None
-        from megarl.exchange.sender import WeightSender
-
-        exchange = self.recipe.exchange
-        self.sender = WeightSender.open(
-            os.environ["MASTER_ADDR"],
-            receivers,
-            transport=exchange.transport,
-            bucket_bytes=exchange.bucket_mb << 20,
-            timeout=exchange.timeout,
-        )
-        return self.sender.session
-
-    def send_weights(self, version: int) -> Any:
-        """Export the weights through mbridge (all ranks) and send them (rank 0). Returns rank 0's report."""
-        weights = self.trainer.export_weights()
-        if self.sender is not None:
-            return self.sender.send(version, weights)
-        for _ in weights:
-            pass
-        return None
-
-    def shutdown(self) -> None:
-        """Give shared memory back, too."""
-        if self.sender is not None:
-            self.sender.close()
-        super().shutdown()
+def collect_parts(parts: list[tuple[DataRef, list[int]]]) -> dict[int, np.ndarray]:
+    """Vectors that came from elsewhere, by number in the shard here. Samples that count nowhere are in none."""
+    return {number: vector for data, numbers in parts for number, vector in zip(numbers, data.get(), strict=True)}
 
 
 def _seed_everything(seed: int) -> None:

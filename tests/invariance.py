@@ -1,7 +1,7 @@
 """One batch, the ways to split it, and how far apart what they compute is: what the invariance tests and
 benchmarks/numerics share.
 
-Everything goes the way a run takes: groups -> `plan_step` -> `TrainerWorker` -> the metrics of a step. The gradient
+Everything goes the way a run takes: groups -> `plan_step` -> `ActorWorker` -> the metrics of a step. The gradient
 is read off the weights: Adam without memory and with an epsilon far above every gradient is plain descent, so the
 change of each exported weight is its gradient times a constant.
 """

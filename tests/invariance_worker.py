@@ -19,8 +19,8 @@ select("cpu").prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from megarl.actor_worker import ActorWorker  # noqa: E402
 from megarl.shards import plan_step  # noqa: E402
-from megarl.worker import TrainerWorker  # noqa: E402
 from tests.invariance import STEP, Case, Layout, Split, apply, batch, recipe_of  # noqa: E402
 from tests.trainer_processes import forget_last_model  # noqa: E402
 
@@ -28,7 +28,7 @@ from tests.trainer_processes import forget_last_model  # noqa: E402
 def run_layout(layout: Layout, models: Path, output: Path) -> None:
     forget_last_model()
     recipe = recipe_of(layout, models / layout.model)
-    worker = TrainerWorker(recipe, total_optimizer_steps=1)
+    worker = ActorWorker(recipe, total_optimizer_steps=1)
     before = gather(worker)
     for split in layout.splits:
         apply(split, recipe)
@@ -36,7 +36,7 @@ def run_layout(layout: Layout, models: Path, output: Path) -> None:
         worker.trainer.model.bridge.load_weights(worker.trainer.model.chunks, recipe.model.path)
 
 
-def compute(worker: TrainerWorker, case: Case, before: dict[str, torch.Tensor], output: Path) -> None:
+def compute(worker: ActorWorker, case: Case, before: dict[str, torch.Tensor], output: Path) -> None:
     recipe, where = worker.recipe, worker.trainer.coordinates
     interleaved = recipe.megatron.pipeline_parallel if recipe.megatron.virtual_pipeline else 1
     plan = plan_step(batch(), recipe, where.dp_size, interleaved)
@@ -70,7 +70,7 @@ def shift(micro_batch: Any) -> None:
     vectors["reference_log_probs"] = vectors["rollout_log_probs"] + 0.6 * step
 
 
-def gather(worker: TrainerWorker) -> dict[str, torch.Tensor]:
+def gather(worker: ActorWorker) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in worker.trainer.export_weights()}
 
 

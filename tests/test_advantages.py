@@ -12,6 +12,7 @@ import pytest
 
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.inputs import Outcomes
+from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.config.algorithm import AlgorithmConfig
 from tests.loss_cases import outcomes, settings
 
@@ -19,11 +20,13 @@ OF_GROUPS = ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo
 
 
 def advantages(name: str, given: Outcomes, **values: object) -> np.ndarray:
-    return ADVANTAGES[name].function(given, settings(advantage=name, **values))
+    function = ADVANTAGES[name].function
+    assert function is not None
+    return function(given, settings(advantage=name, **values))
 
 
 def test_every_estimator_is_tested_here() -> None:
-    assert set(ADVANTAGES.names()) == {*OF_GROUPS, "gae", "none"}
+    assert set(ADVANTAGES.names()) == {*OF_GROUPS, "reinforce_plus_plus", "gae", "none"}
 
 
 class TestByHand:
@@ -79,8 +82,20 @@ class TestByHand:
             advantages("pass_at_k", outcomes([0, 1], [0, 0]), pass_k=3)
 
     def test_left_to_others(self) -> None:
-        for name in ("gae", "none"):
-            np.testing.assert_array_equal(advantages(name, outcomes([1, 2.0], [0, 0])), [0, 0])
+        np.testing.assert_array_equal(advantages("none", outcomes([1, 2.0], [0, 0])), [0, 0])
+        assert ADVANTAGES["gae"].function is None and ADVANTAGES["gae"].of_tokens is None
+
+    def test_reinforce_plus_plus(self) -> None:
+        # Outcome 8, penalties 1, 2 and 3 of the chosen tokens; the hole between earns nothing and takes no time.
+        # gamma 1/2: 8 - 3 = 5; -2 + 5/2 = 1/2; -1 + 1/4 = -3/4. The second sequence: 6, then 6/2.
+        given = TokenOutcomes(
+            rewards=np.array([8.0, 6.0]),
+            token_rewards=-np.array([9.0, 1, 2, 9, 3, 0, 0]),
+            mask=np.array([0, 1, 1, 0, 1, 1, 1], dtype=bool),
+            lengths=[5, 2],
+        )
+        got = ADVANTAGES["reinforce_plus_plus"].of_tokens(given, settings(gamma=0.5))
+        np.testing.assert_allclose(got, [0, -0.75, 0.5, 0, 5, 3, 6])
 
 
 # One group at a time, sample by sample, as the papers write it.
@@ -145,7 +160,7 @@ def test_slow_reference(name: str, normalize: bool) -> None:
     if name != "pass_at_k":
         given = random_outcomes(1, [1, 8, 5, 2, 1])
     config = settings(advantage=name, normalize_by_std=normalize, pass_k=3)
-    got = ADVANTAGES[name].function(given, config)
+    got = advantages(name, given, normalize_by_std=normalize, pass_k=3)
     for group in np.unique(given.groups):
         own = given.groups == group
         expected = SLOW[name](given.rewards[own].tolist(), given.loss_tokens[own].tolist(), config)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megarl.algorithms.catalogue import AGGREGATIONS, KL_ESTIMATORS
+from megarl.algorithms.kl import KLWeight
 from megarl.algorithms.objective import kl_to_reference, objective, runs_old_log_prob_pass
 from megarl.algorithms.shaping import counts_in_loss, has_spread, overlong_penalty
 from megarl.types import InlineData, Sample
@@ -47,6 +48,22 @@ def test_kl_estimators_by_hand() -> None:
     assert math.isfinite(KL_ESTIMATORS["low_var_kl"](torch.tensor([-1000.0]), torch.tensor([0.0])).item())
 
 
+class TestKLWeight:
+    def test_by_hand(self) -> None:
+        # Error 0.3 / 0.25 - 1 = 0.2, then 0.9 / 0.25 - 1 = 2.6, held at 0.2; then 0 - 1, held at -0.2.
+        weight = KLWeight(0.1, target=0.25, horizon=100)
+        for kl, expected in ((0.3, 0.1 * 1.1), (0.9, 0.1 * 1.1 * 1.1), (0.0, 0.1 * 1.1 * 1.1 * 0.9)):
+            weight.learn(kl, samples=50)
+            assert weight.value == pytest.approx(expected)
+        weight.learn(0.25, samples=50)
+        assert weight.value == pytest.approx(expected), "at the target it stays"
+
+    def test_fixed(self) -> None:
+        weight = KLWeight(0.1, target=None, horizon=100)
+        weight.learn(5.0, samples=50)
+        assert weight.value == 0.1
+
+
 class TestObjective:
     def test_masked_tokens_count_nowhere_even_if_they_are_nan(self) -> None:
         batch = inputs([1.1, 1.1, 1.1], [1.0, 1.0, 3.0], mask=[1, 0, 1])
@@ -82,6 +99,18 @@ class TestObjective:
         torch.testing.assert_close(through[0], kl(name, straight=False)[0])
         torch.testing.assert_close(through[1], kl("mse", straight=False)[1])
 
+    def test_the_weight_of_the_kl_may_be_another_than_the_recipes(self) -> None:
+        batch = random_inputs(3, [6])
+        config = settings(kl_coef=0.1)
+        (loss, metrics), (adapted, same) = objective(batch, config), objective(batch, config, kl_weight=0.3)
+        assert adapted.item() - loss.item() == pytest.approx(0.2 * metrics["actor/kl_loss"].item())
+        assert same["actor/kl_loss"] == metrics["actor/kl_loss"]
+
+    def test_a_kl_that_is_in_the_reward_is_not_in_the_loss(self) -> None:
+        batch = random_inputs(3, [6])
+        loss, metrics = objective(batch, settings(kl_coef=0.1, kl_in_reward=True))
+        assert loss == objective(batch, settings())[0] and "actor/kl_loss" not in metrics
+
     def test_the_proximal_policy_is_the_one_that_the_recipe_says(self) -> None:
         batch = random_inputs(1, [6])
         now, engines = batch.log_probs.detach(), batch.rollout_log_probs
@@ -98,6 +127,7 @@ class TestObjective:
 
     def test_which_losses_need_the_pass_before_the_update(self) -> None:
         assert runs_old_log_prob_pass(settings(loss="ppo_clip"))
+        assert runs_old_log_prob_pass(settings(loss="reinforce", kl_coef=0.1, kl_in_reward=True))
         assert not runs_old_log_prob_pass(settings(loss="ppo_clip", old_log_probs="current"))
         assert not runs_old_log_prob_pass(settings(loss="reinforce"))
 

@@ -6,19 +6,28 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.values import Moments, ValueInputs, Whitening, gae, value_loss, value_objective
+from megarl.algorithms.values import (
+    Moments,
+    ValueInputs,
+    Whitening,
+    gae,
+    returns_to_go,
+    value_loss,
+    value_objective,
+)
 
 
 def slow_gae(
-    reward: float, values: list[float], mask: list[bool], gamma: float, lam: float
+    reward: float, values: list[float], mask: list[bool], gamma: float, lam: float, own: list[float] | None = None
 ) -> tuple[list[float], list[float]]:
-    """One sequence, token by token from the end, as the paper has it."""
+    """One sequence, token by token from the end, as the paper has it; `own`: what each token earns besides."""
     advantages, returns = [0.0] * len(values), [0.0] * len(values)
     next_value = next_advantage = 0.0
     earned = reward
     for t in reversed(range(len(values))):
         if not mask[t]:
             continue
+        earned += own[t] if own else 0.0
         delta = earned + gamma * next_value - values[t]
         advantages[t] = delta + gamma * lam * next_advantage
         returns[t] = advantages[t] + values[t]
@@ -65,7 +74,28 @@ def test_gae_of_many_sequences_is_the_slow_one_of_each(gamma: float, lam: float)
         start += length
 
 
+@pytest.mark.parametrize("gamma", [1.0, 0.97])
+def test_tokens_earn_rewards_of_their_own(gamma: float) -> None:
+    """GAE of many sequences with them is the slow one of each; and with no values and lambda 1 it is the return to go."""
+    random = np.random.default_rng(2)
+    lengths = [1, 9, 40, 3]
+    values, own = random.normal(size=53), random.normal(size=53)
+    mask, rewards = random.random(53) < 0.7, random.normal(size=4)
+    advantages, returns = gae(rewards, values, mask, lengths, gamma=gamma, lam=0.9, token_rewards=own)
+    start = 0
+    for length, reward in zip(lengths, rewards, strict=True):
+        part = slice(start, start + length)
+        expected = slow_gae(reward, values[part].tolist(), mask[part].tolist(), gamma, 0.9, own[part].tolist())
+        np.testing.assert_allclose(advantages[part], expected[0], atol=1e-12)
+        np.testing.assert_allclose(returns[part], expected[1], atol=1e-12)
+        start += length
+    to_go = returns_to_go(rewards, mask, lengths, gamma=gamma, token_rewards=own)
+    plain = gae(rewards, np.zeros(53), mask, lengths, gamma=gamma, lam=1.0, token_rewards=own)[0]
+    np.testing.assert_allclose(to_go, plain, atol=1e-12)
+
+
 def test_nothing_chosen() -> None:
+    assert not returns_to_go(np.array([1.0]), np.zeros(4, dtype=bool), [4], gamma=1.0).any()
     advantages, returns = gae(np.array([1.0]), np.ones(4), np.zeros(4, dtype=bool), [4], gamma=1.0, lam=1.0)
     assert not advantages.any() and not returns.any()
 

@@ -16,7 +16,7 @@ LAYERS = [
     ["registry", "types", "config", "model_config", "platform", "durable", "manifest"],
     ["algorithms", "rewards", "data", "flops", "schedule", "padded_schedule"],
     ["shards", "engines", "megatron", "exchange"],
-    ["worker", "critic_worker"],
+    ["worker", "actor_worker", "critic_worker"],
     ["cluster"],
     ["rollout"],
     ["checkpoint", "skipped", "saver", "placement", "critic", "observe", "identity", "preflight"],

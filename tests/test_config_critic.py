@@ -38,7 +38,11 @@ def test_the_view_puts_the_critic_where_the_actor_stands(recipe: Path) -> None:
     [
         (["critic.trainers=2"], "critic", "uses no critic"),
         (["algorithm.lam=0.9"], "algorithm.lam", "only gae reads it"),
-        (["algorithm.whiten_advantages=false"], "algorithm.whiten_advantages", "only gae reads it"),
+        (
+            ["algorithm.whiten_advantages=false"],
+            "algorithm.whiten_advantages",
+            "only gae or reinforce_plus_plus reads it",
+        ),
         ([*GAE, "cluster.transport=torchrun"], "cluster.transport", "which Ray starts"),
         ([*GAE, "train.source=sft", "algorithm.loss=sft"], "algorithm.advantage", "no rewards"),
         ([*GAE, "critic.warmup_steps=10"], "critic.warmup_steps", "the policy would never learn"),

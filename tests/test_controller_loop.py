@@ -118,7 +118,7 @@ def fit(
         "tokenizer": None,
     }
     with RunLog(recipe, folder, 1, recipe.train.steps) as log:
-        layout = Layout([0], 1, 1, 1, None, None)
+        layout = Layout([0], [True], 1, 1, 1, None, None)
         made = Controller(
             recipe=recipe, layout=layout, placement=TrainersOnly(), log=log, evaluate=None, identity={}, **parts
         )

@@ -19,6 +19,7 @@ import numpy as np
 
 from benchmarks.numerics.engine_gap import Case, Gap
 from megarl import platform as platforms
+from megarl.actor_worker import ActorWorker
 from megarl.algorithms.correction import total_mismatch
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
@@ -32,7 +33,6 @@ from megarl.rollout.calls import attach, wait
 from megarl.run import ROLLOUT_SERVER
 from megarl.shards import plan_step
 from megarl.types import GenerationRequest, Group, Prompt, Sampling
-from megarl.worker import TrainerWorker
 
 SOURCE = "benchmark"
 PROMPTS = 6
@@ -44,7 +44,7 @@ def score(request: ScoreRequest) -> float:
     return zlib.crc32(request.response.encode()) / 2**32
 
 
-class DisturbingWorker(TrainerWorker):
+class DisturbingWorker(ActorWorker):
     """A trainer that can be told to send tensors wrong: their elements shifted by one."""
 
     disturbed: str | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,10 +28,14 @@ Estimator = Callable[[Outcomes, "AlgorithmConfig"], np.ndarray]
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A registered estimator. `settings`: the fields of `AlgorithmConfig` that it reads."""
+    """A registered estimator. `settings`: the fields of `AlgorithmConfig` that it reads.
 
-    function: Estimator
+    Of whole samples (`function`), of tokens (`of_tokens`: see token_advantages.py), or, both None, left to a critic.
+    """
+
+    function: Estimator | None
     settings: tuple[str, ...]
+    of_tokens: Any = None
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
@@ -174,10 +178,8 @@ def _chance_all_from(part: np.ndarray, whole: np.ndarray, k: int) -> np.ndarray:
     return chance
 
 
-@advantage("gae", settings=("gamma", "lam", "whiten_advantages"))
-def left_to_the_critic(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """Zeros [B]: each token's advantage comes of a critic's values, in its processes; see `values.gae`."""
-    return np.zeros(len(outcomes.rewards))
+# Each token's advantage comes of a critic's values, in its processes; see `values.gae`.
+ADVANTAGES.register("gae")(AdvantageEstimator(None, ("gamma", "lam", "whiten_advantages")))
 
 
 def uses_critic(settings: AlgorithmConfig) -> bool:

@@ -7,6 +7,7 @@ Each takes log_probs [T] and reference_log_probs [T] and returns [T]. The log-ra
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.registry import Registry
@@ -42,3 +43,23 @@ def low_var_kl(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
     """k3: q/p - log(q/p) - 1. Unbiased, never negative, low variance."""
     log_ratio = (reference_log_probs - log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return log_ratio.exp() - log_ratio - 1.0
+
+
+MOST_ERROR = 0.2
+"""Of the proportional error that `KLWeight` answers to."""
+
+
+@dataclass
+class KLWeight:
+    """The weight of the KL, fixed or adapted to a target (Ziegler et al., arXiv 1909.08593, section 2.2)."""
+
+    value: float
+    target: float | None  # None: fixed
+    horizon: int  # in samples
+
+    def learn(self, kl: float, samples: int) -> None:
+        """After a step whose `samples` were `kl` from the reference policy, a mean over tokens:
+        value *= 1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1.0, -MOST_ERROR), MOST_ERROR)
+            self.value *= 1.0 + error * samples / self.horizon

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 def runs_old_log_prob_pass(settings: AlgorithmConfig) -> bool:
     """Whether a pass before a step's updates gives the proximal policy's log-probs."""
-    return settings.old_log_probs == "computed" and LOSSES[settings.loss].needs_old_log_probs
+    needed = LOSSES[settings.loss].needs_old_log_probs or settings.kl_in_reward
+    return needed and settings.old_log_probs == "computed"
 
 
 def with_proximal_policy(inputs: LossInputs, settings: AlgorithmConfig) -> LossInputs:
@@ -40,13 +41,14 @@ def trainers_policy(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
 
 
 def objective(
-    inputs: LossInputs, settings: AlgorithmConfig, correction_scale: float = 1.0
+    inputs: LossInputs, settings: AlgorithmConfig, *, correction_scale: float = 1.0, kl_weight: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The scalar that one micro batch adds to the mini batch's loss, and what it adds to each metric.
 
     Both are normalised over the whole mini batch already (through `loss_weights` and `token_share`):
     summed over micro batches and over data- and context-parallel ranks they are the mini batch's loss
-    and the metrics' means over its masked tokens. `correction_scale`: see `correction.corrections`.
+    and the metrics' means over its masked tokens. `correction_scale`: see `correction.corrections`. `kl_weight`: of
+    the KL loss; None: `kl_coef`.
     """
     inputs = with_proximal_policy(inputs, settings)
     token_loss, token_metrics = LOSSES[settings.loss].function(inputs, settings)
@@ -65,10 +67,12 @@ def objective(
         metrics["actor/entropy"] = total(inputs.entropy.detach(), inputs.token_share)
         if settings.entropy_coef:
             loss = loss - settings.entropy_coef * total(inputs.entropy, inputs.loss_weights)
-    if settings.kl_coef:
-        kl = total(kl_to_reference(inputs, settings), inputs.loss_weights)
+    if settings.kl_coef and not settings.kl_in_reward:
+        token_kl = kl_to_reference(inputs, settings)
+        kl = total(token_kl, inputs.loss_weights)
         metrics["actor/kl_loss"] = kl.detach()
-        loss = loss + settings.kl_coef * kl
+        metrics["actor/kl"] = total(token_kl.detach(), inputs.token_share)
+        loss = loss + (settings.kl_coef if kl_weight is None else kl_weight) * kl
     metrics["actor/loss"] = loss.detach()
     return loss, metrics
 

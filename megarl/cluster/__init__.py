@@ -2,7 +2,7 @@
 
 >>> if cluster.is_controller(recipe):
 ...     with cluster.connect(recipe, platform) as processes:
-...         trainers = processes.start_trainers("megarl.worker:TrainerWorker", 2, (recipe, 100), env={})
+...         trainers = processes.start_trainers("megarl.actor_worker:ActorWorker", 2, (recipe, 100), env={})
 ... else:
 ...     cluster.serve(recipe)
 

@@ -82,10 +82,11 @@ class AlgorithmConfig:
         True, "grpo, grpo_passk: divide by the group's standard deviation (grpo with it off: Dr.GRPO)."
     )
     pass_k: int = key(4, "pass_at_k: the k of the pass rate that is optimised.", at_least=1)
-    gamma: float = key(1.0, "gae: discount of what the next token earns.", at_least=0, at_most=1)
+    gamma: float = key(1.0, "gae, reinforce_plus_plus: discount of what the next token earns.", at_least=0, at_most=1)
     lam: float = key(0.95, "gae: lambda, from one-step estimates (0) to whole outcomes (1).", at_least=0, at_most=1)
     whiten_advantages: bool = key(
-        True, "gae: shift and scale the advantages of a batch's tokens to mean 0 and variance 1."
+        True,
+        "gae, reinforce_plus_plus: shift and scale the advantages of a batch's tokens to mean 0 and variance 1.",
     )
     loss: str = key(
         "ppo_clip",
@@ -114,12 +115,22 @@ class AlgorithmConfig:
         "token_mean", "How per-token losses become one number; normalisers are counted over the whole mini batch."
     )
     kl_coef: float = key(
-        0.0, "KL loss to the reference policy (the starting weights). 0: no reference policy is kept.", at_least=0
+        0.0, "Weight of the KL to the reference policy (the starting weights). 0: no such policy is kept.", at_least=0
     )
     kl_estimator: str = key("low_var_kl", "Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3).")
+    kl_in_reward: bool = key(
+        False,
+        "Take the KL of each token, before the step's updates, from what it earns, instead of adding it to the loss. Advantages of whole samples then see its sum over the sample.",
+    )
     kl_straight_through: bool = key(
         False, "That KL's value with the gradient of mse (k2), which is the unbiased one of the KL on fresh samples."
     )
+    kl_target: Optional[float] = key(
+        None,
+        "Adapt the weight, which starts at kl_coef, so that the mean KL of a token tends to this (arXiv 1909.08593, section 2.2). Unset: it stays.",
+        above=0,
+    )
+    kl_horizon: int = key(10000, "Samples in which the adapted weight moves by a factor of at most e^0.2.", at_least=1)
     entropy_coef: float = key(0.0, "Entropy bonus.", at_least=0)
     modules: list[str] = key(
         [],

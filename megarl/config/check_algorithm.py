@@ -72,13 +72,19 @@ def _settings_are_read(algorithm: AlgorithmConfig) -> None:
                 given = getattr(algorithm, kind)
                 what = f"algorithm.{kind} is '{given}', and only {_listed(names)} reads it"
                 _refuse_unless_default(algorithm, setting, what, f"set algorithm.{kind}={names[0]}")
-    if not loss.needs_old_log_probs:
+    if not (loss.needs_old_log_probs or algorithm.kl_in_reward):
         what = f"algorithm.loss is '{algorithm.loss}', which compares with no older policy"
         _refuse_unless_default(algorithm, "old_log_probs", what, "set another algorithm.loss")
     if not algorithm.kl_coef:
-        for setting in ("kl_estimator", "kl_straight_through"):
-            what = "algorithm.kl_coef is 0, so there is no KL loss"
+        for setting in ("kl_estimator", "kl_in_reward", "kl_straight_through", "kl_target"):
+            what = "algorithm.kl_coef is 0, so there is no KL to the reference policy"
             _refuse_unless_default(algorithm, setting, what, "set algorithm.kl_coef")
+    if algorithm.kl_target is None:
+        what = "algorithm.kl_target is unset, so the KL's weight stays as it is"
+        _refuse_unless_default(algorithm, "kl_horizon", what, "set algorithm.kl_target")
+    if algorithm.kl_in_reward:
+        what = "with algorithm.kl_in_reward the KL has no gradient"
+        _refuse_unless_default(algorithm, "kl_straight_through", what, "set algorithm.kl_in_reward=false")
 
 
 def _refuse_unless_default(section: Any, setting: str, what: str, remedy: str, prefix: str = "algorithm") -> None:
@@ -103,6 +109,16 @@ def _old_log_probs_can_be_had(recipe: Recipe) -> None:
             "set it to computed, or actor.mini_batches=1",
             value="current",
         )
+    if algorithm.kl_in_reward and algorithm.old_log_probs != "computed":
+        raise RecipeError(
+            "algorithm.kl_in_reward",
+            "what a token earns is settled before the step's updates, and algorithm.old_log_probs="
+            f"{algorithm.old_log_probs} leaves out the pass that tells the policy's log-probs of then",
+            "set algorithm.old_log_probs=computed, or algorithm.kl_in_reward=false",
+            value=True,
+        )
+    if algorithm.kl_coef and recipe.train.source == "sft" and algorithm.kl_in_reward:
+        raise RecipeError("algorithm.kl_in_reward", "demonstrations earn no reward", "leave it out", value=True)
 
 
 def _correction_can_be_had(recipe: Recipe) -> None:

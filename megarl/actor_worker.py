@@ -1,0 +1,218 @@
+"""An actor process: log-probs, KL to the reference policy, advantages of tokens, policy updates, weights to the engines."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from megarl.algorithms.catalogue import ADVANTAGES
+from megarl.algorithms.correction import Mismatch, weight_totals
+from megarl.algorithms.objective import kl_to_reference, objective, runs_old_log_prob_pass, trainers_policy
+from megarl.algorithms.token_advantages import TokenOutcomes
+from megarl.algorithms.values import Moments, Whitening
+from megarl.config.schema import Recipe
+from megarl.exchange.session import ExchangeSession
+from megarl.types import DataRef, Metrics, Shard
+from megarl.worker import Worker, collect_parts
+
+
+class ActorWorker(Worker):
+    """One device's share of the actor."""
+
+    def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
+        super().__init__(recipe, total_optimizer_steps, weights_only)
+        self.sender: Any = None
+        # Of the step under way:
+        self.mismatch = Mismatch()
+        self.numbers: list[int] = []  # of the shard's samples, within the batch
+        self.token_kl: dict[int, np.ndarray] = {}  # by number in the shard: see `penalise_kl`
+        self.token_advantages: list[np.ndarray] = []  # of each micro batch, not whitened yet
+        # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
+        self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
+        if recipe.algorithm.kl_coef and not weights_only:
+            self.trainer.keep_reference()
+
+    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
+        from megarl.megatron.trainer import PolicyTrainer
+
+        return PolicyTrainer(self.recipe, self.platform, total_optimizer_steps, weights_only=weights_only)
+
+    def load_shard(self, shard: Shard) -> None:
+        super().load_shard(shard)
+        self.numbers, self.token_kl, self.token_advantages = [sample.number for sample in shard.samples], {}, []
+
+    def compute_old_log_probs(self) -> Mismatch | None:
+        """Log-probs before this step's updates. Returns their gap to the engine's, on reporting ranks."""
+        flat = [batch for mini_batch in self.batches for batch in mini_batch]
+        results = self.trainer.log_probs(flat, temperature=self.temperature)
+        if results is None:
+            return None
+        self.mismatch = Mismatch()
+        for batch, (log_probs, _) in zip(flat, results, strict=True):
+            batch.vectors["old_log_probs"] = log_probs
+            self.mismatch += Mismatch.of(self.trainer.loss_inputs(batch, log_probs), log_probs)
+        return self.measured_mismatch()
+
+    def measured_mismatch(self) -> Mismatch | None:
+        """The gap to the engine as this step's first pass over each sample measured it, on reporting ranks."""
+        return self.mismatch if self.trainer.coordinates.reports else None
+
+    def correction_totals(self) -> np.ndarray | None:
+        """For each mini batch, the sum and number of this rank's correction weights [mini batches, 2], which
+        `algorithm.correction.normalize` needs; on reporting ranks."""
+        if not self.trainer.coordinates.reports:
+            return None
+        settings = self.recipe.algorithm.correction
+
+        def of(batch: Any) -> np.ndarray:
+            old = batch.vectors["old_log_probs"]
+            return weight_totals(self.trainer.loss_inputs(batch, old), old, settings)
+
+        return np.stack([np.sum([of(batch) for batch in mini_batch], axis=0) for mini_batch in self.batches])
+
+    def compute_reference_log_probs(self) -> None:
+        flat = [batch for mini_batch in self.batches for batch in mini_batch]
+        results = self.trainer.log_probs(flat, temperature=self.temperature, reference=True)
+        for batch, (log_probs, _) in zip(flat, results or [], strict=results is not None):
+            batch.vectors["reference_log_probs"] = log_probs
+
+    def penalise_kl(self) -> dict[int, float] | None:
+        """Estimate each token's KL to the reference policy, before the step's updates, for `algorithm.kl_in_reward`.
+
+        It stays here, for `give_kl` and `estimate_advantages`. Returns its sum over each sample that counts in the
+        loss, by number in the batch; on reporting ranks.
+        """
+        if not self.trainer.coordinates.is_last_stage:
+            return None
+        sums = {}
+        for batch, members in self._micro_batches():
+            inputs = self.trainer.loss_inputs(batch, batch.vectors["old_log_probs"])
+            kl = inputs.masked(kl_to_reference(inputs, self.recipe.algorithm)).double().cpu().numpy()
+            pieces = np.split(kl, np.cumsum(batch.lengths)[:-1])
+            for number, own, counts in zip(members, pieces, batch.counted, strict=True):
+                self.token_kl[number] = own
+                if counts:
+                    sums[self.numbers[number]] = float(own.sum())
+        return sums if self.trainer.coordinates.reports else None
+
+    def give_kl(self, wanted: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
+        """What `penalise_kl` found for the samples with the `wanted` numbers, list by list: for the critic. On
+        reporting ranks; elsewhere empty lists."""
+        if not self.trainer.coordinates.reports:
+            return None, [[] for _ in wanted]
+        return None, [[self.token_kl[number].astype(np.float32) for number in numbers] for numbers in wanted]
+
+    def estimate_advantages(self, kl_weight: float) -> Moments | None:
+        """An advantage for each token by the recipe's estimator, for `whiten_advantages` to end with. Returns what is
+        known of them together, on reporting ranks."""
+        estimate, moments = ADVANTAGES[self.recipe.algorithm.advantage].of_tokens, Moments()
+        self.token_advantages = []
+        for batch, members in self._micro_batches():
+            mask = batch.vectors["loss_mask"].cpu().numpy() > 0
+            kl = [self.token_kl[number] for number in members] if self.token_kl else None
+            outcomes = TokenOutcomes(
+                rewards=np.array([self.rewards[number] for number in members]),
+                token_rewards=-kl_weight * np.concatenate(kl) if kl is not None else None,
+                mask=mask,
+                lengths=batch.lengths,
+            )
+            self.token_advantages.append(estimate(outcomes, self.recipe.algorithm))
+            moments += Moments.of(self.token_advantages[-1][mask])
+        return moments if self.trainer.coordinates.reports else None
+
+    def whiten_advantages(self, whitening: Whitening) -> None:
+        for (batch, _), advantages in zip(self._micro_batches(), self.token_advantages, strict=True):
+            self._set_advantages(batch, [whitening(advantages)])
+
+    def set_advantages(self, per_sample: list[float]) -> None:
+        """Give each token of the shard's samples its sample's advantage, anew."""
+        for batch, members in self._micro_batches():
+            pieces = [np.full(n, per_sample[number]) for number, n in zip(members, batch.lengths, strict=True)]
+            self._set_advantages(batch, pieces)
+
+    def _micro_batches(self) -> list[tuple[Any, list[int]]]:
+        """Each micro batch of the step, with the numbers of its samples in the shard."""
+        batches = [batch for mini_batch in self.batches for batch in mini_batch]
+        return list(zip(batches, [members for mini_batch in self.members for members in mini_batch], strict=True))
+
+    def _set_advantages(self, batch: Any, pieces: list[np.ndarray]) -> None:
+        import torch
+
+        advantages = torch.from_numpy(np.concatenate(pieces).astype(np.float32))
+        batch.vectors["advantages"] = advantages.to(self.platform.device())
+
+    def load_advantages(self, parts: list[tuple[DataRef, list[int]]]) -> None:
+        """Take the advantage of each token from where the critic left it.
+
+        Each part holds vectors, one for each of the samples of this rank's shard whose numbers stand beside it.
+        Samples that count nowhere are in none.
+        """
+        found = collect_parts(parts)
+        for batch, members in self._micro_batches():
+            self._set_advantages(
+                batch, [found.get(k, np.zeros(n)) for k, n in zip(members, batch.lengths, strict=True)]
+            )
+
+    def update_actor(
+        self, kl_weight: float | None = None, correction_scales: list[float] | None = None
+    ) -> list[Metrics] | None:
+        """One optimizer step a mini batch. Returns each one's metrics, on reporting ranks.
+
+        `kl_weight`: of the KL loss; None: the recipe's. `correction_scales`: of each mini batch, what `objective`
+        multiplies correction weights by.
+        """
+        settings, measure = self.recipe.algorithm, not runs_old_log_prob_pass(self.recipe.algorithm)
+        metrics = []
+        self.mismatch = Mismatch() if measure else self.mismatch
+        for number, mini_batch in enumerate(self.batches):
+            scale = correction_scales[number] if correction_scales else 1.0
+            first = measure and number == 0 and self.recipe.train.source == "rollout"
+
+            def learn(inputs: Any, scale: float = scale, first: bool = first) -> tuple[Any, dict[str, Any]]:
+                if first:  # of the others, earlier mini batches have already moved the policy away
+                    self.mismatch += Mismatch.of(inputs, trainers_policy(inputs, settings))
+                return objective(inputs, settings, correction_scale=scale, kl_weight=kl_weight)
+
+            metrics.append(
+                self.trainer.train_step(
+                    mini_batch,
+                    learn,
+                    temperature=self.temperature,
+                    with_entropy=self.recipe.train.source == "rollout",
+                )
+            )
+        self.batches = []
+        return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
+
+    def open_exchange(self, receivers: list[tuple[str, str]]) -> ExchangeSession | None:
+        """Rank 0 becomes the sender to `receivers` (name, host id) and returns what they need to connect."""
+        if self.rank != 0:
+            return None
+        from megarl.exchange.sender import WeightSender
+
+        exchange = self.recipe.exchange
+        self.sender = WeightSender.open(
+            os.environ["MASTER_ADDR"],
+            receivers,
+            transport=exchange.transport,
+            bucket_bytes=exchange.bucket_mb << 20,
+            timeout=exchange.timeout,
+        )
+        return self.sender.session
+
+    def send_weights(self, version: int) -> Any:
+        """Export the weights through mbridge (all ranks) and send them (rank 0). Returns rank 0's report."""
+        weights = self.trainer.export_weights()
+        if self.sender is not None:
+            return self.sender.send(version, weights)
+        for _ in weights:
+            pass
+        return None
+
+    def shutdown(self) -> None:
+        """Give shared memory back, too."""
+        if self.sender is not None:
+            self.sender.close()
+        super().shutdown()

@@ -1,0 +1,53 @@
+"""Advantage estimators that give each token a number of its own, computed where the token vectors are.
+
+One takes `TokenOutcomes` of a micro batch and the recipe's `AlgorithmConfig` and returns advantages [T]. Whitening over
+the whole batch (`whiten_advantages`) comes after it, since no process sees the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megarl.algorithms.advantages import ADVANTAGES, AdvantageEstimator
+from megarl.algorithms.values import returns_to_go
+from megarl.config.algorithm import check_settings
+
+if TYPE_CHECKING:
+    from megarl.config.algorithm import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class TokenOutcomes:
+    """The samples of one micro batch, one after the other: B samples of T tokens together."""
+
+    rewards: np.ndarray  # float64 [B]: outcomes
+    token_rewards: np.ndarray | None  # float64 [T]: what each token earns besides, as the KL penalty; None: nothing
+    mask: np.ndarray  # bool [T]: tokens that the policy chose and the loss counts
+    lengths: Sequence[int]  # [B]: they sum to T
+
+
+TokenEstimator = Callable[[TokenOutcomes, "AlgorithmConfig"], np.ndarray]
+
+
+def token_advantage(name: str, *, settings: tuple[str, ...] = ()) -> Callable[[TokenEstimator], TokenEstimator]:
+    """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses."""
+    check_settings(settings)
+
+    def add(function: TokenEstimator) -> TokenEstimator:
+        ADVANTAGES.register(name)(AdvantageEstimator(None, (*settings, "whiten_advantages"), of_tokens=function))
+        return function
+
+    return add
+
+
+@token_advantage("reinforce_plus_plus", settings=("gamma",))
+def reinforce_plus_plus(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """REINFORCE++ (arXiv 2501.03262): each token's discounted return to go, KL penalty included, no baseline but the
+    batch's mean (`whiten_advantages`). Tokens between turns take no part and no time."""
+    return returns_to_go(
+        outcomes.rewards, outcomes.mask, outcomes.lengths, gamma=settings.gamma, token_rewards=outcomes.token_rewards
+    )
