@@ -206,6 +206,7 @@ def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, 
         "data_source": group.data_source,
         "version": group.version,
         "samples": samples,
+        "greedy": {**asdict(_without_data(group.greedy)), "data": None} if group.greedy is not None else None,
     }
 
 
@@ -224,7 +225,8 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
         ]
     )
     samples = [Sample(**{**values, "data": data}) for values in item["samples"]]
-    group = Group(number, item["prompt_uid"], item["data_source"], item["version"], samples)
+    greedy = Sample(**{**item["greedy"], "data": InlineData([])}) if item.get("greedy") else None
+    group = Group(number, item["prompt_uid"], item["data_source"], item["version"], samples, greedy)
     return TriedGroup(group, item["accepted"])
 
 

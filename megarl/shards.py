@@ -46,7 +46,7 @@ def plan_step(
         [sample.loss_tokens if counts_in_loss(sample, recipe.algorithm.overlong.filter) else 0 for sample in samples]
     )
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
-    outcomes = Outcomes(rewards, group_numbers(groups), loss_tokens)
+    outcomes = Outcomes(rewards, group_numbers(groups), loss_tokens, _greedy_rewards(groups))
     of_samples = None if recipe.algorithm.kl_in_reward else ADVANTAGES[recipe.algorithm.advantage].function
     advantages = of_samples(outcomes, recipe.algorithm) if of_samples else np.zeros(len(samples))
     lengths = np.array([sample.length for sample in samples])
@@ -77,12 +77,20 @@ def plan_step(
     metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
         metrics.update(_reward_metrics(samples))
+        if outcomes.greedy_rewards is not None:
+            metrics["critic/rewards/greedy"] = float(np.mean(outcomes.greedy_rewards))
         if of_samples:  # else they come later
             metrics.update(spread("critic/advantages", advantages))
     if model_flops is None:
         return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
     return StepPlan(shards, metrics, outcomes, float(costs.sum()), float(update.sum()))
+
+
+def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:
+    """Of each sample's group [B]; None where no greedy samples were taken."""
+    rewards = [group.greedy.reward for group in groups if group.greedy is not None]
+    return np.repeat(rewards, [len(group.samples) for group in groups]) if rewards else None
 
 
 @dataclass

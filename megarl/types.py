@@ -68,6 +68,7 @@ class GenerationRequest:
     sampling: Sampling
     seed: int
     images: SampleImages | None = None  # of the prompt, whose tokens hold their placeholders, expanded
+    with_greedy: bool = False  # also one greedy sample, for the group's baseline
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class Group:
     data_source: str
     version: int
     samples: list[Sample]
+    greedy: Sample | None = None  # scored, not trained on: a baseline; it has no vectors
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def advantages(name: str, given: Outcomes, **values: object) -> np.ndarray:
 
 
 def test_every_estimator_is_tested_here() -> None:
-    assert set(ADVANTAGES.names()) == {*OF_GROUPS, "reinforce_plus_plus", "gae", "none"}
+    assert set(ADVANTAGES.names()) == {*OF_GROUPS, "remax", "reinforce_plus_plus", "gae", "none"}
 
 
 class TestByHand:
@@ -80,6 +80,11 @@ class TestByHand:
     def test_pass_at_k_of_a_group_too_small_is_refused(self) -> None:
         with pytest.raises(ValueError, match="a group has 2 samples"):
             advantages("pass_at_k", outcomes([0, 1], [0, 0]), pass_k=3)
+
+    def test_remax(self) -> None:
+        given = Outcomes(np.array([1, 0, 3.0]), np.array([0, 0, 1]), np.ones(3), np.array([0.5, 0.5, 2.0]))
+        np.testing.assert_array_equal(advantages("remax", given), [0.5, -0.5, 1.0])
+        assert ADVANTAGES["remax"].needs_greedy and not ADVANTAGES["grpo"].needs_greedy
 
     def test_left_to_others(self) -> None:
         np.testing.assert_array_equal(advantages("none", outcomes([1, 2.0], [0, 0])), [0, 0])

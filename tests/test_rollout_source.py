@@ -26,6 +26,7 @@ class FakeService:
 
     def call(self, method: str, requests: list[GenerationRequest]) -> Future[Any]:
         assert method == "submit"
+        self.with_greedy = [request.with_greedy for request in requests]
         self.waves.append([request.group for request in requests])
         done: Future[Any] = Future()
         done.set_result(None)
@@ -65,6 +66,17 @@ def test_a_wave_is_one_message_and_a_batch_is_in_admission_order() -> None:
     assert service.waves == [[0, 1, 2, 3]]
     assert [group.number for group in batch.groups] == [0, 1, 2, 3]
     assert batch.metrics["rollout/groups_filtered"] == 0
+
+
+@pytest.mark.parametrize(("advantage", "asked"), [("grpo", False), ("remax", True)])
+def test_a_greedy_sample_is_asked_for_where_the_advantage_needs_it(advantage: str, asked: bool) -> None:
+    service = FakeService()
+    made = source(service)
+    made.recipe.algorithm.advantage = advantage
+    made = EnginesSource(made.recipe, made.prompts, [service], [0], lambda: None)  # type: ignore[list-item]
+    made.admit(0)
+    made.take(4)
+    assert service.with_greedy == [asked] * 4
 
 
 def test_filtered_groups_are_replaced_and_counted() -> None:

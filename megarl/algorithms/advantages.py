@@ -4,7 +4,7 @@ An estimator takes `Outcomes` (rewards, groups and lengths of B samples) and the
 advantages [B]: one number a sample, given to each of its tokens. It declares the settings it reads, so that one
 which nobody reads is refused. Group operations are segment operations: groups need not be equal in size.
 
-A group of one has nothing to be compared with, and no advantage.
+A group of one has nothing to be compared with, and no advantage, but with `remax`.
 """
 
 from __future__ import annotations
@@ -36,18 +36,21 @@ class AdvantageEstimator:
     function: Estimator | None
     settings: tuple[str, ...]
     of_tokens: Any = None
+    needs_greedy: bool = False  # a greedy sample of each prompt is scored, too
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
-def advantage(name: str, *, settings: tuple[str, ...] = ()) -> Callable[[Estimator], Estimator]:
+def advantage(
+    name: str, *, settings: tuple[str, ...] = (), needs_greedy: bool = False
+) -> Callable[[Estimator], Estimator]:
     """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses."""
 
     check_settings(settings)
 
     def add(function: Estimator) -> Estimator:
-        ADVANTAGES.register(name)(AdvantageEstimator(function, settings))
+        ADVANTAGES.register(name)(AdvantageEstimator(function, settings, needs_greedy=needs_greedy))
         return function
 
     return add
@@ -100,6 +103,13 @@ def rloo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """
     group = GroupStatistics.of(outcomes)
     return (outcomes.rewards - group.mean) * group.size / np.maximum(group.size - 1, 1)
+
+
+@advantage("remax", needs_greedy=True)
+def remax(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """ReMax (arXiv 2310.10505): r - the reward of a greedy sample of the same prompt. Groups may be of one."""
+    assert outcomes.greedy_rewards is not None
+    return outcomes.rewards - outcomes.greedy_rewards
 
 
 @advantage("reinforce_plus_plus_baseline")

@@ -21,6 +21,7 @@ class Outcomes:
     rewards: np.ndarray  # float64: the whole outcome of a sample
     groups: np.ndarray  # integers: siblings, the samples of one prompt, share one
     loss_tokens: np.ndarray  # integers: tokens that the policy chose and the loss counts; 0 for a filtered sample
+    greedy_rewards: np.ndarray | None = None  # float64: of a greedy sample of the same prompt, where one was asked for
 
 
 @dataclass

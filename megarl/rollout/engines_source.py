@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.shaping import has_spread, overlong_penalty
 from megarl.config.schema import Recipe
 from megarl.data.prompts import PromptDataset
@@ -60,6 +61,7 @@ class EnginesSource:
         self._silence = Silence(rollout.timeout)
         self._change = threading.Condition()
         self._error: BaseException | None = None
+        self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
         self._load = [0] * len(self.services)  # groups running on each engine
 
     def admit(self, version: int) -> None:
@@ -133,7 +135,8 @@ class EnginesSource:
             self._load[engine] += 1
             prompt = self.prompts[self.sampler.at(number)]
             seed = group_seed(self.recipe.train.seed, number)
-            submitted[engine].append(GenerationRequest(number, prompt, self.sampling, seed))
+            request = GenerationRequest(number, prompt, self.sampling, seed, with_greedy=self._with_greedy)
+            submitted[engine].append(request)
         for engine, requests in enumerate(submitted):
             if requests:
                 self.services[engine].call("submit", requests).add_done_callback(self._fail_on_error)
@@ -173,11 +176,12 @@ class EnginesSource:
         overlong = self.recipe.algorithm.overlong
         if not overlong.penalty_buffer:
             return
-        lengths = np.array([sample.response_length for sample in group.samples])
+        samples = [*group.samples, *([group.greedy] if group.greedy is not None else [])]
+        lengths = np.array([sample.response_length for sample in samples])
         penalties = overlong_penalty(
             lengths, self.recipe.rollout.max_response_length, overlong.penalty_buffer, overlong.penalty_factor
         )
-        for sample, penalty in zip(group.samples, penalties, strict=True):
+        for sample, penalty in zip(samples, penalties, strict=True):
             sample.reward_parts["overlong_penalty"] = float(penalty)
             sample.reward += float(penalty)
 
@@ -185,6 +189,7 @@ class EnginesSource:
 def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
     """What a batch cost: over all groups that were tried for it, the filtered ones included."""
     samples = [sample for item in tried for sample in item.group.samples]
+    greedy = [item.group.greedy for item in tried if item.group.greedy is not None]
     accepted = len(accepted_groups(tried))
     return {
         "rollout/prompts_tried": float(len(tried)),
@@ -192,5 +197,5 @@ def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
         "rollout/groups_missing": float(count - accepted),
         "rollout/rewards/mean": float(np.mean([sample.reward for sample in samples])),
         "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),
-        "rollout/total_num_tokens": float(sum(sample.length for sample in samples)),
+        "rollout/total_num_tokens": float(sum(sample.length for sample in [*samples, *greedy])),
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,12 +44,18 @@ class RolloutServer:
         """Admit `requests` all at once, in their order; returns when all are sampled. Each group is to be collected."""
         loop = asyncio.get_running_loop()
         by_group = {request.group: request for request in requests}
+        sampled: dict[int, list[Completion]] = {}
 
         def finished(group: int, completions: list[Completion]) -> None:  # in the engine's thread
-            scored = self.scoring.submit(self._score, by_group[group], completions)
-            scored.add_done_callback(lambda result: loop.call_soon_threadsafe(self._settle, group, result))
+            sampled[group] = completions
+            own = max(group, _greedy_twin(group))
+            twins = [own, _greedy_twin(own)] if by_group[own].with_greedy else [own]
+            if all(twin in sampled for twin in twins):
+                scored = self.scoring.submit(self._score, by_group[own], *(sampled.pop(twin) for twin in twins))
+                scored.add_done_callback(lambda result: loop.call_soon_threadsafe(self._settle, own, result))
 
-        await self._in_thread(self.engine.generate, requests, finished)
+        everything = [one for request in requests for one in (request, *_greedy_request(request))]
+        await self._in_thread(self.engine.generate, everything, finished)
 
     async def collect(self, group: int) -> tuple[Group, list[SampleTokens]]:
         """Wait for one submitted group: its control data and, sample by sample, its token vectors.
@@ -96,38 +103,58 @@ class RolloutServer:
         else:
             self._result(group).set_result(scored.result())
 
-    def _score(self, request: GenerationRequest, completions: list[Completion]) -> tuple[Group, list[SampleTokens]]:
+    def _score(
+        self, request: GenerationRequest, completions: list[Completion], greedy: list[Completion] | None = None
+    ) -> tuple[Group, list[SampleTokens]]:
         prompt, vectors, samples = request.prompt, [], []
         for index, completion in enumerate(completions):
-            text = self.tokenizer.decode(completion.tokens.tolist())
-            scored = rewards.score(
-                self.scorers[prompt.data_source],
-                rewards.ScoreRequest(
-                    response=text,
-                    ground_truth=prompt.ground_truth,
-                    data_source=prompt.data_source,
-                    extra_info=prompt.extra_info,
-                    prompt_text=prompt.text,
-                    uid=prompt.uid,
-                ),
-            )
+            sample, text = self._score_one(request, index, completion)
             vectors.append(_join(request, completion, text))
-            samples.append(
-                Sample(
-                    group=request.group,
-                    index=index,
-                    data=InlineData([]),  # replaced by the caller with where the vectors lie
-                    prompt_length=len(prompt.tokens),
-                    response_length=len(completion.tokens),
-                    loss_tokens=len(completion.tokens),
-                    reward=scored.value,
-                    reward_parts=scored.parts,
-                    answer=scored.answer,
-                    finish_reason=completion.finish_reason,
-                    version=self.version,
-                )
-            )
-        return Group(request.group, prompt.uid, prompt.data_source, self.version, samples), vectors
+            samples.append(sample)
+        baseline = self._score_one(request, 0, greedy[0])[0] if greedy else None
+        return Group(request.group, prompt.uid, prompt.data_source, self.version, samples, baseline), vectors
+
+    def _score_one(self, request: GenerationRequest, index: int, completion: Completion) -> tuple[Sample, str]:
+        """Its control data, and its text."""
+        prompt, text = request.prompt, self.tokenizer.decode(completion.tokens.tolist())
+        scored = rewards.score(
+            self.scorers[prompt.data_source],
+            rewards.ScoreRequest(
+                response=text,
+                ground_truth=prompt.ground_truth,
+                data_source=prompt.data_source,
+                extra_info=prompt.extra_info,
+                prompt_text=prompt.text,
+                uid=prompt.uid,
+            ),
+        )
+        sample = Sample(
+            group=request.group,
+            index=index,
+            data=InlineData([]),  # replaced by the caller with where the vectors lie
+            prompt_length=len(prompt.tokens),
+            response_length=len(completion.tokens),
+            loss_tokens=len(completion.tokens),
+            reward=scored.value,
+            reward_parts=scored.parts,
+            answer=scored.answer,
+            finish_reason=completion.finish_reason,
+            version=self.version,
+        )
+        return sample, text
+
+
+def _greedy_twin(group: int) -> int:
+    """The number under which a group's greedy sample goes through the engine, and the group of such a number: groups
+    count from 0, so no group has it."""
+    return -1 - group
+
+
+def _greedy_request(request: GenerationRequest) -> list[GenerationRequest]:
+    if not request.with_greedy:
+        return []
+    greedy = replace(request.sampling, n=1, temperature=0.0, top_p=1.0, top_k=-1)
+    return [replace(request, group=_greedy_twin(request.group), sampling=greedy, with_greedy=False)]
 
 
 def _join(request: GenerationRequest, completion: Completion, text: str) -> SampleTokens:

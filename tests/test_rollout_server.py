@@ -1,0 +1,78 @@
+"""A rollout process around its engine: what it asks of it, and how groups come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.rollout import server as module
+from megarl.rollout.server import RolloutServer
+from megarl.types import Completion, GenerationRequest, Group, Prompt, Sampling
+
+
+class Engine:
+    """Answers the requests of a wave from the last to the first, or as `order` says."""
+
+    def __init__(self, order: Callable[[list[GenerationRequest]], list[GenerationRequest]] = lambda wave: wave[::-1]):
+        self.order, self.asked = order, list[GenerationRequest]()
+
+    def generate(self, requests: list[GenerationRequest], finished: Callable[[int, list[Completion]], None]) -> None:
+        self.asked += requests
+        for request in self.order(requests):
+            tokens = np.full(3 if request.sampling.temperature else 5, 7, dtype=np.int32)
+            one = Completion(tokens, np.zeros(len(tokens), dtype=np.float32), "stop")
+            finished(request.group, [one] * request.sampling.n)
+
+
+@pytest.fixture
+def serve(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], RolloutServer]:
+    def made(engine: Engine) -> RolloutServer:
+        monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
+        server = RolloutServer("fake", None, str(quickstart_data / "model"), None, [])  # type: ignore[arg-type]
+        scorer = module.rewards.Scorer("lengths", lambda request: float(len(request.response)))
+        server.scorers = {"test": scorer}
+        return server
+
+    return made
+
+
+def requests(with_greedy: bool) -> list[GenerationRequest]:
+    sampling = Sampling(2, 16, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(1,))
+    prompt = Prompt("row", (3, 4), "text", "test")
+    return [GenerationRequest(number, prompt, sampling, 10 * number, with_greedy=with_greedy) for number in range(3)]
+
+
+def run(server: RolloutServer, wave: list[GenerationRequest]) -> list[Group]:
+    async def all_of_it() -> list[Group]:
+        collected = [asyncio.ensure_future(server.collect(request.group)) for request in wave]
+        await server.submit(wave)
+        return [(await result)[0] for result in collected]
+
+    return asyncio.run(asyncio.wait_for(all_of_it(), timeout=20))
+
+
+def test_groups_come_back_scored(serve: Callable[[Engine], RolloutServer]) -> None:
+    engine = Engine()
+    groups = run(serve(engine), requests(with_greedy=False))
+    assert [request.group for request in engine.asked] == [0, 1, 2]
+    assert [group.number for group in groups] == [0, 1, 2]
+    assert all(len(group.samples) == 2 and group.greedy is None for group in groups)
+    assert all(sample.response_length == 3 and sample.reward > 0 for group in groups for sample in group.samples)
+
+
+@pytest.mark.parametrize("greedy_first", [False, True])
+def test_a_group_waits_for_its_greedy_sample(serve: Callable[[Engine], RolloutServer], greedy_first: bool) -> None:
+    engine = Engine(lambda wave: sorted(wave, key=lambda request: (request.sampling.temperature > 0) == greedy_first))
+    groups = run(serve(engine), requests(with_greedy=True))
+    assert [group.number for group in groups] == [0, 1, 2]
+    for group in groups:
+        assert group.greedy is not None
+        assert (group.greedy.response_length, group.samples[0].response_length) == (5, 3)
+        assert group.greedy.reward > group.samples[0].reward
+    greedy = [request.sampling for request in engine.asked if request.sampling.temperature == 0]
+    assert greedy == [Sampling(1, 16, temperature=0.0, top_p=1.0, top_k=-1, stop_token_ids=(1,))] * 3
+    assert len({request.group for request in engine.asked}) == 6, "no number is used twice"
