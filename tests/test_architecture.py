@@ -123,3 +123,9 @@ def test_recipes_page_is_up_to_date() -> None:
     from megarl.config.document import document
 
     assert (ROOT / "docs" / "recipes.md").read_text() == document(), "run python -m megarl.config.document"
+
+
+def test_algorithms_page_is_up_to_date() -> None:
+    from megarl.algorithms.document import PAGE, document
+
+    assert PAGE.read_text() == document(PAGE.read_text()), "run python -m megarl.algorithms.document"

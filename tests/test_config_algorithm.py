@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -138,6 +139,20 @@ def test_functions_of_the_users_own(recipe: Path, tmp_path: Path, monkeypatch: p
     np.testing.assert_array_equal(ADVANTAGES[algorithm.advantage].function(given, algorithm), [2, 6])
     loss, metrics = LOSSES[algorithm.loss].function(inputs([0.5], [1.0]), algorithm)
     assert loss.item() > 0 and list(metrics) == ["mine/log_prob"]
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_the_pages_example(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (section,) = re.findall(r"```yaml\n(algorithm:.*?)```", page, re.DOTALL)
+    (tmp_path / "my_ideas.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_ideas", raising=False)
+    recipe.write_text(recipe.read_text() + section)
+    algorithm = load_recipe(recipe).algorithm
+    loss, _ = LOSSES["half_clip"].function(inputs([1.05, 1.3], [1.0, 1.0]), algorithm)
+    assert loss.tolist() == pytest.approx([-1.05, -1.1])
 
 
 @pytest.mark.usefixtures("own_registries")

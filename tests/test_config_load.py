@@ -10,6 +10,8 @@ from megarl.config import RecipeError, load_recipe, to_yaml
 from megarl.config.load import all_keys
 from megarl.config.schema import Recipe
 
+RECIPES = Path(__file__).parent.parent / "recipes"
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -149,7 +151,9 @@ def test_every_key_is_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", sorted(Path(__file__).parent.parent.glob("recipes/*.yaml")), ids=lambda path: path.name
+    "path",
+    sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "base"),
+    ids=lambda path: str(path.relative_to(RECIPES)),
 )
 def test_shipped_recipes_load(path: Path) -> None:
     load_recipe(path)
