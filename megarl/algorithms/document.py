@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,10 @@ def tables() -> dict[str, str]:
 def document(page: str) -> str:
     """`page` with its tables made anew: what stands between ``<!-- NAME -->`` and ``<!-- end -->``."""
     for name, table in tables().items():
-        marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        assert marked.search(page), f"{PAGE} has no place for the table '{name}'"
-        page = marked.sub(lambda found, table=table: f"{found[1]}{table}\n{found[2]}", page)
+        before, found, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert found and end, f"{PAGE} has no place for the table '{name}'"
+        page = f"{before}{found}{table}\n{end}{after}"
     return page
 
 
