@@ -7,9 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from megarl.algorithms.catalogue import ADVANTAGES
+from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.correction import Mismatch, weight_totals
-from megarl.algorithms.objective import kl_to_reference, objective, runs_old_log_prob_pass, trainers_policy
+from megarl.algorithms.covariance import TokenSums, threshold
+from megarl.algorithms.objective import (
+    kl_to_reference,
+    objective,
+    runs_old_log_prob_pass,
+    trainers_policy,
+    with_proximal_policy,
+)
 from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.algorithms.values import Moments, Whitening
 from megarl.config.schema import Recipe
@@ -167,6 +174,8 @@ class ActorWorker(Worker):
         metrics = []
         self.mismatch = Mismatch() if measure else self.mismatch
         for number, mini_batch in enumerate(self.batches):
+            if LOSSES[settings.loss].scores is not None:
+                self._select(number, mini_batch)
             scale = correction_scales[number] if correction_scales else 1.0
             first = measure and number == 0 and self.recipe.train.source == "rollout"
 
@@ -185,6 +194,47 @@ class ActorWorker(Worker):
             )
         self.batches = []
         return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
+
+    def _select(self, number: int, mini_batch: list[Any]) -> None:
+        """Mark the tokens that the loss treats in a way of their own, over the whole mini batch; see covariance.py."""
+        import torch
+
+        settings = self.recipe.algorithm
+        scores_of = LOSSES[settings.loss].scores
+        assert scores_of is not None
+        # Before the first update the policy is still the one of the pass before it.
+        if number == 0 and runs_old_log_prob_pass(settings):
+            log_probs = [batch.vectors.get("old_log_probs") for batch in mini_batch]
+        else:
+            results = self.trainer.log_probs(mini_batch, temperature=self.temperature, record=False)
+            log_probs = [own for own, _ in results or []]
+        if not self.trainer.coordinates.is_last_stage:
+            return
+        inputs = [
+            with_proximal_policy(self.trainer.loss_inputs(batch, own), settings)
+            for batch, own in zip(mini_batch, log_probs, strict=True)
+        ]
+        sums = sum((TokenSums.of(one) for one in inputs), TokenSums())
+        sums = sum(self.trainer.gather(sums), TokenSums())
+        lots = self._lots(number)
+        scores = [scores_of(one, sums, lot, settings) for one, lot in zip(inputs, lots, strict=True)]
+        count = sums.count(settings.cov_share)
+        highest = np.sort(np.concatenate(scores))[-count:]
+        limit = threshold(self.trainer.gather(highest), count)
+        for batch, own in zip(mini_batch, scores, strict=True):
+            batch.vectors["selected"] = torch.from_numpy(own >= limit)
+
+    def _lots(self, number: int) -> list[np.ndarray]:
+        """A random number for each token of mini batch `number`, by micro batch: a sample's are the same wherever it is."""
+        seed, step = self.recipe.train.seed, self.trainer.step
+
+        def draw(member: int, length: int) -> np.ndarray:
+            return np.random.default_rng([seed, step, self.numbers[member]]).random(length)
+
+        return [
+            np.concatenate([draw(member, n) for member, n in zip(members, batch.lengths, strict=True)])
+            for batch, members in zip(self.batches[number], self.members[number], strict=True)
+        ]
 
     def open_exchange(self, receivers: list[tuple[str, str]]) -> ExchangeSession | None:
         """Rank 0 becomes the sender to `receivers` (name, host id) and returns what they need to connect."""

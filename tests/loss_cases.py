@@ -66,7 +66,8 @@ def random_inputs(seed: int, lengths: list[int], spread: float = 0.4) -> LossInp
     tensors = {name: torch.tensor(np.asarray(vector, dtype=np.float64)) for name, vector in vectors.items()}
     tensors["log_probs"].requires_grad_()
     sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    return LossInputs(**tensors, sequences=sequences, sequence_count=len(lengths))
+    selected = torch.tensor(mask & (random.random(count) < 0.3))
+    return LossInputs(**tensors, sequences=sequences, sequence_count=len(lengths), selected=selected)
 
 
 def part_of(batch: LossInputs, sequences: list[int]) -> LossInputs:

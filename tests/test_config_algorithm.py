@@ -36,7 +36,7 @@ def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
     [
         (["advantage=rloo", "normalize_by_std=false"], "normalize_by_std", "only grpo or grpo_passk reads it"),
         (["pass_k=2"], "pass_k", "only pass_at_k reads it"),
-        (["loss=sapo", "clip_high=0.3"], "clip_high", "algorithm.loss is 'sapo', and only cispo, dppo_kl"),
+        (["loss=sapo", "clip_high=0.3"], "clip_high", "algorithm.loss is 'sapo', and only cispo, clip_cov, dppo_kl"),
         (["loss=gmpo", "dual_clip=3"], "dual_clip", "only gspo, gspo_token or ppo_clip"),
         (["tau_negative=2"], "tau_negative", "set algorithm.loss=sapo, or leave it at 1.05"),
         (["loss=cispo", "ratio_cap=2"], "ratio_cap", "only dppo_kl or dppo_tv"),

@@ -199,6 +199,11 @@ def slow_sft(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -
     return -p
 
 
+@by_token
+def slow_ratio(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
+    return -exp(p - old) * a
+
+
 def slow_gspo(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: AlgorithmConfig) -> Numbers:
     ratio = math.prod(exp(x - y) for x, y in zip(p, old, strict=True)) ** (1 / len(p))
     return [surrogate(ratio, one, s) for one in a]
@@ -222,7 +227,13 @@ def slow_gmpo(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: Algorithm
 SLOW: dict[str, Reference] = {
     "ppo_clip": slow_ppo, "cispo": slow_cispo, "sapo": slow_sapo, "dppo_tv": slow_dppo_tv, "dppo_kl": slow_dppo_kl,
     "gspo": slow_gspo, "gspo_token": slow_gspo_token, "gmpo": slow_gmpo, "reinforce": slow_reinforce, "sft": slow_sft,
+    "clip_cov": slow_ppo, "kl_cov": slow_ratio,
 }  # fmt: skip
+# Of selected tokens, from the reference's loss, log-prob and old log-prob.
+OF_SELECTED: dict[str, Callable[[float, float, float], float]] = {
+    "clip_cov": lambda loss, p, old: 0.0,
+    "kl_cov": lambda loss, p, old: loss + 0.7 * abs(p - old),
+}
 # Bounds at which about a third of the tokens are clipped.
 SETTINGS: dict[str, dict[str, object]] = {
     "ppo_clip": {"dual_clip": 1.5},
@@ -233,6 +244,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "gspo": {"clip_low": 0.02, "clip_high": 0.04},
     "gspo_token": {"clip_low": 0.02, "clip_high": 0.04},
     "gmpo": {"clip_low": 0.3, "clip_high": 0.2},
+    "kl_cov": {"cov_kl_coef": 0.7},
 }
 
 
@@ -248,6 +260,10 @@ def slow_objective(batch: LossInputs, name: str, config: AlgorithmConfig, p: np.
                 for vector in (batch.log_probs, batch.old_log_probs, batch.advantages, batch.loss_weights)
             )
             losses = SLOW[name](p[own].tolist(), fixed, old, a, config)
+            if name in OF_SELECTED:
+                assert batch.selected is not None
+                numbers = zip(batch.selected.numpy()[own], losses, p[own], old, strict=True)
+                losses = [OF_SELECTED[name](*rest) if selected else rest[0] for selected, *rest in numbers]
             total += sum(w * x for w, x in zip(weights, losses, strict=True))
     return total
 

@@ -44,6 +44,7 @@ class LossInputs:
     rollout_log_probs: Tensor | None = None  # the engine's own
     reference_log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    selected: Tensor | None = None  # bool: chosen over the whole mini batch, for losses that have `scores`
 
     def masked(self, values: Tensor) -> Tensor:
         """`values` [T], and 0 where the loss does not count the token, whatever stood there (0 x inf would be nan)."""

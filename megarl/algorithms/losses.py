@@ -18,36 +18,41 @@ from megarl.config.algorithm import check_settings
 from megarl.registry import Registry
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
+    from megarl.algorithms.covariance import TokenSums
     from megarl.config.algorithm import AlgorithmConfig
 
 Metrics = dict[str, "Tensor"]
 TokenLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, Metrics]"]
+Scores = Callable[[LossInputs, "TokenSums", "np.ndarray", "AlgorithmConfig"], "np.ndarray"]
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
     """A registered loss. `needs_old_log_probs`: it compares the policy with the proximal one.
-    `settings`: the fields of `AlgorithmConfig` that it reads."""
+    `settings`: the fields of `AlgorithmConfig` that it reads. `scores`: for a loss that treats some tokens of the mini
+    batch in a way of their own, those with the highest: see covariance.py."""
 
     function: TokenLoss
     needs_old_log_probs: bool
     settings: tuple[str, ...]
+    scores: Scores | None = None
 
 
 LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 
 def policy_loss(
-    name: str, *, needs_old_log_probs: bool, settings: tuple[str, ...] = ()
+    name: str, *, needs_old_log_probs: bool, settings: tuple[str, ...] = (), scores: Scores | None = None
 ) -> Callable[[TokenLoss], TokenLoss]:
     """Register a loss under `name`, the word a recipe's `algorithm.loss` uses."""
 
     check_settings(settings)
 
     def add(function: TokenLoss) -> TokenLoss:
-        LOSSES.register(name)(PolicyLoss(function, needs_old_log_probs, settings))
+        LOSSES.register(name)(PolicyLoss(function, needs_old_log_probs, settings, scores))
         return function
 
     return add

@@ -107,6 +107,12 @@ class AlgorithmConfig:
     tau_positive: float = key(1.0, "sapo: how fast the gate closes for tokens with a positive advantage.", above=0)
     tau_negative: float = key(1.05, "sapo: and for the others.", above=0)
     ratio_cap: float = key(20.0, "dppo_*: largest weight of a token.", above=0)
+    cov_share: float = key(
+        2e-4, "clip_cov, kl_cov: tokens that are held back, as a share of the mini batch's.", above=0, at_most=1
+    )
+    cov_low: float = key(1.0, "clip_cov: lowest covariance of a token that may be held back.")
+    cov_high: float = key(5.0, "clip_cov: and the highest.")
+    cov_kl_coef: float = key(1.0, "kl_cov: weight of |log ratio| in the loss of tokens that are held back.", at_least=0)
     old_log_probs: Literal["computed", "current", "rollout"] = key(
         "computed",
         "The proximal policy that losses compare with. computed: a pass before the step's updates. current: the policy itself, without a pass: the same numbers, with `actor.mini_batches: 1`. rollout: the engine's own log-probs (bypass mode).",

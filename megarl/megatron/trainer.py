@@ -260,10 +260,12 @@ class PolicyTrainer(Trainer):
         temperature: float,
         reference: bool = False,
         with_entropy: bool = False,
+        record: bool = True,
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]] | None:
         """Log-probs [T] of each micro batch at token index (float32), without gradients; and their entropy [T]
         where asked for, else None. The policy's own pass records its routing into the micro batches where
-        `megatron.routing_replay` asks for it; the reference's routers choose freely.
+        `megatron.routing_replay` asks for it, or, without `record`, follows what was recorded; the reference's routers
+        choose freely.
 
         The first token of a sequence is predicted by nothing: 0. With `reference`, those of the weights
         that `keep_reference` kept. On ranks of the last pipeline stage; elsewhere None.
@@ -274,7 +276,7 @@ class PolicyTrainer(Trainer):
 
         if reference:
             micro_batches = [dataclasses.replace(batch, routing=None) for batch in micro_batches]
-        elif self.recipe.megatron.routing_replay == "old_log_probs":
+        elif record and self.recipe.megatron.routing_replay == "old_log_probs":
             for batch in micro_batches:
                 batch.routing = Routing(recording=True)
         with self._reference_weights() if reference else contextlib.nullcontext():
@@ -319,6 +321,13 @@ class PolicyTrainer(Trainer):
             sequence_count=len(batch.lengths),
             **self._on_device(batch.vectors),
         )
+
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every data-parallel rank, for all of them: of small things, on ranks of the last stage."""
+        group = parallel_state.get_data_parallel_group_gloo()
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
 
     def keep_reference(self) -> None:
         """Keep a copy of the current weights on the host: the reference policy.
