@@ -12,6 +12,7 @@ from megarl.algorithms.correction import Mismatch, weight_totals
 from megarl.algorithms.covariance import TokenSums, threshold
 from megarl.algorithms.objective import (
     kl_to_reference,
+    needs_reference,
     objective,
     runs_old_log_prob_pass,
     trainers_policy,
@@ -38,7 +39,7 @@ class ActorWorker(Worker):
         self.token_advantages: list[np.ndarray] = []  # of each micro batch, not whitened yet
         # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
         self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
-        if recipe.algorithm.kl_coef and not weights_only:
+        if needs_reference(recipe.algorithm) and not weights_only:
             self.trainer.keep_reference()
 
     def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:

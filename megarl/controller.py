@@ -17,7 +17,7 @@ from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.correction import total_mismatch
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.kl import KLWeight
-from megarl.algorithms.objective import runs_old_log_prob_pass
+from megarl.algorithms.objective import needs_reference, runs_old_log_prob_pass
 from megarl.algorithms.values import Moments, Whitening
 from megarl.checkpoint import load_state, set_aside_later
 from megarl.cluster.base import WorkerGroup
@@ -148,7 +148,7 @@ class Controller:
             with log.phase("old_log_prob"):
                 log.add(total_mismatch(self.trainers.call("compute_old_log_probs")).metrics())
             self._add_speed("old_log_prob", "old_log_prob", plan.flops * FORWARD)
-        if recipe.algorithm.kl_coef and (in_reward or not warming_up):
+        if needs_reference(recipe.algorithm) and (in_reward or not warming_up):
             with log.phase("reference"):
                 self.trainers.call("compute_reference_log_probs")
         outcomes = self._penalise(plan) if in_reward else plan.outcomes

@@ -18,6 +18,7 @@ from megarl.cluster import transport
 from megarl.config.critic import ONE_LAYOUT, critic_view
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
+from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
@@ -39,7 +40,7 @@ class Prepared:
 
     tokenizer: Tokenizer
     prompts: PromptDataset | None
-    examples: SFTDataset | None
+    examples: SFTDataset | PreferenceDataset | None
     evaluation: PromptDataset | None
     notices: list[str]
     flops: ModelFlops | None = None  # None: not trained
@@ -201,20 +202,21 @@ def _read_critic(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
 def _read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool) -> Prepared:
     data = recipe.data
     prepared = Prepared(tokenizer, None, None, None, [])
-    if training and recipe.train.source == "sft":
+    if training and recipe.train.source != "rollout":
         longest = data.max_prompt_length + recipe.rollout.max_response_length
-        prepared.examples = SFTDataset(data.train_files, tokenizer, data, longest)
+        kind = PreferenceDataset if recipe.train.source == "preferences" else SFTDataset
+        prepared.examples = kind(data.train_files, tokenizer, data, longest)
         _note_filtered(prepared, "training examples", prepared.examples)
     elif training:
         prepared.prompts = PromptDataset(data.train_files, tokenizer, data)
         _note_filtered(prepared, "training prompts", prepared.prompts)
-    if data.eval_files and recipe.train.source != "sft":
+    if data.eval_files and recipe.train.source == "rollout":
         prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data)
         _note_filtered(prepared, "evaluation prompts", prepared.evaluation)
     return prepared
 
 
-def _note_filtered(prepared: Prepared, what: str, data: PromptDataset | SFTDataset) -> None:
+def _note_filtered(prepared: Prepared, what: str, data: PromptDataset | SFTDataset | PreferenceDataset) -> None:
     if data.filtered:
         total = len(data) + data.filtered
         prepared.notices.append(f"{data.filtered} of {total} {what} are longer than the limit and were left out")

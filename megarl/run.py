@@ -33,9 +33,9 @@ from megarl.placement import Colocated, Disaggregated, Placement, Tenant, Traine
 from megarl.platform.peaks import peak_flops
 from megarl.preflight import Prepared, RunPlace, check_device, open_run_directory, prepare_evaluation, prepare_training
 from megarl.rollout.calls import wait_for_all
+from megarl.rollout.data_source import DataSource
 from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
-from megarl.rollout.sft_source import SFTSource
 from megarl.rollout.source import Source
 from megarl.saver import Saver
 
@@ -267,7 +267,7 @@ def _saver(
 
 def _source(recipe: Recipe, prepared: Prepared, services: Sequence[Service], cluster: Cluster) -> Source:
     if prepared.examples is not None:
-        return SFTSource(recipe, prepared.examples)
+        return DataSource(recipe, prepared.examples)
     assert prepared.prompts is not None
     return EnginesSource(recipe, prepared.prompts, services, prepared.tokenizer.stop_ids, cluster.check)
 

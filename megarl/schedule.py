@@ -57,6 +57,19 @@ Plan = list[list[list[Slot]]]
 """For each rank its micro batches, in the order in which they are computed."""
 
 
+def expand(plan: Plan, sizes: Sequence[int]) -> Plan:
+    """A plan of bundles, the b-th of `sizes[b]` neighbouring samples -> the plan of the samples, bundles kept whole."""
+    firsts = np.cumsum([0, *sizes]).tolist()
+
+    def samples(bundle: Slot) -> list[Slot]:
+        return [Slot(sample, bundle.filler) for sample in range(firsts[bundle.sample], firsts[bundle.sample + 1])]
+
+    return [
+        [[slot for bundle in micro_batch for slot in samples(bundle)] for micro_batch in micro_batches]
+        for micro_batches in plan
+    ]
+
+
 def split_evenly(count: int, parts: int) -> list[range]:
     """`count` things in order, cut into at most `parts` runs whose sizes differ by one at the most; no run is empty."""
     parts = min(parts, count)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS
+from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.shaping import counts_in_loss, group_numbers
 from megarl.config.schema import Recipe
 from megarl.flops import ModelFlops
 from megarl.padded_schedule import plan_padded_micro_batches
-from megarl.schedule import Plan, Slot, imbalance, plan_micro_batches, share, split_evenly
+from megarl.schedule import Plan, Slot, expand, imbalance, plan_micro_batches, share, split_evenly
 from megarl.types import Group, Metrics, Sample, Shard, ShardSample
 
 
@@ -56,15 +56,20 @@ def plan_step(
     packing = _Packing()
     firsts = np.cumsum([0] + [len(group.samples) for group in groups])
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
+    whole_groups = LOSSES[recipe.algorithm.loss].whole_groups
     for run in split_evenly(len(groups), recipe.actor.mini_batches):
         members = range(firsts[run.start], firsts[run.stop])
+        sizes = [len(group.samples) for group in groups[run.start : run.stop]] if whole_groups else [1] * len(members)
         tokens = loss_tokens[members.start : members.stop]
         weights = AGGREGATIONS[recipe.algorithm.aggregation](tokens, recipe.rollout.max_response_length)
         own_lengths, own_costs = lengths[members], costs[members]
         if recipe.megatron.packing:
-            plan = plan_micro_batches(own_lengths, data_parallel, limit, micro_batches_multiple_of, own_costs)
-        else:
-            plan = plan_padded_micro_batches(own_lengths, data_parallel, limit, micro_batches_multiple_of)
+            together, costs_together = sums_of(own_lengths, sizes), sums_of(own_costs, sizes)
+            plan = plan_micro_batches(together, data_parallel, limit, micro_batches_multiple_of, costs_together)
+        else:  # as long as they are computed: each as the longest
+            padded = [size * longest for size, longest in zip(sizes, largest_of(own_lengths, sizes), strict=True)]
+            plan = plan_padded_micro_batches(padded, data_parallel, limit, micro_batches_multiple_of)
+        plan = expand(plan, sizes)
         packing.add(plan, own_lengths, own_costs, limit)
         for shard, micro_batches in zip(shards, plan, strict=True):
             shard.loss_tokens.append(int(tokens.sum()))
@@ -85,6 +90,16 @@ def plan_step(
         return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
     return StepPlan(shards, metrics, outcomes, float(costs.sum()), float(update.sum()))
+
+
+def sums_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """Of neighbours: the sum of the first `sizes[0]` values, of the next `sizes[1]`, ..."""
+    return np.add.reduceat(values, np.cumsum([0, *sizes[:-1]]))
+
+
+def largest_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
+    """As `sums_of`, the largest."""
+    return np.maximum.reduceat(values, np.cumsum([0, *sizes[:-1]]))
 
 
 def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:

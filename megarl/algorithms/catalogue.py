@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from megarl.algorithms import covariance, sequence_losses, token_advantages  # noqa: F401 - they register
+from megarl.algorithms import covariance, preference_losses, sequence_losses, token_advantages  # noqa: F401 - they register
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS

@@ -50,6 +50,11 @@ class LossInputs:
         """`values` [T], and 0 where the loss does not count the token, whatever stood there (0 x inf would be nan)."""
         return values.where(self.loss_mask > 0, values.new_zeros(()))
 
+    def as_in_loss(self, values: Tensor) -> Tensor:
+        """A metric [T] that is to be a mean with the loss's own weights, where metrics are means over masked tokens."""
+        share = self.token_share.where(self.loss_mask > 0, self.token_share.new_ones(()))
+        return self.masked(values * self.loss_weights / share)
+
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Sum over each sequence's masked tokens: [T] -> [S]."""
         return values.new_zeros(self.sequence_count).index_add(0, self.sequences, self.masked(values))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.kl import LOG_RATIO_LIMIT
@@ -39,20 +39,23 @@ class PolicyLoss:
     needs_old_log_probs: bool
     settings: tuple[str, ...]
     scores: Scores | None = None
+    source: str = "rollout"  # the `train.source` that it learns from
+    needs_reference: bool = False  # the starting policy's log-probs, whatever `kl_coef` is
+    whole_groups: bool = False  # it compares siblings: a group's samples stand one after the other in one micro batch
 
 
 LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 
 def policy_loss(
-    name: str, *, needs_old_log_probs: bool, settings: tuple[str, ...] = (), scores: Scores | None = None
+    name: str, *, needs_old_log_probs: bool, settings: tuple[str, ...] = (), **more: Any
 ) -> Callable[[TokenLoss], TokenLoss]:
-    """Register a loss under `name`, the word a recipe's `algorithm.loss` uses."""
+    """Register a loss under `name`, the word a recipe's `algorithm.loss` uses. Arguments are those of `PolicyLoss`."""
 
     check_settings(settings)
 
     def add(function: TokenLoss) -> TokenLoss:
-        LOSSES.register(name)(PolicyLoss(function, needs_old_log_probs, settings, scores))
+        LOSSES.register(name)(PolicyLoss(function, needs_old_log_probs, settings, **more))
         return function
 
     return add
@@ -176,7 +179,7 @@ def reinforce(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Me
     return -advantages_of(inputs) * inputs.log_probs, {}
 
 
-@policy_loss("sft", needs_old_log_probs=False)
+@policy_loss("sft", needs_old_log_probs=False, source="sft")
 def sft(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Negative log-likelihood of the masked tokens."""
     return -inputs.log_probs, {}

@@ -22,6 +22,11 @@ def runs_old_log_prob_pass(settings: AlgorithmConfig) -> bool:
     return needed and settings.old_log_probs == "computed"
 
 
+def needs_reference(settings: AlgorithmConfig) -> bool:
+    """Whether the starting policy is kept, and its log-probs computed."""
+    return settings.kl_coef > 0 or LOSSES[settings.loss].needs_reference
+
+
 def with_proximal_policy(inputs: LossInputs, settings: AlgorithmConfig) -> LossInputs:
     """`inputs` with `old_log_probs`, where no pass gave them: the policy's own of now, or the engine's."""
     if settings.old_log_probs == "current":

@@ -113,6 +113,10 @@ class AlgorithmConfig:
     cov_low: float = key(1.0, "clip_cov: lowest covariance of a token that may be held back.")
     cov_high: float = key(5.0, "clip_cov: and the highest.")
     cov_kl_coef: float = key(1.0, "kl_cov: weight of |log ratio| in the loss of tokens that are held back.", at_least=0)
+    dpo_beta: float = key(0.1, "dpo: how strongly the policy is held to the starting one.", above=0)
+    dpo_label_smoothing: float = key(
+        0.0, "dpo: the chance that a preference is the wrong way round.", at_least=0, at_most=0.5
+    )
     old_log_probs: Literal["computed", "current", "rollout"] = key(
         "computed",
         "The proximal policy that losses compare with. computed: a pass before the step's updates. current: the policy itself, without a pass: the same numbers, with `actor.mini_batches: 1`. rollout: the engine's own log-probs (bypass mode).",

@@ -117,7 +117,7 @@ def _old_log_probs_can_be_had(recipe: Recipe) -> None:
             "set algorithm.old_log_probs=computed, or algorithm.kl_in_reward=false",
             value=True,
         )
-    if algorithm.kl_coef and recipe.train.source == "sft" and algorithm.kl_in_reward:
+    if algorithm.kl_in_reward and recipe.train.source != "rollout":
         raise RecipeError("algorithm.kl_in_reward", "demonstrations earn no reward", "leave it out", value=True)
 
 

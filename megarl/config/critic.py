@@ -41,10 +41,10 @@ def check_critic(recipe: Recipe) -> None:
         _check_unused(recipe)
         return
     critic = recipe.critic
-    if recipe.train.source == "sft":
+    if recipe.train.source != "rollout":
         raise RecipeError(
             "algorithm.advantage",
-            "SFT has no rewards to learn values from",
+            f"with train.source={recipe.train.source} there are no rewards to learn values from",
             "set algorithm.advantage=none",
             value="gae",
         )

@@ -100,8 +100,9 @@ class EvaluationConfig:
 class TrainConfig:
     """The run."""
 
-    source: Literal["rollout", "sft"] = key(
-        "rollout", "Where samples come from: engines (RL) or the data set's own answers (SFT)."
+    source: Literal["rollout", "sft", "preferences"] = key(
+        "rollout",
+        "Where samples come from: engines (RL), the data set's own answers (SFT), or its pairs of a chosen and a rejected answer (DPO).",
     )
     steps: int = key(1, "Controller steps.", at_least=1)
     seed: int = key(0, "Seed of everything random.", at_least=0)

@@ -88,15 +88,22 @@ def _critic_fits(recipe: Recipe) -> None:
 
 @check
 def _source_and_loss_agree(recipe: Recipe) -> None:
-    sft = recipe.train.source == "sft"
-    if sft != (recipe.algorithm.loss == "sft"):
-        remedy = "algorithm.loss=sft" if sft else "train.source=sft, or another algorithm.loss"
+    from megarl.algorithms.catalogue import LOSSES
+
+    source, loss = recipe.train.source, recipe.algorithm.loss
+    if LOSSES[loss].source != source:
+        fitting = ", ".join(name for name in LOSSES.names() if LOSSES[name].source == source)
         raise RecipeError(
-            "algorithm.loss", f"train.source is '{recipe.train.source}'", f"set {remedy}", value=recipe.algorithm.loss
+            "algorithm.loss",
+            f"it learns from train.source={LOSSES[loss].source}, and train.source is '{source}'",
+            f"set train.source={LOSSES[loss].source}, or algorithm.loss to one of: {fitting}",
+            value=loss,
         )
-    if sft and (recipe.evaluation.every or recipe.evaluation.at_start or recipe.evaluation.at_end):
+    if source != "rollout" and (recipe.evaluation.every or recipe.evaluation.at_start or recipe.evaluation.at_end):
         raise RecipeError(
-            "evaluation", "SFT runs start no engine to evaluate with", "leave evaluation off here and use `megarl eval`"
+            "evaluation",
+            f"runs with train.source={source} start no engine to evaluate with",
+            "leave evaluation off here and use `megarl eval`",
         )
 
 
@@ -240,7 +247,7 @@ def _placement_and_staleness(recipe: Recipe) -> None:
 
 @check
 def _offload_has_a_purpose(recipe: Recipe) -> None:
-    alone = recipe.cluster.placement == "disaggregated" or recipe.train.source == "sft"
+    alone = recipe.cluster.placement == "disaggregated" or recipe.train.source != "rollout"
     if recipe.megatron.offload and alone:
         raise RecipeError(
             "megatron.offload",

@@ -39,6 +39,16 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Conversation:
+    """What becomes an example. The first `given` messages are not learned, whoever says them."""
+
+    row: Row
+    uid: str
+    messages: list[dict[str, Any]]
+    given: int = 0
+
+
+@dataclass(frozen=True)
 class _Piece:
     """A stretch of a rendered conversation, tokenised on its own.
 
@@ -66,14 +76,8 @@ class SFTDataset(Sequence[Example]):
     def __init__(self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, max_length: int) -> None:
         rows = read_rows(files, ("messages",), ("prompt", "response"), optional=("data_source", "extra_info"))
         uids = unique_uids(rows, "sft")
-        conversations = [_conversation(row) for row in rows]
-        pieces = [_pieces(row, talk, tokenizer, config) for row, talk in zip(rows, conversations, strict=True)]
-        ids = iter(tokenizer.encode_batch([piece.text for conversation in pieces for piece in conversation]))
-        examples = []
-        for row, uid, talk, parts in zip(rows, uids, conversations, pieces, strict=True):
-            tokens, mask = _join(row, [(next(ids), part.learned) for part in parts], tokenizer, config.chat_template)
-            said = "".join(message["content"] or "" for message in talk if message["role"] == "assistant")
-            examples.append(Example(uid, row.get("data_source", str) or "sft", tokens, mask, said))
+        conversations = [Conversation(row, uid, _conversation(row)) for row, uid in zip(rows, uids, strict=True)]
+        examples = tokenise(conversations, tokenizer, config, source="sft")
         self._examples = keep_short(
             examples,
             [len(example.tokens) for example in examples],
@@ -95,6 +99,21 @@ class SFTDataset(Sequence[Example]):
         return self._examples[index]
 
 
+def tokenise(
+    conversations: Sequence[Conversation], tokenizer: Tokenizer, config: DataConfig, source: str
+) -> list[Example]:
+    """One example each. `source`: the data source of a row that names none."""
+    pieces = [_pieces(talk, tokenizer, config) for talk in conversations]
+    ids = iter(tokenizer.encode_batch([piece.text for conversation in pieces for piece in conversation]))
+    examples = []
+    for talk, parts in zip(conversations, pieces, strict=True):
+        tokens, mask = _join(talk.row, [(next(ids), part.learned) for part in parts], tokenizer, config.chat_template)
+        learned = [message for message in talk.messages[talk.given :] if message["role"] == "assistant"]
+        said = "".join(message["content"] or "" for message in learned)
+        examples.append(Example(talk.uid, talk.row.get("data_source", str) or source, tokens, mask, said))
+    return examples
+
+
 def _conversation(row: Row) -> list[dict[str, Any]]:
     if row.values.get("messages") is not None:
         messages = messages_of(row, "messages")
@@ -107,7 +126,12 @@ def _conversation(row: Row) -> list[dict[str, Any]]:
     return messages
 
 
-def _pieces(row: Row, messages: list[dict[str, Any]], tokenizer: Tokenizer, config: DataConfig) -> list[_Piece]:
+def _pieces(talk: Conversation, tokenizer: Tokenizer, config: DataConfig) -> list[_Piece]:
+    row, messages = talk.row, talk.messages
+
+    def learned(number: int) -> bool:
+        return number >= talk.given and messages[number]["role"] == "assistant"
+
     def rendered(turns: list[dict[str, Any]], generate: bool) -> str:
         try:
             return tokenizer.render_text(turns, config.chat_template, config.chat_template_args, generate)
@@ -115,12 +139,12 @@ def _pieces(row: Row, messages: list[dict[str, Any]], tokenizer: Tokenizer, conf
             raise ValueError(f"{row.where}: {error}") from error
 
     if not config.chat_template:
-        turns = itertools.groupby(messages, key=lambda message: message["role"] == "assistant")
-        return [_Piece(rendered(list(turn), generate=False), learned) for learned, turn in turns]
+        turns = itertools.groupby(range(len(messages)), key=learned)
+        return [_Piece(rendered([messages[n] for n in turn], generate=False), is_learned) for is_learned, turn in turns]
     whole = rendered(messages, generate=False)
     pieces, position = [], 0
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
+    for number in range(len(messages)):
+        if not learned(number):
             continue
         before = rendered(messages[:number], generate=True)
         through = rendered(messages[: number + 1], generate=False)

@@ -1,0 +1,76 @@
+"""A data set's own answers as a source of samples: SFT and DPO are the same loop with answers that nobody had to sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megarl.config.schema import Recipe
+from megarl.data.preferences import PreferenceDataset
+from megarl.data.sampler import Sampler
+from megarl.data.sft import Example, SFTDataset
+from megarl.rollout.source import Batch
+from megarl.types import Group, InlineData, Sample, SampleTokens
+
+
+class DataSource:
+    """A Source over a data set. A demonstration is a group of one, a preference one of two, the chosen answer first;
+    always of the current version."""
+
+    def __init__(self, recipe: Recipe, examples: SFTDataset | PreferenceDataset):
+        self.examples = examples
+        self.sampler = Sampler(len(examples), recipe.train.seed, recipe.data.shuffle)
+        self.consumed = 0
+        self.version = 0
+
+    def admit(self, version: int) -> None:
+        self.version = version
+
+    def take(self, count: int) -> Batch:
+        numbers = range(self.consumed, self.consumed + count)
+        self.consumed += count
+        return Batch([self._group(number) for number in numbers])
+
+    def _group(self, number: int) -> Group:
+        example = self.examples[self.sampler.at(number)]
+        return _group(number, example if isinstance(example, tuple) else (example,), self.version)
+
+    def drain(self) -> None:
+        """Nothing is ever under way."""
+
+    def state(self) -> dict[str, Any]:
+        return {"counters": {"consumed": self.consumed}, "gathered": []}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.consumed = state["counters"]["consumed"]
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+def _group(number: int, examples: Sequence[Example], version: int) -> Group:
+    vectors = [
+        SampleTokens(
+            tokens=example.tokens,
+            loss_mask=example.loss_mask,
+            rollout_log_probs=np.zeros(len(example.tokens), dtype=np.float32),
+            text=example.text,
+        )
+        for example in examples
+    ]
+    data = InlineData(vectors)
+    samples = [
+        Sample(
+            group=number,
+            index=index,
+            data=data,
+            prompt_length=example.prompt_length,
+            response_length=len(example.tokens) - example.prompt_length,
+            loss_tokens=int(example.loss_mask.sum()),
+            version=version,
+        )
+        for index, example in enumerate(examples)
+    ]
+    return Group(number, examples[0].uid, examples[0].data_source, version, samples)
