@@ -17,6 +17,9 @@ from megarl.algorithms.objective import objective
 from megarl.config.algorithm import AlgorithmConfig
 from tests.loss_cases import inputs, part_of, random_inputs, settings
 
+OF_TOKENS = [name for name in LOSSES.names() if not LOSSES[name].whole_groups]
+"""Those over pairs are in test_preference_losses.py."""
+
 
 def token_loss(batch: LossInputs, name: str, **values: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return LOSSES[name].function(batch, settings(loss=name, **values))
@@ -129,7 +132,7 @@ def test_reinforce_and_sft_by_hand() -> None:
 
 
 def test_what_needs_a_pass_before_the_update() -> None:
-    assert {name for name in LOSSES.names() if not LOSSES[name].needs_old_log_probs} == {"reinforce", "sft"}
+    assert {name for name in LOSSES.names() if not LOSSES[name].needs_old_log_probs} == {"reinforce", "sft", "dpo"}
 
 
 # Slow references: one token, or one sequence, at a time. `p` are the log-probs that are differentiated, `fixed` the same
@@ -269,7 +272,7 @@ def slow_objective(batch: LossInputs, name: str, config: AlgorithmConfig, p: np.
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", LOSSES.names())
+@pytest.mark.parametrize("name", OF_TOKENS)
 def test_value_and_gradient_are_the_slow_references(name: str, seed: int) -> None:
     """The gradient by central differences of the reference, at points that no bound is within 1e-6 of."""
     batch = random_inputs(seed, [9, 1, 14, 3, 6])
@@ -289,7 +292,7 @@ def test_value_and_gradient_are_the_slow_references(name: str, seed: int) -> Non
         assert 0.05 < metrics["actor/pg_clipfrac"].item() < 0.95, "the case must have tokens on both sides"
 
 
-@pytest.mark.parametrize("name", LOSSES.names())
+@pytest.mark.parametrize("name", OF_TOKENS)
 class TestProperties:
     def config(self, name: str) -> AlgorithmConfig:
         return settings(loss=name, kl_coef=0.1, entropy_coef=0.01, **SETTINGS.get(name, {}))

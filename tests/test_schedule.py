@@ -263,3 +263,23 @@ def test_a_step_is_planned_by_the_models_flops() -> None:
 
     assert sizes(square) == [1, 3]  # 144 and 192
     assert sizes(None) == [2, 2]  # by tokens: 20 and 16
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_loss_over_pairs_finds_them_together(packing: bool) -> None:
+    """Chosen and rejected stand one after the other, whatever the limit; a filler is a whole pair."""
+    random = np.random.default_rng(0)
+    batch = groups(*([(int(a), 0.0), (int(b), 0.0)] for a, b in random.integers(1, 40, (7, 2))))
+    made = recipe(loss="dpo", advantage="none", aggregation="seq_mean_token_mean")
+    made.train.source = "preferences"
+    made.megatron.packing, made.actor.max_tokens_per_micro_batch = packing, 60
+    plan = plan_step(batch, made, data_parallel=3, micro_batches_multiple_of=2)
+    counted = []
+    for shard in plan.shards:
+        for micro_batch in [members for mini_batch in shard.mini_batches for members in mini_batch]:
+            numbers = [shard.samples[member].number for member in micro_batch]
+            assert numbers[::2] == [number - 1 for number in numbers[1::2]] and not any(n % 2 for n in numbers[::2])
+            weights = [shard.samples[member].loss_weight > 0 for member in micro_batch]
+            assert weights[::2] == weights[1::2]
+            counted += [number for number, weight in zip(numbers, weights, strict=True) if weight]
+    assert sorted(counted) == list(range(14))
