@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from megarl.algorithms.correction import Mismatch, total_mismatch
+from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig, OverlongConfig
 from megarl.config.schema import Recipe
 from megarl.types import Group, InlineData, Sample, SampleTokens
 from tests.megatron_models import write_model
@@ -37,6 +38,18 @@ EXPERTS_AGAIN = {"extra": {"recompute_granularity": "selective", "recompute_modu
 AUX = {"moe_aux_loss_coef": 0.3, "moe_z_loss_coef": 0.01}
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
 PRODUCTS = "rollout/mismatch_chi2_sequence"
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo_clip": {},
+    "gspo": {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.01},
+    "kl_cov": {"loss": "kl_cov", "cov_share": 0.05},
+    "clip_cov": {"loss": "clip_cov", "cov_share": 0.05, "cov_low": 0.01, "cov_high": 3.0},
+    "corrected": {
+        "correction": CorrectionConfig(weights="token", truncate=1.1, normalize=True, mask="token", mask_low=0.8)
+    },
+    "reinforce_plus_plus": {"advantage": "reinforce_plus_plus", "gamma": 0.99, "kl_in_reward": True},
+}
+"""What looks beyond a token: at its sequence, at the mini batch, or at the batch."""
+OTHERS = tuple(ALGORITHMS)[1:]
 WHOLE = 100_000  # tokens: a micro batch that holds everything
 
 
@@ -47,6 +60,7 @@ class Split:
     max_tokens: int = 400
     aggregation: str = "token_mean"
     packing: bool = True
+    algorithm: str = "ppo_clip"  # of ALGORITHMS
 
 
 @dataclass(frozen=True)
@@ -76,7 +90,8 @@ class Case:
     @property
     def name(self) -> str:
         form = "packed" if self.split.packing else "padded"
-        return f"{self.layout.name} | {form} {self.split.max_tokens} {self.split.aggregation}"
+        algorithm = "" if self.split.algorithm == "ppo_clip" else f" {self.split.algorithm}"
+        return f"{self.layout.name} | {form} {self.split.max_tokens} {self.split.aggregation}{algorithm}"
 
     @property
     def file(self) -> str:
@@ -86,7 +101,9 @@ class Case:
     def reference(self) -> Case:
         """One process, one micro batch."""
         losses = {key: value for key, value in self.layout.megatron.items() if key in AUX}
-        return Case(Layout(self.layout.model, 1, losses), Split(WHOLE, self.split.aggregation))
+        return Case(
+            Layout(self.layout.model, 1, losses), Split(WHOLE, self.split.aggregation, algorithm=self.split.algorithm)
+        )
 
 
 def cases_of(layouts: Iterable[Layout]) -> list[Case]:
@@ -128,11 +145,10 @@ def batch() -> list[Group]:
 
 
 def recipe_of(layout: Layout, model: Path) -> Recipe:
-    """PPO's clipped loss with entropy bonus and KL; one optimizer step."""
+    """One optimizer step; `apply` says of what."""
     recipe = Recipe()
     recipe.model.path, recipe.model.dtype = str(model), "float32"
-    recipe.algorithm.entropy_coef, recipe.algorithm.kl_coef = 0.01, 0.1
-    recipe.algorithm.overlong.filter = True
+    recipe.algorithm = algorithm_of(layout.splits[0])
     recipe.rollout.max_response_length = 160
     recipe.rollout.temperature = 0.9
     recipe.cluster.device = "cpu"
@@ -146,8 +162,19 @@ def recipe_of(layout: Layout, model: Path) -> Recipe:
 
 def apply(split: Split, recipe: Recipe) -> None:
     recipe.actor.max_tokens_per_micro_batch = max(1, split.max_tokens // recipe.megatron.context_parallel)
-    recipe.algorithm.aggregation = split.aggregation
     recipe.megatron.packing = split.packing
+    recipe.algorithm = algorithm_of(split)
+
+
+def algorithm_of(split: Split) -> AlgorithmConfig:
+    """With entropy bonus and KL."""
+    return AlgorithmConfig(
+        entropy_coef=0.01,
+        kl_coef=0.1,
+        overlong=OverlongConfig(filter=True),
+        aggregation=split.aggregation,
+        **ALGORITHMS[split.algorithm],
+    )
 
 
 def launch(layouts: Sequence[Layout], models: Path, output: Path, timeout: float = 600) -> None:
@@ -216,12 +243,24 @@ def _norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.square().sum() for tensor in tensors]).sum().sqrt()
 
 
+def other_algorithms() -> list[Layout]:
+    """Those that look beyond a token, where what they look at lies apart."""
+    splits, alone = (tuple(Split(size, algorithm=name) for name in OTHERS) for size in (400, 1))
+    return [
+        Layout("qwen3", 1, {}, tuple(Split(WHOLE, algorithm=name) for name in OTHERS)),
+        Layout("qwen3", 2, {}, splits),
+        Layout("qwen3", 2, {"context_parallel": 2}, splits),
+        Layout("qwen3", 2, {"pipeline_parallel": 2}, alone),
+    ]
+
+
 def quick() -> list[Layout]:
     """A set that covers each way to split once."""
     moe, padded = "qwen3_moe", Split(packing=False)
     return [
         Layout(moe, 1, AUX, (*(Split(WHOLE, name) for name in AGGREGATIONS), Split(), padded)),
         Layout(moe, 1, {}, (Split(WHOLE),)),
+        *other_algorithms(),
         Layout("deepseek_v3", 1, AUX, (Split(WHOLE), Split())),
         Layout(moe, 2, AUX, (Split(), Split(1, "seq_mean_token_sum_norm"))),
         Layout(moe, 2, {**AUX, "tensor_parallel": 2, "expert_parallel": 2}, (Split(), padded)),
@@ -296,7 +335,7 @@ def full() -> list[Layout]:
         layouts.append(Layout(model, 1, losses, references))
         layouts += [Layout(model, 2, {**losses, **sizes}, splits) for sizes in on_two]
         layouts += [Layout(model, 4, {**losses, **sizes}, splits) for sizes in on_four]
-    return layouts
+    return [*layouts, *other_algorithms()]
 
 
 def run(layouts: Sequence[Layout], output: Path, timeout: float = 600) -> None:

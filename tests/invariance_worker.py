@@ -20,6 +20,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megarl.actor_worker import ActorWorker  # noqa: E402
+from megarl.algorithms.catalogue import ADVANTAGES  # noqa: E402
+from megarl.algorithms.values import Moments, Whitening  # noqa: E402
+from megarl.controller import correction_scales  # noqa: E402
 from megarl.shards import plan_step  # noqa: E402
 from tests.invariance import STEP, Case, Layout, Split, apply, batch, recipe_of  # noqa: E402
 from tests.trainer_processes import forget_last_model  # noqa: E402
@@ -44,9 +47,15 @@ def compute(worker: ActorWorker, case: Case, before: dict[str, torch.Tensor], ou
     gap = worker.compute_old_log_probs()
     if gap is not None:
         torch.save(asdict(gap), output / f"{case.file}.gap.{where.dp_rank}")
+    settings = recipe.algorithm
     for micro_batch in worker.batches[0]:
-        shift(micro_batch)
-    metrics = worker.update_actor()
+        shift(micro_batch, old=not settings.correction.normalize)
+    if ADVANTAGES[settings.advantage].of_tokens:
+        worker.penalise_kl()
+        moments = sum(of_reporters(worker.estimate_advantages(settings.kl_coef)), Moments())
+        worker.whiten_advantages(Whitening.by(moments))
+    scales = correction_scales(of_reporters(worker.correction_totals())) if settings.correction.normalize else None
+    metrics = worker.update_actor(correction_scales=scales)
     after = gather(worker)
     # The last stage has the metrics; rank 0 need not be on it.
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -62,11 +71,20 @@ def compute(worker: ActorWorker, case: Case, before: dict[str, torch.Tensor], ou
         )
 
 
-def shift(micro_batch: Any) -> None:
-    """Old and reference policies that differ from the current one: ratios, clipping and KL are then not trivial."""
+def of_reporters(value: Any) -> list[Any]:
+    """What the ranks that report say, as the controller hears it."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return [one for one in everyone if one is not None]
+
+
+def shift(micro_batch: Any, old: bool) -> None:
+    """A reference policy that differs from the current one, and an old one where the engine's is not to be compared
+    with it: ratios, clipping and KL are then not trivial."""
     step = (micro_batch.tokens * 37 % 101) / 101 - 0.5
     vectors = micro_batch.vectors
-    vectors["old_log_probs"] = vectors["rollout_log_probs"]
+    if old:
+        vectors["old_log_probs"] = vectors["rollout_log_probs"]
     vectors["reference_log_probs"] = vectors["rollout_log_probs"] + 0.6 * step
 
 

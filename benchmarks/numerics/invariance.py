@@ -32,10 +32,13 @@ One batch of {samples} samples of {shortest} to {longest} tokens (prompts masked
 the loss) takes the way of a run's step: plan, trainer processes, `ppo_clip` with entropy bonus and KL, one optimizer
 step in float32, tiny models. Each case is held to the same batch in one process and one micro batch. `whole`: one micro
 batch a rank; `packed 400` and `padded 400`: micro batches of at most 400 tokens; `packed 1`: a sequence each.
-Router losses: balance loss {balance}, z-loss {z}.
+Router losses: balance loss {balance}, z-loss {z}. The rows that name another algorithm: sequence ratios (`gspo`), tokens
+chosen over the mini batch (`kl_cov`, `clip_cov`), normalised correction weights with a mask (`corrected`), and returns to go
+with the KL in the reward, whitened (`reinforce_plus_plus`).
 
-Loss, gradient norm and each metric of the step (the train/rollout gap and the routers' included): |a - b| / |b|; the
-column shows the metric that differs most. Gradient: ||a - b|| / ||b|| over all elements, under Hugging Face names.
+Loss, gradient norm and each metric of the step (the train/rollout gap and the routers' included; but for
+`rollout/mismatch_chi2_sequence`, a product over whole sequences, whose limit is 1e-4): |a - b| / |b|; the column shows the
+metric that differs most. Gradient: ||a - b|| / ||b|| over all elements, under Hugging Face names.
 Worst tensor: max |a - b| / max |b| of one gradient tensor, element by element, the largest of all tensors. Mostly those
 are the weights of norms: sums of thousands of terms that nearly cancel, whose rounding is that of the terms.
 Tests: `tests/test_loss_invariance.py` (limits: 1e-6, and 1e-5 for the worst tensor).
@@ -84,7 +87,8 @@ def _row(case: Case, result: Difference) -> str:
     form = "packed" if split.packing else "padded"
     size = "whole" if split.max_tokens >= 10_000 else f"{form} {split.max_tokens}"
     numbers = [result.loss, result.metric, result.grad_norm, result.gradient, result.tensor]
-    cells = [case.layout.model, str(case.layout.processes), _settings(case.layout), size, split.aggregation]
+    weighed = split.aggregation if split.algorithm == "ppo_clip" else f"{split.aggregation}, {split.algorithm}"
+    cells = [case.layout.model, str(case.layout.processes), _settings(case.layout), size, weighed]
     return "| " + " | ".join([*cells, *(f"{number:.1e}" if number else "0" for number in numbers)]) + " |"
 
 
