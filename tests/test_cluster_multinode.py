@@ -156,6 +156,7 @@ def test_two_nodes_join_run_and_return_one_exit_status(node):
     assert member.wait(30) == 7
 
 
+@pytest.mark.slow
 @pytest.mark.stack
 def test_a_node_that_does_not_come_is_named(node):
     head, member = node(0, "true", nodes=3, timeout=25), node(1, "true", nodes=3, timeout=25)

@@ -73,6 +73,7 @@ def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
     assert_ended(processes)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_everything_and_says_so(started) -> None:
     """As cluster managers send it. Ray puts a handler of its own in place, which would end the process without a word."""
     one = started("terminated")
@@ -86,7 +87,10 @@ def test_sigterm_ends_everything_and_says_so(started) -> None:
     assert_ended(processes)
 
 
-@pytest.mark.parametrize(("role", "words"), [("engine0", "engine0"), ("trainer rank 0", "trainer-0")])
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [("engine0", "engine0"), pytest.param("trainer rank 0", "trainer-0", marks=pytest.mark.slow)],
+)
 def test_a_killed_process_is_named_within_seconds(started, role: str, words: str) -> None:
     one = started("killed")
     one.wait_for_steps(2)

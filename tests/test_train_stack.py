@@ -188,6 +188,7 @@ def test_one_step_off_and_two_engines(quickstart_data: Path, tmp_path: Path) -> 
     assert without_times([line]) == without_times(lines[2:])
 
 
+@pytest.mark.slow
 def test_the_real_gsm8k_runs(quickstart_data: Path, tmp_path: Path) -> None:
     """The real files where they are (MEGARL_GSM8K names their folder), else the sample in tests/fixtures."""
     source = Path(os.environ.get("MEGARL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))

@@ -1,0 +1,97 @@
+"""Every algorithm's recipe on the real stack, two steps of it: what it asks of trainers, engines and critic is there."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.stack import ROOT, metrics, run
+from tests.test_train_stack import settings
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+RECIPES = sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
+SMALL = [
+    "train.steps=2", "evaluation.at_start=false", "evaluation.at_end=false", "evaluation.greedy=false", "train.save_every=0",
+    "train.save_at_end=false", "cluster.trainers=1", "megatron.expert_parallel=1",
+]  # fmt: skip
+# What shows that the algorithm did what it is for, in every step.
+SIGNS = {
+    "clip_cov": ["actor/cov_selected"],
+    "kl_cov": ["actor/cov_selected"],
+    "grpo": ["actor/kl_loss"],
+    "remax": ["critic/rewards/greedy", "actor/reward_kl_penalty"],
+    "rloo": ["actor/reward_kl_penalty"],
+    "reinforce_plus_plus": ["actor/reward_kl_penalty", "critic/advantages/mean"],
+    "ppo_kl_in_reward": ["actor/reward_kl_penalty", "critic/vf_loss", "actor/kl_weight"],
+    "dpo": ["actor/dpo_accuracy", "actor/dpo_margin"],
+}
+
+
+def check(lines: list[dict[str, float]], name: str, source: str = "rollout") -> None:
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        numbers = {key: value for key, value in line.items() if isinstance(value, float)}
+        assert all(math.isfinite(value) for value in numbers.values()), line
+        assert line["actor/skipped_updates"] == 0
+        wanted = SIGNS.get(name, [])
+        assert set(wanted) <= line.keys(), name
+        if source == "rollout":
+            assert line["rollout/logprob_gap_max"] < 1e-3
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_two_steps(recipe: Path, quickstart_data: Path, tmp_path: Path) -> None:
+    given = settings(quickstart_data, tmp_path, "tiny", *SMALL)
+    if recipe.stem == "remax":
+        given = [one for one in given if not one.startswith("rollout.samples_per_prompt")]
+    done = run("train", f"recipes/tiny/{recipe.name}", *given)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "tiny")
+    check(lines, recipe.stem)
+    assert any(line["actor/grad_norm"] > 0 for line in lines)
+
+
+def test_ppo_with_the_kl_in_the_reward(quickstart_data: Path, tmp_path: Path) -> None:
+    """The critic is told each token's KL by the actor's processes; a resume goes on with the adapted weight."""
+    kl = ["algorithm.kl_coef=0.2", "algorithm.kl_in_reward=true", "algorithm.kl_target=0.01", "algorithm.kl_horizon=64"]
+    more = [
+        *SMALL,
+        *kl,
+        "critic.warmup_steps=1",
+        "train.save_every=1",
+        "critic.trainers=2",
+        "critic.megatron.expert_parallel=2",
+    ]
+    done = run("train", "recipes/quickstart_ppo.yaml", *settings(quickstart_data, tmp_path, "ppo", *more))
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "ppo")
+    check(lines, "ppo_kl_in_reward")
+    # Nothing has moved in the warm-up, so the KL is 0 and its weight falls by the most: 1 - 0.2 * 16 / 64.
+    assert [line["actor/kl_weight"] for line in lines] == pytest.approx([0.2, 0.2 * 0.95])
+    assert lines[0]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
+    resume = f"train.resume={tmp_path / 'ppo' / 'checkpoints' / 'step_000001'}"
+    done = run("train", "recipes/quickstart_ppo.yaml", *settings(quickstart_data, tmp_path, "rest", *more, resume))
+    assert done.returncode == 0, done.stderr + done.stdout
+    (line,) = metrics(tmp_path / "rest")
+    assert line["actor/kl_weight"] == lines[1]["actor/kl_weight"] and line["actor/loss"] == lines[1]["actor/loss"]
+
+
+def test_dpo(quickstart_data: Path, tmp_path: Path) -> None:
+    """It learns which answers are chosen: those of letters over those of digits."""
+    rows = [{"prompt": f"{n}+{n}?", "chosen": "a b c d", "rejected": f"{n} 7 7 7 7 7"} for n in range(16)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [
+        f"model.path={quickstart_data}/model", f"data.train_files=[{tmp_path}/pairs.jsonl]", f"runs_dir={tmp_path}",
+        "name=dpo", "train.steps=6", "data.prompts_per_step=8", "actor.mini_batches=1", "train.save_at_end=false",
+        "actor.max_tokens_per_micro_batch=64",
+    ]  # fmt: skip
+    done = run("train", "recipes/dpo_tiny.yaml", *given)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "dpo")
+    check(lines[:2], "dpo", source="preferences")
+    assert lines[0]["actor/dpo_margin"] == pytest.approx(0, abs=1e-5) and lines[-1]["actor/dpo_margin"] > 0.05
+    assert lines[-1]["actor/dpo_accuracy"] == 1 and lines[-1]["actor/loss"] < math.log(2)
