@@ -159,7 +159,7 @@ class Controller:
             self._give_advantages(plan, outcomes, advantages)
             self._update_actor(step, plan)
         if recipe.algorithm.kl_target is not None:
-            self._adapt_kl_weight(len(plan.outcomes.rewards))
+            self._adapt_kl_weight(len(plan.outcomes.rewards), still=warming_up)
         log.add({**plan.metrics, **staleness(batch.groups, step - 1)})
         if recipe.train.source == "rollout":
             log.samples(step, self._records(batch.groups, step))
@@ -223,10 +223,11 @@ class Controller:
         self.trainers.call("whiten_advantages", whitening)
         self.log.add(moments.metrics("critic/advantages", whitening))
 
-    def _adapt_kl_weight(self, samples: int) -> None:
+    def _adapt_kl_weight(self, samples: int, still: bool) -> None:
+        """After a step of so many samples; not where the policy stood `still` and its KL says nothing."""
         name = "actor/reward_kl_penalty" if self.recipe.algorithm.kl_in_reward else "actor/kl"
         self.log.add({"actor/kl_weight": self.kl_weight.value})
-        if name in self.log.pending():  # not in the critic's warm-up
+        if not still:
             self.kl_weight.learn(self.log.pending()[name], samples)
 
     def _update_actor(self, step: int, plan: StepPlan) -> None:
