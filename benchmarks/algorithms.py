@@ -21,8 +21,8 @@ import torch
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.inputs import LossInputs, Outcomes
 from megarl.algorithms.objective import objective
+from megarl.algorithms.returns import gae
 from megarl.algorithms.token_advantages import TokenOutcomes
-from megarl.algorithms.values import gae
 from megarl.config.algorithm import AlgorithmConfig
 
 READS = ("log_probs", "old_log_probs", "advantages", "loss_mask", "loss_weights", "token_share")

@@ -10,6 +10,7 @@ import numpy as np
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.correction import Mismatch, weight_totals
 from megarl.algorithms.covariance import TokenSums, threshold
+from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.objective import (
     kl_to_reference,
     needs_reference,
@@ -19,7 +20,6 @@ from megarl.algorithms.objective import (
     with_proximal_policy,
 )
 from megarl.algorithms.token_advantages import TokenOutcomes
-from megarl.algorithms.values import Moments, Whitening
 from megarl.config.schema import Recipe
 from megarl.exchange.session import ExchangeSession
 from megarl.types import DataRef, Metrics, Shard
@@ -64,7 +64,8 @@ class ActorWorker(Worker):
         return self.measured_mismatch()
 
     def measured_mismatch(self) -> Mismatch | None:
-        """The gap to the engine as this step's first pass over each sample measured it, on reporting ranks."""
+        """The gap to the engine of this step: of all samples where a pass came before the updates, else of the first mini
+        batch's, whose update is the first; on reporting ranks."""
         return self.mismatch if self.trainer.coordinates.reports else None
 
     def correction_totals(self) -> np.ndarray | None:
@@ -89,20 +90,19 @@ class ActorWorker(Worker):
     def penalise_kl(self) -> dict[int, float] | None:
         """Estimate each token's KL to the reference policy, before the step's updates, for `algorithm.kl_in_reward`.
 
-        It stays here, for `give_kl` and `estimate_advantages`. Returns its sum over each sample that counts in the
-        loss, by number in the batch; on reporting ranks.
+        It stays here, for `give_kl` and `estimate_advantages`. Returns its sum over the tokens that the policy chose in
+        each sample, by number in the batch; on reporting ranks. A sample that the loss leaves out is among them: its
+        siblings are compared with what it earned.
         """
         if not self.trainer.coordinates.is_last_stage:
             return None
         sums = {}
         for batch, members in self._micro_batches():
             inputs = self.trainer.loss_inputs(batch, batch.vectors["old_log_probs"])
-            kl = inputs.masked(kl_to_reference(inputs, self.recipe.algorithm)).double().cpu().numpy()
-            pieces = np.split(kl, np.cumsum(batch.lengths)[:-1])
-            for number, own, counts in zip(members, pieces, batch.counted, strict=True):
-                self.token_kl[number] = own
-                if counts:
-                    sums[self.numbers[number]] = float(own.sum())
+            kl = kl_to_reference(inputs, self.recipe.algorithm).double().cpu().numpy()
+            for number, own in zip(members, np.split(kl, np.cumsum(batch.lengths)[:-1]), strict=True):
+                self.token_kl[number] = np.where(self.chosen[number], own, 0.0)
+                sums[self.numbers[number]] = float(self.token_kl[number].sum())
         return sums if self.trainer.coordinates.reports else None
 
     def give_kl(self, wanted: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:

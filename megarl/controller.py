@@ -17,8 +17,8 @@ from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.correction import total_mismatch
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.kl import KLWeight
+from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.objective import needs_reference, runs_old_log_prob_pass
-from megarl.algorithms.values import Moments, Whitening
 from megarl.checkpoint import load_state, set_aside_later
 from megarl.cluster.base import WorkerGroup
 from megarl.cluster.failures import ClusterError
@@ -155,7 +155,7 @@ class Controller:
         if self.critic is not None and in_reward:
             advantages = self._consult_critic(step, batch, plan)
             self.placement.to_train()
-        if not warming_up:  # the gap to the engine is measured all the same
+        if not warming_up:  # a pass before the updates measures the gap to the engine all the same
             self._give_advantages(plan, outcomes, advantages)
             self._update_actor(step, plan)
         if recipe.algorithm.kl_target is not None:
@@ -192,7 +192,8 @@ class Controller:
             for sums in self.trainers.call("penalise_kl"):
                 for number, total in (sums or {}).items():
                     kl[number] = total
-        self.log.add({"actor/reward_kl_penalty": float(kl.sum() / max(plan.outcomes.loss_tokens.sum(), 1))})
+        counted = plan.outcomes.loss_tokens
+        self.log.add({"actor/reward_kl_penalty": float(kl[counted > 0].sum() / max(counted.sum(), 1))})
         return replace(plan.outcomes, rewards=plan.outcomes.rewards - self.kl_weight.value * kl)
 
     def _kl_penalty(self, plan: StepPlan) -> KLPenalty:
@@ -284,7 +285,7 @@ class Controller:
                 "identity": self.identity,
                 "metrics": self.log.pending(),  # the step's line is not written yet: a kill now must not lose it
                 "source": self.source.state(),
-                "kl_weight": self.kl_weight.value,
+                "kl_weight": None if self.kl_weight.target is None else self.kl_weight.value,  # else it is the recipe's
             }
             self.log.add(self.saver.save(step, state))
 
@@ -307,7 +308,8 @@ class Controller:
             state = load_state(checkpoint)
             notice = self._load_workers(checkpoint)
             self.source.restore(state["source"])
-            self.kl_weight.value = state.get("kl_weight", self.kl_weight.value)  # older checkpoints have none
+            if self.kl_weight.target is not None and state.get("kl_weight") is not None:
+                self.kl_weight.value = state["kl_weight"]
             for path in set_aside_later(self.saver.folder, state["step"]):
                 self.log.notice(f"a later checkpoint, of what this run now leaves behind, is kept as {path}")
         if notice is not None:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.algorithms.values import ValueMoments, Whitening
+from megarl.algorithms.moments import Whitening
+from megarl.algorithms.values import ValueMoments
 from megarl.cluster.base import WorkerGroup
 from megarl.config.schema import Recipe
 from megarl.flops import ModelFlops

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.algorithms.values import Moments, ValueMoments, Whitening, gae, value_objective
+from megarl.algorithms.moments import Moments, Whitening
+from megarl.algorithms.returns import gae
+from megarl.algorithms.values import ValueMoments, value_objective
 from megarl.config.schema import Recipe
 from megarl.types import DataRef, Metrics, Shard
 from megarl.worker import Worker, collect_parts

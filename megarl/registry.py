@@ -9,10 +9,22 @@
 from __future__ import annotations
 
 import difflib
+import importlib
+import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+
+def import_own(module: str) -> ModuleType:
+    """Import a module of the user's own, from the current directory or PYTHONPATH. Raises what importing raises."""
+    here = str(Path.cwd())
+    if here not in sys.path:  # an installed command, unlike python -m, leaves the current directory out
+        sys.path.insert(0, here)
+    return importlib.import_module(module)
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

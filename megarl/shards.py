@@ -103,8 +103,13 @@ def largest_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
 
 
 def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:
-    """Of each sample's group [B]; None where no greedy samples were taken."""
+    """Of each sample's group [B]; None where no greedy samples were taken. Raises ValueError where only some were."""
     rewards = [group.greedy.reward for group in groups if group.greedy is not None]
+    if rewards and len(rewards) < len(groups):
+        raise ValueError(
+            f"{len(groups) - len(rewards)} of {len(groups)} groups have no greedy sample: they were sampled before "
+            "algorithm.advantage was changed. Resume with the advantage that they were sampled for"
+        )
     return np.repeat(rewards, [len(group.samples) for group in groups]) if rewards else None
 
 

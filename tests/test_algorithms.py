@@ -58,6 +58,12 @@ class TestKLWeight:
         weight.learn(0.25, samples=50)
         assert weight.value == pytest.approx(expected), "at the target it stays"
 
+    def test_a_kl_that_is_no_number_teaches_nothing(self) -> None:
+        weight = KLWeight(0.1, target=0.25, horizon=100)
+        for kl in (math.nan, math.inf):
+            weight.learn(kl, samples=50)
+        assert weight.value == 0.1
+
     def test_fixed(self) -> None:
         weight = KLWeight(0.1, target=None, horizon=100)
         weight.learn(5.0, samples=50)

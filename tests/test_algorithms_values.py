@@ -6,15 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.values import (
-    Moments,
-    ValueInputs,
-    Whitening,
-    gae,
-    returns_to_go,
-    value_loss,
-    value_objective,
-)
+from megarl.algorithms.moments import Moments, Whitening
+from megarl.algorithms.returns import gae, returns_to_go
+from megarl.algorithms.values import ValueInputs, value_loss, value_objective
 
 
 def slow_gae(

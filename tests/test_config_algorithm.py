@@ -36,9 +36,9 @@ def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
     [
         (["advantage=rloo", "normalize_by_std=false"], "normalize_by_std", "only grpo or grpo_passk reads it"),
         (["pass_k=2"], "pass_k", "only pass_at_k reads it"),
-        (["loss=sapo", "clip_high=0.3"], "clip_high", "algorithm.loss is 'sapo', and only cispo, clip_cov, dppo_kl"),
+        (["loss=sapo", "clip_high=0.3"], "clip_high", "algorithm.loss 'sapo', and only cispo, clip_cov, dppo_kl"),
         (["loss=gmpo", "dual_clip=3"], "dual_clip", "only gspo, gspo_token or ppo_clip"),
-        (["tau_negative=2"], "tau_negative", "set algorithm.loss=sapo, or leave it at 1.05"),
+        (["tau_negative=2"], "tau_negative", "only sapo reads it"),
         (["loss=cispo", "ratio_cap=2"], "ratio_cap", "only dppo_kl or dppo_tv"),
         (["loss=reinforce", "old_log_probs=current"], "old_log_probs", "compares with no older policy"),
         (["kl_estimator=kl"], "kl_estimator", "algorithm.kl_coef is 0"),
@@ -70,6 +70,15 @@ def test_a_setting_that_nobody_reads(recipe: Path, overrides: list[str], setting
             "runs no pass that tells it",
         ),
         (["kl_coef=0.1", "kl_in_reward=true", "old_log_probs=rollout"], "kl_in_reward", "leaves out the pass"),
+        (["advantage=pass_at_k", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "which the KL would blur"),
+        (["kl_coef=0.1", "kl_target=0.1", "kl_horizon=255"], "kl_horizon", "a step has 256 samples"),
+        (["train.source=sft", "loss=sft", "advantage=remax"], "advantage", "no rewards"),
+        (["train.source=sft", "loss=sft", "entropy_coef=0.1"], "entropy_coef", "nothing is sampled"),
+        (["train.source=sft", "loss=sft", "dynamic_sampling.enabled=true"], "dynamic_sampling", "nothing is sampled"),
+        (["train.source=preferences", "loss=dpo"], "aggregation", "a mean over pairs"),
+        (["train.source=preferences", "loss=sft"], "loss", "it learns from train.source=sft"),
+        (["loss=dpo", "aggregation=seq_mean_token_mean"], "loss", "it learns from train.source=preferences"),
+        (["options.share=1"], "options", "algorithm.modules names none"),
         (["correction.veto=2"], "correction.veto", "at most 1"),
         (["modules=[no.such.module]"], "modules", "No module named 'no'"),
     ],
@@ -80,7 +89,7 @@ def test_a_combination_that_cannot_be_had(recipe: Path, overrides: list[str], ke
 
 def test_demonstrations_have_no_mismatch_to_correct(recipe: Path) -> None:
     sft = ["train.source=sft", "loss=sft", "advantage=none", "correction.veto=0.1"]
-    refused(recipe, sft, "correction", "sampled by no engine")
+    refused(recipe, sft, "correction", "nothing is sampled")
 
 
 @pytest.mark.parametrize(
@@ -139,6 +148,31 @@ def test_functions_of_the_users_own(recipe: Path, tmp_path: Path, monkeypatch: p
     np.testing.assert_array_equal(ADVANTAGES[algorithm.advantage].function(given, algorithm), [2, 6])
     loss, metrics = LOSSES[algorithm.loss].function(inputs([0.5], [1.0]), algorithm)
     assert loss.item() > 0 and list(metrics) == ["mine/log_prob"]
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_a_function_of_the_users_own_may_read_any_setting(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that only advantages of megarl's read."""
+    text = MODULE.replace("needs_old_log_probs=False", "needs_old_log_probs=False, settings=('gamma',)")
+    own = [own_module(text, tmp_path, monkeypatch), "algorithm.loss=squared", "algorithm.gamma=0.5"]
+    assert load_recipe(recipe, own).algorithm.gamma == 0.5
+
+
+@pytest.mark.parametrize("advantage", [name for name in ADVANTAGES.names() if ADVANTAGES[name].needs_siblings])
+def test_one_sample_a_prompt_is_refused_where_siblings_are_compared(recipe: Path, advantage: str) -> None:
+    one = [f"algorithm.advantage={advantage}", "rollout.samples_per_prompt=1", "algorithm.pass_k=1"]
+    one = one if advantage == "pass_at_k" else one[:2]
+    with pytest.raises(RecipeError, match="one alone always has advantage 0"):
+        load_recipe(recipe, one)
+
+
+def test_one_sample_a_prompt_has_no_spread(recipe: Path) -> None:
+    one = ["algorithm.advantage=remax", "rollout.samples_per_prompt=1"]
+    load_recipe(recipe, one)
+    with pytest.raises(RecipeError, match="a group would have one"):
+        load_recipe(recipe, [*one, "algorithm.dynamic_sampling.enabled=true"])
 
 
 @pytest.mark.usefixtures("own_registries")

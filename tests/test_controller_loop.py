@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import math
 import weakref
 from pathlib import Path
@@ -17,7 +18,7 @@ from megarl.critic import Critic
 from megarl.observe.log import RunLog
 from megarl.placement import TrainersOnly
 from megarl.rollout.source import Batch
-from megarl.types import Group, InlineData, Sample, SampleTokens
+from megarl.types import Group, InlineData, Sample, SampleTokens, Shard
 
 
 class Workers:
@@ -25,10 +26,18 @@ class Workers:
 
     size = 1
 
-    def __init__(self, role: str, norms: list[float]) -> None:
+    def __init__(self, role: str, norms: list[float], said: list[tuple[Any, ...]] | None = None) -> None:
         self.role, self.norms = role, iter(norms)
+        self.said = said if said is not None else []  # what was asked, with what
+
+    def _note(self, method: str, arguments: tuple[Any, ...]) -> None:
+        plain = [None if isinstance(argument, Shard) else argument for argument in arguments]  # it would hold the batch
+        self.said.append((f"{self.role}.{method}", *plain))
 
     def call(self, method: str, *args: Any) -> list[Any]:
+        self._note(method, args)
+        if method == "penalise_kl":
+            return [{0: 2.0, 1: 0.0}]
         if method not in ("update_actor", "update_critic"):
             return [None]
         norm = next(self.norms, 1.0)
@@ -37,9 +46,11 @@ class Workers:
         return [None, [{**step, "perf/max_memory_allocated_gb": 1.0}]]
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
+        self._note(method, per_rank[0])
         return [None]
 
     def scatter_with_data(self, method: str, per_rank: list[Any], parts: int) -> list[Any]:
+        self._note(method, per_rank[0])
         return [(None, [InlineData([])] * parts)]
 
 
@@ -80,6 +91,7 @@ class Saver:
         self.folder = folder
 
     def save(self, step: int, state: dict[str, Any]) -> dict[str, float]:
+        self.state = state
         (self.folder / checkpoint_name(step)).mkdir(parents=True)
         for old in sorted(self.folder.iterdir())[:-2]:
             old.rmdir()
@@ -109,21 +121,34 @@ def fit(
     without: tuple[int, ...] = (),
 ) -> int:
     """Run to the end; how many steps were taken."""
-    source, workers = Source(without), Workers("critic", critic or [])
+    with RunLog(recipe, folder, 1, recipe.train.steps) as log:
+        made = controller(recipe, folder, log, actor, critic, without)
+        made.fit()
+    return made.source.taken  # type: ignore[attr-defined]
+
+
+def controller(
+    recipe: Recipe,
+    folder: Path,
+    log: RunLog,
+    actor: list[float],
+    critic: list[float] | None = None,
+    without: tuple[int, ...] = (),
+    said: list[tuple[Any, ...]] | None = None,
+) -> Controller:
+    """`said` collects what actor and critic are asked, in order."""
+    workers = Workers("critic", critic or [], said)
     parts: dict[str, Any] = {
-        "trainers": Workers("actor", actor),
+        "trainers": Workers("actor", actor, said),
         "critic": Critic(recipe, workers, [0], 1, [True], None) if critic is not None else None,
-        "source": source,
+        "source": Source(without),
         "saver": Saver(folder / "checkpoints"),
         "tokenizer": None,
     }
-    with RunLog(recipe, folder, 1, recipe.train.steps) as log:
-        layout = Layout([0], [True], 1, 1, 1, None, None)
-        made = Controller(
-            recipe=recipe, layout=layout, placement=TrainersOnly(), log=log, evaluate=None, identity={}, **parts
-        )
-        made.fit()
-    return source.taken
+    layout = Layout([0], [True], 1, 1, 1, None, None)
+    return Controller(
+        recipe=recipe, layout=layout, placement=TrainersOnly(), log=log, evaluate=None, identity={}, **parts
+    )
 
 
 NAN = math.nan
@@ -169,3 +194,85 @@ def test_a_critic_that_learns_nothing_stops_the_run(recipe: Recipe, tmp_path: Pa
     recipe.algorithm.advantage, recipe.critic.warmup_steps = "gae", 2
     with pytest.raises(RuntimeError, match=r"1 to 3: every update of the critic.*critic/grad_norm was nan"):
         fit(recipe, tmp_path, [], critic=[NAN] * 8)
+
+
+def asked_in_a_step(recipe: Recipe, folder: Path, *, critic: bool = False) -> list[tuple[Any, ...]]:
+    recipe.train.steps, said = 1, list[tuple[Any, ...]]()
+    with RunLog(recipe, folder, 1, 1) as log:
+        controller(recipe, folder, log, [1.0], [1.0] if critic else None, said=said).fit()
+    return said
+
+
+def names(said: list[tuple[Any, ...]]) -> list[str]:
+    return [name for name, *_ in said]
+
+
+def test_order_of_a_step(recipe: Recipe, tmp_path: Path) -> None:
+    assert names(asked_in_a_step(recipe, tmp_path)) == [
+        "actor.load_shard", "actor.compute_old_log_probs", "actor.update_actor"
+    ]  # fmt: skip
+
+
+def test_a_kl_loss_needs_the_reference_and_no_advantages_anew(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.algorithm.kl_coef = 0.5
+    said = asked_in_a_step(recipe, tmp_path)
+    assert names(said)[1:] == [
+        "actor.compute_old_log_probs", "actor.compute_reference_log_probs", "actor.update_actor"
+    ]  # fmt: skip
+    assert said[-1][1:] == (0.5, None)
+
+
+def test_a_kl_in_the_reward_is_taken_from_it_before_advantages(recipe: Recipe, tmp_path: Path) -> None:
+    """Rewards 0 and 1, KL 2 and 0 with weight 1/2: -1 and 1, whose mean is 0."""
+    recipe.algorithm.kl_coef, recipe.algorithm.kl_in_reward = 0.5, True
+    recipe.algorithm.normalize_by_std = False
+    said = asked_in_a_step(recipe, tmp_path)
+    assert names(said)[1:] == [
+        "actor.compute_old_log_probs", "actor.compute_reference_log_probs", "actor.penalise_kl", "actor.set_advantages",
+        "actor.update_actor",
+    ]  # fmt: skip
+    (advantages,) = (
+        arguments for name, arguments in [one[:2] for one in said if len(one) > 1] if name == "actor.set_advantages"
+    )
+    assert advantages == [-1.0, 1.0]
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line["actor/reward_kl_penalty"] == pytest.approx(2 / 6), "two samples of three tokens"
+    assert line["critic/rewards/mean"] == 0.5, "what was scored"
+
+
+def test_the_critic_comes_first_unless_the_kl_is_in_the_reward(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.algorithm.advantage = "gae"
+    own = ["critic.load_shard", "critic.compute_values", "critic.give_advantages", "critic.update_critic"]
+    passes = ["actor.load_shard", "actor.compute_old_log_probs"]
+    end = ["actor.load_advantages", "actor.update_actor"]
+    assert names(asked_in_a_step(recipe, tmp_path / "a", critic=True)) == [*own, *passes, *end]
+    recipe.algorithm.kl_coef, recipe.algorithm.kl_in_reward = 0.5, True
+    said = asked_in_a_step(recipe, tmp_path / "b", critic=True)
+    passes += ["actor.compute_reference_log_probs", "actor.penalise_kl"]
+    assert names(said) == [*passes, own[0], "actor.give_kl", *own[1:], *end]
+    (weight,) = (one[2] for one in said if one[0] == "critic.compute_values")
+    assert weight == 0.5
+
+
+@pytest.mark.parametrize("target", [None, 0.1])
+def test_only_an_adapted_weight_of_the_kl_outlives_its_recipe(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: float | None
+) -> None:
+    recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_in_reward = 0.5, target, True
+    recipe.algorithm.kl_horizon, recipe.train.steps = 2, 1
+    with RunLog(recipe, tmp_path, 1, 1) as log:
+        first = controller(recipe, tmp_path, log, [1.0])
+        first.fit()
+    saved = first.saver.state["kl_weight"]  # type: ignore[attr-defined]
+    # KL 1/3 a token is far above the target: one step of two samples moves it by a fifth.
+    assert saved == (None if target is None else pytest.approx(0.5 * 1.2))
+    recipe.algorithm.kl_coef = 0.25
+    monkeypatch.setattr(
+        "megarl.controller.load_state", lambda path: {"step": 1, "metrics": {}, "source": {}, "kl_weight": saved}
+    )
+    monkeypatch.setattr("megarl.controller.set_aside_later", lambda folder, step: [])
+    with RunLog(recipe, tmp_path / "resumed", 2, 2) as log:
+        second = controller(recipe, tmp_path, log, [1.0])
+        second.source.restore = lambda state: None  # type: ignore[method-assign]
+        second._resume(tmp_path)
+    assert second.kl_weight.value == (0.25 if target is None else pytest.approx(0.6))

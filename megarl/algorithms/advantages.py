@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.algorithms.inputs import Outcomes
-from megarl.algorithms.values import Moments, Whitening
+from megarl.algorithms.moments import Moments, Whitening
 from megarl.config.algorithm import check_settings
 from megarl.registry import Registry
 
@@ -37,20 +37,21 @@ class AdvantageEstimator:
     settings: tuple[str, ...]
     of_tokens: Any = None
     needs_greedy: bool = False  # a greedy sample of each prompt is scored, too
+    needs_siblings: bool = False  # a group of one always has advantage 0
+    reads_scores: bool = False  # what it makes of rewards is not true of rewards less a KL
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
-def advantage(
-    name: str, *, settings: tuple[str, ...] = (), needs_greedy: bool = False
-) -> Callable[[Estimator], Estimator]:
-    """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses."""
+def advantage(name: str, *, settings: tuple[str, ...] = (), **more: bool) -> Callable[[Estimator], Estimator]:
+    """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses. Arguments are those of
+    `AdvantageEstimator`."""
 
     check_settings(settings)
 
     def add(function: Estimator) -> Estimator:
-        ADVANTAGES.register(name)(AdvantageEstimator(function, settings, needs_greedy=needs_greedy))
+        ADVANTAGES.register(name)(AdvantageEstimator(function, settings, **more))
         return function
 
     return add
@@ -84,7 +85,7 @@ STD_EPS = 1e-6
 """Added to a group's standard deviation, outside the root, as verl and SkyRL do."""
 
 
-@advantage("grpo", settings=("normalize_by_std",))
+@advantage("grpo", settings=("normalize_by_std",), needs_siblings=True)
 def grpo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """Group-relative advantage (DeepSeekMath, arXiv 2402.03300): (r - mean) / (std + 1e-6).
 
@@ -95,7 +96,7 @@ def grpo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     return centred / (group.std + STD_EPS) if settings.normalize_by_std else centred
 
 
-@advantage("rloo")
+@advantage("rloo", needs_siblings=True)
 def rloo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """REINFORCE leave-one-out (arXiv 2402.14740): r - the mean of the sample's siblings, itself left out.
 
@@ -112,7 +113,7 @@ def remax(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     return outcomes.rewards - outcomes.greedy_rewards
 
 
-@advantage("reinforce_plus_plus_baseline")
+@advantage("reinforce_plus_plus_baseline", needs_siblings=True)
 def reinforce_plus_plus_baseline(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """REINFORCE++ with a group baseline (arXiv 2501.03262): r - group mean, then to mean 0 and variance 1 over all
     tokens of the batch: long samples count for more in that mean and variance."""
@@ -120,7 +121,7 @@ def reinforce_plus_plus_baseline(outcomes: Outcomes, settings: AlgorithmConfig) 
     return Whitening.by(Moments.of(centred, outcomes.loss_tokens))(centred)
 
 
-@advantage("opo")
+@advantage("opo", needs_siblings=True)
 def opo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """On-policy with the optimal baseline (OPO, arXiv 2505.23585): r - the group's mean weighted by length,
     the minimum-variance baseline where a gradient's square grows with the sample's length."""
@@ -130,7 +131,7 @@ def opo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     return rewards - (earned / np.maximum(tokens, 1))[segment]
 
 
-@advantage("gpg")
+@advantage("gpg", needs_siblings=True, reads_scores=True)
 def gpg(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """Group policy gradient (GPG, arXiv 2504.02546): alpha (r - mean), with alpha = B / (B - M).
 
@@ -145,7 +146,7 @@ def gpg(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     return (rewards - GroupStatistics.of(outcomes).mean) * (len(rewards) / max(valid, 1))
 
 
-@advantage("grpo_passk", settings=("normalize_by_std",))
+@advantage("grpo_passk", settings=("normalize_by_std",), needs_siblings=True)
 def grpo_passk(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """Best of k (arXiv 2503.19595, k the group's size): only a group's best sample has an advantage, what it is ahead
     of the second best; with ``normalize_by_std`` over the group's standard deviation + 1e-6."""
@@ -159,9 +160,9 @@ def grpo_passk(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     return advantages / (GroupStatistics.of(outcomes).std + STD_EPS) if settings.normalize_by_std else advantages
 
 
-@advantage("pass_at_k", settings=("pass_k",))
+@advantage("pass_at_k", settings=("pass_k",), needs_siblings=True, reads_scores=True)
 def pass_at_k(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """Pass@k training, the analytic form (arXiv 2508.10751). A sample is right where its reward is above 0.
+    """Pass@k training, the analytic form (arXiv 2508.10751). A sample is right where its reward, shaping included, is above 0.
 
     Of n samples, m wrong: p = 1 - C(m, k) / C(n, k) is the pass rate of a random k of them, s = sqrt(p (1 - p)).
     Right: (1 - p) / s. Wrong: (1 - p - C(m-1, k-1) / C(n-1, k-1)) / s. Where s is 0, so is the advantage.

@@ -5,7 +5,6 @@ A module of this package that registers something is imported below.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 from megarl.algorithms import covariance, preference_losses, sequence_losses, token_advantages  # noqa: F401 - they register
@@ -13,6 +12,7 @@ from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.losses import LOSSES
+from megarl.registry import import_own
 
 if TYPE_CHECKING:
     from megarl.config.algorithm import AlgorithmConfig
@@ -23,4 +23,4 @@ __all__ = ["ADVANTAGES", "AGGREGATIONS", "KL_ESTIMATORS", "LOSSES", "import_modu
 def import_modules(settings: AlgorithmConfig) -> None:
     """Import the user's own modules, whose functions then stand in the registries. Raises what importing raises."""
     for module in settings.modules:
-        importlib.import_module(module)
+        import_own(module)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
-from megarl.algorithms.values import gae
+from megarl.algorithms.returns import gae
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "algorithms.md"
 

@@ -28,9 +28,8 @@ class Outcomes:
 class LossInputs:
     """Vectors of one micro batch, its sequences one after the other: all of shape [T].
 
-    Sequences are whole, also where context parallelism cuts them: every rank of the group sees the same T
-    tokens. Only `log_probs` and `entropy` carry
-    gradients. Entries where `loss_mask` is 0 hold numbers without meaning.
+    Sequences are whole, also where context parallelism cuts them: every rank of the group sees the same T tokens. Only
+    `log_probs` and `entropy` carry gradients. Entries where `loss_mask` is 0 hold numbers without meaning.
     """
 
     log_probs: Tensor  # of the current weights

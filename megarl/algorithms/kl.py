@@ -6,6 +6,7 @@ Each takes log_probs [T] and reference_log_probs [T] and returns [T]. The log-ra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ class KLWeight:
 
     def learn(self, kl: float, samples: int) -> None:
         """After a step whose `samples` were `kl` from the reference policy, a mean over tokens:
-        value *= 1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon."""
-        if self.target is not None:
+        value *= 1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon. A KL that is not finite teaches nothing."""
+        if self.target is not None and math.isfinite(kl):
             error = min(max(kl / self.target - 1.0, -MOST_ERROR), MOST_ERROR)
             self.value *= 1.0 + error * samples / self.horizon

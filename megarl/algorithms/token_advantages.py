@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.algorithms.advantages import ADVANTAGES, AdvantageEstimator
-from megarl.algorithms.values import returns_to_go
+from megarl.algorithms.returns import returns_to_go
 from megarl.config.algorithm import check_settings
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ class OverlongConfig:
     """DAPO's treatment of responses that reach the length limit."""
 
     filter: bool = key(
-        False, "Leave truncated samples out of the loss (their reward still counts in the group's mean)."
+        False, "Leave truncated samples out of the loss (their reward still counts in their group's, but for `opo`)."
     )
     penalty_buffer: int = key(
         0,
@@ -48,7 +48,7 @@ class CorrectionConfig:
     """Rollout correction: what is done where the trainer's policy is not quite the one that the engine sampled from.
 
     The mismatch of a token is rho = p(trainer) / p(engine): of the policy before the step's updates, or, where no such
-    pass is run, of the current one. Its diagnostics (`rollout/mismatch_*`) are measured in every step in any case."""
+    pass is run, of the current one. Its diagnostics (`rollout/mismatch_*`) are measured in any case: before the step's updates, or, without that pass, in the first mini batch."""
 
     weights: Literal["none", "token", "sequence", "geometric"] = key(
         "none",
@@ -60,7 +60,7 @@ class CorrectionConfig:
     )
     mask: Literal["none", "token", "sequence", "geometric"] = key(
         "none",
-        "Tokens left out where rho, taken as for `weights`, is outside of [mask_low, mask_high] (masked importance sampling; IcePop: `mask` and `weights` by token). They still count in the loss's normaliser.",
+        "Tokens left out where rho, taken as for `weights`, is outside of [mask_low, mask_high] (masked importance sampling; IcePop: `mask` and `weights` by token, with `truncate` at mask_high). They still count in the loss's normaliser.",
     )
     mask_low: float = key(0.5, "Lower bound.", at_least=0)
     mask_high: float = key(5.0, "Upper bound.", above=0)
@@ -124,9 +124,7 @@ class AlgorithmConfig:
     aggregation: str = key(
         "token_mean", "How per-token losses become one number; normalisers are counted over the whole mini batch."
     )
-    kl_coef: float = key(
-        0.0, "Weight of the KL to the reference policy (the starting weights). 0: no such policy is kept.", at_least=0
-    )
+    kl_coef: float = key(0.0, "Weight of the KL to the reference policy (the starting weights). 0: none.", at_least=0)
     kl_estimator: str = key("low_var_kl", "Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3).")
     kl_in_reward: bool = key(
         False,
@@ -140,11 +138,13 @@ class AlgorithmConfig:
         "Adapt the weight, which starts at kl_coef, so that the mean KL of a token tends to this (arXiv 1909.08593, section 2.2). Unset: it stays.",
         above=0,
     )
-    kl_horizon: int = key(10000, "Samples in which the adapted weight moves by a factor of at most e^0.2.", at_least=1)
+    kl_horizon: int = key(
+        10000, "Samples in which the adapted weight moves by a fifth at most; no fewer than a step's.", at_least=1
+    )
     entropy_coef: float = key(0.0, "Entropy bonus.", at_least=0)
     modules: list[str] = key(
         [],
-        "Python modules of your own, imported in every process, whose decorated functions `advantage`, `loss`, `aggregation` and `kl_estimator` may name.",
+        "Python modules of your own, from the current directory or PYTHONPATH, imported in every process, whose decorated functions `advantage`, `loss`, `aggregation` and `kl_estimator` may name.",
     )
     options: dict[str, Any] = key({}, "Settings of such functions of your own: they read them as `settings.options`.")
     correction: CorrectionConfig = key(CorrectionConfig, "")

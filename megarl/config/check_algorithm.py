@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ def check_algorithm(recipe: Recipe) -> None:
     _import_modules(recipe.algorithm)
     _names_are_registered(recipe.algorithm)
     _settings_are_read(recipe.algorithm)
+    _source_is_what_it_needs(recipe)
     _old_log_probs_can_be_had(recipe)
     _correction_can_be_had(recipe)
     if recipe.algorithm.pass_k > recipe.rollout.samples_per_prompt and recipe.algorithm.advantage == "pass_at_k":
@@ -62,16 +63,20 @@ def _settings_are_read(algorithm: AlgorithmConfig) -> None:
     from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 
     advantage, loss = ADVANTAGES[algorithm.advantage], LOSSES[algorithm.loss]
-    for kind, registry, chosen in (("advantage", ADVANTAGES, advantage), ("loss", LOSSES, loss)):
-        readers: dict[str, list[str]] = {}
+    readers: dict[str, list[str]] = {}
+    for registry in (ADVANTAGES, LOSSES):
         for name in registry.names():
             for setting in registry[name].settings:
                 readers.setdefault(setting, []).append(name)
-        for setting, names in readers.items():
-            if setting not in chosen.settings:
-                given = getattr(algorithm, kind)
-                what = f"algorithm.{kind} is '{given}', and only {_listed(names)} reads it"
-                _refuse_unless_default(algorithm, setting, what, f"set algorithm.{kind}={names[0]}")
+    for setting in sorted(readers.keys() - {*advantage.settings, *loss.settings}):
+        chosen = f"algorithm.advantage is '{algorithm.advantage}' and algorithm.loss '{algorithm.loss}'"
+        what = f"{chosen}, and only {_listed(readers[setting])} reads it"
+        _refuse_unless_default(algorithm, setting, what, "choose one that does")
+    if algorithm.options and not algorithm.modules:
+        what = "functions of your own read it, and algorithm.modules names none"
+        raise RecipeError(
+            "algorithm.options", what, "name their module, or leave it out", value=dict(algorithm.options)
+        )
     if not (loss.needs_old_log_probs or algorithm.kl_in_reward):
         what = f"algorithm.loss is '{algorithm.loss}', which compares with no older policy"
         _refuse_unless_default(algorithm, "old_log_probs", what, "set another algorithm.loss")
@@ -99,7 +104,33 @@ def _listed(names: Iterable[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def _source_is_what_it_needs(recipe: Recipe) -> None:
+    """Answers of a data set were sampled by nobody and are not scored: what is made of rewards and samples means nothing."""
+    from megarl.algorithms.catalogue import LOSSES
+
+    algorithm, source = recipe.algorithm, recipe.train.source
+    if LOSSES[algorithm.loss].whole_groups and algorithm.aggregation != "seq_mean_token_mean":
+        raise RecipeError(
+            "algorithm.aggregation",
+            f"{algorithm.loss} is a mean over pairs, which only seq_mean_token_mean makes of their tokens",
+            "set algorithm.aggregation=seq_mean_token_mean",
+            value=algorithm.aggregation,
+        )
+    if source == "rollout":
+        return
+    default = AlgorithmConfig()
+    if algorithm.advantage not in ("none", default.advantage):
+        what = f"with train.source={source} there are no rewards to make advantages of"
+        raise RecipeError("algorithm.advantage", what, "set algorithm.advantage=none", value=algorithm.advantage)
+    for setting in ("entropy_coef", "kl_in_reward", "correction", "dynamic_sampling", "overlong"):
+        if getattr(algorithm, setting) != getattr(default, setting):
+            what = f"with train.source={source} nothing is sampled or rewarded, and this would change nothing"
+            raise RecipeError(f"algorithm.{setting}", what, "leave it out")
+
+
 def _old_log_probs_can_be_had(recipe: Recipe) -> None:
+    from megarl.algorithms.catalogue import ADVANTAGES
+
     algorithm, mini_batches = recipe.algorithm, recipe.actor.mini_batches
     if algorithm.old_log_probs == "current" and mini_batches > 1:
         raise RecipeError(
@@ -117,15 +148,27 @@ def _old_log_probs_can_be_had(recipe: Recipe) -> None:
             "set algorithm.old_log_probs=computed, or algorithm.kl_in_reward=false",
             value=True,
         )
-    if algorithm.kl_in_reward and recipe.train.source != "rollout":
-        raise RecipeError("algorithm.kl_in_reward", "demonstrations earn no reward", "leave it out", value=True)
+    if algorithm.kl_in_reward and ADVANTAGES[algorithm.advantage].reads_scores:
+        raise RecipeError(
+            "algorithm.kl_in_reward",
+            f"{algorithm.advantage} tells right samples from wrong ones by their reward, which the KL would blur",
+            "set it to false: the KL then is in the loss",
+            value=True,
+        )
+    samples = recipe.data.prompts_per_step * recipe.rollout.samples_per_prompt
+    if algorithm.kl_target is not None and algorithm.kl_horizon < samples:
+        raise RecipeError(
+            "algorithm.kl_horizon",
+            f"a step has {samples} samples (data.prompts_per_step x rollout.samples_per_prompt), so the weight could "
+            "move by more than a fifth in one step",
+            f"set it to {samples} or more",
+            value=algorithm.kl_horizon,
+        )
 
 
 def _correction_can_be_had(recipe: Recipe) -> None:
     algorithm, correction = recipe.algorithm, recipe.algorithm.correction
     key = "algorithm.correction"
-    if correction != CorrectionConfig() and recipe.train.source != "rollout":
-        raise RecipeError(key, "demonstrations were sampled by no engine", "leave the section out")
     if correction.weights == "none":
         for setting in ("truncate", "normalize"):
             _refuse_unless_default(correction, setting, f"{key}.weights is none", f"set {key}.weights", key)

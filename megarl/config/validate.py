@@ -141,17 +141,18 @@ def _advantages_are_used(recipe: Recipe) -> None:
 
 @check
 def _groups_carry_a_signal(recipe: Recipe) -> None:
-    if (
-        recipe.train.source == "rollout"
-        and recipe.algorithm.advantage == "grpo"
-        and recipe.rollout.samples_per_prompt < 2
-    ):
-        raise RecipeError(
-            "rollout.samples_per_prompt",
-            "grpo compares a prompt's samples with each other; one alone always has advantage 0",
-            "set rollout.samples_per_prompt to 2 or more",
-            value=recipe.rollout.samples_per_prompt,
-        )
+    from megarl.algorithms.catalogue import ADVANTAGES
+
+    advantage = recipe.algorithm.advantage
+    if recipe.train.source != "rollout" or recipe.rollout.samples_per_prompt > 1:
+        return
+    remedy = "set rollout.samples_per_prompt to 2 or more"
+    if ADVANTAGES[advantage].needs_siblings:
+        what = f"{advantage} compares a prompt's samples with each other; one alone always has advantage 0"
+        raise RecipeError("rollout.samples_per_prompt", what, remedy, value=1)
+    if recipe.algorithm.dynamic_sampling.enabled:
+        what = "algorithm.dynamic_sampling keeps groups whose samples differ, and a group would have one"
+        raise RecipeError("rollout.samples_per_prompt", what, remedy, value=1)
 
 
 @check

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -15,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from megarl.registry import import_own
 
 
 @dataclass(frozen=True)
@@ -174,15 +174,12 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def _import_scorer(path: str) -> Scorer:
     module_name, _, function_name = path.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:  # an installed command, unlike python -m, leaves the current directory out
-        sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
+        module = import_own(module_name)
     except Exception as error:
         raise ValueError(
             f"reward.function {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. "
-            f"It is looked for in {here} and on PYTHONPATH"
+            f"It is looked for in {Path.cwd()} and on PYTHONPATH"
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
