@@ -88,6 +88,18 @@ def test_tokens_earn_rewards_of_their_own(gamma: float) -> None:
     np.testing.assert_allclose(to_go, plain, atol=1e-12)
 
 
+@pytest.mark.parametrize("gamma", [0.0, 1e-5, 0.3, 0.95, 0.999, 1.0])
+@pytest.mark.parametrize("length", [1, 2, 511, 512, 513, 1500])
+def test_returns_of_any_length_and_discount_are_the_slow_ones(length: int, gamma: float) -> None:
+    """Longer and shorter than the blocks that are summed at once."""
+    rewards = np.random.default_rng(length).normal(size=length)
+    slow, following = np.zeros(length), 3.0
+    for t in reversed(range(length)):
+        following = slow[t] = rewards[t] + (gamma if t + 1 < length else 1.0) * following
+    got = returns_to_go(np.array([3.0]), np.ones(length, dtype=bool), [length], gamma=gamma, token_rewards=rewards)
+    np.testing.assert_allclose(got, slow, rtol=1e-10, atol=1e-10)
+
+
 def test_nothing_chosen() -> None:
     assert not returns_to_go(np.array([1.0]), np.zeros(4, dtype=bool), [4], gamma=1.0).any()
     advantages, returns = gae(np.array([1.0]), np.ones(4), np.zeros(4, dtype=bool), [4], gamma=1.0, lam=1.0)

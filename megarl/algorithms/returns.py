@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -28,15 +28,15 @@ def gae(
     A_t = delta_t + gamma lam A_next; what lies between two of them (a tool's answer) takes no part and no time.
     After the last one both V and A are 0, also where the response was cut off at the length limit.
     """
-    chosen, sequence, last = _chosen(mask, lengths)
     advantages, returns = np.zeros(len(values)), np.zeros(len(values))
-    if not len(chosen):
-        return advantages, returns
-    own = np.asarray(values, dtype=np.float64)[chosen]
-    following = np.where(last, 0.0, np.append(own[1:], 0.0))
-    deltas = _earned(rewards, token_rewards, chosen, sequence, last) + gamma * following - own
-    advantages[chosen] = _discounted_sums(deltas, sequence, gamma * lam)
-    returns[chosen] = advantages[chosen] + own
+    for number, chosen in _sequences(mask, lengths):
+        own = values[chosen].astype(np.float64)
+        deltas = gamma * np.append(own[1:], 0.0) - own
+        deltas[-1] += rewards[number]
+        if token_rewards is not None:
+            deltas += token_rewards[chosen]
+        advantages[chosen] = _discounted_sums(deltas, gamma * lam)
+        returns[chosen] = advantages[chosen] + own
     return advantages, returns
 
 
@@ -50,38 +50,57 @@ def returns_to_go(
 ) -> np.ndarray:
     """What each chosen token and those after it earn, sum over j >= t of gamma^(j - t) r_j: float64 [T], 0 where
     masked out. Arguments as for `gae`; j counts chosen tokens alone."""
-    chosen, sequence, last = _chosen(mask, lengths)
     returns = np.zeros(len(mask))
-    if len(chosen):
-        returns[chosen] = _discounted_sums(_earned(rewards, token_rewards, chosen, sequence, last), sequence, gamma)
+    for number, chosen in _sequences(mask, lengths):
+        earned = token_rewards[chosen].astype(np.float64) if token_rewards is not None else np.zeros(_count(chosen))
+        earned[-1] += rewards[number]
+        returns[chosen] = _discounted_sums(earned, gamma)
     return returns
 
 
-def _chosen(mask: np.ndarray, lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the n masked tokens: index, number of the sequence, and whether it is the sequence's last; all [n]."""
-    chosen = np.flatnonzero(mask)
-    sequence = np.repeat(np.arange(len(lengths)), lengths)[chosen]
-    return chosen, sequence, np.append(sequence[1:] != sequence[:-1], len(chosen) > 0)[: len(chosen)]
+Chosen = slice | np.ndarray
+"""A sequence's masked tokens, as an index into the vectors: where they are neighbours, a slice, which copies nothing."""
 
 
-def _earned(
-    rewards: np.ndarray, token_rewards: np.ndarray | None, chosen: np.ndarray, sequence: np.ndarray, last: np.ndarray
-) -> np.ndarray:
-    """What each chosen token earns [n]: the outcome at a sequence's last one, and its own."""
-    earned = np.where(last, np.asarray(rewards, dtype=np.float64)[sequence], 0.0)
-    return earned if token_rewards is None else earned + np.asarray(token_rewards, dtype=np.float64)[chosen]
+def _sequences(mask: np.ndarray, lengths: Sequence[int]) -> Iterator[tuple[int, Chosen]]:
+    """Each sequence that has any, with its masked tokens."""
+    start = 0
+    for number, length in enumerate(lengths):
+        places = np.flatnonzero(mask[start : start + length])
+        if len(places):
+            first, end = start + int(places[0]), start + int(places[-1]) + 1
+            yield number, slice(first, end) if end - first == len(places) else start + places
+        start += length
 
 
-def _discounted_sums(deltas: np.ndarray, sequence: np.ndarray, discount: float) -> np.ndarray:
-    """Sum over j >= i of discount^(j - i) deltas[j] within i's sequence; [n] -> [n].
+def _count(chosen: Chosen) -> int:
+    return chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
 
-    By doubling: once every entry holds the sum over the next `step` entries, adding the one `step` further
-    on makes it 2 x `step`. As many passes as the longest sequence has binary digits.
+
+_BLOCK = 512  # tokens that are summed at once, at most
+_SMALLEST = 1e-4  # power of the discount within a block: its inverse is what rounding grows by
+
+
+def _discounted_sums(x: np.ndarray, c: float) -> np.ndarray:
+    """y[k] = x[k] + c y[k + 1]; [n] -> [n], for c in [0, 1].
+
+    In blocks from the end, within which y is a running sum: with m counted from the block's end, y[m] = c^m times the sum
+    over i <= m of x[i] c^-i; and c^(m + 1) times the y that follows the block comes on top. A block is short enough that
+    c^m stays well above 0.
     """
-    sums, step, factor = deltas.copy(), 1, discount
-    longest = int(np.bincount(sequence).max())
-    while step < longest and factor != 0.0:
-        same = sequence[step:] == sequence[:-step]
-        sums[:-step] += np.where(same, factor * sums[step:], 0.0)
-        step, factor = 2 * step, factor * factor
-    return sums
+    if c == 1.0:
+        return np.cumsum(x[::-1])[::-1]
+    size = 1 if c < _SMALLEST else min(_BLOCK, len(x), 1 + int(np.log(_SMALLEST) / np.log(c)))
+    count = -(-len(x) // size)
+    blocks = np.zeros((count, size))
+    blocks.reshape(-1)[: len(x)] = x[::-1]
+    powers = c ** np.arange(size)
+    blocks /= powers
+    np.cumsum(blocks, axis=1, out=blocks)
+    blocks *= powers
+    following, across = np.zeros(count), c**size
+    last = blocks[:, -1].tolist()
+    for block in range(1, count):
+        following[block] = last[block - 1] + across * following[block - 1]
+    blocks += np.multiply.outer(following, c * powers)
+    return blocks.reshape(-1)[: len(x)][::-1]
