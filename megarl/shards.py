@@ -51,8 +51,6 @@ def plan_step(
     advantages = of_samples(outcomes, recipe.algorithm) if of_samples else np.zeros(len(samples))
     lengths = np.array([sample.length for sample in samples])
     costs = model_flops.of(lengths) if model_flops else lengths.astype(np.float64)
-    # Context-parallel devices compute a micro batch together, a part of each sequence each.
-    limit = recipe.actor.max_tokens_per_micro_batch * recipe.megatron.context_parallel
     packing = _Packing()
     firsts = np.cumsum([0] + [len(group.samples) for group in groups])
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
@@ -63,14 +61,8 @@ def plan_step(
         tokens = loss_tokens[members.start : members.stop]
         weights = AGGREGATIONS[recipe.algorithm.aggregation](tokens, recipe.rollout.max_response_length)
         own_lengths, own_costs = lengths[members], costs[members]
-        if recipe.megatron.packing:
-            together, costs_together = sums_of(own_lengths, sizes), sums_of(own_costs, sizes)
-            plan = plan_micro_batches(together, data_parallel, limit, micro_batches_multiple_of, costs_together)
-        else:  # as long as they are computed: each as the longest
-            padded = [size * longest for size, longest in zip(sizes, largest_of(own_lengths, sizes), strict=True)]
-            plan = plan_padded_micro_batches(padded, data_parallel, limit, micro_batches_multiple_of)
-        plan = expand(plan, sizes)
-        packing.add(plan, own_lengths, own_costs, limit)
+        plan = _plan(own_lengths, own_costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
+        packing.add(plan, own_lengths, own_costs, _limit(recipe))
         for shard, micro_batches in zip(shards, plan, strict=True):
             shard.loss_tokens.append(int(tokens.sum()))
             shard.mini_batches.append(
@@ -111,6 +103,24 @@ def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:
             "algorithm.advantage was changed. Resume with the advantage that they were sampled for"
         )
     return np.repeat(rewards, [len(group.samples) for group in groups]) if rewards else None
+
+
+def _plan(
+    lengths: np.ndarray, costs: np.ndarray, sizes: Sequence[int], recipe: Recipe, data_parallel: int, multiple_of: int
+) -> Plan:
+    """Micro batches of one mini batch, in which bundles of `sizes` neighbouring samples stay together."""
+    limit = _limit(recipe)
+    if recipe.megatron.packing:
+        bundles = sums_of(lengths, sizes), data_parallel, limit, multiple_of, sums_of(costs, sizes)
+        return expand(plan_micro_batches(*bundles), sizes)
+    # As long as they are computed: each as the longest of its bundle.
+    padded = [size * longest for size, longest in zip(sizes, largest_of(lengths, sizes), strict=True)]
+    return expand(plan_padded_micro_batches(padded, data_parallel, limit, multiple_of), sizes)
+
+
+def _limit(recipe: Recipe) -> int:
+    """Tokens of a micro batch. Context-parallel devices compute one together, a part of each sequence each."""
+    return recipe.actor.max_tokens_per_micro_batch * recipe.megatron.context_parallel
 
 
 @dataclass

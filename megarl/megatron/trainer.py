@@ -6,13 +6,11 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megarl.algorithms.inputs import LossInputs
 from megarl.config.schema import Recipe
@@ -23,25 +21,13 @@ from megarl.megatron.lora.peft import save_adapter
 from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader, copy_to_host
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
+from megarl.megatron.ranks import coordinates, gather, highest, sum_metrics
 from megarl.megatron.router_losses import RouterLosses
 from megarl.megatron.routing_replay import Routing
 from megarl.megatron.step import Objective, configure, run
 from megarl.platform import Platform
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Coordinates:
-    """Where a rank stands in the layout."""
-
-    dp_rank: int
-    dp_size: int
-    tp_rank: int
-    pp_rank: int
-    cp_rank: int
-    is_last_stage: bool
-    reports: bool  # one rank for each dp_rank: what it returns counts, the others' is the same or None
 
 
 class StepMetrics(NamedTuple):
@@ -94,7 +80,7 @@ class Trainer:
                 dtype=self.model.dtype,
                 distributed=recipe.megatron.distributed_optimizer,
             )
-        self.coordinates = _coordinates()
+        self.coordinates = coordinates()
         self.step = 0  # optimizer steps asked for so far, skipped ones included
         self._offloader = Offloader(self.model.chunks, self.optimizer)
         self._said_no_offload = False
@@ -191,7 +177,7 @@ class Trainer:
         norm, updated = guarded_step(self.optimizer, lr=rate, clip_grad=config.clip_grad)
         if not updated:
             logger.warning("optimizer step %d skipped: the gradient norm is %s", self.step, norm)
-        peak = _highest(self.platform.peak_memory(), self.platform.device())
+        peak = highest(self.platform.peak_memory(), self.platform.device())
         routers = self._router_losses.metrics()
         if contributions is None:
             return None
@@ -202,7 +188,7 @@ class Trainer:
             **{getattr(self.names, name): value for name, value in routers.items()},
             "perf/max_memory_allocated_gb": peak,
         }
-        return {**_sum_metrics(contributions, self.platform.device()), **own}
+        return {**sum_metrics(contributions, self.platform.device()), **own}
 
     def _run(self, micro_batches: list[MicroBatch], loss: Any, head: Head, *, forward_only: bool) -> list[Any] | None:
         return run(
@@ -323,11 +309,8 @@ class PolicyTrainer(Trainer):
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """`value` of every data-parallel rank, for all of them: of small things, on ranks of the last stage."""
-        group = parallel_state.get_data_parallel_group_gloo()
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
+        """See `ranks.gather`; on ranks of the last stage."""
+        return gather(value)
 
     def keep_reference(self) -> None:
         """Keep a copy of the current weights on the host: the reference policy.
@@ -373,41 +356,3 @@ class PolicyTrainer(Trainer):
             current = weight.clone()
             weight.copy_(other)
             other.copy_(current)
-
-
-def _coordinates() -> Coordinates:
-    ps = parallel_state
-    last = ps.is_pipeline_last_stage(ignore_virtual=True)
-    tp, cp = ps.get_tensor_model_parallel_rank(), ps.get_context_parallel_rank()
-    return Coordinates(
-        dp_rank=ps.get_data_parallel_rank(),
-        dp_size=ps.get_data_parallel_world_size(),
-        tp_rank=tp,
-        pp_rank=ps.get_pipeline_model_parallel_rank(),
-        cp_rank=cp,
-        is_last_stage=last,
-        reports=last and tp == 0 and cp == 0,
-    )
-
-
-def _highest(value: float, device: torch.device) -> float:
-    """The largest of all ranks' values."""
-    highest = torch.tensor(value, device=device)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return highest.item()
-
-
-def _sum_metrics(contributions: list[dict[str, torch.Tensor]], device: torch.device) -> dict[str, float]:
-    """Sum over micro batches and data-parallel ranks. Context-parallel ranks all see whole sequences, so
-    each of them has the sum already."""
-    names = sorted(contributions[0])
-    if not names:
-        return {}
-    rows = [
-        torch.stack([torch.as_tensor(c[name]).detach().float().to(device) for name in names]) for c in contributions
-    ]
-    sums = torch.stack(rows).sum(0)
-    group = parallel_state.get_data_parallel_group()
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(sums, group=group)
-    return dict(zip(names, sums.tolist(), strict=True))

@@ -1,0 +1,70 @@
+"""Where a rank stands among the others, and what it tells them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands in the layout."""
+
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    pp_rank: int
+    cp_rank: int
+    is_last_stage: bool
+    reports: bool  # one rank for each dp_rank: what it returns counts, the others' is the same or None
+
+
+def coordinates() -> Coordinates:
+    """Of this rank, once Megatron has its groups."""
+    ps = parallel_state
+    last = ps.is_pipeline_last_stage(ignore_virtual=True)
+    tp, cp = ps.get_tensor_model_parallel_rank(), ps.get_context_parallel_rank()
+    return Coordinates(
+        dp_rank=ps.get_data_parallel_rank(),
+        dp_size=ps.get_data_parallel_world_size(),
+        tp_rank=tp,
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        cp_rank=cp,
+        is_last_stage=last,
+        reports=last and tp == 0 and cp == 0,
+    )
+
+
+def highest(value: float, device: torch.device) -> float:
+    """The largest of all ranks' values."""
+    highest = torch.tensor(value, device=device)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    return highest.item()
+
+
+def sum_metrics(contributions: list[dict[str, torch.Tensor]], device: torch.device) -> dict[str, float]:
+    """Sum over micro batches and data-parallel ranks. Context-parallel ranks all see whole sequences, so
+    each of them has the sum already."""
+    names = sorted(contributions[0])
+    if not names:
+        return {}
+    rows = [
+        torch.stack([torch.as_tensor(c[name]).detach().float().to(device) for name in names]) for c in contributions
+    ]
+    sums = torch.stack(rows).sum(0)
+    group = parallel_state.get_data_parallel_group()
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(sums, group=group)
+    return dict(zip(names, sums.tolist(), strict=True))
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every data-parallel rank, for all of them: of small things."""
+    group = parallel_state.get_data_parallel_group_gloo()
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
