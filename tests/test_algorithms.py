@@ -11,8 +11,8 @@ import torch
 from megarl.algorithms.catalogue import AGGREGATIONS, KL_ESTIMATORS
 from megarl.algorithms.kl import KLWeight
 from megarl.algorithms.objective import kl_to_reference, objective, runs_old_log_prob_pass
-from megarl.algorithms.shaping import counts_in_loss, has_spread, overlong_penalty
-from megarl.types import InlineData, Sample
+from megarl.algorithms.shaping import counts_in_loss, group_numbers, has_spread, overlong_penalty
+from megarl.types import Group, InlineData, Sample
 from tests.loss_cases import inputs, random_inputs, settings
 
 
@@ -154,6 +154,16 @@ class TestShaping:
         assert not has_spread([sample(0.9, accuracy=1.0), sample(1.0, accuracy=1.0)], "accuracy")
         with pytest.raises(ValueError, match="parts: accuracy"):
             has_spread([sample(0.9, accuracy=1.0)], "acc")
+
+    def test_overlong_penalty_grows_over_the_buffer_and_no_further(self) -> None:
+        # max 10, buffer 4, factor 2: 6 is free, each token more costs 1/2, and what is longer than 10 no more than 2.
+        found = overlong_penalty(np.array([1, 6, 7, 9, 10, 12]), 10, 4, 2.0)
+        np.testing.assert_allclose(found, [0, 0, -0.5, -1.5, -2, -2])
+        assert overlong_penalty(np.array([9]), 10, 1, 2.0).tolist() == [0.0]
+
+    def test_group_numbers_are_those_of_each_groups_samples(self) -> None:
+        groups = [Group(number, "", "", 0, [sample(0.0)] * size) for number, size in ((7, 2), (3, 1), (9, 3))]
+        assert group_numbers(groups).tolist() == [7, 7, 3, 9, 9, 9]
 
     def test_overlong_filter(self) -> None:
         assert not counts_in_loss(sample(0.0, "length"), overlong_filter=True)

@@ -8,7 +8,7 @@ import torch
 
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.returns import gae, returns_to_go
-from megarl.algorithms.values import ValueInputs, value_loss, value_objective
+from megarl.algorithms.values import ValueInputs, ValueMoments, value_loss, value_objective
 
 
 def slow_gae(
@@ -165,3 +165,27 @@ def test_value_objective_weighs_and_masks() -> None:
     assert {name: value.item() for name, value in metrics.items()} == {
         "critic/vf_loss": loss.item(), "critic/vf_clipfrac": 0.5,
     }  # fmt: skip
+
+
+def test_moments_as_metrics_are_those_after_whitening() -> None:
+    whitening = Whitening(mean=1.0, scale=2.0)
+    found = Moments.of(np.array([0.0, 3.0])).metrics("critic/advantages", whitening)
+    assert found == {"critic/advantages/mean": 1.0, "critic/advantages/max": 4.0, "critic/advantages/min": -2.0}
+    assert Moments().metrics("critic/advantages", whitening) == {}
+
+
+def test_value_moments_add_up_part_by_part() -> None:
+    first, second = (ValueMoments(*(Moments.of(np.array(numbers)) for numbers in part)) for part in (
+        ([1.0], [2.0, 4.0], [8.0]), ([3.0, 5.0], [6.0], [9.0, 0.0])
+    ))  # fmt: skip
+    both = first + second
+    assert [part.count for part in (both.values, both.returns, both.advantages)] == [3, 3, 3]
+    assert [part.mean for part in (both.values, both.returns, both.advantages)] == pytest.approx([3, 4, 17 / 3])
+    assert (both.values.least, both.returns.largest, both.advantages.least) == (1, 6, 0)
+
+
+def test_only_chosen_tokens_that_are_no_neighbours() -> None:
+    """A hole in each of two sequences, of which the second starts where the first ends."""
+    mask = np.array([1, 0, 1, 0, 1, 0, 0, 1], dtype=bool)
+    got = returns_to_go(np.array([8.0, 2.0]), mask, [4, 4], gamma=0.5)
+    assert got.tolist() == [4, 0, 8, 0, 1, 0, 0, 2]
