@@ -22,7 +22,7 @@ from megarl.algorithms.objective import (
 from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.config.schema import Recipe
 from megarl.exchange.session import ExchangeSession
-from megarl.types import DataRef, Metrics, Shard
+from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample
 from megarl.worker import Worker, collect_parts
 
 
@@ -50,6 +50,15 @@ class ActorWorker(Worker):
     def load_shard(self, shard: Shard) -> None:
         super().load_shard(shard)
         self.numbers, self.token_kl, self.token_advantages = [sample.number for sample in shard.samples], {}, []
+
+    def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
+        import torch
+
+        batch = super()._micro_batch(members, loss_tokens)
+        if self.recipe.algorithm.kl_in_reward:
+            chosen = torch.from_numpy(np.concatenate([vectors.loss_mask for _, vectors in members]))
+            batch.vectors["chosen"] = chosen.to(self.platform.device())
+        return batch
 
     def compute_old_log_probs(self) -> Mismatch | None:
         """Log-probs before this step's updates. Returns their gap to the engine's, on reporting ranks."""
@@ -99,10 +108,11 @@ class ActorWorker(Worker):
         sums = {}
         for batch, members in self._micro_batches():
             inputs = self.trainer.loss_inputs(batch, batch.vectors["old_log_probs"])
-            kl = kl_to_reference(inputs, self.recipe.algorithm).double().cpu().numpy()
-            for number, own in zip(members, np.split(kl, np.cumsum(batch.lengths)[:-1]), strict=True):
-                self.token_kl[number] = np.where(self.chosen[number], own, 0.0)
-                sums[self.numbers[number]] = float(self.token_kl[number].sum())
+            kl = kl_to_reference(inputs, self.recipe.algorithm).double()
+            on_host = kl.where(inputs.chosen, kl.new_zeros(())).cpu().numpy()
+            for number, own in zip(members, np.split(on_host, np.cumsum(batch.lengths)[:-1]), strict=True):
+                self.token_kl[number] = own
+                sums[self.numbers[number]] = float(own.sum())
         return sums if self.trainer.coordinates.reports else None
 
     def give_kl(self, wanted: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
@@ -193,7 +203,7 @@ class ActorWorker(Worker):
                     with_entropy=self.recipe.train.source == "rollout",
                 )
             )
-        self.batches = []
+        self.batches, self.token_kl, self.token_advantages = [], {}, []
         return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
 
     def _select(self, number: int, mini_batch: list[Any]) -> None:

@@ -48,9 +48,6 @@ class Worker:
         self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
         self.members: list[list[list[int]]] = []  # of each micro batch: numbers of its samples in the shard
         self.rewards: list[float] = []  # of each sample of the shard
-        self.chosen: list[
-            np.ndarray
-        ] = []  # of each sample: the tokens that the policy chose, whether they count or not
 
     def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
         raise NotImplementedError
@@ -70,7 +67,6 @@ class Worker:
         """Fetch the vectors of this rank's samples and lay out its micro batches."""
         vectors = fetch(shard.samples)
         self.members, self.rewards = shard.mini_batches, [sample.reward for sample in shard.samples]
-        self.chosen = [sample.loss_mask for sample in vectors]
         self.batches = [
             [
                 self._micro_batch([(shard.samples[i], vectors[i]) for i in members], loss_tokens)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from megarl.algorithms.inputs import LossInputs, Outcomes
@@ -68,6 +70,14 @@ def random_inputs(seed: int, lengths: list[int], spread: float = 0.4) -> LossInp
     sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     selected = torch.tensor(mask & (random.random(count) < 0.3))
     return LossInputs(**tensors, sequences=sequences, sequence_count=len(lengths), selected=selected)
+
+
+def assert_gradient(found: torch.Tensor, function: Callable[[np.ndarray], float], at: np.ndarray) -> None:
+    """`found` [T] is the gradient of `function` at log-probs `at` [T], by central differences."""
+    step = 1e-6
+    for token, shift in enumerate(step * np.eye(len(at))):
+        slope = (function(at + shift) - function(at - shift)) / (2 * step)
+        assert found[token].item() == pytest.approx(slope, rel=1e-5, abs=1e-8), token
 
 
 def part_of(batch: LossInputs, sequences: list[int]) -> LossInputs:

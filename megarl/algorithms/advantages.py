@@ -47,7 +47,6 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
 def advantage(name: str, *, settings: tuple[str, ...] = (), **more: bool) -> Callable[[Estimator], Estimator]:
     """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses. Arguments are those of
     `AdvantageEstimator`."""
-
     check_settings(settings)
 
     def add(function: Estimator) -> Estimator:
@@ -189,7 +188,7 @@ def _chance_all_from(part: np.ndarray, whole: np.ndarray, k: int) -> np.ndarray:
     return chance
 
 
-# Each token's advantage comes of a critic's values, in its processes; see `values.gae`.
+# Each token's advantage comes of a critic's values, in its processes; see `returns.gae`.
 ADVANTAGES.register("gae")(AdvantageEstimator(None, ("gamma", "lam", "whiten_advantages")))
 
 

@@ -43,6 +43,9 @@ class LossInputs:
     rollout_log_probs: Tensor | None = None  # the engine's own
     reference_log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    chosen: Tensor | None = (
+        None  # bool: by the policy, in samples that the loss leaves out, too; for the KL in the reward
+    )
     selected: Tensor | None = None  # bool: chosen over the whole mini batch, for losses that have `scores`
 
     def masked(self, values: Tensor) -> Tensor:
