@@ -13,16 +13,18 @@ from megarl.algorithms.covariance import TokenSums, threshold
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.objective import (
     kl_to_reference,
-    needs_reference,
+    needs_teacher,
     objective,
     runs_old_log_prob_pass,
+    runs_reference_pass,
+    teacher_top_k,
     trainers_policy,
     with_proximal_policy,
 )
 from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.config.schema import Recipe
 from megarl.exchange.session import ExchangeSession
-from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample
+from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
 from megarl.worker import Worker, collect_parts
 
 
@@ -39,7 +41,7 @@ class ActorWorker(Worker):
         self.token_advantages: list[np.ndarray] = []  # of each micro batch, not whitened yet
         # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
         self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
-        if needs_reference(recipe.algorithm) and not weights_only:
+        if runs_reference_pass(recipe.algorithm) and not weights_only:
             self.trainer.keep_reference()
 
     def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
@@ -58,7 +60,29 @@ class ActorWorker(Worker):
         if self.recipe.algorithm.kl_in_reward:
             chosen = torch.from_numpy(np.concatenate([vectors.loss_mask for _, vectors in members]))
             batch.vectors["chosen"] = chosen.to(self.platform.device())
+        if needs_teacher(self.recipe.algorithm):
+            self._add_teacher(batch, [vectors.teacher for _, vectors in members])
         return batch
+
+    def _add_teacher(self, batch: Any, scores: list[TokenScores | None]) -> None:
+        """What a teacher said of the samples of `batch`."""
+        import torch
+
+        from megarl.megatron.heads import IMPOSSIBLE
+
+        def join(pieces: list[np.ndarray]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(pieces)).to(self.platform.device())
+
+        told = [score for score in scores if score is not None]
+        assert len(told) == len(scores), "the teacher has not read these samples"
+        batch.vectors["reference_log_probs"] = join([score.log_probs for score in told])
+        if teacher_top_k(self.recipe.algorithm):
+            tokens, log_probs = (
+                join([getattr(score, name) for score in told]) for name in ("top_tokens", "top_log_probs")
+            )
+            known = tokens < self.trainer.model.vocab_size  # a teacher's vocabulary may be padded further
+            batch.candidates = tokens.long().where(known, tokens.new_full((), -1).long())
+            batch.vectors["reference_top_log_probs"] = log_probs.where(known, log_probs.new_full((), IMPOSSIBLE))
 
     def compute_old_log_probs(self) -> Mismatch | None:
         """Log-probs before this step's updates. Returns their gap to the engine's, on reporting ranks."""

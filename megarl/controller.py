@@ -18,7 +18,7 @@ from megarl.algorithms.correction import total_mismatch
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.kl import KLWeight
 from megarl.algorithms.moments import Moments, Whitening
-from megarl.algorithms.objective import needs_reference, runs_old_log_prob_pass
+from megarl.algorithms.objective import runs_old_log_prob_pass, runs_reference_pass
 from megarl.checkpoint import load_state, set_aside_later
 from megarl.cluster.base import WorkerGroup
 from megarl.cluster.failures import ClusterError
@@ -34,6 +34,7 @@ from megarl.saver import Saver
 from megarl.schedule import split_evenly
 from megarl.shards import StepPlan, plan_step, spread
 from megarl.skipped import SkippedSteps
+from megarl.teacher import Teacher
 from megarl.types import Group, Metrics
 
 
@@ -57,6 +58,7 @@ class Controller:
     recipe: Recipe
     trainers: WorkerGroup
     critic: Critic | None
+    teacher: Teacher | None
     layout: Layout
     source: Source
     placement: Placement
@@ -112,6 +114,9 @@ class Controller:
         for notice in batch.notices:
             log.notice(f"step {step}: {notice}")
         if batch.groups:
+            if self.teacher is not None:
+                with log.phase("teacher"):
+                    self.teacher.read(batch.groups)
             self._train(step, batch)
         else:
             self.placement.to_train()
@@ -148,7 +153,7 @@ class Controller:
             with log.phase("old_log_prob"):
                 log.add(total_mismatch(self.trainers.call("compute_old_log_probs")).metrics())
             self._add_speed("old_log_prob", "old_log_prob", plan.flops * FORWARD)
-        if needs_reference(recipe.algorithm) and (in_reward or not warming_up):
+        if runs_reference_pass(recipe.algorithm) and (in_reward or not warming_up):
             with log.phase("reference"):
                 self.trainers.call("compute_reference_log_probs")
         outcomes = self._penalise(plan) if in_reward else plan.outcomes

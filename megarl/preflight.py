@@ -13,6 +13,7 @@ from typing import Any
 
 from megarl import engines, rewards
 from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.checkpoint import checkpoint_step, find_checkpoint
 from megarl.cluster import transport
 from megarl.config.critic import ONE_LAYOUT, critic_view
@@ -21,7 +22,7 @@ from megarl.config.schema import Recipe
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
-from megarl.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
 from megarl.flops import ModelFlops, model_flops
 from megarl.identity import check_identity
 from megarl.megatron.config_fields import check_extra
@@ -71,6 +72,8 @@ def prepare_training(recipe: Recipe) -> Prepared:
     check_lora(config, recipe.lora, recipe.megatron)
     check_extra(recipe.megatron.extra, "megatron")
     critic = _read_critic(recipe, tokenizer) if uses_critic(recipe.algorithm) else None
+    if needs_teacher(recipe.algorithm):
+        _check_teacher(recipe, tokenizer)
     prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
     prepared.model, prepared.flops = config, model_flops(config)
     if critic is not None:
@@ -197,6 +200,20 @@ def _read_critic(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
             f"cluster.trainers here). {error}"
         ) from error
     return config
+
+
+def _check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
+    """Refuse a teacher for whom the policy's tokens mean something else."""
+    teacher = recipe.teacher
+    assert teacher.path is not None
+    engines.check_known(teacher.engine, "teacher.engine")
+    config = _read_weights_config(teacher.path, "teacher.path")
+    check_vocabulary(tokenizer, config)
+    check_same_tokens(tokenizer, load_tokenizer(teacher.path))
+    top_k = teacher_top_k(recipe.algorithm)
+    if top_k > tokenizer.vocab_size:
+        what = f"the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens"
+        raise RecipeError("algorithm.distill_top_k", what, "ask for no more", value=top_k)
 
 
 def _read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool) -> Prepared:

@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.objective import needs_teacher
 from megarl.checkpoint import check_whole, checkpoint_name, list_checkpoints
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
@@ -23,8 +24,7 @@ from megarl.config.critic import critic_view
 from megarl.config.errors import blaming_input
 from megarl.controller import Controller, Layout
 from megarl.critic import Critic
-from megarl.engines import engine_env
-from megarl.engines.base import EngineSpec
+from megarl.engine_services import start_engines, start_teacher
 from megarl.flops import ModelFlops
 from megarl.identity import check_base, identity_of
 from megarl.observe.log import RunLog
@@ -38,10 +38,10 @@ from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.source import Source
 from megarl.saver import Saver
+from megarl.teacher import Teacher
 
 TRAINER = "megarl.actor_worker:ActorWorker"
 CRITIC = "megarl.critic_worker:CriticWorker"
-ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -50,7 +50,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     def absolute(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path))
 
-    data, model, critic = recipe.data, recipe.model, recipe.critic
+    data, model, critic, teacher = recipe.data, recipe.model, recipe.critic, recipe.teacher
     return dataclasses.replace(
         recipe,
         runs_dir=absolute(recipe.runs_dir),
@@ -58,6 +58,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
             model, path=absolute(model.path), tokenizer=absolute(model.tokenizer) if model.tokenizer else None
         ),
         critic=dataclasses.replace(critic, model_path=absolute(critic.model_path) if critic.model_path else None),
+        teacher=dataclasses.replace(teacher, path=absolute(teacher.path) if teacher.path else None),
         data=dataclasses.replace(
             data,
             train_files=[absolute(file) for file in data.train_files],
@@ -68,12 +69,12 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 @contextlib.contextmanager
 def connected(
-    recipe: Recipe, platform: Any, *, trainers: bool, engines: bool, critic: bool = False
+    recipe: Recipe, platform: Any, *, trainers: bool, engines: bool, critic: bool = False, teacher: bool = False
 ) -> Iterator[Cluster]:
     """The cluster that the recipe asks for, with room for what will be started; a ValueError is the recipe's fault."""
     on_termination = signal.getsignal(signal.SIGTERM)
     with blaming_input():
-        cluster = connect(recipe, platform, trainers=trainers, engines=engines, critic=critic)
+        cluster = connect(recipe, platform, trainers=trainers, engines=engines, critic=critic, teacher=teacher)
     with cluster:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_termination)  # Ray installs its own, which ends the process at once
@@ -105,8 +106,8 @@ def train(recipe: Recipe) -> Path:
         for notice in [*prepared.notices, *place.notices]:
             log.notice(notice)
         rl = recipe.train.source == "rollout"
-        critic = uses_critic(recipe.algorithm)
-        with connected(recipe, platform, trainers=True, engines=rl, critic=critic) as cluster:
+        critic, teacher = uses_critic(recipe.algorithm), needs_teacher(recipe.algorithm)
+        with connected(recipe, platform, trainers=True, engines=rl, critic=critic, teacher=teacher) as cluster:
             with log.phase("start"):
                 controller = _assemble(recipe, prepared, platform, cluster, log, place)
             controller.fit(place.checkpoint)
@@ -131,7 +132,7 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         platform = platforms.select(recipe.cluster.device)
     assert prepared.evaluation is not None
     with connected(recipe, platform, trainers=False, engines=True) as cluster:
-        services = _start_engines(recipe, prepared, platform, cluster, load_weights=True)
+        services = start_engines(recipe, prepared, platform, cluster, load_weights=True)
         starting = [service.call("start") for service in services]
         wait_for_engines(services, starting, doing="load", limit=recipe.rollout.start_timeout)
         result = evaluate(recipe, prepared.evaluation, services, prepared.tokenizer.stop_ids, cluster.check)
@@ -209,8 +210,10 @@ def _assemble(
     """Start every process and wire the parts."""
     run_dir = place.directory
     rl, patience = recipe.train.source == "rollout", recipe.rollout.start_timeout
-    services = _start_engines(recipe, prepared, platform, cluster, load_weights=False) if rl else []
+    services = start_engines(recipe, prepared, platform, cluster, load_weights=False) if rl else []
     starting = [service.call("start") for service in services]
+    readers = start_teacher(recipe, platform, cluster) if needs_teacher(recipe.algorithm) else []
+    readers_starting = [service.call("start") for service in readers]
     engines: list[dict[str, Any]] = []
     take_turns = rl and recipe.cluster.placement == "colocated" and platform.ray_resource is not None
     if take_turns:  # an engine measures free memory when it loads: nothing else may take any then
@@ -222,6 +225,7 @@ def _assemble(
     actor = Tenant(trainers, offload=recipe.megatron.offload)
     critic, critic_tenant = _start_critic(recipe, prepared.critic_flops, cluster, actor, run_dir)
     engines = engines or wait_for_engines(services, starting, doing="load", limit=patience)
+    wait_for_engines(readers, readers_starting, doing="load", limit=patience)
     placement = _placement(recipe, actor, critic_tenant, services, engines, asleep=take_turns)
     evaluation = prepared.evaluation
 
@@ -233,6 +237,7 @@ def _assemble(
         recipe=recipe,
         trainers=trainers,
         critic=critic,
+        teacher=Teacher(readers, recipe.teacher.timeout) if readers else None,
         layout=_layout(recipe, prepared.flops, trainers.call("describe")),
         source=_source(recipe, prepared, services, cluster),
         placement=placement,
@@ -310,46 +315,18 @@ def _start_trainers(recipe: Recipe, cluster: Cluster) -> WorkerGroup:
     return cluster.start_trainers(TRAINER, recipe.cluster.trainers, (recipe, optimizer_steps), env={})
 
 
-def _start_engines(
-    recipe: Recipe, prepared: Prepared, platform: Any, cluster: Cluster, *, load_weights: bool
-) -> list[Service]:
-    rollout = recipe.rollout
-    services = []
-    for number in range(rollout.engines):
-        spec = EngineSpec(
-            name=f"engine{number}",
-            model_path=recipe.model.path,
-            dtype=rollout.dtype or recipe.model.dtype,
-            max_model_len=recipe.data.max_prompt_length + rollout.max_response_length,
-            tensor_parallel=rollout.tensor_parallel,
-            seed=recipe.train.seed,
-            engine_args=rollout.engine_args,
-            load_weights=load_weights,
-            sleep_mode=recipe.cluster.placement == "colocated" and not load_weights,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            return_routed_experts=recipe.megatron.routing_replay == "rollout" and not load_weights,
-        )
-        tokenizer = recipe.model.tokenizer or recipe.model.path
-        args = (rollout.engine, spec, tokenizer, recipe.reward.function, prepared.data_sources)
-        env = engine_env(rollout.engine, platform.rollout_env(), recipe.cluster.threads)
-        service = cluster.start_service(ROLLOUT_SERVER, args, name=spec.name, devices=rollout.tensor_parallel, env=env)
-        services.append(service)
-    return services
-
-
 def _layout(recipe: Recipe, flops: ModelFlops | None, ranks: Sequence[dict[str, Any]]) -> Layout:
     by_hand = recipe.cluster.device_peak_tflops
     engine_devices = recipe.rollout.engines * recipe.rollout.tensor_parallel
     own_devices = recipe.train.source == "rollout" and recipe.cluster.placement == "disaggregated"
     critic_devices = recipe.critic.trainers if uses_critic(recipe.algorithm) else 0
+    teacher_devices = recipe.teacher.engines * recipe.teacher.tensor_parallel if needs_teacher(recipe.algorithm) else 0
     return Layout(
         data_parallel_rank=[rank["dp_rank"] for rank in ranks],
         reports=[rank["reports"] for rank in ranks],
         data_parallel=ranks[0]["dp_size"],
         micro_batches_multiple_of=recipe.megatron.pipeline_parallel if recipe.megatron.virtual_pipeline else 1,
-        devices=len(ranks) + (engine_devices + critic_devices if own_devices else 0),
+        devices=len(ranks) + (engine_devices + critic_devices if own_devices else 0) + teacher_devices,
         model_flops=flops,
         device_peak=by_hand * 1e12 if by_hand else peak_flops(ranks[0]["device_name"]),
     )

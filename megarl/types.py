@@ -69,6 +69,19 @@ class GenerationRequest:
     seed: int
     images: SampleImages | None = None  # of the prompt, whose tokens hold their placeholders, expanded
     with_greedy: bool = False  # also one greedy sample, for the group's baseline
+    prompt_top_k: int | None = None  # also `Completion.prompt`, with so many likeliest tokens a place; None: not
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a model says of given tokens: of each under the distribution after the tokens before it, at temperature 1.
+
+    Entry 0, which nothing predicts, is 0 throughout.
+    """
+
+    log_probs: np.ndarray  # float32 [L]: of the tokens themselves
+    top_tokens: np.ndarray  # int32 [L, K]: the likeliest tokens in each place, in falling order
+    top_log_probs: np.ndarray  # float32 [L, K]: theirs
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class Completion:
     # int16 [prompt + response, layers, topk]: the experts that each token went to; -1 where the engine did not
     # say (the last token is never read). None: not asked for.
     routed_experts: np.ndarray | None = None
+    prompt: TokenScores | None = None  # of the prompt's tokens; None: not asked for
 
 
 @dataclass
@@ -97,6 +111,7 @@ class SampleTokens:
     text: str = ""  # the response as text, for people
     routed_experts: np.ndarray | None = None  # int16 [L, layers, topk]: see `Completion`
     images: SampleImages | None = None  # siblings of a group share one object
+    teacher: TokenScores | None = None  # what a teacher says of `tokens`
 
 
 class DataRef(Protocol):

@@ -169,7 +169,7 @@ def torchrun(scenario, logs):
     if not torchrun_rank.is_controller():
         torchrun_rank.serve(logs)
         return
-    devices = LocalDevices("TEST_VISIBLE_DEVICES", 2)
+    devices = LocalDevices("TEST_VISIBLE_DEVICES", [2])
     with torchrun.TorchrunCluster(
         2, logs, devices, trainer_env={"ROLE": "trainer"}, service_env={"ROLE": "engine"}
     ) as cluster:

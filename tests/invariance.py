@@ -20,7 +20,7 @@ import torch
 from megarl.algorithms.correction import Mismatch, total_mismatch
 from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig, OverlongConfig
 from megarl.config.schema import Recipe
-from megarl.types import Group, InlineData, Sample, SampleTokens
+from megarl.types import Group, InlineData, Sample, SampleTokens, TokenScores
 from tests.megatron_models import write_model
 from tests.trainer_processes import CASES, run_ranks
 
@@ -37,6 +37,7 @@ EPSILON = 1e3  # gradients are below 1, so Adam's denominator is this number to 
 EXPERTS_AGAIN = {"extra": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}
 AUX = {"moe_aux_loss_coef": 0.3, "moe_z_loss_coef": 0.01}
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
+TOP_K = 8  # tokens in each place that a teacher tells
 PRODUCTS = "rollout/mismatch_chi2_sequence"
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "ppo_clip": {},
@@ -47,6 +48,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "correction": CorrectionConfig(weights="token", truncate=1.1, normalize=True, mask="token", mask_low=0.8)
     },
     "reinforce_plus_plus": {"advantage": "reinforce_plus_plus", "gamma": 0.99, "kl_in_reward": True},
+    "gkd": {"loss": "gkd", "reference": "teacher", "distill_top_k": TOP_K, "distill_beta": 0.3},
 }
 """What looks beyond a token: at its sequence, at the mini batch, or at the batch."""
 OTHERS = tuple(ALGORITHMS)[1:]
@@ -127,7 +129,8 @@ def batch() -> list[Group]:
                 mask[prompt + 40 : prompt + 60] = False
             noise = random.normal(MEAN_LOG_PROB, 0.25, len(mask))
             tokens = random.integers(0, 250, len(mask)).astype(np.int32)
-            vectors.append(SampleTokens(tokens, mask, np.where(mask, noise, 0.0).astype(np.float32)))
+            told = SampleTokens(tokens, mask, np.where(mask, noise, 0.0).astype(np.float32), teacher=teacher(len(mask)))
+            vectors.append(told)
             samples.append(
                 Sample(
                     group=number,
@@ -142,6 +145,14 @@ def batch() -> list[Group]:
             )
         groups.append(Group(number, f"prompt/{number}", "test", 0, samples))
     return groups
+
+
+def teacher(length: int) -> TokenScores:
+    """Of tokens that differ from place to place; all together have nine tenths of the probability."""
+    random = np.random.default_rng(length)
+    tokens = np.stack([random.choice(250, TOP_K, replace=False) for _ in range(length)]).astype(np.int32)
+    shares = 0.9 * random.dirichlet(np.ones(TOP_K), length)
+    return TokenScores(np.zeros(length, np.float32), tokens, np.log(shares).astype(np.float32))
 
 
 def recipe_of(layout: Layout, model: Path) -> Recipe:

@@ -19,8 +19,8 @@ LAYERS = [
     ["worker", "actor_worker", "critic_worker"],
     ["cluster"],
     ["rollout"],
-    ["checkpoint", "skipped", "saver", "placement", "critic", "observe", "identity", "preflight"],
-    ["controller"],
+    ["checkpoint", "skipped", "saver", "placement", "critic", "teacher", "observe", "identity", "preflight"],
+    ["controller", "engine_services"],
     ["run"],
     ["cli", "quickstart", "__main__", "__init__"],
 ]

@@ -123,11 +123,11 @@ def test_nothing_outlives_a_killed_controller(tmp_path):
 
 def test_local_devices(monkeypatch):
     monkeypatch.delenv("TEST_DEVICES", raising=False)
-    devices = LocalDevices("TEST_DEVICES", 2)
+    devices = LocalDevices("TEST_DEVICES", [2, 3, 4])
     assert [devices.claim(2), devices.claim(1)] == [{"TEST_DEVICES": "2,3"}, {"TEST_DEVICES": "4"}]
     monkeypatch.setenv("TEST_DEVICES", "4,5,7")
-    devices = LocalDevices("TEST_DEVICES", 1)
+    devices = LocalDevices("TEST_DEVICES", [1, 2, 3])
     assert devices.claim(2) == {"TEST_DEVICES": "5,7"}
     with pytest.raises(ValueError, match=r"4 devices are needed .* TEST_DEVICES=4,5,7 names 3"):
         devices.claim(1)
-    assert LocalDevices("", 0).claim(3) == {}
+    assert LocalDevices("", []).claim(3) == {}

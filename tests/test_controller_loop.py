@@ -140,6 +140,7 @@ def controller(
     workers = Workers("critic", critic or [], said)
     parts: dict[str, Any] = {
         "trainers": Workers("actor", actor, said),
+        "teacher": None,
         "critic": Critic(recipe, workers, [0], 1, [True], None) if critic is not None else None,
         "source": Source(without),
         "saver": Saver(folder / "checkpoints"),

@@ -17,8 +17,8 @@ from megarl.algorithms.objective import objective
 from megarl.config.algorithm import AlgorithmConfig
 from tests.loss_cases import assert_gradient, inputs, part_of, random_inputs, settings
 
-OF_TOKENS = [name for name in LOSSES.names() if not LOSSES[name].whole_groups]
-"""Those over pairs are in test_preference_losses.py."""
+OF_TOKENS = [name for name in LOSSES.names() if not LOSSES[name].whole_groups and not LOSSES[name].needs_top]
+"""Those over pairs are in test_preference_losses.py, those of a teacher's distribution in test_distillation.py."""
 
 
 def token_loss(batch: LossInputs, name: str, **values: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

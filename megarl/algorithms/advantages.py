@@ -39,6 +39,7 @@ class AdvantageEstimator:
     needs_greedy: bool = False  # a greedy sample of each prompt is scored, too
     needs_siblings: bool = False  # a group of one always has advantage 0
     reads_scores: bool = False  # what it makes of rewards is not true of rewards less a KL
+    needs_kl_in_reward: bool = False
 
 
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")

@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms import covariance, preference_losses, sequence_losses, token_advantages  # noqa: F401 - they register
+from megarl.algorithms import (  # noqa: F401 - they register
+    covariance,
+    distillation_losses,
+    preference_losses,
+    sequence_losses,
+    token_advantages,
+)
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS

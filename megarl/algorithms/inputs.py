@@ -26,10 +26,10 @@ class Outcomes:
 
 @dataclass
 class LossInputs:
-    """Vectors of one micro batch, its sequences one after the other: all of shape [T].
+    """Vectors of one micro batch, its sequences one after the other: all of shape [T], but for those of K tokens a place.
 
     Sequences are whole, also where context parallelism cuts them: every rank of the group sees the same T tokens. Only
-    `log_probs` and `entropy` carry gradients. Entries where `loss_mask` is 0 hold numbers without meaning.
+    `log_probs`, `entropy` and `top_log_probs` carry gradients. Entries where `loss_mask` is 0 hold numbers without meaning.
     """
 
     log_probs: Tensor  # of the current weights
@@ -41,7 +41,11 @@ class LossInputs:
     advantages: Tensor | None = None
     old_log_probs: Tensor | None = None  # before this step's updates (proximal policy)
     rollout_log_probs: Tensor | None = None  # the engine's own
-    reference_log_probs: Tensor | None = None
+    reference_log_probs: Tensor | None = None  # of the starting policy, or a teacher
+    reference_top_log_probs: Tensor | None = (
+        None  # [T, K]: of the K tokens that a teacher finds likeliest in each place
+    )
+    top_log_probs: Tensor | None = None  # [T, K]: of the current weights, for the same tokens
     entropy: Tensor | None = None
     chosen: Tensor | None = (
         None  # bool: by the policy, in samples that the loss leaves out, too; for the KL in the reward

@@ -40,7 +40,9 @@ class PolicyLoss:
     settings: tuple[str, ...]
     scores: Scores | None = None
     source: str = "rollout"  # the `train.source` that it learns from
-    needs_reference: bool = False  # the starting policy's log-probs, whatever `kl_coef` is
+    needs_advantages: bool = True
+    needs_reference: bool = False  # the reference policy's log-probs, whatever `kl_coef` is
+    needs_top: bool = False  # and those of the tokens that it finds likeliest, which a teacher tells
     whole_groups: bool = False  # it compares siblings: a group's samples stand one after the other in one micro batch
 
 
@@ -179,7 +181,7 @@ def reinforce(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Me
     return -advantages_of(inputs) * inputs.log_probs, {}
 
 
-@policy_loss("sft", needs_old_log_probs=False, source="sft")
+@policy_loss("sft", needs_old_log_probs=False, needs_advantages=False, source="sft")
 def sft(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Negative log-likelihood of the masked tokens."""
     return -inputs.log_probs, {}

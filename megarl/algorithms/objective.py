@@ -23,8 +23,23 @@ def runs_old_log_prob_pass(settings: AlgorithmConfig) -> bool:
 
 
 def needs_reference(settings: AlgorithmConfig) -> bool:
-    """Whether the starting policy is kept, and its log-probs computed."""
+    """Whether anything compares the policy with the reference policy."""
     return settings.kl_coef > 0 or LOSSES[settings.loss].needs_reference
+
+
+def runs_reference_pass(settings: AlgorithmConfig) -> bool:
+    """Whether the starting policy is kept, and its log-probs computed: those of a teacher come with the samples."""
+    return needs_reference(settings) and settings.reference == "start"
+
+
+def needs_teacher(settings: AlgorithmConfig) -> bool:
+    """Whether a teacher's engines tell their log-probs of the samples."""
+    return needs_reference(settings) and settings.reference == "teacher"
+
+
+def teacher_top_k(settings: AlgorithmConfig) -> int:
+    """How many of its likeliest tokens a teacher tells in each place; 0: the sampled token's log-prob alone."""
+    return settings.distill_top_k if LOSSES[settings.loss].needs_top else 0
 
 
 def with_proximal_policy(inputs: LossInputs, settings: AlgorithmConfig) -> LossInputs:

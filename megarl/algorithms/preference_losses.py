@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     needs_old_log_probs=False,
     settings=("dpo_beta", "dpo_label_smoothing"),
     source="preferences",
+    needs_advantages=False,
     needs_reference=True,
     whole_groups=True,
 )

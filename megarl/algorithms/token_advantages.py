@@ -33,12 +33,17 @@ class TokenOutcomes:
 TokenEstimator = Callable[[TokenOutcomes, "AlgorithmConfig"], np.ndarray]
 
 
-def token_advantage(name: str, *, settings: tuple[str, ...] = ()) -> Callable[[TokenEstimator], TokenEstimator]:
-    """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses."""
+def token_advantage(
+    name: str, *, settings: tuple[str, ...] = (), **more: bool
+) -> Callable[[TokenEstimator], TokenEstimator]:
+    """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses. Arguments are those of
+    `AdvantageEstimator`."""
     check_settings(settings)
 
     def add(function: TokenEstimator) -> TokenEstimator:
-        ADVANTAGES.register(name)(AdvantageEstimator(None, (*settings, "whiten_advantages"), of_tokens=function))
+        ADVANTAGES.register(name)(
+            AdvantageEstimator(None, (*settings, "whiten_advantages"), of_tokens=function, **more)
+        )
         return function
 
     return add
@@ -51,3 +56,11 @@ def reinforce_plus_plus(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> n
     return returns_to_go(
         outcomes.rewards, outcomes.mask, outcomes.lengths, gamma=settings.gamma, token_rewards=outcomes.token_rewards
     )
+
+
+@token_advantage("on_policy_distillation", needs_kl_in_reward=True)
+def on_policy_distillation(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> np.ndarray:
+    """On-policy distillation (Thinking Machines, 2025; MiniLLM, arXiv 2306.08543, without its later rewards): what the KL
+    takes from each token alone, -kl_coef (log p(policy) - log p(teacher)) with the estimator `kl`; no outcome."""
+    assert outcomes.token_rewards is not None
+    return np.where(outcomes.mask, outcomes.token_rewards, 0.0)

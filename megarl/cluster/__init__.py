@@ -74,12 +74,18 @@ def serve(recipe: Recipe) -> None:
 
 
 def connect(
-    recipe: Recipe, platform: Platform, *, trainers: bool = True, engines: bool | None = None, critic: bool = False
+    recipe: Recipe,
+    platform: Platform,
+    *,
+    trainers: bool = True,
+    engines: bool | None = None,
+    critic: bool = False,
+    teacher: bool = False,
 ) -> Cluster:
     """The cluster that the recipe asks for; nothing of ours runs on it yet.
 
-    trainers, engines, critic: whether these will be started, and so need devices; engines None: where the recipe
-    trains on rollouts.
+    trainers, engines, critic, teacher: whether these will be started, and so need devices; engines None: where the
+    recipe trains on rollouts.
     Raises ValueError, with the remedy, where there is no such cluster, where it was not started as the
     recipe expects, and where it has not the devices.
     """
@@ -88,6 +94,7 @@ def connect(
         trainers=trainers,
         engines=recipe.train.source == "rollout" if engines is None else engines,
         critic=critic,
+        teacher=teacher,
     )
     if platform.ray_resource is not None:  # on a CPU there are no devices to run out of
         demand.require_trainers_devices_suffice()
@@ -100,7 +107,11 @@ def connect(
         from megarl.cluster.devices import LocalDevices
         from megarl.cluster.torchrun import TorchrunCluster
 
-        local = LocalDevices(platform.visible_devices_env, 0 if demand.shared else demand.trainers)
+        engines_first = 0 if demand.shared else demand.trainers
+        teachers_first = demand.trainers if demand.shared else demand.trainers + demand.engine_devices
+        numbers = [*range(engines_first, engines_first + demand.engine_devices)]
+        numbers += range(teachers_first, teachers_first + demand.teacher_devices)
+        local = LocalDevices(platform.visible_devices_env, numbers)
         return TorchrunCluster(recipe.cluster.trainers if trainers else None, log_dir(recipe), local, **role_env)
     if importlib.util.find_spec("ray") is None:
         raise ValueError(

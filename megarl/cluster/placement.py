@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megarl.config.schema import Recipe
 
@@ -23,6 +23,7 @@ class Demand:
     trainer_block: neighbours in rank that should share a machine (megatron.tensor_parallel).
     critics, critic_block: the same of the critic.
     shared: engines, trainers and critic take turns on the same devices.
+    teachers, teacher_tensor_parallel: engines of a teacher and the devices of one, which are always its own.
     """
 
     trainers: int
@@ -32,9 +33,13 @@ class Demand:
     shared: bool = False
     critics: int = 0
     critic_block: int = 1
+    teachers: int = 0
+    teacher_tensor_parallel: int = 1
 
     @classmethod
-    def of(cls, recipe: Recipe, *, trainers: bool, engines: bool, critic: bool = False) -> Demand:
+    def of(
+        cls, recipe: Recipe, *, trainers: bool, engines: bool, critic: bool = False, teacher: bool = False
+    ) -> Demand:
         """What `recipe` places, of trainers and engines those that are started at all."""
         return cls(
             trainers=recipe.cluster.trainers if trainers else 0,
@@ -44,6 +49,8 @@ class Demand:
             shared=trainers and recipe.cluster.placement == "colocated",
             critics=recipe.critic.trainers if critic else 0,
             critic_block=recipe.critic.megatron.tensor_parallel if critic else 1,
+            teachers=recipe.teacher.engines if teacher else 0,
+            teacher_tensor_parallel=recipe.teacher.tensor_parallel if teacher else 1,
         )
 
     @property
@@ -51,9 +58,14 @@ class Demand:
         return self.engines * self.tensor_parallel
 
     @property
+    def teacher_devices(self) -> int:
+        return self.teachers * self.teacher_tensor_parallel
+
+    @property
     def devices(self) -> int:
         """How many devices all of it takes."""
-        return self.trainers if self.shared else self.trainers + self.critics + self.engine_devices
+        apart = 0 if self.shared else self.critics + self.engine_devices
+        return self.trainers + apart + self.teacher_devices
 
     def require_trainers_devices_suffice(self) -> None:
         """Raise ValueError where engines or critics that share the trainers' devices are more than these."""
@@ -84,6 +96,11 @@ class Demand:
                 f"rollout.engines x rollout.tensor_parallel = {self.engines} x {self.tensor_parallel} "
                 f"({'on the same devices, ' if self.shared else ''}each engine in one machine)"
             )
+        if self.teachers:
+            parts.append(
+                f"teacher.engines x teacher.tensor_parallel = {self.teachers} x {self.teacher_tensor_parallel} "
+                "(each engine in one machine)"
+            )
         return " and ".join(parts)
 
 
@@ -97,10 +114,12 @@ class Plan:
     trainers: list[Slot]  # in rank order
     engines: list[list[Slot]]  # the devices of each engine
     critics: list[Slot] = field(default_factory=list)  # in rank order
+    teachers: list[list[Slot]] = field(default_factory=list)  # the devices of each of the teacher's engines
 
     def per_machine(self, machines: int) -> list[int]:
         """How many devices are taken of each machine."""
-        slots = {*self.trainers, *self.critics, *(slot for engine in self.engines for slot in engine)}
+        engines = [slot for engine in [*self.engines, *self.teachers] for slot in engine]
+        slots = {*self.trainers, *self.critics, *engines}
         return [sum(machine == number for machine, _ in slots) for number in range(machines)]
 
 
@@ -129,7 +148,14 @@ def place_on_cpus(cpus: Sequence[int], demand: Demand) -> Plan:
     """
     assert cpus, "no machine"
     slots = list(cpus) if any(cpus) else [1] * len(cpus)  # a machine that offers none wants no processes
-    alone = Demand(demand.trainers, 0) if demand.shared else demand
+    alone = demand
+    if demand.shared:
+        alone = Demand(
+            demand.trainers,
+            0,
+            teachers=demand.teachers,
+            teacher_tensor_parallel=demand.teacher_tensor_parallel,
+        )
     rounds = 1
     while (plan := _place([count * rounds for count in slots], alone)) is None:
         rounds += 1
@@ -137,10 +163,33 @@ def place_on_cpus(cpus: Sequence[int], demand: Demand) -> Plan:
         return plan
     turns = [number * demand.tensor_parallel % demand.trainers for number in range(demand.engines)]
     critics = [plan.trainers[rank % demand.trainers] for rank in range(demand.critics)]
-    return Plan(plan.trainers, [[plan.trainers[turn]] for turn in turns], critics)
+    return Plan(plan.trainers, [[plan.trainers[turn]] for turn in turns], critics, plan.teachers)
 
 
 def _place(free: Sequence[int], demand: Demand) -> Plan | None:
+    """The rest first and the teacher's engines on what is left, or the other way round; None where neither fits."""
+    rest = replace(demand, teachers=0)
+    if not demand.teachers:
+        return _place_rest(free, rest)
+    order = _largest_first(free)[::-1]
+    for teachers_first in (False, True):
+        plan = None if teachers_first else _place_rest(free, rest)
+        left = _minus(free, plan.per_machine(len(free))) if plan else list(free)
+        taken = _fill(left, demand.teacher_devices, demand.teacher_tensor_parallel, order)
+        if taken is not None and teachers_first:
+            plan = _place_rest(_minus(free, taken), rest)
+        if taken is not None and plan is not None:
+            slots = _slots(taken, after=plan.per_machine(len(free)))
+            return replace(plan, teachers=_chunks(slots, demand.teacher_tensor_parallel))
+    return None
+
+
+def _minus(free: Sequence[int], taken: Sequence[int]) -> list[int]:
+    return [have - count for have, count in zip(free, taken, strict=True)]
+
+
+def _place_rest(free: Sequence[int], demand: Demand) -> Plan | None:
+    """All but the teacher's engines."""
     largest = max(free, default=0)
     block, critic_block = (size if largest >= size else 1 for size in (demand.trainer_block, demand.critic_block))
     if not demand.shared:
@@ -173,7 +222,7 @@ def _apart(free: Sequence[int], demand: Demand, block: int, critic_block: int) -
             if counts is None:
                 break
             taken[kind] = counts
-            left = [have - count for have, count in zip(left, counts, strict=True)]
+            left = _minus(left, counts)
         else:
             before_engines = [own + critics for own, critics in zip(taken[0], taken[1], strict=True)]
             engines = _chunks(_slots(taken[2], after=before_engines), demand.tensor_parallel)

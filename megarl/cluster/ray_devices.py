@@ -44,7 +44,7 @@ class RayDevices:
         self._group: PlacementGroup | None = None
         self.trainers: list[Device] = []  # in rank order
         self._critics: list[Device] = []  # in rank order
-        self._engines: list[list[Device]] = []  # those that no engine has taken yet
+        self._engines: list[list[Device]] = []  # those that no engine has taken yet, the teacher's last
 
     def reserve(self) -> None:
         """Take what the run needs. Raises ValueError where the cluster does not have it."""
@@ -65,7 +65,7 @@ class RayDevices:
             places = self._take(nodes, plan)
         self.trainers = [places[node][number] for node, number in plan.trainers]
         self._critics = [places[node][number] for node, number in plan.critics]
-        self._engines = [[places[node][number] for node, number in slots] for slots in plan.engines]
+        self._engines = [[places[node][number] for node, number in slots] for slots in [*plan.engines, *plan.teachers]]
 
     def of_group(self, name: str) -> list[Device]:
         """The devices of "trainer" or "critic", in rank order."""
@@ -74,8 +74,9 @@ class RayDevices:
     def next_engine(self, count: int) -> list[Device]:
         """The devices of the next engine, all of one machine."""
         assert self._engines, f"an engine more than was connected for: {self._demand}"
-        assert count == self._demand.tensor_parallel, f"an engine of {count} devices; connected for {self._demand}"
-        return self._engines.pop(0)
+        claimed = self._engines.pop(0)
+        assert self._resource is None or count == len(claimed), f"{count} devices; connected for {self._demand}"
+        return claimed
 
     def visible(self, devices: list[Device]) -> dict[str, str]:
         """Environment under which a process sees just `devices`, as its numbers 0 .. n - 1."""

@@ -124,7 +124,20 @@ class AlgorithmConfig:
     aggregation: str = key(
         "token_mean", "How per-token losses become one number; normalisers are counted over the whole mini batch."
     )
-    kl_coef: float = key(0.0, "Weight of the KL to the reference policy (the starting weights). 0: none.", at_least=0)
+    reference: Literal["start", "teacher"] = key(
+        "start",
+        "The reference policy, which the KL and `gkd` compare with: the starting weights, or a teacher (section `teacher`).",
+    )
+    distill_top_k: int = key(
+        64, "gkd: tokens in each place that the teacher tells its log-probs of, the likeliest ones.", at_least=1
+    )
+    distill_beta: float = key(
+        0.0,
+        "gkd: 0 is KL(teacher || policy), 1 KL(policy || teacher), between lie Jensen-Shannon divergences.",
+        at_least=0,
+        at_most=1,
+    )
+    kl_coef: float = key(0.0, "Weight of the KL to the reference policy. 0: none.", at_least=0)
     kl_estimator: str = key("low_var_kl", "Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3).")
     kl_in_reward: bool = key(
         False,

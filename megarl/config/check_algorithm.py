@@ -155,6 +155,9 @@ def _old_log_probs_can_be_had(recipe: Recipe) -> None:
             "set it to false: the KL then is in the loss",
             value=True,
         )
+    if ADVANTAGES[algorithm.advantage].needs_kl_in_reward and not algorithm.kl_in_reward:
+        what = f"{algorithm.advantage} is made of the KL of each token"
+        raise RecipeError("algorithm.kl_in_reward", what, "set it to true, and algorithm.kl_coef", value=False)
     samples = recipe.data.prompts_per_step * recipe.rollout.samples_per_prompt
     if algorithm.kl_target is not None and algorithm.kl_horizon < samples:
         raise RecipeError(

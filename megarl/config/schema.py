@@ -82,6 +82,19 @@ class RolloutConfig:
 
 
 @dataclass
+class TeacherConfig:
+    """The teacher of on-policy distillation (`algorithm.reference: teacher`): a fixed model that reads the policy's tokens, in engines on devices of its own."""
+
+    path: Optional[str] = key(None, "Hugging Face directory of the teacher. Its tokenizer must be the policy's.")
+    engine: str = key("vllm", "Engine.")
+    engines: int = key(1, "Engines, each a replica of the teacher.", at_least=1)
+    tensor_parallel: int = key(1, "Tensor-parallel size inside an engine.", at_least=1)
+    dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(None, "Data type. Unset: `model.dtype`.")
+    engine_args: dict[str, Any] = key({}, "Further arguments of the engine, as `rollout.engine_args`.")
+    timeout: float = key(1800.0, "Seconds that an engine may take to read a step's samples.", above=0)
+
+
+@dataclass
 class EvaluationConfig:
     """Evaluation on `data.eval_files`."""
 
@@ -201,6 +214,7 @@ class Recipe:
     data: DataConfig = key(DataConfig, "")
     reward: RewardConfig = key(RewardConfig, "")
     rollout: RolloutConfig = key(RolloutConfig, "")
+    teacher: TeacherConfig = key(TeacherConfig, "")
     algorithm: AlgorithmConfig = key(AlgorithmConfig, "")
     actor: ActorConfig = key(ActorConfig, "")
     lora: LoraConfig = key(LoraConfig, "")

@@ -87,6 +87,13 @@ def _critic_fits(recipe: Recipe) -> None:
 
 
 @check
+def _teacher_fits(recipe: Recipe) -> None:
+    from megarl.config.teacher import check_teacher
+
+    check_teacher(recipe)
+
+
+@check
 def _source_and_loss_agree(recipe: Recipe) -> None:
     from megarl.algorithms.catalogue import LOSSES
 
@@ -132,11 +139,16 @@ def _routing_can_be_replayed(recipe: Recipe) -> None:
 
 @check
 def _advantages_are_used(recipe: Recipe) -> None:
-    if recipe.train.source == "rollout" and recipe.algorithm.advantage == "none":
-        remedy = "set algorithm.advantage=grpo"
-        raise RecipeError(
-            "algorithm.advantage", "without advantages no policy loss has a gradient", remedy, value="none"
-        )
+    from megarl.algorithms.catalogue import LOSSES
+
+    loss, advantage = recipe.algorithm.loss, recipe.algorithm.advantage
+    if recipe.train.source != "rollout" or LOSSES[loss].needs_advantages == (advantage != "none"):
+        return
+    if advantage == "none":
+        what, remedy = f"without advantages algorithm.loss={loss} has no gradient", "set algorithm.advantage=grpo"
+    else:
+        what, remedy = f"algorithm.loss={loss} reads no advantages", "set algorithm.advantage=none"
+    raise RecipeError("algorithm.advantage", what, remedy, value=advantage)
 
 
 @check

@@ -43,6 +43,10 @@ class Tokenizer(ABC):
         """The text of `ids`, special tokens left out."""
 
     @abstractmethod
+    def tokens(self) -> dict[str, int]:
+        """The id of each token, by how the tokenizer writes it."""
+
+    @abstractmethod
     def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool) -> str:
         """`messages` as the chat template writes them, with the head of a new answer where `generate`."""
 
@@ -117,6 +121,22 @@ def check_vocabulary(tokenizer: Tokenizer, hf_config: dict[str, Any]) -> None:
         )
 
 
+def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> None:
+    """Refuse another model's tokenizer in which an id of `tokenizer` stands for something else. It may have more.
+
+    Raises:
+        ValueError: with the first such token.
+    """
+    theirs = other.tokens()
+    for token, number in tokenizer.tokens().items():
+        if theirs.get(token) != number:
+            found = "no token there" if token not in theirs else f"number {theirs[token]} there"
+            raise ValueError(
+                f"the tokenizers in {tokenizer.directory} and {other.directory} differ: {token!r}, number {number} of the "
+                f"former, is {found}. One model cannot judge the other's tokens: choose models of one family"
+            )
+
+
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer loaded by transformers."""
 
@@ -145,6 +165,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         numbers = [int(number) for number in ids]
         return self._hf.decode(numbers, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def tokens(self) -> dict[str, int]:
+        return self._hf.get_vocab()
 
     def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool) -> str:
         template = self._hf.chat_template
@@ -187,6 +210,9 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         skipped = self.end_ids | {self._model.pad_id()}  # -1 where there is none
         return self._model.decode([int(number) for number in ids if int(number) not in skipped])
+
+    def tokens(self) -> dict[str, int]:
+        return {self._model.id_to_piece(number): number for number in range(self.vocab_size)}
 
     def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool) -> str:
         raise ValueError(

@@ -19,13 +19,11 @@ def create(name: str, spec: EngineSpec) -> RolloutEngine:
     return _load(_ENGINES, name)(spec)
 
 
-def check_known(name: str) -> None:
-    """ValueError, with the nearest name, unless there is an engine called `name`."""
+def check_known(name: str, key: str = "rollout.engine") -> None:
+    """ValueError, with the nearest name, unless there is an engine called `name`, which the recipe's `key` says."""
     if name not in _ENGINES:
         near = difflib.get_close_matches(name, _ENGINES, 1, 0.0)[0]
-        raise ValueError(
-            f"rollout.engine is {name!r}, which is not known; did you mean {near!r}? ({', '.join(_ENGINES)})"
-        )
+        raise ValueError(f"{key} is {name!r}, which is not known; did you mean {near!r}? ({', '.join(_ENGINES)})")
 
 
 def engine_env(name: str, platform_env: Mapping[str, str], threads: int) -> dict[str, str]:

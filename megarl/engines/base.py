@@ -42,6 +42,8 @@ class EngineSpec:
     top_p: float = 1.0
     top_k: int = -1
     return_routed_experts: bool = False  # fill Completion.routed_experts, or refuse to start
+    prompt_top_k: int | None = None  # largest GenerationRequest.prompt_top_k; None: none is asked for
+    recipe_section: str = "rollout"  # whose settings these are, for messages
 
 
 class RolloutEngine(Protocol):
@@ -62,7 +64,8 @@ class RolloutEngine(Protocol):
         calls make equal batches. `on_finished(group, completions)` is called in the calling thread
         as soon as all n samples of a group are there. `Completion.log_probs` are NaN for requests
         whose sampling differs from the spec's such that the engine does not know exact ones
-        (greedy or filtered evaluation). ValueError for a request that cannot be served: then none
+        (greedy or filtered evaluation). `Completion.prompt` is there where `prompt_top_k` asks for it, at
+        temperature 1 whatever the sampling is. ValueError for a request that cannot be served: then none
         is admitted. GenerationAborted after `abort`.
         """
         ...

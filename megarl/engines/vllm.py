@@ -6,14 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
 from megarl.engines.loop import EngineLoop
 from megarl.engines.vllm_args import build_engine_args, knows_log_probs, log_probs_mode
 from megarl.engines.vllm_images import check_images, engine_input, has_prepared_inputs
+from megarl.engines.vllm_outputs import completions
 from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport
-from megarl.types import Completion, GenerationRequest, Prompt, SampleImages, Sampling
+from megarl.types import Completion, GenerationRequest, Prompt, SampleImages
 
 _SHOWN = 5  # names in an error
 _TAGS = ("weights", "kv_cache")  # vLLM's names for what sleeps
@@ -58,7 +57,7 @@ class _VllmBackend:
         self._engine: Any = None
         self._vocab_size = 0
         self._merge: int | None = None  # patches on a side of the square that is a token; None: it reads no images
-        self._n: dict[str, int] = {}  # samples of each running request
+        self._running: dict[str, GenerationRequest] = {}
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
         self.asleep: tuple[str, ...] = ()  # of _TAGS
 
@@ -124,6 +123,11 @@ class _VllmBackend:
             self._check_images(request.images, request.prompt)
         if sampling.temperature == 0 and sampling.n > 1:
             raise ValueError(f"greedy sampling gives one answer, but n is {sampling.n}; ask for n=1")
+        if request.prompt_top_k is not None and request.prompt_top_k > (self._spec.prompt_top_k or 0):
+            raise ValueError(
+                f"prompt {request.prompt.uid!r} asks for the {request.prompt_top_k} likeliest tokens in each place; the "
+                f"engine was started for {self._spec.prompt_top_k}"
+            )
 
     def _check_images(self, images: SampleImages, prompt: Prompt) -> None:
         if self._merge is None:
@@ -139,25 +143,28 @@ class _VllmBackend:
             raise ValueError(f"prompt {prompt.uid!r}: {error}") from None
 
     def admit(self, key: str, request: GenerationRequest) -> None:
-        self._n[key] = request.sampling.n
+        self._running[key] = request
         prompt: Any = {"prompt_token_ids": list(request.prompt.tokens)}
         if request.images is not None:
             assert self._merge is not None, "check comes first"
             prompt = engine_input(request.prompt.tokens, request.images, self._merge)
-        self._engine.add_request(key, prompt, self._sampling_params(request.sampling, request.seed))
+        self._engine.add_request(key, prompt, self._sampling_params(request))
 
-    def _sampling_params(self, sampling: Sampling, seed: int) -> Any:
+    def _sampling_params(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        sampling = request.sampling
         options: dict[str, Any] = {}
         if knows_log_probs(self._log_probs_mode, sampling):
             options["logprobs"] = 0  # the sampled token's alone
-            if self._can.flat_logprobs:
-                options["flat_logprobs"] = True
+        if request.prompt_top_k is not None:
+            options["prompt_logprobs"] = request.prompt_top_k
+        if options and self._can.flat_logprobs:
+            options["flat_logprobs"] = True
         return SamplingParams(
             n=sampling.n,  # vLLM gives sample i the seed `seed + i`
-            seed=seed,
+            seed=request.seed,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
@@ -173,16 +180,14 @@ class _VllmBackend:
         finished = []
         for output in self._engine.step():
             assert output.finished, "FINAL_ONLY yields finished requests"
-            assert len(output.outputs) == self._n.pop(output.request_id)
-            samples = sorted(output.outputs, key=lambda sample: sample.index)
-            finished.append(
-                (output.request_id, [_completion(sample, len(output.prompt_token_ids)) for sample in samples])
-            )
+            request = self._running.pop(output.request_id)
+            assert len(output.outputs) == request.sampling.n
+            finished.append((output.request_id, completions(output, request.prompt_top_k)))
         return finished
 
     def cancel(self, keys: list[str]) -> None:
         for key in keys:
-            del self._n[key]
+            del self._running[key]
         self._engine.abort_request(keys)
 
     def connect_exchange(self, session: ExchangeSession) -> None:
@@ -264,37 +269,6 @@ class _VllmBackend:
             return
         self._engine.engine_core.shutdown()
         self._engine = None
-
-
-def _completion(sample: Any, prompt_length: int) -> Completion:
-    """From vLLM's CompletionOutput."""
-    if sample.finish_reason not in ("stop", "length"):
-        raise RuntimeError(f"vLLM ended a request with {sample.finish_reason!r}")
-    tokens = np.asarray(sample.token_ids, np.int32)
-    if sample.logprobs is None:
-        log_probs = np.full(len(tokens), np.nan, np.float32)
-    elif hasattr(sample.logprobs, "start_indices"):  # flat
-        log_probs = np.asarray(sample.logprobs.logprobs, np.float32)
-    else:
-        log_probs = np.asarray(
-            [p[t].logprob for p, t in zip(sample.logprobs, sample.token_ids, strict=True)], np.float32
-        )
-    assert log_probs.shape == tokens.shape, (log_probs.shape, tokens.shape)
-    experts = getattr(sample, "routed_experts", None)
-    if experts is not None:
-        experts = _whole(experts, prompt_length + len(tokens))
-    return Completion(tokens, log_probs, sample.finish_reason, experts)
-
-
-def _whole(experts: np.ndarray, length: int) -> np.ndarray:
-    """vLLM's experts of the tokens that it read [length - 1, layers, topk] -> int16 [length, layers, topk]."""
-    if len(experts) not in (length - 1, length):
-        raise RuntimeError(
-            f"vLLM told the experts of {len(experts)} of a sample's {length} tokens; they cannot be matched"
-        )
-    whole = np.full((length, *experts.shape[1:]), -1, np.int16)
-    whole[: length - 1] = experts[: length - 1]
-    return whole
 
 
 def _is_unused(name: str, config: Any) -> bool:

@@ -15,17 +15,21 @@ from megarl.types import Sampling
 
 _CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take most of the machine's memory
 _CPU_BATCHED_TOKENS = 8192  # prompts are computed whole there, so the longest must fit
+_PROMPT_SCORES_TOKENS = (
+    2048  # of a step that tells prompts' log-probs: 2.5 GB of float32 with 150,000 tokens to choose from
+)
 # Arguments that follow from other settings, and which.
 _OWNED = {
     "model": "model.path",
-    "dtype": "rollout.dtype",
-    "tensor_parallel_size": "rollout.tensor_parallel",
+    "dtype": "{section}.dtype",
+    "tensor_parallel_size": "{section}.tensor_parallel",
     "max_model_len": "data.max_prompt_length and rollout.max_response_length",
     "seed": "train.seed",
     "enable_sleep_mode": "cluster.placement",
     "load_format": None,
     "enable_return_routed_experts": "megatron.routing_replay",
     "logprobs_mode": None,
+    "max_logprobs": "algorithm.distill_top_k",
     "mm_device_do_normalize": None,
     "skip_tokenizer_init": None,
     "worker_extension_cls": None,
@@ -52,18 +56,20 @@ def engine_env(platform_env: Mapping[str, str], threads: int) -> dict[str, str]:
     }
 
 
-def check_engine_args(engine_args: Mapping[str, Any]) -> None:
-    """ValueError for names that vLLM's EngineArgs does not have, or that another setting decides."""
+def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") -> None:
+    """ValueError for names that vLLM's EngineArgs does not have, or that another setting decides. `section`: the
+    recipe's, whose they are."""
     from vllm.engine.arg_utils import EngineArgs
 
     known = [field.name for field in dataclasses.fields(EngineArgs)]
     for name in engine_args:
         if name in _OWNED:
-            instead = f"set {_OWNED[name]} instead" if _OWNED[name] else "megarl sets it"
-            raise ValueError(f"rollout.engine_args.{name} cannot be given: {instead}")
+            owner = _OWNED[name]
+            instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
+            raise ValueError(f"{section}.engine_args.{name} cannot be given: {instead}")
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
-            raise ValueError(f"rollout.engine_args.{name}: vLLM has no such engine argument; did you mean {near!r}?")
+            raise ValueError(f"{section}.engine_args.{name}: vLLM has no such engine argument; did you mean {near!r}?")
 
 
 def log_probs_mode(spec: EngineSpec) -> str:
@@ -94,7 +100,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
 
     Raises ValueError for bad `engine_args` and for sampling that has no exact log-probs.
     """
-    check_engine_args(spec.engine_args)
+    check_engine_args(spec.engine_args, spec.recipe_section)
     arguments: dict[str, Any] = {
         "model": spec.model_path,
         "dtype": spec.dtype,
@@ -111,6 +117,10 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     }
     if spec.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
+    if spec.prompt_top_k is not None:
+        arguments["max_logprobs"] = max(spec.prompt_top_k, 1)
+        if device != "cpu":  # it holds all logits of the prompt tokens of a step, twice, and does not reckon with them
+            arguments["max_num_batched_tokens"] = _PROMPT_SCORES_TOKENS
     config = _model_config(spec.model_path)
     arguments.update(image_args(config, device))
     arguments.update(spec.engine_args)

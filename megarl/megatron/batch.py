@@ -28,12 +28,15 @@ class MicroBatch:
     routing: Routing | None = None  # mixture of experts: to be recorded or replayed; None: routers choose freely
     images: Images | None = None  # None: text alone
     counted: list[bool] | None = None  # of the sequences: whether the loss counts them; None: all of them
+    # int64 [T, K]: tokens in the place of token t whose log-probs the loss reads, too; -1: no token of this model.
+    candidates: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         assert sum(self.lengths) == len(self.tokens), (self.lengths, len(self.tokens))
         assert self.counted is None or len(self.counted) == len(self.lengths), (self.counted, self.lengths)
         for name, vector in self.vectors.items():
             assert len(vector) == len(self.tokens), (name, len(vector), len(self.tokens))
+        assert self.candidates is None or len(self.candidates) == len(self.tokens)
 
     @property
     def counted_tokens(self) -> int:
@@ -57,6 +60,7 @@ class PackedStream:
     tokens: torch.Tensor  # int64 [share]: this rank's part of the stream, sequence after sequence
     positions: torch.Tensor  # int64 [share], or [3, share] for a model that reads images: position in the sequence
     labels: torch.Tensor  # int64 [share]: the token that follows; 0 where none does
+    candidates: torch.Tensor | None  # int64 [share, K]: those in its place; see `MicroBatch`
     sequences: torch.Tensor  # int64 [share]: which sequence; -1 for padding and for sequences that do not count
     lengths: torch.Tensor  # int64 [sequences]: without padding
     cu_seqlens: torch.Tensor  # int32 [sequences + 1]: offsets of the padded sequences in the whole stream
@@ -135,6 +139,11 @@ def pack(
 
     cuts = [_share(padded, cu_seqlens, context_parallel, rank) for rank in range(context_parallel)]
     rows = cuts if packing else [cut.view(len(lengths), -1).T.flatten() for cut in cuts]
+    candidates = None
+    if batch.candidates is not None:
+        everywhere = torch.zeros(size, batch.candidates.shape[1], dtype=torch.int64)
+        everywhere[sources] = batch.candidates.cpu()[targets]
+        candidates = everywhere[rows[context_rank]].to(device)
     sources = _inverse(torch.cat(rows))[sources]
     stream, positions = (x[..., cuts[context_rank]] for x in (stream, positions))
     labels, row_tokens = (x[rows[context_rank]] for x in (labels, row_tokens))
@@ -143,6 +152,7 @@ def pack(
         tokens=stream.to(device),
         positions=positions.to(device),
         labels=labels.to(device),
+        candidates=candidates,
         sequences=_sequences(batch, row_tokens).to(device),
         lengths=lengths.to(device),
         cu_seqlens=cu_seqlens.to(device, torch.int32),

@@ -22,6 +22,9 @@ from megatron.core.tensor_parallel import (
 from megarl.megatron.batch import PackedStream
 from megarl.megatron.vocab import log_probs_and_entropy
 
+IMPOSSIBLE = -1e4
+"""Log-probability of a token that the model does not have: exp of it is 0, and 0 times it is still a number."""
+
 
 class Head(Protocol):
     """From hidden states [rows of this rank, h] to tensors [T] at token index (None: not asked for)."""
@@ -31,7 +34,7 @@ class Head(Protocol):
 
 @dataclass(frozen=True)
 class PolicyHead:
-    """Log-probs, and entropy where asked for.
+    """Log-probs, and where asked for entropy, and the log-probs of a micro batch's `candidates`.
 
     Entry t says how token t was predicted: from the row one place before it. The first token of a sequence is
     predicted by nothing and has 0.
@@ -39,21 +42,37 @@ class PolicyHead:
 
     temperature: float
     with_entropy: bool
+    with_candidates: bool  # where the micro batch has any
     vocab_size: int  # entries past it are padding
     keep_logits: bool  # for the backward pass, instead of computing them again
 
     def __call__(self, model: Any, hidden: torch.Tensor, stream: PackedStream) -> tuple[torch.Tensor | None, ...]:
+        labels = stream.labels[:, None]
+        candidates = stream.candidates if self.with_candidates else None
+        if candidates is not None:
+            labels = torch.cat([labels, candidates], 1)
         log_probs, entropy = log_probs_and_entropy(
             whole_rows(hidden, model.config),
             output_weight(model),
-            stream.labels,
+            labels,
             temperature=self.temperature,
             vocab_size=self.vocab_size,
             with_entropy=self.with_entropy,
             keep_logits=self.keep_logits,
             group=_group_or_none(parallel_state.get_tensor_model_parallel_group()),
         )
-        return at_predicted_tokens(log_probs, stream), None if entropy is None else at_predicted_tokens(entropy, stream)
+        return (
+            at_predicted_tokens(log_probs[:, 0], stream),
+            None if entropy is None else at_predicted_tokens(entropy, stream),
+            None
+            if candidates is None
+            else at_predicted_tokens(_none_is_impossible(log_probs[:, 1:], candidates), stream),
+        )
+
+
+def _none_is_impossible(log_probs: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """`log_probs` [share, K], and `IMPOSSIBLE` for candidates that are none."""
+    return log_probs.where(candidates >= 0, log_probs.new_full((), IMPOSSIBLE))
 
 
 def language_model(chunk: Any) -> Any:
@@ -82,11 +101,11 @@ def whole_rows(hidden: torch.Tensor, config: Any) -> torch.Tensor:
 
 
 def at_predicted_tokens(rows: torch.Tensor, stream: PackedStream) -> torch.Tensor:
-    """Rows of this context-parallel rank [share] -> each at the token that it predicts [T], on every rank."""
+    """Rows of this context-parallel rank [share, ...] -> each at the token that it predicts [T, ...], on every rank."""
     group = _group_or_none(parallel_state.get_context_parallel_group())
     if group is not None:
         rows = _GatherRanks.apply(rows, group)
-    return rows.new_zeros(stream.total).index_put((stream.targets,), rows[stream.sources])
+    return rows.new_zeros(stream.total, *rows.shape[1:]).index_put((stream.targets,), rows[stream.sources])
 
 
 def _group_or_none(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

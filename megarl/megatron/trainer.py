@@ -257,7 +257,7 @@ class PolicyTrainer(Trainer):
         that `keep_reference` kept. On ranks of the last pipeline stage; elsewhere None.
         """
 
-        def keep(_: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+        def keep(_: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None, __: None) -> tuple[Any, Any]:
             return log_probs.new_zeros(()), (log_probs, entropy)
 
         if reference:
@@ -266,7 +266,7 @@ class PolicyTrainer(Trainer):
             for batch in micro_batches:
                 batch.routing = Routing(recording=True)
         with self._reference_weights() if reference else contextlib.nullcontext():
-            results = self._forward(micro_batches, keep, self._head(temperature, with_entropy))
+            results = self._forward(micro_batches, keep, self._head(temperature, with_entropy, with_candidates=False))
         for batch in micro_batches:
             if batch.routing is not None:
                 batch.routing.recording = False
@@ -290,19 +290,25 @@ class PolicyTrainer(Trainer):
         rank that has the highest); None off the last pipeline stage.
         """
 
-        def loss(batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-            return objective(self.loss_inputs(batch, log_probs, entropy))
+        def loss(batch: MicroBatch, *of_tokens: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+            return objective(self.loss_inputs(batch, *of_tokens))
 
-        return self._update(micro_batches, loss, self._head(temperature, with_entropy))
+        return self._update(micro_batches, loss, self._head(temperature, with_entropy, with_candidates=True))
 
     def loss_inputs(
-        self, batch: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None = None
+        self,
+        batch: MicroBatch,
+        log_probs: torch.Tensor | None,
+        entropy: torch.Tensor | None = None,
+        top_log_probs: torch.Tensor | None = None,
     ) -> LossInputs:
         """What a loss sees of `batch`, with its vectors on the device."""
+        assert log_probs is not None
         sequences = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
         return LossInputs(
             log_probs=log_probs,
             entropy=entropy,
+            top_log_probs=top_log_probs,
             sequences=sequences.to(self.platform.device()),
             sequence_count=len(batch.lengths),
             **self._on_device(batch.vectors),
@@ -325,8 +331,10 @@ class PolicyTrainer(Trainer):
         assert self.model.lora is not None, "there are adapters only with lora.rank > 0"
         save_adapter(directory, self.model.lora, self.recipe.model.path)
 
-    def _head(self, temperature: float, with_entropy: bool) -> PolicyHead:
-        return PolicyHead(temperature, with_entropy, self.model.vocab_size, self.recipe.megatron.keep_logits)
+    def _head(self, temperature: float, with_entropy: bool, *, with_candidates: bool) -> PolicyHead:
+        return PolicyHead(
+            temperature, with_entropy, with_candidates, self.model.vocab_size, self.recipe.megatron.keep_logits
+        )
 
     def _weights(self) -> list[torch.Tensor]:
         """Parameters, and routing biases, which are buffers."""

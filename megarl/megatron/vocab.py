@@ -2,7 +2,7 @@
 
 Logits exist for a block of tokens at a time: peak memory grows with the tokens and with the vocabulary, not
 with their product. The backward pass computes each block's logits again (or has kept them, where asked to).
-Ranks exchange four numbers a token.
+Ranks exchange three numbers a token and one for each of its labels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def log_probs_and_entropy(
 
     `hidden` is [t, h], the same on all ranks of `group`; `weight` is [entries of this rank, h]: ranks hold
     consecutive parts of equal size, of which entries from `vocab_size` on are padding and get no probability.
-    `labels` is int64 [t]. Returns float32 [t] and float32 [t] (or None), equal on all ranks of `group`;
+    `labels` is int64 [t, n]: n a row, which may repeat. Returns float32 [t, n] and float32 [t] (or None), equal on all
+    ranks of `group`;
     `group=None`: not cut. The gradient of `hidden` is this rank's part: the caller sums it over `group`.
     `keep_logits` holds all logits for the backward pass instead of computing them again: the same result to
     the last bit, a third less work in the output layer, and t x entries numbers of memory.
@@ -70,14 +71,14 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             parts.append(_statistics(logits, local[rows], here[rows], ctx))
             if keep_logits:
                 ctx.kept.append(logits)
-        own_maximum, *sums = (torch.cat(part) for part in zip(*parts, strict=True))
-        maximum, (total, weighted, chosen) = _over_ranks(own_maximum, torch.stack(sums), group)
+        own_maximum, sums = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+        maximum, (total, weighted, *chosen) = _over_ranks(own_maximum, sums, group)
         log_total = maximum + total.log()
         entropy = log_total - weighted / total if with_entropy else torch.zeros_like(log_total)
         ctx.save_for_backward(hidden, weight, local, here, log_total, entropy)
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
-        return chosen - log_total, entropy
+        return torch.stack(chosen, 1) - log_total[:, None], entropy
 
     @staticmethod
     def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
@@ -90,14 +91,15 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         for number, rows in enumerate(_blocks(hidden, len(weight))):
             logits = ctx.kept[number] if ctx.kept else hidden[rows] @ weight.T
             log_p = _scaled(logits, ctx) - log_total[rows, None]
-            grad_rows = grad_log_probs[rows] / ctx.temperature
+            of_labels = grad_log_probs[rows] / ctx.temperature
+            grad_rows = of_labels.sum(1, keepdim=True)
             # d log p_y / dz_j = [j = y] - p_j        d H / dz_j = -p_j (log p_j + H)
             if ctx.with_entropy:
                 along = (log_p + entropy[rows, None]).mul_(-grad_entropy[rows, None] / ctx.temperature)
-                grad = along.sub_(grad_rows[:, None]).mul_(log_p.exp_())
+                grad = along.sub_(grad_rows).mul_(log_p.exp_())
             else:
-                grad = log_p.exp_().mul_(-grad_rows[:, None])
-            grad.scatter_add_(1, local[rows, None], (grad_rows * here[rows])[:, None])
+                grad = log_p.exp_().mul_(-grad_rows)
+            grad.scatter_add_(1, local[rows], of_labels * here[rows])
             grad = grad.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
@@ -125,20 +127,21 @@ def _scaled(logits: torch.Tensor, ctx: Any) -> torch.Tensor:
 
 
 def _statistics(logits: torch.Tensor, local: torch.Tensor, here: torch.Tensor, ctx: Any) -> tuple[torch.Tensor, ...]:
-    """This rank's max z, sum exp(z - max), sum z exp(z - max), and z of the label (0 elsewhere); each [rows]."""
+    """This rank's max z [rows]; and sum exp(z - max), sum z exp(z - max), z of the n labels (0 where they are not here),
+    [2 + n, rows]."""
     z = _scaled(logits, ctx)
     maximum = z.amax(1)
-    chosen = z.gather(1, local[:, None]).squeeze(1) * here
+    chosen = z.gather(1, local) * here
     weights = (z - maximum[:, None]).exp_()
     total = weights.sum(1)
     weighted = weights.mul_(z).sum(1) if ctx.with_entropy else torch.zeros_like(total)
-    return maximum, total, weighted, chosen
+    return maximum, torch.cat([total[None], weighted[None], chosen.T])
 
 
 def _over_ranks(
     own_maximum: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum [t] and sums [3, t] of `_statistics` over all ranks' entries."""
+    """Maximum [t] and sums [2 + n, t] of `_statistics` over all ranks' entries."""
     if group is None:
         return own_maximum, sums
     maximum = own_maximum.clone()

@@ -1,0 +1,68 @@
+"""Losses that compare the policy's distribution with a teacher's, over the tokens that the teacher finds likeliest."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.losses import Metrics, policy_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.config.algorithm import AlgorithmConfig
+
+_LEAST_REST = (
+    1e-6  # probability of all other tokens together: float32 sums of probabilities are no more exact than that
+)
+
+
+@policy_loss(
+    "gkd",
+    needs_old_log_probs=False,
+    settings=("distill_top_k", "distill_beta"),
+    needs_advantages=False,
+    needs_reference=True,
+    needs_top=True,
+)
+def gkd(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """On-policy generalised knowledge distillation (GKD, arXiv 2306.13649): the divergence of the policy from the teacher
+    at each token that the policy sampled, with `distill_beta` b
+
+    b = 0: KL(teacher || policy)    b = 1: KL(policy || teacher)
+    else: b KL(teacher || m) + (1 - b) KL(policy || m), m = b teacher + (1 - b) policy
+
+    over `distill_top_k` + 1 outcomes: the teacher's likeliest tokens, and "any other token". So it is a divergence of
+    distributions, 0 where these agree and nowhere below, whatever the teacher does not tell.
+    """
+    teacher, policy = inputs.reference_top_log_probs, inputs.top_log_probs
+    assert teacher is not None and policy is not None
+    loss = divergence(with_rest(teacher), with_rest(policy), settings.distill_beta)
+    return loss, {
+        "actor/distill_mass": policy.detach().exp().sum(1),
+        "actor/distill_teacher_mass": teacher.exp().sum(1),
+    }
+
+
+def with_rest(log_probs: Tensor) -> Tensor:
+    """Log-probs of some outcomes [T, K] -> those and that of all others together [T, K + 1]."""
+    import torch
+
+    rest = (1.0 - log_probs.exp().sum(1, keepdim=True)).clamp(min=_LEAST_REST)
+    return torch.cat([log_probs, rest.log()], 1)
+
+
+def divergence(teacher: Tensor, policy: Tensor, beta: float) -> Tensor:
+    """The divergence of two distributions of n outcomes, given as log-probs [T, n] -> [T]; see `gkd`."""
+    if beta == 0.0:
+        return kl_divergence(teacher, policy)
+    if beta == 1.0:
+        return kl_divergence(policy, teacher)
+    middle = (teacher + math.log(beta)).logaddexp(policy + math.log1p(-beta))
+    return beta * kl_divergence(teacher, middle) + (1.0 - beta) * kl_divergence(policy, middle)
+
+
+def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
+    """KL(p || q) of distributions given as log-probs [T, n] -> [T]."""
+    return (p.exp() * (p - q)).sum(1)

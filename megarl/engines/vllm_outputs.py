@@ -1,0 +1,76 @@
+"""From what vLLM returns to megarl's own types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megarl.types import Completion, TokenScores
+
+
+def completions(output: Any, prompt_top_k: int | None) -> list[Completion]:
+    """From vLLM's RequestOutput, finished: its samples in the order of their seeds. `prompt_top_k`: the request's."""
+    prompt = None
+    if prompt_top_k is not None:
+        prompt = _prompt_scores(output.prompt_logprobs, output.prompt_token_ids, prompt_top_k)
+    samples = sorted(output.outputs, key=lambda sample: sample.index)
+    return [_completion(sample, len(output.prompt_token_ids), prompt) for sample in samples]
+
+
+def _completion(sample: Any, prompt_length: int, prompt: TokenScores | None) -> Completion:
+    """From vLLM's CompletionOutput."""
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a request with {sample.finish_reason!r}")
+    tokens = np.asarray(sample.token_ids, np.int32)
+    if sample.logprobs is None:
+        log_probs = np.full(len(tokens), np.nan, np.float32)
+    elif hasattr(sample.logprobs, "start_indices"):  # flat
+        log_probs = np.asarray(sample.logprobs.logprobs, np.float32)
+    else:
+        log_probs = np.asarray(
+            [p[t].logprob for p, t in zip(sample.logprobs, sample.token_ids, strict=True)], np.float32
+        )
+    assert log_probs.shape == tokens.shape, (log_probs.shape, tokens.shape)
+    experts = getattr(sample, "routed_experts", None)
+    if experts is not None:
+        experts = _whole(experts, prompt_length + len(tokens))
+    return Completion(tokens, log_probs, sample.finish_reason, experts, prompt)
+
+
+def _whole(experts: np.ndarray, length: int) -> np.ndarray:
+    """vLLM's experts of the tokens that it read [length - 1, layers, topk] -> int16 [length, layers, topk]."""
+    if len(experts) not in (length - 1, length):
+        raise RuntimeError(
+            f"vLLM told the experts of {len(experts)} of a sample's {length} tokens; they cannot be matched"
+        )
+    whole = np.full((length, *experts.shape[1:]), -1, np.int16)
+    whole[: length - 1] = experts[: length - 1]
+    return whole
+
+
+def _prompt_scores(logprobs: Any, tokens: list[int], top_k: int) -> TokenScores:
+    """vLLM's log-probs of a prompt, in a place the token's own and then its `top_k` likeliest, flat or as dicts.
+
+    The first place has none. In a dict a token that is among the likeliest stands once.
+    """
+    length = len(tokens)
+    scores = TokenScores(
+        np.zeros(length, np.float32), np.zeros((length, top_k), np.int32), np.zeros((length, top_k), np.float32)
+    )
+    if len(logprobs) != length:
+        raise RuntimeError(f"vLLM told log-probs of {len(logprobs)} of a prompt's {length} tokens")
+    if hasattr(logprobs, "start_indices"):  # flat
+        shape = (length - 1, top_k + 1)
+        ids = np.asarray(logprobs.token_ids, np.int32).reshape(shape)
+        values = np.asarray(logprobs.logprobs, np.float32).reshape(shape)
+        assert ids[:, 0].tolist() == list(tokens[1:]), "a place begins with its own token"
+        scores.log_probs[1:], scores.top_tokens[1:], scores.top_log_probs[1:] = values[:, 0], ids[:, 1:], values[:, 1:]
+        return scores
+    for place in range(1, length):
+        told = logprobs[place]
+        likeliest = sorted(told, key=lambda token: told[token].rank)[:top_k]
+        scores.log_probs[place] = told[tokens[place]].logprob
+        scores.top_tokens[place] = likeliest
+        scores.top_log_probs[place] = [told[token].logprob for token in likeliest]
+    return scores

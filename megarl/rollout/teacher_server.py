@@ -1,0 +1,72 @@
+"""A teacher's process: one engine that reads what the policy has sampled, and says what it thinks of each token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from megarl import engines
+from megarl.engines.base import EngineSpec
+from megarl.types import Completion, GenerationRequest, Group, Prompt, SampleTokens, Sampling, TokenScores
+
+T = TypeVar("T")
+
+
+class TeacherServer:
+    """Runs inside a service process (see cluster/). `read` comes first, then each of its groups is collected."""
+
+    def __init__(self, engine: str, spec: EngineSpec):
+        assert spec.prompt_top_k is not None
+        self.engine = engines.create(engine, spec)
+        self.top_k = spec.prompt_top_k
+        self.calls = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-call")
+        self._read: dict[int, list[SampleTokens]] = {}
+
+    async def start(self) -> dict[str, Any]:
+        """Load the engine; returns its description."""
+        return await self._in_thread(self.engine.start)
+
+    async def read(self, groups: list[Group]) -> None:
+        """Score every token of every sample of `groups`. All samples enter the engine at once and in their order, so
+        that equal calls make equal batches."""
+        await self._in_thread(self._read_all, groups)
+
+    async def collect(self, number: int) -> tuple[None, list[SampleTokens]]:
+        """The samples of a group that was read, with the teacher's scores beside their other vectors."""
+        return None, self._read.pop(number)
+
+    async def shutdown(self) -> None:
+        await self._in_thread(self.engine.shutdown)
+        self.calls.shutdown(wait=False)
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.calls, function, *args)
+
+    def _read_all(self, groups: list[Group]) -> None:
+        vectors = [group.samples[0].data.get() for group in groups]
+        requests = [
+            _reading(number, sample, self.top_k)
+            for number, sample in enumerate(sample for samples in vectors for sample in samples)
+        ]
+        scores: dict[int, TokenScores] = {}
+
+        def finished(number: int, completions: list[Completion]) -> None:
+            told = completions[0].prompt
+            assert told is not None, "it was asked for"
+            scores[number] = told
+
+        self.engine.generate(requests, finished)
+        in_order = iter(range(len(requests)))
+        for group, samples in zip(groups, vectors, strict=True):
+            self._read[group.number] = [replace(sample, teacher=scores[next(in_order)]) for sample in samples]
+
+
+def _reading(number: int, sample: SampleTokens, top_k: int) -> GenerationRequest:
+    """A request whose prompt is the whole sample. An engine always samples: one token, for nothing."""
+    prompt = Prompt(f"sample {number}", tuple(sample.tokens.tolist()), "", "")
+    return GenerationRequest(
+        number, prompt, Sampling(n=1, max_tokens=1, temperature=0.0), seed=0, images=sample.images, prompt_top_k=top_k
+    )
