@@ -88,6 +88,31 @@ def test_a_critic_beyond_the_trainers_devices_is_refused():
         place([("a", 5)], Demand(1, 1, critics=4), "NPU")
 
 
+@pytest.mark.parametrize(
+    ("free", "demand", "teachers"),
+    [
+        ([8], Demand(4, 2, shared=True, teachers=2, teacher_tensor_parallel=2), [[(0, 4), (0, 5)], [(0, 6), (0, 7)]]),
+        ([8, 4], Demand(8, 2, shared=True, teachers=1, teacher_tensor_parallel=4), [[(1, 0), (1, 1), (1, 2), (1, 3)]]),
+        # What trainers take first would leave no machine with four; so the teacher comes first.
+        ([4, 4], Demand(3, 1, teachers=1, teacher_tensor_parallel=4), [[(1, 0), (1, 1), (1, 2), (1, 3)]]),
+        ([4], Demand(1, 1, critics=1, teachers=1), [[(0, 3)]]),
+    ],
+)
+def test_a_teachers_engines_have_devices_of_their_own(free, demand, teachers):
+    plan = place([(f"10.0.0.{i}", count) for i, count in enumerate(free)], demand, "NPU")
+    assert plan.teachers == teachers
+    others = {*plan.trainers, *plan.critics, *(slot for engine in plan.engines for slot in engine)}
+    own = [slot for engine in plan.teachers for slot in engine]
+    assert not others & set(own) and len(others) + len(own) == demand.devices
+    assert plan.per_machine(len(free)) == [sum(m == i for m, _ in {*others, *own}) for i in range(len(free))]
+
+
+def test_devices_that_a_teacher_lacks_are_named():
+    says = r"teacher\.engines x teacher\.tensor_parallel = 1 x 2 .* need 6 of NPU.*: 5 on a"
+    with pytest.raises(ValueError, match=says):
+        place([("a", 5)], Demand(4, 1, shared=True, teachers=1, teacher_tensor_parallel=2), "NPU")
+
+
 def test_processes_without_devices_always_find_a_place():
     beside = place_on_cpus([1, 1], Demand(2, 1, shared=True, critics=3))
     assert [machine for machine, _ in beside.critics] == [0, 1, 0]
@@ -97,6 +122,7 @@ def test_processes_without_devices_always_find_a_place():
     assert place_on_cpus([0], Demand(1, 1, 4)).engines == [[(0, number) for number in range(1, 5)]]
     shared = place_on_cpus([1, 1], Demand(2, 5, 1, shared=True))
     assert [engine[0][0] for engine in shared.engines] == [0, 1, 0, 1, 0]  # beside the trainers
+    assert len(place_on_cpus([2], Demand(2, 1, shared=True, teachers=3)).teachers) == 3
 
 
 def npus():

@@ -45,7 +45,7 @@ def process():
 
 @pytest.fixture(scope="module")
 def info(process, path):
-    info = process.start(spec(path))
+    info = process.start(spec(path, prompt_top_k=5))
     yield info
     process.shutdown()
 
@@ -95,6 +95,31 @@ def test_greedy_for_evaluation(engine, path):
         assert expected.argmax(-1).tolist() == sample.tokens.tolist()
     _, warmer = engine.generate(make_requests(1, temperature=0.7))
     assert all(np.isnan(s.log_probs).all() for s in warmer[0])  # vLLM's are those of temperature 1
+
+
+def test_what_a_model_says_of_given_tokens(engine, path):
+    """A teacher's reading: each token's log-prob, and those of the likeliest, are the checkpoint's softmax."""
+    tokens = tuple(np.random.default_rng(0).integers(1, VOCABULARY, 30).tolist())
+    asked = [
+        GenerationRequest(number, Prompt("p", tokens[: 30 - number], "", "x"), Sampling(1, 1, 0.0), 0, prompt_top_k=k)
+        for number, k in enumerate((0, 5))
+    ]
+    _, told = engine.generate(asked)
+    logits = load_model(path)(torch.tensor([tokens])).logits[0].float()
+    expected = logits.log_softmax(-1)[:-1].detach()
+    for request in asked:
+        length, k = len(request.prompt.tokens), request.prompt_top_k
+        scores, places = told[request.group][0].prompt, expected[: len(request.prompt.tokens) - 1]
+        assert scores.log_probs[0] == 0 and not scores.top_log_probs[0].any()
+        own = places.gather(1, torch.tensor(tokens[1:length])[:, None])[:, 0]
+        np.testing.assert_allclose(scores.log_probs[1:], own, atol=1e-4)
+        best = places.topk(k)
+        np.testing.assert_allclose(scores.top_log_probs[1:], best.values, atol=1e-4)
+        assert scores.top_tokens.shape == (length, k)
+        named = places.gather(1, torch.from_numpy(scores.top_tokens[1:]).long())
+        np.testing.assert_allclose(named, scores.top_log_probs[1:], atol=1e-4)
+    with pytest.raises(ValueError, match="the 6 likeliest tokens in each place; the engine was started for 5"):
+        engine.generate([dataclasses.replace(asked[0], prompt_top_k=6)])
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,9 @@ def test_reinforce_and_sft_by_hand() -> None:
 
 
 def test_what_needs_a_pass_before_the_update() -> None:
-    assert {name for name in LOSSES.names() if not LOSSES[name].needs_old_log_probs} == {"reinforce", "sft", "dpo"}
+    assert {name for name in LOSSES.names() if not LOSSES[name].needs_old_log_probs} == {
+        "reinforce", "sft", "dpo", "gkd",
+    }  # fmt: skip
 
 
 # Slow references: one token, or one sequence, at a time. `p` are the log-probs that are differentiated, `fixed` the same

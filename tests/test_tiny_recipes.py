@@ -27,6 +27,8 @@ SIGNS = {
     "rloo": ["actor/reward_kl_penalty"],
     "reinforce_plus_plus": ["actor/reward_kl_penalty", "critic/advantages/mean"],
     "ppo_kl_in_reward": ["actor/reward_kl_penalty", "critic/vf_loss", "actor/kl_weight"],
+    "gkd": ["actor/distill_mass", "timing_s/teacher"],
+    "on_policy_distillation": ["actor/reward_kl_penalty", "critic/advantages/mean", "timing_s/teacher"],
     "dpo": ["actor/dpo_accuracy", "actor/dpo_margin"],
 }
 
@@ -45,6 +47,8 @@ def check(lines: list[dict[str, float]], name: str, source: str = "rollout") -> 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_two_steps(recipe: Path, quickstart_data: Path, tmp_path: Path) -> None:
     given = settings(quickstart_data, tmp_path, "tiny", *SMALL)
+    if recipe.stem in ("gkd", "on_policy_distillation"):
+        given.append(f"teacher.path={quickstart_data}/model")
     if recipe.stem == "remax":
         given = [one for one in given if not one.startswith("rollout.samples_per_prompt")]
     done = run("train", f"recipes/tiny/{recipe.name}", *given)
