@@ -1,4 +1,7 @@
-"""Every algorithm's recipe on the real stack, two steps of it: what it asks of trainers, engines and critic is there."""
+"""Every algorithm's recipe on the real stack: what it asks of trainers, engines, critic and teacher is there, and it learns.
+
+The task is one that a random model can begin with: to write letters. What the recipes learn on the quickstart's word
+problems stands in docs/algorithms.md (benchmarks/learning.py)."""
 
 from __future__ import annotations
 
@@ -11,13 +14,24 @@ import pytest
 from tests.stack import ROOT, metrics, run
 from tests.test_train_stack import settings
 
-pytestmark = [pytest.mark.stack, pytest.mark.slow]
+pytestmark = pytest.mark.stack
 
-RECIPES = sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
+STEPS = 6
+IN_CI = ("grpo", "dapo", "ppo")
+RECIPES = [
+    pytest.param(path, id=path.stem, marks=[] if path.stem in IN_CI else [pytest.mark.slow])
+    for path in sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
+]
 SMALL = [
     "train.steps=2", "evaluation.at_start=false", "evaluation.at_end=false", "evaluation.greedy=false", "train.save_every=0",
     "train.save_at_end=false", "cluster.trainers=1", "megatron.expert_parallel=1",
 ]  # fmt: skip
+LEARNING = [
+    "data.prompts_per_step=8",
+    "rollout.samples_per_prompt=8",
+    "rollout.engine_args.max_num_seqs=64",
+    "actor.optimizer.lr=1e-2", "actor.optimizer.warmup_steps=0",
+]
 # What shows that the algorithm did what it is for, in every step.
 SIGNS = {
     "clip_cov": ["actor/cov_selected"],
@@ -44,21 +58,29 @@ def check(lines: list[dict[str, float]], name: str, source: str = "rollout") -> 
             assert line["rollout/logprob_gap_max"] < 1e-3
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_two_steps(recipe: Path, quickstart_data: Path, tmp_path: Path) -> None:
-    given = settings(quickstart_data, tmp_path, "tiny", *SMALL)
-    if recipe.stem in ("gkd", "on_policy_distillation"):
+# Beyond what `settings` says.
+OWN = {
+    "remax": ["algorithm.kl_coef=0.001"],
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_learns_to_write_letters(recipe: Path, quickstart_data: Path, tmp_path: Path) -> None:
+    name = recipe.stem
+    given = settings(quickstart_data, tmp_path, "tiny", *SMALL, f"train.steps={STEPS}", *LEARNING, *OWN.get(name, []))
+    if name in ("gkd", "on_policy_distillation"):
         given.append(f"teacher.path={quickstart_data}/model")
-    if recipe.stem == "remax":
-        given = [one for one in given if not one.startswith("rollout.samples_per_prompt")]
     done = run("train", f"recipes/tiny/{recipe.name}", *given)
     assert done.returncode == 0, done.stderr + done.stdout
     lines = metrics(tmp_path / "tiny")
-    assert [line["step"] for line in lines] == [1, 2]
-    check(lines, recipe.stem)
-    assert any(line["actor/grad_norm"] > 0 for line in lines)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    check(lines, name)
+    rewards = [line["rollout/rewards/mean"] for line in lines]
+    print(name, [round(reward, 2) for reward in rewards])
+    assert sum(rewards[-3:]) / 3 > rewards[0] + 0.1, rewards
 
 
+@pytest.mark.slow
 def test_ppo_with_the_kl_in_the_reward(quickstart_data: Path, tmp_path: Path) -> None:
     """The critic is told each token's KL by the actor's processes; a resume goes on with the adapted weight."""
     kl = ["algorithm.kl_coef=0.2", "algorithm.kl_in_reward=true", "algorithm.kl_target=0.01", "algorithm.kl_horizon=64"]
@@ -87,6 +109,7 @@ def test_ppo_with_the_kl_in_the_reward(quickstart_data: Path, tmp_path: Path) ->
     assert line["actor/kl_weight"] == lines[2]["actor/kl_weight"] and line["actor/loss"] == lines[2]["actor/loss"]
 
 
+@pytest.mark.slow
 def test_dpo(quickstart_data: Path, tmp_path: Path) -> None:
     """It learns which answers are chosen: those of letters over those of digits."""
     rows = [{"prompt": f"{n}+{n}?", "chosen": "a b c d", "rejected": f"{n} 7 7 7 7 7"} for n in range(16)]
