@@ -48,7 +48,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "correction": CorrectionConfig(weights="token", truncate=1.1, normalize=True, mask="token", mask_low=0.8)
     },
     "reinforce_plus_plus": {"advantage": "reinforce_plus_plus", "gamma": 0.99, "kl_in_reward": True},
-    "gkd": {"loss": "gkd", "reference": "teacher", "distill_top_k": TOP_K, "distill_beta": 0.3},
+    "gkd": {"loss": "gkd", "reference": "teacher", "distill_top_k": TOP_K},
 }
 """What looks beyond a token: at its sequence, at the mini batch, or at the batch."""
 OTHERS = tuple(ALGORITHMS)[1:]
@@ -236,10 +236,11 @@ def difference(case: Case, results: Path) -> Difference:
 
 
 def load(case: Case, results: Path) -> dict[str, Any]:
-    """`metrics` of the step, the train/rollout gap included, and `gradient` by Hugging Face name."""
+    """`metrics` of the step, the train/rollout gap included, `gradient` by Hugging Face name, and `penalties`: the KL in the
+    reward, by number of the sample."""
     result = torch.load(results / case.file, weights_only=True)
     gaps = [Mismatch(**torch.load(file, weights_only=True)) for file in sorted(results.glob(f"{case.file}.gap.*"))]
-    return {"metrics": {**result["metrics"], **total_mismatch(gaps).metrics()}, "gradient": result["gradient"]}
+    return {**result, "metrics": {**result["metrics"], **total_mismatch(gaps).metrics()}}
 
 
 def _relative(value: float, expected: float) -> float:
@@ -262,6 +263,7 @@ def other_algorithms() -> list[Layout]:
         Layout("qwen3", 2, {}, splits),
         Layout("qwen3", 2, {"context_parallel": 2}, splits),
         Layout("qwen3", 2, {"pipeline_parallel": 2}, alone),
+        Layout("qwen3", 2, {"tensor_parallel": 2}, (Split(algorithm="gkd"),)),  # reads all of a cut vocabulary
     ]
 
 

@@ -50,8 +50,10 @@ def compute(worker: ActorWorker, case: Case, before: dict[str, torch.Tensor], ou
     settings = recipe.algorithm
     for micro_batch in worker.batches[0]:
         shift(micro_batch, old=not settings.correction.normalize)
+    penalties: dict[int, float] = {}
     if ADVANTAGES[settings.advantage].of_tokens:
-        worker.penalise_kl()
+        for part in of_reporters(worker.penalise_kl()):
+            penalties |= part
         moments = sum(of_reporters(worker.estimate_advantages(settings.kl_coef)), Moments())
         worker.whiten_advantages(Whitening.by(moments))
     scales = correction_scales(of_reporters(worker.correction_totals())) if settings.correction.normalize else None
@@ -65,6 +67,7 @@ def compute(worker: ActorWorker, case: Case, before: dict[str, torch.Tensor], ou
         torch.save(
             {
                 "metrics": {name: value for name, value in reported.items() if not name.startswith("perf/")},
+                "penalties": penalties,
                 "gradient": {name: (weight.double() - before[name].double()) / -STEP for name, weight in after.items()},
             },
             output / case.file,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -49,6 +50,18 @@ def test_a_split_changes_nothing(results: Path, case: Case) -> None:
 @pytest.mark.parametrize("case", splits_of(full()), ids=lambda case: case.name)
 def test_no_split_changes_anything(all_results: Path, case: Case) -> None:
     check(case, all_results)
+
+
+def test_the_kl_in_the_reward_is_also_that_of_a_sample_that_the_loss_leaves_out(results: Path) -> None:
+    """Its siblings are compared with what it earned. The worker's reference policy is log p + 0.6 step on every token, so
+    a token's k3 is exp(0.6 step) - 0.6 step - 1."""
+    got = load_case(Case(Layout("qwen3"), Split(WHOLE, algorithm="reinforce_plus_plus")), results)["penalties"]
+    samples = [sample for group in batch() for sample in group.samples]
+    assert sorted(got) == list(range(len(samples))) and any(sample.truncated for sample in samples)
+    for number, sample in enumerate(samples):
+        vectors = sample.data.get()[sample.index]
+        change = 0.6 * ((vectors.tokens * 37 % 101) / 101 - 0.5)[vectors.loss_mask]
+        assert got[number] == pytest.approx((np.exp(change) - change - 1).sum(), rel=1e-5)
 
 
 def test_router_losses_are_what_they_say_they_are(results: Path) -> None:

@@ -30,7 +30,8 @@ LEARNING = [
     "data.prompts_per_step=8",
     "rollout.samples_per_prompt=8",
     "rollout.engine_args.max_num_seqs=64",
-    "actor.optimizer.lr=1e-2", "actor.optimizer.warmup_steps=0",
+    "actor.optimizer.lr=1e-2",
+    "actor.optimizer.warmup_steps=0",
 ]
 # What shows that the algorithm did what it is for, in every step.
 SIGNS = {
