@@ -12,6 +12,7 @@ from megarl.algorithms.correction import Mismatch, weight_totals
 from megarl.algorithms.covariance import TokenSums, threshold
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.objective import (
+    held_out_metrics,
     kl_to_reference,
     needs_teacher,
     objective,
@@ -119,6 +120,21 @@ class ActorWorker(Worker):
         results = self.trainer.log_probs(flat, temperature=self.temperature, reference=True)
         for batch, (log_probs, _) in zip(flat, results or [], strict=results is not None):
             batch.vectors["reference_log_probs"] = log_probs
+
+    def compute_held_out_metrics(self) -> Metrics | None:
+        """What this shard adds to the metrics of all held-out rows, on reporting ranks. Nothing is learned, and nothing
+        of the shard stays here."""
+        flat = [batch for mini_batch in self.batches for batch in mini_batch]
+        results = self.trainer.log_probs(flat, temperature=self.temperature)
+        self.batches = []
+        if results is None or not self.trainer.coordinates.reports:
+            return None
+        sums: Metrics = {}
+        for batch, (log_probs, _) in zip(flat, results, strict=True):
+            inputs = self.trainer.loss_inputs(batch, log_probs)
+            for name, value in held_out_metrics(inputs, self.recipe.algorithm).items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return sums
 
     def penalise_kl(self) -> dict[int, float] | None:
         """Estimate each token's KL to the reference policy, before the step's updates, for `algorithm.kl_in_reward`.

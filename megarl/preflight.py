@@ -42,7 +42,8 @@ class Prepared:
     tokenizer: Tokenizer
     prompts: PromptDataset | None
     examples: SFTDataset | PreferenceDataset | None
-    evaluation: PromptDataset | None
+    evaluation: PromptDataset | None  # held-out problems of RL
+    held_out: SFTDataset | PreferenceDataset | None  # held-out rows of SFT and DPO
     notices: list[str]
     flops: ModelFlops | None = None  # None: not trained
     critic_flops: ModelFlops | None = None  # of the critic's model; None: no critic
@@ -94,6 +95,13 @@ def check_device(recipe: Recipe, device: str) -> None:
 
 def prepare_evaluation(recipe: Recipe) -> Prepared:
     """Check and read everything that `eval` needs."""
+    if recipe.train.source != "rollout":
+        raise RecipeError(
+            "train.source",
+            "`megarl eval` samples answers and scores them; of these rows only the loss is known",
+            "set evaluation.at_start or at_end, and the run itself computes it; or give an RL recipe",
+            value=recipe.train.source,
+        )
     if not recipe.data.eval_files:
         raise RecipeError(
             "data.eval_files", "there is nothing to evaluate on", "name .parquet or .jsonl files", value=[]
@@ -218,16 +226,20 @@ def _check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
 
 def _read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool) -> Prepared:
     data = recipe.data
-    prepared = Prepared(tokenizer, None, None, None, [])
-    if training and recipe.train.source != "rollout":
+    prepared = Prepared(tokenizer, None, None, None, None, [])
+    if recipe.train.source != "rollout":
         longest = data.max_prompt_length + recipe.rollout.max_response_length
         kind = PreferenceDataset if recipe.train.source == "preferences" else SFTDataset
         prepared.examples = kind(data.train_files, tokenizer, data, longest)
         _note_filtered(prepared, "training examples", prepared.examples)
-    elif training:
+        if data.eval_files:
+            prepared.held_out = kind(data.eval_files, tokenizer, data, longest)
+            _note_filtered(prepared, "evaluation examples", prepared.held_out)
+        return prepared
+    if training:
         prepared.prompts = PromptDataset(data.train_files, tokenizer, data)
         _note_filtered(prepared, "training prompts", prepared.prompts)
-    if data.eval_files and recipe.train.source == "rollout":
+    if data.eval_files:
         prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data)
         _note_filtered(prepared, "evaluation prompts", prepared.evaluation)
     return prepared

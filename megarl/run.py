@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from megarl.rollout.calls import wait_for_all
 from megarl.rollout.data_source import DataSource
 from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
+from megarl.rollout.held_out import HeldOut
 from megarl.rollout.source import Source
 from megarl.saver import Saver
 from megarl.teacher import Teacher
@@ -227,26 +228,39 @@ def _assemble(
     engines = engines or wait_for_engines(services, starting, doing="load", limit=patience)
     wait_for_engines(readers, readers_starting, doing="load", limit=patience)
     placement = _placement(recipe, actor, critic_tenant, services, engines, asleep=take_turns)
-    evaluation = prepared.evaluation
-
-    def evaluate_now() -> EvaluationResult:
-        assert evaluation is not None
-        return evaluate(recipe, evaluation, services, prepared.tokenizer.stop_ids, cluster.check)
-
+    layout = _layout(recipe, prepared.flops, trainers.call("describe"))
     return Controller(
         recipe=recipe,
         trainers=trainers,
         critic=critic,
         teacher=Teacher(readers, recipe.teacher.timeout) if readers else None,
-        layout=_layout(recipe, prepared.flops, trainers.call("describe")),
+        layout=layout,
         source=_source(recipe, prepared, services, cluster),
         placement=placement,
         log=log,
         tokenizer=prepared.tokenizer,
-        evaluate=evaluate_now if evaluation is not None else None,
+        evaluate=_evaluation(recipe, prepared, services, trainers, layout, cluster),
         saver=_saver(recipe, run_dir, trainers, critic, placement, cluster),
         identity=place.identity,
     )
+
+
+def _evaluation(
+    recipe: Recipe,
+    prepared: Prepared,
+    services: Sequence[Service],
+    trainers: WorkerGroup,
+    layout: Layout,
+    cluster: Cluster,
+) -> Callable[[], EvaluationResult] | None:
+    """What evaluates the policy of now: engines on held-out problems, or trainers on held-out rows. None: neither."""
+    problems, rows = prepared.evaluation, prepared.held_out
+    if rows is not None:
+        place = layout.data_parallel_rank, layout.data_parallel, layout.micro_batches_multiple_of
+        return HeldOut(recipe, rows, trainers, *place, layout.model_flops).evaluate
+    if problems is None:
+        return None
+    return lambda: evaluate(recipe, problems, services, prepared.tokenizer.stop_ids, cluster.check)
 
 
 def _saver(

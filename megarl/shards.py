@@ -49,28 +49,19 @@ def plan_step(
     outcomes = Outcomes(rewards, group_numbers(groups), loss_tokens, _greedy_rewards(groups))
     of_samples = None if recipe.algorithm.kl_in_reward else ADVANTAGES[recipe.algorithm.advantage].function
     advantages = of_samples(outcomes, recipe.algorithm) if of_samples else np.zeros(len(samples))
-    lengths = np.array([sample.length for sample in samples])
-    costs = model_flops.of(lengths) if model_flops else lengths.astype(np.float64)
+    lengths, costs = _lengths_and_costs(samples, model_flops)
     packing = _Packing()
     firsts = np.cumsum([0] + [len(group.samples) for group in groups])
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
-    whole_groups = LOSSES[recipe.algorithm.loss].whole_groups
     for run in split_evenly(len(groups), recipe.actor.mini_batches):
         members = range(firsts[run.start], firsts[run.stop])
-        sizes = [len(group.samples) for group in groups[run.start : run.stop]] if whole_groups else [1] * len(members)
+        sizes = _bundles(groups[run.start : run.stop], recipe)
         tokens = loss_tokens[members.start : members.stop]
         weights = AGGREGATIONS[recipe.algorithm.aggregation](tokens, recipe.rollout.max_response_length)
         own_lengths, own_costs = lengths[members], costs[members]
         plan = _plan(own_lengths, own_costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
         packing.add(plan, own_lengths, own_costs, _limit(recipe))
-        for shard, micro_batches in zip(shards, plan, strict=True):
-            shard.loss_tokens.append(int(tokens.sum()))
-            shard.mini_batches.append(
-                [
-                    [_place(shard, slot, samples, advantages, members, tokens, weights) for slot in micro_batch]
-                    for micro_batch in micro_batches
-                ]
-            )
+        _add_mini_batch(shards, plan, int(tokens.sum()), samples, advantages, members, tokens, weights)
     metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
         metrics.update(_reward_metrics(samples))
@@ -82,6 +73,50 @@ def plan_step(
         return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
     return StepPlan(shards, metrics, outcomes, float(costs.sum()), float(update.sum()))
+
+
+def held_out_weights(loss_tokens: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """What each token of a held-out sample weighs in eval/loss: loss_tokens [B] of all of them -> weights [B].
+
+    It is a mean over tokens, or over groups where the loss compares siblings, whatever `algorithm.aggregation` says.
+    """
+    name = "seq_mean_token_mean" if LOSSES[recipe.algorithm.loss].whole_groups else "token_mean"
+    return AGGREGATIONS[name](loss_tokens, recipe.rollout.max_response_length)
+
+
+def plan_held_out(
+    groups: Sequence[Group],
+    weights: np.ndarray,
+    loss_tokens: int,
+    recipe: Recipe,
+    data_parallel: int,
+    micro_batches_multiple_of: int,
+    model_flops: ModelFlops | None = None,
+) -> list[Shard]:
+    """Lay out some of the held-out rows over `data_parallel` ranks, as one mini batch that is only looked at.
+
+    `weights` [B] of their samples and `loss_tokens` are counted over all held-out rows, so that metrics need only be
+    added up, however many pieces the rows are computed in.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    lengths, costs = _lengths_and_costs(samples, model_flops)
+    plan = _plan(lengths, costs, _bundles(groups, recipe), recipe, data_parallel, micro_batches_multiple_of)
+    shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
+    tokens = np.array([sample.loss_tokens for sample in samples])
+    members = range(len(samples))
+    _add_mini_batch(shards, plan, loss_tokens, samples, np.zeros(len(samples)), members, tokens, weights)
+    return shards
+
+
+def _lengths_and_costs(samples: Sequence[Sample], model_flops: ModelFlops | None) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.array([sample.length for sample in samples])
+    return lengths, model_flops.of(lengths) if model_flops else lengths.astype(np.float64)
+
+
+def _bundles(groups: Sequence[Group], recipe: Recipe) -> list[int]:
+    """How many neighbouring samples stay together, bundle by bundle: a group's, where the loss compares them."""
+    sizes = [len(group.samples) for group in groups]
+    return sizes if LOSSES[recipe.algorithm.loss].whole_groups else [1] * sum(sizes)
 
 
 def sums_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
@@ -142,6 +177,28 @@ class _Packing:
             "perf/micro_batch_share": float(np.average(self.shares, weights=self.counts)),
             "perf/micro_batch_imbalance": max(self.imbalances),
         }
+
+
+def _add_mini_batch(
+    shards: Sequence[Shard],
+    plan: Plan,
+    loss_tokens: int,
+    samples: Sequence[Sample],
+    advantages: np.ndarray,
+    members: range,
+    tokens: np.ndarray,
+    weights: np.ndarray,
+) -> None:
+    """Give each shard its micro batches of `plan`, which numbers the `members` of `samples` from 0, as `tokens` and
+    `weights` do."""
+    for shard, micro_batches in zip(shards, plan, strict=True):
+        shard.loss_tokens.append(loss_tokens)
+        shard.mini_batches.append(
+            [
+                [_place(shard, slot, samples, advantages, members, tokens, weights) for slot in micro_batch]
+                for micro_batch in micro_batches
+            ]
+        )
 
 
 def _place(

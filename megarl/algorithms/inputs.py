@@ -56,6 +56,10 @@ class LossInputs:
         """`values` [T], and 0 where the loss does not count the token, whatever stood there (0 x inf would be nan)."""
         return values.where(self.loss_mask > 0, values.new_zeros(()))
 
+    def total(self, values: Tensor, weights: Tensor) -> Tensor:
+        """Sum of `values` [T] times `weights` [T] over the tokens that the loss counts."""
+        return (self.masked(values) * weights).sum()
+
     def as_in_loss(self, values: Tensor) -> Tensor:
         """A metric [T] that is to be a mean with the loss's own weights, where metrics are means over masked tokens."""
         share = self.token_share.where(self.loss_mask > 0, self.token_share.new_ones(()))

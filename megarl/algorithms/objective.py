@@ -77,24 +77,36 @@ def objective(
         token_loss = token_loss * weights
         token_metrics = {**token_metrics, **more}
 
-    def total(values: Tensor, weights: Tensor) -> Tensor:
-        return (inputs.masked(values) * weights).sum()
-
-    loss = total(token_loss, inputs.loss_weights)
-    metrics = {name: total(values, inputs.token_share) for name, values in token_metrics.items()}
+    loss = inputs.total(token_loss, inputs.loss_weights)
+    metrics = {name: inputs.total(values, inputs.token_share) for name, values in token_metrics.items()}
     metrics["actor/pg_loss"] = loss.detach()
     if inputs.entropy is not None:
-        metrics["actor/entropy"] = total(inputs.entropy.detach(), inputs.token_share)
+        metrics["actor/entropy"] = inputs.total(inputs.entropy.detach(), inputs.token_share)
         if settings.entropy_coef:
-            loss = loss - settings.entropy_coef * total(inputs.entropy, inputs.loss_weights)
+            loss = loss - settings.entropy_coef * inputs.total(inputs.entropy, inputs.loss_weights)
     if settings.kl_coef and not settings.kl_in_reward:
         token_kl = kl_to_reference(inputs, settings)
-        kl = total(token_kl, inputs.loss_weights)
+        kl = inputs.total(token_kl, inputs.loss_weights)
         metrics["actor/kl_loss"] = kl.detach()
-        metrics["actor/kl"] = total(token_kl.detach(), inputs.token_share)
+        metrics["actor/kl"] = inputs.total(token_kl.detach(), inputs.token_share)
         loss = loss + (settings.kl_coef if kl_weight is None else kl_weight) * kl
     metrics["actor/loss"] = loss.detach()
     return loss, metrics
+
+
+def held_out_metrics(inputs: LossInputs, settings: AlgorithmConfig) -> dict[str, Tensor]:
+    """What one micro batch of held-out rows adds to each metric of an evaluation: the loss, without KL and entropy, and
+    what it reports. To be summed as those of `objective`, over all held-out rows.
+
+    Nothing is updated meanwhile, so the policy is its own proximal one.
+    """
+    inputs = replace(inputs, old_log_probs=inputs.log_probs)
+    token_loss, token_metrics = LOSSES[settings.loss].function(inputs, settings)
+    found = {}
+    for name, values in token_metrics.items():
+        metric = name.removeprefix("actor/")
+        found[f"eval/{metric}"] = inputs.total(values, inputs.token_share)
+    return {**found, "eval/loss": inputs.total(token_loss, inputs.loss_weights)}
 
 
 def kl_to_reference(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:

@@ -20,7 +20,7 @@ class DataConfig:
     """Prompts: parquet or JSONL rows in verl's columns."""
 
     train_files: list[str] = key([], "Training rows: .parquet or .jsonl files. Required for `train`.")
-    eval_files: list[str] = key([], "Held-out rows for evaluation.")
+    eval_files: list[str] = key([], "Held-out rows for evaluation, in the columns of the training rows.")
     prompts_per_step: int = key(32, "Prompts a controller step (for SFT: examples).", at_least=1)
     max_prompt_length: int = key(1024, "Longest prompt, in tokens.", at_least=1)
     overlong_prompts: Literal["error", "filter"] = key(
@@ -96,7 +96,8 @@ class TeacherConfig:
 
 @dataclass
 class EvaluationConfig:
-    """Evaluation on `data.eval_files`."""
+    """Evaluation on `data.eval_files`. RL samples answers and scores them. SFT and DPO (`train.source`) compute the loss,
+    and refuse the keys that say how to sample: samples, ks, temperature, top_p, greedy."""
 
     every: int = key(0, "Evaluate every so many steps; 0: never in between.", at_least=0)
     at_start: bool = key(False, "Evaluate before the first step.")
@@ -106,7 +107,7 @@ class EvaluationConfig:
     temperature: float = key(1.0, "Sampling temperature.", at_least=0)
     top_p: float = key(1.0, "Nucleus sampling.", above=0, at_most=1)
     greedy: bool = key(False, "Also one greedy answer a problem.")
-    limit: Optional[int] = key(None, "Only the first so many problems.", at_least=1)
+    limit: Optional[int] = key(None, "Only the first so many rows.", at_least=1)
 
 
 @dataclass

@@ -106,12 +106,6 @@ def _source_and_loss_agree(recipe: Recipe) -> None:
             f"set train.source={LOSSES[loss].source}, or algorithm.loss to one of: {fitting}",
             value=loss,
         )
-    if source != "rollout" and (recipe.evaluation.every or recipe.evaluation.at_start or recipe.evaluation.at_end):
-        raise RecipeError(
-            "evaluation",
-            f"runs with train.source={source} start no engine to evaluate with",
-            "leave evaluation off here and use `megarl eval`",
-        )
 
 
 @check
@@ -230,6 +224,8 @@ def _evaluation_is_possible(recipe: Recipe) -> None:
             "name held-out files, or switch evaluation off",
             value=[],
         )
+    if recipe.train.source != "rollout":
+        _held_out_loss_can_be_had(recipe)
     if evaluation.temperature == 0 and evaluation.samples > 1:
         raise RecipeError(
             "evaluation.temperature",
@@ -245,6 +241,29 @@ def _evaluation_is_possible(recipe: Recipe) -> None:
                 "raise evaluation.samples or drop it",
                 value=list(evaluation.ks),
             )
+
+
+def _held_out_loss_can_be_had(recipe: Recipe) -> None:
+    from megarl.algorithms.catalogue import LOSSES
+
+    evaluation, loss = recipe.evaluation, recipe.algorithm.loss
+    default = type(evaluation)()
+    for name in ("samples", "ks", "temperature", "top_p", "greedy"):
+        if getattr(evaluation, name) != getattr(default, name):
+            raise RecipeError(
+                f"evaluation.{name}",
+                f"with train.source={recipe.train.source} an evaluation is the loss on held-out rows: nothing is sampled",
+                "leave it out",
+                value=getattr(evaluation, name),
+            )
+    if LOSSES[loss].scores is not None and (evaluation.every or evaluation.at_start or evaluation.at_end):
+        raise RecipeError(
+            "algorithm.loss",
+            "it treats the tokens of a mini batch with the highest scores in a way of their own, and held-out rows are "
+            "no mini batch",
+            "switch evaluation off, or set another algorithm.loss",
+            value=loss,
+        )
 
 
 @check

@@ -12,6 +12,7 @@ class Chart:
     """One chart. ``series`` are (metric or pattern, label); a pattern's ``*`` is the label where that is empty.
 
     ``band``: the metrics of a shaded range. ``tick``: a d3 format of the axis. ``log``: logarithmic.
+    ``needs``: a metric without which there is no chart.
     """
 
     title: str
@@ -20,6 +21,7 @@ class Chart:
     band: tuple[str, str] | None = None
     tick: str = ""
     log: bool = False
+    needs: str = ""
 
 
 CHARTS = (
@@ -33,6 +35,23 @@ CHARTS = (
         "Evaluation",
         (("eval/*@*", ""), ("eval/greedy", "greedy")),
         "Accuracy on the held-out problems.",
+    ),
+    Chart(
+        "Evaluation: loss",
+        (("eval/loss", "held out"), ("actor/pg_loss", "trained on")),
+        "Mean over the held-out rows: of a token in SFT, of a pair in DPO. Trained on: of each step's batch.",
+        needs="eval/loss",
+    ),
+    Chart(
+        "Preferences: chosen ahead",
+        (("eval/dpo_accuracy", "held out"), ("actor/dpo_accuracy", "trained on")),
+        "Share of pairs in which the chosen answer has gained more than the rejected one.",
+        tick=".0%",
+    ),
+    Chart(
+        "Preferences: margin",
+        (("eval/dpo_margin", "held out"), ("actor/dpo_margin", "trained on")),
+        "Reward of the chosen answer less that of the rejected, mean.",
     ),
     Chart("Evaluation: response length", (("eval/response_length/mean", "mean"),), "Tokens."),
     Chart("Reward parts", (("critic/score/*/mean", ""),), "Mean of each part of the reward."),
@@ -98,6 +117,8 @@ def present(metrics: Iterable[str]) -> list[dict[str, object]]:
     names = sorted(metrics)
     drawn: list[dict[str, object]] = []
     for chart in CHARTS:
+        if chart.needs and chart.needs not in names:
+            continue
         found = [
             (name, label or _star(name, pattern)) for pattern, label in chart.series for name in _match(names, pattern)
         ]

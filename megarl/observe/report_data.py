@@ -28,6 +28,9 @@ MAX_SAMPLES_A_STEP = 16
 MAX_TEXT = 6_000  # characters of one prompt or response
 SAMPLES_BYTES = 4 << 20  # of all embedded samples
 
+_ACCURACIES = ("eval/greedy", "eval/dpo_accuracy")  # beside pass@k and maj@k
+_LABELS = {"eval/loss": "Evaluation loss", "eval/dpo_accuracy": "Evaluation: chosen ahead"}
+
 _STATUS = {
     "running": ("running", "in progress"),
     "finished": ("good", "finished"),
@@ -164,15 +167,18 @@ def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
     """The few numbers one asks for first."""
     figures = []
     names = {name for line in lines for name in line}
-    evaluations = [name for name in names if name == "eval/greedy" or name.startswith(("eval/pass@", "eval/maj@"))]
-    for name in sorted(evaluations, key=lambda name: (not name.endswith("pass@1"), name))[:3]:
+    accuracies = [
+        name for name in names if name in _ACCURACIES or name.startswith(("eval/pass@", "eval/maj@"))
+    ]
+    evaluations = sorted(accuracies, key=lambda name: (not name.endswith("pass@1"), name))[:3]
+    for name in [name for name in ("eval/loss",) if name in names] + evaluations:
         values = [(int(line["step"]), line[name]) for line in lines if name in line]
         (first_step, first), (last_step, last) = values[0], values[-1]
-        how = ".1%" if all(0 <= value <= 1 for _, value in values) else ".4g"
+        how = ".1%" if name in accuracies and all(0 <= value <= 1 for _, value in values) else ".4g"
         detail = f"at step {last_step:,}"
         if len(values) > 1:
             detail = f"from {first:{how}} (steps {first_step:,} to {last_step:,})"
-        figures.append({"label": name.removeprefix("eval/"), "value": f"{last:{how}}", "detail": detail})
+        figures.append({"label": _LABELS.get(name, name.removeprefix("eval/")), "value": f"{last:{how}}", "detail": detail})
     # Where groups are filtered, only the mean over everything that was sampled shows learning.
     reward = "rollout/rewards/mean" if "rollout/rewards/mean" in names else "critic/rewards/mean"
     for label, name, tell in (

@@ -9,14 +9,14 @@ import numpy as np
 
 Lines = Sequence[dict[str, float]]
 
-_ACCURACY = {"accuracy": "eval/pass@1", "accuracy_greedy": "eval/greedy"}
+_EVALUATED = {"accuracy": "eval/pass@1", "accuracy_greedy": "eval/greedy", "eval_loss": "eval/loss"}
 
 
 def summarise(lines: Lines, start: dict[str, float]) -> dict[str, Any]:
     """The key figures of metrics.jsonl's `lines`; `start` holds the seconds before the first step.
 
-    ``accuracy_before`` and ``accuracy_after`` (sampled; ``accuracy_greedy_*``: greedy) are the first and the
-    last evaluation's, null where there was none. ``seconds`` are by phase over the whole run, ``step`` being
+    ``accuracy_before`` and ``accuracy_after`` (sampled; ``accuracy_greedy_*``: greedy; ``eval_loss_*``: the loss on
+    held-out rows) are the first and the last evaluation's, null where there was none. ``seconds`` are by phase over the whole run, ``step`` being
     the steps' total. ``tokens_per_second`` counts prompt and response tokens of what was trained on, over all
     devices, over the time of the steps. ``logprob_gap_max`` is the largest in any step, NaN where one is.
     """
@@ -25,7 +25,7 @@ def summarise(lines: Lines, start: dict[str, float]) -> dict[str, Any]:
     tokens = sum(line.get("perf/total_num_tokens", 0.0) for line in steps)
     gaps = [line["rollout/logprob_gap_max"] for line in steps if "rollout/logprob_gap_max" in line]
     figures: dict[str, Any] = {}
-    for name, metric in _ACCURACY.items():
+    for name, metric in _EVALUATED.items():
         values = [line[metric] for line in lines if metric in line]
         figures[f"{name}_before"] = values[0] if values else None
         figures[f"{name}_after"] = values[-1] if values else None

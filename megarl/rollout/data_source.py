@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from megarl.config.schema import Recipe
-from megarl.data.preferences import PreferenceDataset
+from megarl.data.preferences import Pair, PreferenceDataset
 from megarl.data.sampler import Sampler
 from megarl.data.sft import Example, SFTDataset
 from megarl.rollout.source import Batch
@@ -16,8 +15,7 @@ from megarl.types import Group, InlineData, Sample, SampleTokens
 
 
 class DataSource:
-    """A Source over a data set. A demonstration is a group of one, a preference one of two, the chosen answer first;
-    always of the current version."""
+    """A Source over a data set, whose groups are always of the current version."""
 
     def __init__(self, recipe: Recipe, examples: SFTDataset | PreferenceDataset):
         self.examples = examples
@@ -31,11 +29,7 @@ class DataSource:
     def take(self, count: int) -> Batch:
         numbers = range(self.consumed, self.consumed + count)
         self.consumed += count
-        return Batch([self._group(number) for number in numbers])
-
-    def _group(self, number: int) -> Group:
-        example = self.examples[self.sampler.at(number)]
-        return _group(number, example if isinstance(example, tuple) else (example,), self.version)
+        return Batch([group_of(number, self.examples[self.sampler.at(number)], self.version) for number in numbers])
 
     def drain(self) -> None:
         """Nothing is ever under way."""
@@ -50,7 +44,9 @@ class DataSource:
         """Nothing to stop."""
 
 
-def _group(number: int, examples: Sequence[Example], version: int) -> Group:
+def group_of(number: int, row: Example | Pair, version: int) -> Group:
+    """A demonstration as a group of one, a preference as one of two, the chosen answer first."""
+    examples = row if isinstance(row, tuple) else (row,)
     vectors = [
         SampleTokens(
             tokens=example.tokens,

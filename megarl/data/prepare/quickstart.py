@@ -12,7 +12,7 @@ from megarl.data.prepare import word_problems
 from megarl.data.prepare.tiny_model import make_tiny_model
 
 MANIFEST = "quickstart.json"
-FORMAT = 1  # raise it when what is written changes, so that older folders are made anew
+FORMAT = 2  # raise it when what is written changes, so that older folders are made anew
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Prepared:
 
 
 def prepare_quickstart(out: Path | str, seed: int) -> Prepared:
-    """Make out/data (train, test and sft .parquet) and out/model (Qwen3-MoE of 0.2 M parameters).
+    """Make out/data (see `word_problems.prepare`) and out/model (Qwen3-MoE of 0.2 M parameters).
 
     What is whole and was made with the same settings is kept: every file is held to the SHA-256 in
     out/quickstart.json, which is written last.

@@ -162,15 +162,25 @@ def demonstrate(problem: Problem, rng: random.Random) -> str:
     return response
 
 
-def prepare(out: Path, seed: int, train: int = 4096, test: int = 256, sft: int = 60_000) -> dict[Path, int]:
-    """Write out/train.parquet and out/test.parquet (prompts) and out/sft.parquet (demonstrations).
+def prepare(
+    out: Path, seed: int, train: int = 4096, test: int = 256, sft: int = 60_000, preferences: int = 4096
+) -> dict[Path, int]:
+    """Write out/train.parquet and out/test.parquet (prompts), out/sft.parquet and out/sft_test.parquet (demonstrations),
+    out/preferences.parquet and out/preferences_test.parquet (pairs). Each file of tests has `test` rows.
 
     Questions of train and test are all different. Returns the rows of each file.
     """
+
+    def rng(name: str) -> random.Random:
+        return random.Random(f"{seed} {name}")
+
     rows = {
-        "train": _prompts(random.Random(f"{seed} train"), "train", train),
-        "test": _prompts(random.Random(f"{seed} test"), "test", test),
-        "sft": _demonstrations(random.Random(f"{seed} sft"), sft),
+        "train": _prompts(rng("train"), "train", train),
+        "test": _prompts(rng("test"), "test", test),
+        "sft": _demonstrations(rng("sft"), "sft", sft),
+        "sft_test": _demonstrations(rng("sft_test"), "sft_test", test, held_out=True),
+        "preferences": _preferences(rng("preferences"), "preferences", preferences),
+        "preferences_test": _preferences(rng("preferences_test"), "preferences_test", test, held_out=True),
     }
     for name, content in rows.items():
         write_parquet(Path(out) / f"{name}.parquet", content)
@@ -194,16 +204,25 @@ def _prompts(rng: random.Random, split: str, count: int) -> list[dict[str, Any]]
     ]
 
 
-def _demonstrations(rng: random.Random, count: int) -> list[dict[str, Any]]:
+def _demonstrations(rng: random.Random, split: str, count: int, held_out: bool = False) -> list[dict[str, Any]]:
     rows = []
     for index in range(count):
-        problem = draw(rng, held_out=False)
-        rows.append(
-            {
-                "data_source": DATA_SOURCE,
-                "prompt": problem.prompt,
-                "response": demonstrate(problem, rng),
-                "extra_info": {"split": "sft", "index": index},
-            }
-        )
+        problem = draw(rng, held_out)
+        rows.append({**_row(problem, split, index), "response": demonstrate(problem, rng)})
     return rows
+
+
+def _preferences(rng: random.Random, split: str, count: int, held_out: bool = False) -> list[dict[str, Any]]:
+    """The worked, scorable solution is chosen over a demonstration that is not that."""
+    rows: list[dict[str, Any]] = []
+    while len(rows) < count:
+        problem = draw(rng, held_out)
+        other = demonstrate(problem, rng)
+        if other != problem.worked:
+            rows.append({**_row(problem, split, len(rows)), "chosen": problem.worked, "rejected": other})
+    return rows
+
+
+def _row(problem: Problem, split: str, index: int) -> dict[str, Any]:
+    info = {"split": split, "index": index}
+    return {"data_source": DATA_SOURCE, "prompt": problem.prompt, "extra_info": info}
