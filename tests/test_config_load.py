@@ -116,6 +116,15 @@ def test_combinations_that_would_be_ignored_are_refused(folder: Path) -> None:
     assert refused(folder, *evaluation, "evaluation.samples=4").key == "evaluation.temperature"
 
 
+@pytest.mark.parametrize("override", ["samples=2", "ks=[]", "temperature=0.5", "top_p=0.9", "greedy=true"])
+def test_how_to_sample_says_nothing_where_an_evaluation_is_a_loss(folder: Path, override: str) -> None:
+    sft = ["train.source=sft", "algorithm.loss=sft", "data.eval_files=[x.jsonl]", "evaluation.every=5"]
+    load_recipe(folder / "recipe.yaml", [*sft, "evaluation.limit=3", "evaluation.at_start=true"])
+    error = refused(folder, *sft, f"evaluation.{override}")
+    assert error.key == f"evaluation.{override.split('=')[0]}" and "nothing is sampled" in str(error)
+    assert refused(folder, "train.source=sft", "algorithm.loss=sft", "evaluation.every=5").key == "data.eval_files"
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -79,12 +79,18 @@ def test_gsm8k_sources_that_cannot_be_used(tmp_path, monkeypatch):
 
 def test_held_out_numbers_never_appear_in_training(problems):
     out, _ = problems
-    rows = {name: read_rows([out / f"{name}.parquet"], ("prompt",)) for name in ("train", "test", "sft")}
+    names = ("train", "test", "sft", "sft_test", "preferences", "preferences_test")
+    rows = {name: read_rows([out / f"{name}.parquet"], ("prompt",)) for name in names}
     test = {numbers(row.values["prompt"][0]["content"]) for row in rows["test"]}
     train = {numbers(row.values["prompt"][0]["content"]) for row in rows["train"]}
     demonstrated = {numbers(row.values["prompt"]) for row in rows["sft"]}
     assert len(test) > 100 and len(train) > 1000 and len(demonstrated) > 1000
     assert not test & train and not test & demonstrated
+    for trained_on in ("sft", "preferences"):
+        learned, held_out = (
+            {numbers(row.values["prompt"]) for row in rows[n]} for n in (trained_on, f"{trained_on}_test")
+        )
+        assert len(held_out) > 100 and not held_out & learned
     assert {len(found) for found in test} == {2, 3}  # the sum of two people has two numbers, all others three
 
 
@@ -99,6 +105,18 @@ def test_word_problems_are_right(problems):
             assert {"*": int.__mul__, "+": int.__add__, "-": int.__sub__}[sign](int(left), int(right)) == int(result)
         assert working.endswith(f"={truth}.")
         assert score(scorer, ScoreRequest(info["answer"], truth, "megarl/word_problems")).value == 1
+
+
+def test_the_chosen_answer_is_the_one_that_scores(problems):
+    out, _ = problems
+    scorer = resolve(None, ["megarl/word_problems"])["megarl/word_problems"]
+    rejected = 0
+    for row in read_rows([out / "preferences.parquet"], ("prompt", "chosen", "rejected")):
+        chosen, truth = row.values["chosen"], row.values["chosen"].rpartition("#### ")[2]
+        assert "=" in chosen and score(scorer, ScoreRequest(chosen, truth, "megarl/word_problems")).value == 1
+        rejected += score(scorer, ScoreRequest(row.values["rejected"], truth, "megarl/word_problems")).value == 1
+        assert row.values["rejected"] != chosen
+    assert rejected < 400, "few of 4096: guesses that hit"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +174,7 @@ def test_the_quickstart_folder_is_what_its_recipes_read(quickstart):
     train = PromptDataset([out / "data" / "train.parquet"], tokenizer, config)
     test = PromptDataset([out / "data" / "test.parquet"], tokenizer, config)
     assert (len(train), len(test)) == (4096, 256) and train.data_sources == ["megarl/word_problems"]
-    assert list(prepared.rows.values()) == [4096, 256, 60_000]
+    assert list(prepared.rows.values()) == [4096, 256, 60_000, 256, 4096, 256]
     assert sum(len(prompt.tokens) for prompt in train) / 4096 == pytest.approx(33, abs=3)
     path = out / "few.parquet"
     rows = pyarrow.parquet.read_table(out / "data" / "sft.parquet").slice(0, 500).to_pylist()
@@ -170,7 +188,7 @@ def test_the_quickstart_folder_is_what_its_recipes_read(quickstart):
 @pytest.fixture
 def few_rows(monkeypatch):
     """The quickstart with fewer problems, where their number does not matter."""
-    few = functools.partial(word_problems.prepare, train=8, test=8, sft=8)
+    few = functools.partial(word_problems.prepare, train=8, test=8, sft=8, preferences=8)
     monkeypatch.setattr(word_problems, "prepare", few)
 
 

@@ -118,6 +118,27 @@ def test_unknown_data_source(copy: Path, megarl: CommandLine) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "1+1?", "reward_model": {"ground_truth": "2"}}, "no column"),
+        ({"prompt": "1+1?", "response": "2 " * 99}, "longer than data.max_prompt_length"),
+        ({"messages": [{"role": "user", "content": "1+1?"}]}, "needs a prompt and then an answer"),
+    ],
+)
+def test_held_out_rows_are_read_as_training_rows_are(
+    copy: Path, megarl: CommandLine, row: dict[str, object], words: str
+) -> None:
+    (copy / "held_out.jsonl").write_text(json.dumps(row))
+    given = [f"model.path={copy}/model", f"data.train_files=[{copy}/data/sft_test.parquet]"]
+    given += [f"data.eval_files=[{copy}/held_out.jsonl]", f"runs_dir={megarl.runs}"]
+    megarl.refuses("train", str(ROOT / "recipes/tiny/sft.yaml"), *given, words=("held_out.jsonl, line 1", words))
+
+
+def test_megarl_eval_of_a_recipe_that_samples_nothing(megarl: CommandLine) -> None:
+    megarl.refuses("eval", str(ROOT / "recipes/tiny/sft.yaml"), words=("train.source", "evaluation.at_start"))
+
+
 def test_layout_that_does_not_divide(megarl: CommandLine) -> None:
     megarl.refuses_training("cluster.trainers=3", "megatron.expert_parallel=3", words=("expert", "3"))
 

@@ -115,6 +115,27 @@ def test_the_page_says_what_the_run_did(tmp_path: Path) -> None:
     assert data.phases["names"] == ["gen", "other"], "reward runs inside gen: stacking both would count it twice"
 
 
+def test_a_loss_is_not_drawn_as_an_accuracy(tmp_path: Path) -> None:
+    """Also where it lies between 0 and 1, as a share would."""
+    recipe = Recipe(name="dpo")
+    recipe.observe.console, recipe.observe.tensorboard, recipe.observe.report = "plain", False, False
+    with RunLog(recipe, tmp_path, 1, 1) as log:
+        log.evaluation(0, {"loss": 0.75, "dpo_accuracy": 0.5})
+        log.evaluation(1, {"loss": 0.25, "dpo_accuracy": 0.875})
+        log.step(1)
+    data = collect(RunDirectory(tmp_path))
+    assert [(figure["label"], figure["value"], figure["detail"]) for figure in data.figures[:2]] == [
+        ("Evaluation loss", "0.25", "from 0.75 (steps 0 to 1)"),
+        ("Evaluation: chosen ahead", "87.5%", "from 50.0% (steps 0 to 1)"),
+    ]
+    charts = {chart["title"]: chart for chart in present(data.series)}
+    assert (
+        charts["Evaluation: loss"]["series"] == [("eval/loss", "held out")] and not charts["Evaluation: loss"]["tick"]
+    )
+    assert "Evaluation" not in charts
+    assert "Evaluation: loss" not in [chart["title"] for chart in present(["actor/pg_loss"])], "RL has no such loss"
+
+
 def test_steps_that_a_resume_repeats_are_drawn_once() -> None:
     def span(step: int, second: float, process: str = "controller") -> dict[str, Any]:
         place = {"process": process, "thread": "calls", "name": "gen"}

@@ -17,9 +17,16 @@ def test_figures_by_hand():
     summary = summarise(lines, {"0": 10.0})
     assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.75)
     assert (summary["accuracy_greedy_before"], summary["accuracy_greedy_after"]) == (0.0, 0.5)
+    assert summary["eval_loss_before"] is None
     assert summary["seconds"] == {"start": 10.0, "eval": 2.0, "step": 12.0, "gen": 8.0}
     assert summary["tokens_per_second"] == pytest.approx(400 / 10)
     assert summary["logprob_gap_max"] == 2e-6
+
+
+def test_a_loss_on_held_out_rows_is_no_accuracy():
+    summary = summarise([{"step": 0, "eval/loss": 0.75}, {"step": 1}, {"step": 2, "eval/loss": 0.5}], {})
+    assert (summary["eval_loss_before"], summary["eval_loss_after"]) == (0.75, 0.5)
+    assert summary["accuracy_before"] is None and summary["accuracy_after"] is None
 
 
 def test_a_run_without_evaluation_or_steps():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.config.schema import Recipe
 from megarl.flops import ModelFlops
 from megarl.schedule import EVEN, FULL, imbalance, plan_micro_batches, share, split_evenly
-from megarl.shards import plan_step
+from megarl.shards import held_out_weights, plan_held_out, plan_step
 from megarl.types import Group, InlineData, Sample
 
 
@@ -263,6 +263,21 @@ def test_a_step_is_planned_by_the_models_flops() -> None:
 
     assert sizes(square) == [1, 3]  # 144 and 192
     assert sizes(None) == [2, 2]  # by tokens: 20 and 16
+
+
+def test_held_out_rows_keep_the_weights_of_all_of_them() -> None:
+    """A piece of two rows, 4 and 6 tokens, of a set with 20: 1/20 a token, for each of two ranks in two micro batches."""
+    made = recipe(loss="sft", advantage="none", aggregation="seq_mean_token_mean")
+    made.train.source = "sft"
+    weights = held_out_weights(np.array([4, 6, 10]), made)
+    assert weights == pytest.approx([1 / 20] * 3)
+    shards = plan_held_out(groups([(4, 0.0)], [(6, 0.0)]), weights[:2], 20, made, 2, micro_batches_multiple_of=2)
+    assert [len(shard.mini_batches[0]) for shard in shards] == [2, 2]
+    found = sorted((sample.length - 3, sample.loss_weight) for shard in shards for sample in shard.samples)
+    assert found == [(4, 0.0), (4, 0.0), (4, pytest.approx(1 / 20)), (6, pytest.approx(1 / 20))]
+    assert [shard.loss_tokens for shard in shards] == [[20], [20]]
+    pairs = recipe(loss="dpo", aggregation="seq_mean_token_mean")
+    assert held_out_weights(np.array([4, 5, 10, 2]), pairs) == pytest.approx([1 / 16, 1 / 20, 1 / 40, 1 / 8])
 
 
 @pytest.mark.parametrize("packing", [True, False])

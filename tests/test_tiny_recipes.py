@@ -5,12 +5,12 @@ problems stands in docs/algorithms.md (benchmarks/learning.py)."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
+from megarl import load_recipe
 from tests.stack import ROOT, metrics, run
 from tests.test_train_stack import settings
 
@@ -18,9 +18,11 @@ pytestmark = pytest.mark.stack
 
 STEPS = 6
 IN_CI = ("grpo", "dapo", "ppo")
+OF_DATA = {"sft", "lora_sft", "dpo"}  # whose samples are a data set's own answers
 RECIPES = [
     pytest.param(path, id=path.stem, marks=[] if path.stem in IN_CI else [pytest.mark.slow])
     for path in sorted((ROOT / "recipes" / "tiny").glob("*.yaml"))
+    if path.stem not in OF_DATA
 ]
 SMALL = [
     "train.steps=2", "evaluation.at_start=false", "evaluation.at_end=false", "evaluation.greedy=false", "train.save_every=0",
@@ -111,18 +113,31 @@ def test_ppo_with_the_kl_in_the_reward(quickstart_data: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_dpo(quickstart_data: Path, tmp_path: Path) -> None:
-    """It learns which answers are chosen: those of letters over those of digits."""
-    rows = [{"prompt": f"{n}+{n}?", "chosen": "a b c d", "rejected": f"{n} 7 7 7 7 7"} for n in range(16)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+@pytest.mark.parametrize("name", sorted(OF_DATA))
+def test_held_out_rows_show_learning(quickstart_data: Path, tmp_path: Path, name: str) -> None:
+    """As the recipe is, but for the model: from the random one. The pairs' held-out numbers tell which answer is a
+    worked solution."""
+    recipe = load_recipe(ROOT / "recipes" / "tiny" / f"{name}.yaml")
+    files = {
+        f"data.{key}": [str(quickstart_data / Path(file).relative_to("data/quickstart")) for file in files]
+        for key, files in (("train_files", recipe.data.train_files), ("eval_files", recipe.data.eval_files))
+    }
     given = [
-        f"model.path={quickstart_data}/model", f"data.train_files=[{tmp_path}/pairs.jsonl]", f"runs_dir={tmp_path}",
-        "name=dpo", "train.steps=6", "data.prompts_per_step=8", "actor.mini_batches=1", "train.save_at_end=false",
-        "actor.max_tokens_per_micro_batch=64",
+        *(f"{key}=[{','.join(paths)}]" for key, paths in files.items()), f"model.path={quickstart_data}/model",
+        f"runs_dir={tmp_path}", f"name={name}", "train.steps=12", "evaluation.every=6", "train.save_at_end=false",
     ]  # fmt: skip
-    done = run("train", "recipes/dpo_tiny.yaml", *given)
+    if name == "dpo":
+        given += ["actor.optimizer.lr=5e-3", "actor.optimizer.warmup_steps=0"]
+    done = run("train", f"recipes/tiny/{name}.yaml", *given)
     assert done.returncode == 0, done.stderr + done.stdout
-    lines = metrics(tmp_path / "dpo")
-    check(lines[:2], "dpo", source="preferences")
-    assert lines[0]["actor/dpo_margin"] == pytest.approx(0, abs=1e-5) and lines[-1]["actor/dpo_margin"] > 0.05
-    assert lines[-1]["actor/dpo_accuracy"] == 1 and lines[-1]["actor/loss"] < math.log(2)
+    lines = metrics(tmp_path / name)
+    check(lines[1:], name, source=recipe.train.source)
+    first, between, last = (line["eval/loss"] for line in lines if "eval/loss" in line)
+    assert last < between < first
+    if name == "dpo":
+        assert first == pytest.approx(math.log(2), abs=1e-6) and lines[0]["eval/dpo_margin"] == pytest.approx(
+            0, abs=1e-5
+        )
+        assert last < 0.5 and lines[-1]["eval/dpo_accuracy"] > 0.8
+    else:
+        assert last < first - 1

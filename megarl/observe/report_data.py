@@ -167,9 +167,7 @@ def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
     """The few numbers one asks for first."""
     figures = []
     names = {name for line in lines for name in line}
-    accuracies = [
-        name for name in names if name in _ACCURACIES or name.startswith(("eval/pass@", "eval/maj@"))
-    ]
+    accuracies = [name for name in names if name in _ACCURACIES or name.startswith(("eval/pass@", "eval/maj@"))]
     evaluations = sorted(accuracies, key=lambda name: (not name.endswith("pass@1"), name))[:3]
     for name in [name for name in ("eval/loss",) if name in names] + evaluations:
         values = [(int(line["step"]), line[name]) for line in lines if name in line]
@@ -178,7 +176,9 @@ def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
         detail = f"at step {last_step:,}"
         if len(values) > 1:
             detail = f"from {first:{how}} (steps {first_step:,} to {last_step:,})"
-        figures.append({"label": _LABELS.get(name, name.removeprefix("eval/")), "value": f"{last:{how}}", "detail": detail})
+        figures.append(
+            {"label": _LABELS.get(name, name.removeprefix("eval/")), "value": f"{last:{how}}", "detail": detail}
+        )
     # Where groups are filtered, only the mean over everything that was sampled shows learning.
     reward = "rollout/rewards/mean" if "rollout/rewards/mean" in names else "critic/rewards/mean"
     for label, name, tell in (
