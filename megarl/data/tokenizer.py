@@ -128,7 +128,7 @@ def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> None:
         ValueError: with the first such token.
     """
     theirs = other.tokens()
-    for token, number in tokenizer.tokens().items():
+    for token, number in sorted(tokenizer.tokens().items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
             found = "no token there" if token not in theirs else f"number {theirs[token]} there"
             raise ValueError(
