@@ -169,10 +169,9 @@ class ActorWorker(Worker):
         self.token_advantages = []
         for batch, members in self._micro_batches():
             mask = batch.vectors["loss_mask"].cpu().numpy() > 0
-            kl = [self.token_kl[number] for number in members] if self.token_kl else None
             outcomes = TokenOutcomes(
                 rewards=np.array([self.rewards[number] for number in members]),
-                token_rewards=-kl_weight * np.concatenate(kl) if kl is not None else None,
+                token_rewards=self._token_rewards(members, batch.lengths, mask, self.token_kl, kl_weight),
                 mask=mask,
                 lengths=batch.lengths,
             )

@@ -224,10 +224,15 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
             for index, text in enumerate(item["texts"])
         ]
     )
-    samples = [Sample(**{**values, "data": data}) for values in item["samples"]]
-    greedy = Sample(**{**item["greedy"], "data": InlineData([])}) if item.get("greedy") else None
+    samples = [_read_sample(values, data) for values in item["samples"]]
+    greedy = _read_sample(item["greedy"], InlineData([])) if item.get("greedy") else None
     group = Group(number, item["prompt_uid"], item["data_source"], item["version"], samples, greedy)
     return TriedGroup(group, item["accepted"])
+
+
+def _read_sample(values: dict[str, Any], data: InlineData) -> Sample:
+    steps = tuple((token, reward) for token, reward in values.get("steps", ()))  # JSON knows lists alone
+    return Sample(**{**values, "data": data, "steps": steps})
 
 
 def _without_data(sample: Sample) -> Sample:

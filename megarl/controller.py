@@ -350,6 +350,7 @@ class Controller:
                     "response": vectors[sample.index].text,
                     "reward": sample.reward,
                     "parts": sample.reward_parts,
+                    "steps": [(token - sample.prompt_length, reward) for token, reward in sample.steps],
                     "prompt_length": sample.prompt_length,
                     "response_length": sample.response_length,
                     "finish_reason": sample.finish_reason,

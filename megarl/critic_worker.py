@@ -43,12 +43,12 @@ class CriticWorker(Worker):
             return None
         moments, penalties = ValueMoments(), collect_parts(kl)
         for batch, values, numbers in zip(flat, results, members, strict=True):
-            zeros = [np.zeros(length, dtype=np.float32) for length in batch.lengths]
-            own = [penalties.get(number, zero) for number, zero in zip(numbers, zeros, strict=True)]
-            moments += self._estimate(batch, values, numbers, -kl_weight * np.concatenate(own).astype(np.float64))
+            moments += self._estimate(batch, values, numbers, penalties, kl_weight)
         return moments if self.trainer.coordinates.reports else None
 
-    def _estimate(self, batch: Any, values: Any, numbers: list[int], token_rewards: np.ndarray) -> ValueMoments:
+    def _estimate(
+        self, batch: Any, values: Any, numbers: list[int], kl: dict[int, np.ndarray], kl_weight: float
+    ) -> ValueMoments:
         """Advantages and returns of one micro batch, in float64 on the host: sequences are whole there."""
         import torch
 
@@ -56,6 +56,7 @@ class CriticWorker(Worker):
         mask = batch.vectors["loss_mask"].cpu().numpy() > 0
         on_host = values.cpu().numpy()
         rewards = np.array([self.rewards[number] for number in numbers])
+        token_rewards = self._token_rewards(numbers, batch.lengths, mask, kl, kl_weight)
         discounts = {"gamma": settings.gamma, "lam": settings.lam}
         advantages, returns = gae(rewards, on_host, mask, batch.lengths, **discounts, token_rewards=token_rewards)
         batch.vectors["old_values"] = values

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from megarl.algorithms.advantages import AdvantageEstimator
 from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, LOSSES
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.shaping import counts_in_loss, group_numbers
@@ -14,7 +15,7 @@ from megarl.config.schema import Recipe
 from megarl.flops import ModelFlops
 from megarl.padded_schedule import plan_padded_micro_batches
 from megarl.schedule import Plan, Slot, expand, imbalance, plan_micro_batches, share, split_evenly
-from megarl.types import Group, Metrics, Sample, Shard, ShardSample
+from megarl.types import Group, Metrics, Sample, Shard, ShardSample, Steps
 
 
 @dataclass
@@ -46,9 +47,12 @@ def plan_step(
         [sample.loss_tokens if counts_in_loss(sample, recipe.algorithm.overlong.filter) else 0 for sample in samples]
     )
     rewards = np.array([sample.reward for sample in samples], dtype=np.float64)
-    outcomes = Outcomes(rewards, group_numbers(groups), loss_tokens, _greedy_rewards(groups))
-    of_samples = None if recipe.algorithm.kl_in_reward else ADVANTAGES[recipe.algorithm.advantage].function
+    outcomes = Outcomes(rewards, group_numbers(groups), loss_tokens, _greedy_rewards(groups), *_steps_of(samples))
+    estimator = ADVANTAGES[recipe.algorithm.advantage]
+    of_samples = None if recipe.algorithm.kl_in_reward else estimator.function
     advantages = of_samples(outcomes, recipe.algorithm) if of_samples else np.zeros(len(samples))
+    of_steps = _of_steps(estimator, outcomes, recipe, samples)
+    credited = _Credited(samples, advantages, of_steps)
     lengths, costs = _lengths_and_costs(samples, model_flops)
     packing = _Packing()
     firsts = np.cumsum([0] + [len(group.samples) for group in groups])
@@ -61,14 +65,14 @@ def plan_step(
         own_lengths, own_costs = lengths[members], costs[members]
         plan = _plan(own_lengths, own_costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
         packing.add(plan, own_lengths, own_costs, _limit(recipe))
-        _add_mini_batch(shards, plan, int(tokens.sum()), samples, advantages, members, tokens, weights)
+        _add_mini_batch(shards, plan, int(tokens.sum()), credited, members, tokens, weights)
     metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
         metrics.update(_reward_metrics(samples))
         if outcomes.greedy_rewards is not None:
             metrics["critic/rewards/greedy"] = float(np.mean(outcomes.greedy_rewards))
         if of_samples:  # else they come later
-            metrics.update(spread("critic/advantages", advantages))
+            metrics.update(spread("critic/advantages", advantages + _sums(of_steps)))
     if model_flops is None:
         return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
     update = model_flops.of_update(lengths, frozen=recipe.lora.rank > 0)
@@ -103,8 +107,8 @@ def plan_held_out(
     plan = _plan(lengths, costs, _bundles(groups, recipe), recipe, data_parallel, micro_batches_multiple_of)
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
     tokens = np.array([sample.loss_tokens for sample in samples])
-    members = range(len(samples))
-    _add_mini_batch(shards, plan, loss_tokens, samples, np.zeros(len(samples)), members, tokens, weights)
+    credited = _Credited(samples, np.zeros(len(samples)), [()] * len(samples))
+    _add_mini_batch(shards, plan, loss_tokens, credited, range(len(samples)), tokens, weights)
     return shards
 
 
@@ -117,6 +121,35 @@ def _bundles(groups: Sequence[Group], recipe: Recipe) -> list[int]:
     """How many neighbouring samples stay together, bundle by bundle: a group's, where the loss compares them."""
     sizes = [len(group.samples) for group in groups]
     return sizes if LOSSES[recipe.algorithm.loss].whole_groups else [1] * sum(sizes)
+
+
+def _steps_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
+    """Of all steps of the batch, what they earned [S] and whose they are [S]."""
+    rewards = [reward for sample in samples for _, reward in sample.steps]
+    return np.array(rewards, dtype=np.float64), np.repeat(np.arange(len(samples)), [len(one.steps) for one in samples])
+
+
+def _of_steps(
+    estimator: AdvantageEstimator, outcomes: Outcomes, recipe: Recipe, samples: Sequence[Sample]
+) -> list[Steps]:
+    """What the estimator says of the steps of each sample; nothing of any where it looks at whole samples alone.
+
+    Raises ValueError where it looks at steps, and the scorer knows none."""
+    if estimator.of_steps is None:
+        return [()] * len(samples)
+    if not any("steps" in sample.reward_parts for sample in samples):
+        raise ValueError(
+            f"algorithm.advantage is '{recipe.algorithm.advantage}', which is made of rewards of steps, and the scorer gave "
+            "none of the batch's samples any. Have it return `steps` (an empty list for a response without one), or "
+            "choose another algorithm.advantage"
+        )
+    found = iter(estimator.of_steps(outcomes, recipe.algorithm).tolist())
+    return [tuple((token, next(found)) for token, _ in sample.steps) for sample in samples]
+
+
+def _sums(steps: Sequence[Steps]) -> np.ndarray:
+    """Of the numbers of each sample's steps [B]."""
+    return np.array([sum(number for _, number in own) for own in steps])
 
 
 def sums_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
@@ -179,49 +212,54 @@ class _Packing:
         }
 
 
+@dataclass(frozen=True)
+class _Credited:
+    """The samples of a batch, and what is known of their advantages before any token is looked at."""
+
+    samples: Sequence[Sample]
+    advantages: np.ndarray  # [B]
+    of_steps: Sequence[Steps]  # of each sample's steps
+
+
 def _add_mini_batch(
     shards: Sequence[Shard],
     plan: Plan,
     loss_tokens: int,
-    samples: Sequence[Sample],
-    advantages: np.ndarray,
+    credited: _Credited,
     members: range,
     tokens: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """Give each shard its micro batches of `plan`, which numbers the `members` of `samples` from 0, as `tokens` and
+    """Give each shard its micro batches of `plan`, which numbers the `members` of the batch from 0, as `tokens` and
     `weights` do."""
     for shard, micro_batches in zip(shards, plan, strict=True):
         shard.loss_tokens.append(loss_tokens)
         shard.mini_batches.append(
             [
-                [_place(shard, slot, samples, advantages, members, tokens, weights) for slot in micro_batch]
+                [_place(shard, slot, credited, members, tokens, weights) for slot in micro_batch]
                 for micro_batch in micro_batches
             ]
         )
 
 
 def _place(
-    shard: Shard,
-    slot: Slot,
-    samples: Sequence[Sample],
-    advantages: np.ndarray,
-    members: range,
-    tokens: np.ndarray,
-    weights: np.ndarray,
+    shard: Shard, slot: Slot, credited: _Credited, members: range, tokens: np.ndarray, weights: np.ndarray
 ) -> int:
     """Add one sample to a shard; returns its index there."""
-    sample = samples[members[slot.sample]]
+    number = members[slot.sample]
+    sample = credited.samples[number]
     counts = not slot.filler and tokens[slot.sample] > 0
     shard.samples.append(
         ShardSample(
             data=sample.data,
             index=sample.index,
             length=sample.length,
-            number=members[slot.sample],
-            reward=sample.reward,
-            advantage=float(advantages[members[slot.sample]]),
+            number=number,
+            reward=sample.outcome,
+            advantage=float(credited.advantages[number]),
             loss_weight=float(weights[slot.sample]) if counts else 0.0,
+            steps=sample.steps,
+            step_advantages=credited.of_steps[number],
         )
     )
     return len(shard.samples) - 1
@@ -241,6 +279,8 @@ def _length_metrics(samples: Sequence[Sample], loss_tokens: np.ndarray) -> Metri
 def _reward_metrics(samples: Sequence[Sample]) -> Metrics:
     """Rewards and their parts of what is trained on."""
     metrics = spread("critic/rewards", [sample.reward for sample in samples])
+    if any("steps" in sample.reward_parts for sample in samples):
+        metrics.update(spread("critic/step_count", [len(sample.steps) for sample in samples]))
     for part in sorted({name for sample in samples for name in sample.reward_parts}):
         metrics.update(spread(f"critic/score/{part}", [sample.reward_parts.get(part, 0.0) for sample in samples]))
     return metrics

@@ -11,6 +11,7 @@ behind a `DataRef`, until the trainer that needs them asks for them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -133,6 +134,10 @@ class InlineData:
         return self.samples
 
 
+Steps = tuple[tuple[int, float], ...]
+"""Rewards of steps within a response: (index of the token that ends the step, in the whole sample; reward)."""
+
+
 @dataclass
 class Sample:
     """What the controller knows of one sample. Its vectors are ``data.get()[index]``."""
@@ -143,15 +148,21 @@ class Sample:
     prompt_length: int
     response_length: int
     loss_tokens: int  # tokens with loss_mask set
-    reward: float = 0.0
+    reward: float = 0.0  # all of it: the outcome, and what `steps` earn
     reward_parts: dict[str, float] = field(default_factory=dict)
     answer: str | None = None  # what the scorer took for the answer: majority votes count it
     finish_reason: str = "stop"
     version: int = 0  # of the weights that sampled it
+    steps: Steps = ()
 
     @property
     def length(self) -> int:
         return self.prompt_length + self.response_length
+
+    @property
+    def outcome(self) -> float:
+        """What is earned at the end: the reward less what was earned in `steps`."""
+        return self.reward - math.fsum(reward for _, reward in self.steps)
 
     @property
     def truncated(self) -> bool:
@@ -182,9 +193,11 @@ class ShardSample:
     index: int
     length: int
     number: int = 0  # within the batch: names the sample where shards of different layouts meet
-    reward: float = 0.0
+    reward: float = 0.0  # what its last token earns: the outcome, without `steps`
     advantage: float = 0.0
     loss_weight: float = 0.0
+    steps: Steps = ()  # what tokens within it earn
+    step_advantages: Steps = ()  # added to `advantage` at the tokens up to each step's end
 
 
 @dataclass(frozen=True)

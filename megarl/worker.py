@@ -18,9 +18,10 @@ import numpy as np
 
 from megarl import platform as platforms
 from megarl.algorithms.catalogue import import_modules
+from megarl.algorithms.process_advantages import placed, up_to
 from megarl.config.schema import Recipe
 from megarl.exchange.session import host_id
-from megarl.types import DataRef, SampleTokens, Shard, ShardSample, fetch
+from megarl.types import DataRef, SampleTokens, Shard, ShardSample, Steps, fetch
 
 
 class Worker:
@@ -47,7 +48,8 @@ class Worker:
         self.saves: list[Any] = []  # checkpoint.Save, of the last checkpoint
         self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
         self.members: list[list[list[int]]] = []  # of each micro batch: numbers of its samples in the shard
-        self.rewards: list[float] = []  # of each sample of the shard
+        self.rewards: list[float] = []  # of each sample of the shard: what its last token earns
+        self.steps: list[Steps] = []  # of each sample of the shard: what tokens within it earn
 
     def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
         raise NotImplementedError
@@ -67,6 +69,7 @@ class Worker:
         """Fetch the vectors of this rank's samples and lay out its micro batches."""
         vectors = fetch(shard.samples)
         self.members, self.rewards = shard.mini_batches, [sample.reward for sample in shard.samples]
+        self.steps = [sample.steps for sample in shard.samples]
         self.batches = [
             [
                 self._micro_batch([(shard.samples[i], vectors[i]) for i in members], loss_tokens)
@@ -74,6 +77,20 @@ class Worker:
             ]
             for mini_batch, loss_tokens in zip(shard.mini_batches, shard.loss_tokens, strict=True)
         ]
+
+    def _token_rewards(
+        self, members: list[int], lengths: list[int], mask: np.ndarray, kl: dict[int, np.ndarray], kl_weight: float
+    ) -> np.ndarray | None:
+        """What the tokens of a micro batch earn besides outcomes, float64 [T]: rewards of steps, less `kl_weight` times
+        `kl`, which is by number in the shard; None: nothing of either. mask [T]: the tokens that count."""
+        if not (kl or any(self.steps[number] for number in members)):
+            return None
+
+        def of(number: int, own: np.ndarray) -> np.ndarray:
+            return placed(self.steps[number], own) - kl_weight * kl.get(number, np.zeros(len(own))).astype(np.float64)
+
+        parts = np.split(mask, np.cumsum(lengths)[:-1])
+        return np.concatenate([of(number, own) for number, own in zip(members, parts, strict=True)])
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
         import torch
@@ -98,7 +115,7 @@ class Worker:
                     [mask * sample.loss_weight for mask, (sample, _) in zip(masks, members, strict=True)]
                 ),
                 "token_share": join([mask / max(loss_tokens, 1) for mask in masks]),
-                "advantages": join([np.full(len(vectors.tokens), sample.advantage) for sample, vectors in members]),
+                "advantages": join([_advantages(sample, vectors) for sample, vectors in members]),
                 "rollout_log_probs": join([vectors.rollout_log_probs for _, vectors in members]),
             },
             routing=self._routing([vectors for _, vectors in members]),
@@ -172,6 +189,14 @@ class Worker:
         import torch
 
         torch.distributed.destroy_process_group()
+
+
+def _advantages(sample: ShardSample, vectors: SampleTokens) -> np.ndarray:
+    """Of each token, as far as the controller knows them: float64 [L]."""
+    same = np.full(len(vectors.tokens), sample.advantage)
+    if not sample.step_advantages:
+        return same
+    return same + up_to(sample.step_advantages, vectors.loss_mask)
 
 
 def collect_parts(parts: list[tuple[DataRef, list[int]]]) -> dict[int, np.ndarray]:

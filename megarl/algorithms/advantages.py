@@ -31,11 +31,13 @@ class AdvantageEstimator:
     """A registered estimator. `settings`: the fields of `AlgorithmConfig` that it reads.
 
     Of whole samples (`function`), of tokens (`of_tokens`: see token_advantages.py), or, both None, left to a critic.
+    With `of_steps`, what it says of each step [S] is added to the advantages of the sample's tokens up to the step's end.
     """
 
     function: Estimator | None
     settings: tuple[str, ...]
     of_tokens: Any = None
+    of_steps: Estimator | None = None
     needs_greedy: bool = False  # a greedy sample of each prompt is scored, too
     needs_siblings: bool = False  # a group of one always has advantage 0
     reads_scores: bool = False  # what it makes of rewards is not true of rewards less a KL
@@ -45,7 +47,7 @@ class AdvantageEstimator:
 ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
-def advantage(name: str, *, settings: tuple[str, ...] = (), **more: bool) -> Callable[[Estimator], Estimator]:
+def advantage(name: str, *, settings: tuple[str, ...] = (), **more: Any) -> Callable[[Estimator], Estimator]:
     """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses. Arguments are those of
     `AdvantageEstimator`."""
     check_settings(settings)

@@ -11,6 +11,7 @@ from megarl.algorithms import (  # noqa: F401 - they register
     covariance,
     distillation_losses,
     preference_losses,
+    process_advantages,
     sequence_losses,
     token_advantages,
 )

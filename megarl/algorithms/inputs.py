@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
 
@@ -18,10 +19,13 @@ class Outcomes:
     loss_tokens=array([120, 80]))``.
     """
 
-    rewards: np.ndarray  # float64: the whole outcome of a sample
+    rewards: np.ndarray  # float64: all that a sample earned, steps within it included
     groups: np.ndarray  # integers: siblings, the samples of one prompt, share one
     loss_tokens: np.ndarray  # integers: tokens that the policy chose and the loss counts; 0 for a filtered sample
     greedy_rewards: np.ndarray | None = None  # float64: of a greedy sample of the same prompt, where one was asked for
+    # Steps of the batch, sample by sample: float64 [S], what each earned; int64 [S], its sample's place in the vectors above.
+    step_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    step_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass

@@ -21,7 +21,7 @@ def gae(
 
     rewards [B]: the outcome of each sequence, earned at its last masked token. values [T]: of the state in which
     token t was chosen. mask [T]: the tokens that the policy chose. lengths [B] sum to T. token_rewards [T]: what
-    each token earns besides.
+    each token earns besides, as rewards of steps.
     Returns advantages and returns (advantages + values), float64 [T], 0 where masked out.
 
     Over the masked tokens of a sequence, in order: delta_t = r_t + gamma V_next - V_t and

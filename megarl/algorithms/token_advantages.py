@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 class TokenOutcomes:
     """The samples of one micro batch, one after the other: B samples of T tokens together."""
 
-    rewards: np.ndarray  # float64 [B]: outcomes
-    token_rewards: np.ndarray | None  # float64 [T]: what each token earns besides, as the KL penalty; None: nothing
+    rewards: np.ndarray  # float64 [B]: outcomes, without what steps earned
+    token_rewards: (
+        np.ndarray | None
+    )  # float64 [T]: what tokens earn besides: rewards of steps, KL penalty; None: nothing
     mask: np.ndarray  # bool [T]: tokens that the policy chose and the loss counts
     lengths: Sequence[int]  # [B]: they sum to T
 
@@ -51,8 +53,8 @@ def token_advantage(
 
 @token_advantage("reinforce_plus_plus", settings=("gamma",))
 def reinforce_plus_plus(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """REINFORCE++ (arXiv 2501.03262): each token's discounted return to go, KL penalty included, no baseline but the
-    batch's mean (`whiten_advantages`). Tokens between turns take no part and no time."""
+    """REINFORCE++ (arXiv 2501.03262): each token's discounted return to go, rewards of steps and KL penalty included, no
+    baseline but the batch's mean (`whiten_advantages`). Tokens between turns take no part and no time."""
     return returns_to_go(
         outcomes.rewards, outcomes.mask, outcomes.lengths, gamma=settings.gamma, token_rewards=outcomes.token_rewards
     )

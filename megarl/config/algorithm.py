@@ -79,7 +79,8 @@ class AlgorithmConfig:
 
     advantage: str = key("grpo", "Advantage estimator; see docs/algorithms.md. `gae` trains a critic: see `critic`.")
     normalize_by_std: bool = key(
-        True, "grpo, grpo_passk: divide by the group's standard deviation (grpo with it off: Dr.GRPO)."
+        True,
+        "grpo, grpo_passk, grpo_process: divide by the group's standard deviation (grpo with it off: Dr.GRPO).",
     )
     pass_k: int = key(4, "pass_at_k: the k of the pass rate that is optimised.", at_least=1)
     gamma: float = key(1.0, "gae, reinforce_plus_plus: discount of what the next token earns.", at_least=0, at_most=1)

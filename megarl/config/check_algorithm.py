@@ -151,7 +151,7 @@ def _old_log_probs_can_be_had(recipe: Recipe) -> None:
     if algorithm.kl_in_reward and ADVANTAGES[algorithm.advantage].reads_scores:
         raise RecipeError(
             "algorithm.kl_in_reward",
-            f"{algorithm.advantage} tells right samples from wrong ones by their reward, which the KL would blur",
+            f"{algorithm.advantage} is made of rewards as they were scored, which the KL would blur",
             "set it to false: the KL then is in the loss",
             value=True,
         )

@@ -21,8 +21,9 @@ from megarl.registry import import_own
 class ScoreRequest:
     """What a scorer sees of one sample.
 
-    `response` is the decoded response without special tokens; `ground_truth` and `extra_info` are
-    the row's own; `prompt_text` is what the model was given; `uid` names the row in errors.
+    `response` is the decoded response without special tokens, in whose characters the ends of steps are
+    counted; `ground_truth` and `extra_info` are the row's own; `prompt_text` is what the model was given;
+    `uid` names the row in errors.
     """
 
     response: str
@@ -37,12 +38,15 @@ class ScoreRequest:
 class Score:
     """A finite reward, named parts of it for metrics and dynamic sampling, and what was taken for the answer.
 
-    `answer` is None where the scorer found or names none; majority votes count equal answers.
+    `value` is the whole reward: what the scorer calls `score`, and the rewards of `steps` besides, whose sum is
+    in the part `steps` where the scorer gives any. `answer` is None where the scorer found or names none;
+    majority votes count equal answers.
     """
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
+    steps: tuple[tuple[int, float], ...] = ()  # (end in characters of the response, reward), ends increasing
 
 
 class RewardError(ValueError):
@@ -63,8 +67,14 @@ ScoreFunction = Callable[[ScoreRequest], Any]
 class Scorer:
     """A scoring function under the name that errors and recipes call it by.
 
-    The function returns a number, or a dict with `score`, any number of named numeric parts, and
-    `answer`, the text that it took for the answer (or None).
+    The function returns a number, or a dict with `score`, any number of named numeric parts,
+    `answer`, the text that it took for the answer (or None), and `steps`, rewards of steps within the
+    response (process rewards): a list of (end, reward), where a step reaches up to character `end` of
+    the response, 1 <= end <= len(response), and ends increase; empty where the response has none.
+
+    Each number is earned once: a step's reward where the step ends, `score` at the response's end. The
+    sample's reward is their sum, as it is the sum of token rewards in verl. So `{"score": 1.0, "steps":
+    [(12, 0.25), (30, -0.5)]}` is a reward of 0.75.
     """
 
     name: str
@@ -115,7 +125,7 @@ def score(scorer: Scorer, request: ScoreRequest) -> Score:
 
     Raises:
         RewardError: it raised, or returned something that is not a finite number or a dict with a
-            finite `score` and numeric parts.
+            finite `score`, numeric parts and steps as `Scorer` says.
     """
     try:
         result = scorer.function(request)
@@ -129,9 +139,40 @@ def score(scorer: Scorer, request: ScoreRequest) -> Score:
     if not isinstance(answer, (str, type(None))):
         raise RewardError(scorer.name, request.uid, f"its answer is {answer!r}, not text")
     numbers = {
-        str(name): _finite(scorer, request, repr(name), value) for name, value in result.items() if name != "answer"
+        str(name): _finite(scorer, request, repr(name), value)
+        for name, value in result.items()
+        if name not in ("answer", "steps")
     }
-    return Score(numbers.pop("score"), numbers, answer)
+    value = numbers.pop("score")
+    if "steps" not in result:
+        return Score(value, numbers, answer)
+    steps = _steps(scorer, request, result["steps"])
+    earned = [reward for _, reward in steps]
+    return Score(math.fsum([value, *earned]), {**numbers, "steps": math.fsum(earned)}, answer, steps)
+
+
+def _steps(scorer: Scorer, request: ScoreRequest, given: Any) -> tuple[tuple[int, float], ...]:
+    """Rewards of steps, held to what `Scorer` says of them."""
+
+    def broken(cause: str) -> RewardError:
+        return RewardError(scorer.name, request.uid, cause)
+
+    if not isinstance(given, (list, tuple)):
+        raise broken(f"'steps' is {given!r} ({type(given).__name__}), not a list of (end, reward)")
+    steps: list[tuple[int, float]] = []
+    for number, step in enumerate(given):
+        what, length = f"steps[{number}]", len(request.response)
+        if not isinstance(step, (list, tuple)) or len(step) != 2:
+            raise broken(f"{what} is {step!r}, not (end, reward)")
+        if not isinstance(step[0], (int, np.integer)) or isinstance(step[0], bool):
+            raise broken(f"{what} ends at {step[0]!r} ({type(step[0]).__name__}), not at a whole number of characters")
+        end, before = int(step[0]), steps[-1][0] if steps else 0
+        if not 1 <= end <= length:
+            raise broken(f"{what} ends at character {end}, and the response has {length}: an end is 1 to len(response)")
+        if end <= before:
+            raise broken(f"{what} ends at character {end}, and the step before it at {before}: ends must increase")
+        steps.append((end, _finite(scorer, request, f"the reward of {what}", step[1])))
+    return tuple(steps)
 
 
 def _finite(scorer: Scorer, request: ScoreRequest, what: str, value: Any) -> float:

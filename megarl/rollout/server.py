@@ -18,7 +18,8 @@ from megarl import engines, rewards
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.base import EngineSpec
 from megarl.exchange.session import ExchangeSession
-from megarl.types import Completion, GenerationRequest, Group, InlineData, Sample, SampleTokens
+from megarl.rollout.step_places import tokens_at
+from megarl.types import Completion, GenerationRequest, Group, InlineData, Sample, SampleTokens, Steps
 
 T = TypeVar("T")
 
@@ -140,8 +141,15 @@ class RolloutServer:
             answer=scored.answer,
             finish_reason=completion.finish_reason,
             version=self.version,
+            steps=self._steps(scored, completion, text, len(prompt.tokens)),
         )
         return sample, text
+
+    def _steps(self, scored: rewards.Score, completion: Completion, text: str, start: int) -> Steps:
+        """Where the scored steps of a response end, in tokens of the sample, in which it begins at `start`."""
+        ends = [end for end, _ in scored.steps]
+        places = tokens_at(ends, completion.tokens.tolist(), text, self.tokenizer.decode)
+        return tuple((start + place, reward) for place, (_, reward) in zip(places, scored.steps, strict=True))
 
 
 def _greedy_twin(group: int) -> int:
