@@ -42,6 +42,7 @@ def tried(number: int, accepted: bool) -> TriedGroup:
             answer="7",
             finish_reason="length",
             version=4,
+            steps=((2, 0.1), (4, -0.25)),
         )
         for i in range(2)
     ]

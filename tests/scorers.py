@@ -13,6 +13,17 @@ def letters(request: ScoreRequest) -> dict[str, float]:
     return {"score": share, "accuracy": float(share > 0.5)}
 
 
+def pieces(request: ScoreRequest) -> dict[str, object]:
+    """As `letters`, of each piece of six characters by itself (the last may be shorter); and half a point for a whole
+    response of letters."""
+    text = request.response
+    ends = [*range(6, len(text), 6), len(text)] if text else []
+    steps = [
+        (end, sum(c.isalpha() for c in text[start:end]) / 60) for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    return {"score": 0.5 * text.isalpha(), "accuracy": float(text.isalpha()), "steps": steps}
+
+
 def raises(request: ScoreRequest) -> float:
     raise ZeroDivisionError("no such luck")
 

@@ -17,6 +17,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from tests.loss_cases import outcomes, settings
 
 OF_GROUPS = ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "pass_at_k"]
+ELSEWHERE = ["grpo_process"]  # test_process_rewards.py
 
 
 def advantages(name: str, given: Outcomes, **values: object) -> np.ndarray:
@@ -26,7 +27,7 @@ def advantages(name: str, given: Outcomes, **values: object) -> np.ndarray:
 
 
 def test_every_estimator_is_tested_here() -> None:
-    assert set(ADVANTAGES.names()) == {*OF_GROUPS, "remax", "reinforce_plus_plus", "gae", "none"}
+    assert set(ADVANTAGES.names()) == {*OF_GROUPS, "remax", "reinforce_plus_plus", "gae", "none", *ELSEWHERE}
 
 
 class TestByHand:

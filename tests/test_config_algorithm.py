@@ -34,7 +34,7 @@ def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "setting", "words"),
     [
-        (["advantage=rloo", "normalize_by_std=false"], "normalize_by_std", "only grpo or grpo_passk reads it"),
+        (["advantage=rloo", "normalize_by_std=false"], "normalize_by_std", "only grpo, grpo_passk or grpo_process reads it"),
         (["pass_k=2"], "pass_k", "only pass_at_k reads it"),
         (["loss=sapo", "clip_high=0.3"], "clip_high", "algorithm.loss 'sapo', and only cispo, clip_cov, dppo_kl"),
         (["loss=gmpo", "dual_clip=3"], "dual_clip", "only gspo, gspo_token or ppo_clip"),
@@ -71,6 +71,7 @@ def test_a_setting_that_nobody_reads(recipe: Path, overrides: list[str], setting
         ),
         (["kl_coef=0.1", "kl_in_reward=true", "old_log_probs=rollout"], "kl_in_reward", "leaves out the pass"),
         (["advantage=pass_at_k", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "which the KL would blur"),
+        (["advantage=grpo_process", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "which the KL would blur"),
         (["kl_coef=0.1", "kl_target=0.1", "kl_horizon=255"], "kl_horizon", "a step has 256 samples"),
         (["train.source=sft", "loss=sft", "advantage=remax"], "advantage", "no rewards"),
         (["train.source=sft", "loss=sft", "entropy_coef=0.1"], "entropy_coef", "nothing is sampled"),

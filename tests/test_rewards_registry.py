@@ -30,6 +30,17 @@ def scored(result):
         (np.float32(0.5), Score(0.5)),
         (np.bool_(False), Score(0.0)),
         ({"score": -1, "accuracy": True}, Score(-1.0, {"accuracy": 1.0})),
+        # Steps are earned besides: 1 + 0.25 - 0.5.
+        (
+            {"score": 1, "steps": [(2, 0.25), [np.int64(6), np.float32(-0.5)]]},
+            Score(0.75, {"steps": -0.25}, steps=((2, 0.25), (6, -0.5))),
+        ),
+        ({"score": 1, "steps": []}, Score(1.0, {"steps": 0.0})),
+        # What the sum is announced to be does not depend on the order: of floats, (0.1 + 0.2) + 0.3 is not 0.6.
+        (
+            {"score": 0, "steps": [(1, 0.1), (2, 0.2), (3, 0.3)]},
+            Score(0.6, {"steps": 0.6}, steps=((1, 0.1), (2, 0.2), (3, 0.3))),
+        ),
     ],
 )
 def test_numbers_and_dicts_are_scores(result, expected):
@@ -50,6 +61,18 @@ def test_numbers_and_dicts_are_scores(result, expected):
         ([1.0], "[1.0] (list)"),
         ({"accuracy": 1.0}, "no 'score', but ['accuracy']"),
         ({"score": 1.0, "pred": "72"}, "'pred' is '72'"),
+        # The response has 6 characters.
+        ({"score": 1, "steps": 0.5}, "'steps' is 0.5 (float), not a list of (end, reward)"),
+        ({"score": 1, "steps": [0.5]}, "steps[0] is 0.5, not (end, reward)"),
+        ({"score": 1, "steps": [(1, 0.5, 2)]}, "steps[0] is (1, 0.5, 2), not (end, reward)"),
+        ({"score": 1, "steps": [(1, 0.5), (2.0, 1)]}, "steps[1] ends at 2.0 (float), not at a whole number"),
+        ({"score": 1, "steps": [(True, 0.5)]}, "steps[0] ends at True (bool)"),
+        ({"score": 1, "steps": [(0, 0.5)]}, "steps[0] ends at character 0, and the response has 6"),
+        ({"score": 1, "steps": [(2, 1), (7, 1)]}, "steps[1] ends at character 7, and the response has 6"),
+        ({"score": 1, "steps": [(4, 1), (4, 1)]}, "steps[1] ends at character 4, and the step before it at 4"),
+        ({"score": 1, "steps": [(4, "good")]}, "the reward of steps[0] is 'good' (str), not a number"),
+        ({"score": 1, "steps": [(4, math.nan)]}, "the reward of steps[0] is nan"),
+        ({"steps": [(4, 1)]}, "no 'score', but ['steps']"),
         (KeyError("answer"), "KeyError: 'answer'"),
         (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
     ],

@@ -40,6 +40,27 @@ def serve(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[E
     return made
 
 
+def test_rewards_of_steps_are_on_the_tokens_that_end_them(serve: Callable[[Engine], RolloutServer]) -> None:
+    """Places count the prompt's two tokens. Token 7 is a character; a step ends at the first and at the third."""
+    server = serve(Engine())
+    text = server.tokenizer.decode([7, 7, 7])
+    assert len(text) == 3
+    steps = [(1, 0.25), (3, -0.5)]
+    server.scorers["test"] = module.rewards.Scorer("steps", lambda request: {"score": 1, "steps": steps})
+    for group in run(server, requests(with_greedy=True)):
+        for sample in group.samples:
+            assert sample.steps == ((2, 0.25), (4, -0.5))
+            assert sample.reward == 0.75 and sample.outcome == 1.0 and sample.reward_parts == {"steps": -0.25}
+        assert group.greedy is not None and group.greedy.steps == ((2, 0.25), (4, -0.5))
+
+
+def test_a_step_that_ends_nowhere_fails_its_group(serve: Callable[[Engine], RolloutServer]) -> None:
+    server = serve(Engine())
+    server.scorers["test"] = module.rewards.Scorer("steps", lambda request: {"score": 1, "steps": [(9, 1)]})
+    with pytest.raises(module.rewards.RewardError, match="ends at character 9, and the response has 3"):
+        run(server, requests(with_greedy=False))
+
+
 def requests(with_greedy: bool) -> list[GenerationRequest]:
     sampling = Sampling(2, 16, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(1,))
     prompt = Prompt("row", (3, 4), "text", "test")

@@ -112,6 +112,42 @@ def test_ppo_with_the_kl_in_the_reward(quickstart_data: Path, tmp_path: Path) ->
     assert line["actor/kl_weight"] == lines[2]["actor/kl_weight"] and line["actor/loss"] == lines[2]["actor/loss"]
 
 
+STEP_REWARDS = {
+    "grpo_process": ["grpo_process", "algorithm.kl_coef=0"],
+    "reinforce_plus_plus": ["reinforce_plus_plus", "algorithm.gamma=0.99"],
+    "ppo": ["ppo", "algorithm.gamma=0.99", "critic.optimizer.lr=1e-3"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEP_REWARDS)
+def test_rewards_of_steps(name: str, quickstart_data: Path, tmp_path: Path) -> None:
+    """A scorer of the user's own gives some, and the policy learns to earn more of them."""
+    base, *more = STEP_REWARDS[name]
+    bases = [f"{ROOT}/recipes/base/{one}.yaml" for one in ("word_problems", base)]
+    (tmp_path / "steps.yaml").write_text(json.dumps({"base": bases, "name": "steps"}))
+    more += [
+        "reward.function=tests.scorers:pieces",
+        "train.steps=12",
+        "data.prompts_per_step=8",
+        "rollout.samples_per_prompt=8",
+    ]
+    given = settings(quickstart_data, tmp_path, "steps", *SMALL, *more)
+    done = run("train", str(tmp_path / "steps.yaml"), *given)
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "steps")
+    check(lines, name)
+    for line in lines:
+        assert line["critic/score/steps/mean"] <= line["critic/rewards/mean"] + 1e-9
+        assert 1 <= line["critic/step_count/mean"] <= 16
+    assert any(line["actor/grad_norm"] > 0 for line in lines)
+    earned = [line["critic/score/steps/mean"] for line in lines]
+    assert sum(earned[-3:]) > sum(earned[:3]), earned
+    (sample, *_) = [json.loads(line) for line in (tmp_path / "steps" / "samples" / "step_000001.jsonl").open()]
+    assert sum(reward for _, reward in sample["steps"]) == pytest.approx(sample["parts"]["steps"])
+    assert all(0 <= token < sample["response_length"] for token, _ in sample["steps"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(OF_DATA))
 def test_held_out_rows_show_learning(quickstart_data: Path, tmp_path: Path, name: str) -> None:

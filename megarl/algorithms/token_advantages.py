@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,7 +36,7 @@ TokenEstimator = Callable[[TokenOutcomes, "AlgorithmConfig"], np.ndarray]
 
 
 def token_advantage(
-    name: str, *, settings: tuple[str, ...] = (), **more: bool
+    name: str, *, settings: tuple[str, ...] = (), **more: Any
 ) -> Callable[[TokenEstimator], TokenEstimator]:
     """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses. Arguments are those of
     `AdvantageEstimator`."""

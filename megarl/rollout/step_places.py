@@ -18,8 +18,8 @@ def tokens_at(ends: Sequence[int], tokens: Sequence[int], text: str, decode: Dec
     """For each of `ends`, increasing numbers of characters of `text`, the index of the token that completes the last of
     these characters. `text` is `decode` of `tokens`.
 
-    Decodes each token a few times, however many steps there are. Raises ValueError where the tokens one after the other
-    do not say what they say together.
+    Decodes each token a few times, however many steps there are; but for ends in bytes that make no text, where beginnings
+    of the response are compared as a whole.
     """
     reader = _Reader(tokens, text, decode)
     return [reader.find(end) for end in ends]
@@ -28,8 +28,8 @@ def tokens_at(ends: Sequence[int], tokens: Sequence[int], text: str, decode: Dec
 class _Reader:
     """Knows that the first `_read` tokens are the first `_characters` of the text.
 
-    A tokenizer may treat the first token that it is given differently (some drop its leading space), so tokens are
-    decoded together with the piece before them, whose own text is then cut off.
+    A tokenizer may treat the first tokens that it is given differently (some drop leading spaces), so tokens are decoded
+    together with the piece before them, whose own text, which is not empty, is then cut off.
     """
 
     def __init__(self, tokens: Sequence[int], text: str, decode: Decode) -> None:
@@ -55,10 +55,10 @@ class _Reader:
                 return stop - 1
             if self._fits(piece):
                 self._take(stop, piece)
-        raise ValueError(
-            f"the {len(self._tokens)} tokens of a response say something else one after the other than together, from "
-            f"character {self._characters} of {len(self._text)} on: with this tokenizer rewards of steps have no place"
-        )
+        # Some tokenizers turn a whole run of bytes into replacement characters where it ends within a character.
+        wholes = (self._decode(self._tokens[:stop]) for stop in range(self._read + 1, len(self._tokens)))
+        found = (place for place, whole in enumerate(wholes, self._read) if whole[:end] == self._text[:end])
+        return next(found, len(self._tokens) - 1)
 
     def _piece(self, stop: int) -> str:
         """The text of the tokens from `_read` to `stop`."""
@@ -68,6 +68,10 @@ class _Reader:
         return bool(piece) and self._text.startswith(piece, self._characters)
 
     def _take(self, stop: int, piece: str) -> None:
-        self._from, self._read = self._read, min(stop, len(self._tokens))
-        self._before = len(self._decode(self._tokens[self._from : stop]))
+        alone = len(self._decode(self._tokens[self._read : stop]))
+        if alone:
+            self._from, self._before = self._read, alone
+        else:
+            self._before += len(piece)
+        self._read = min(stop, len(self._tokens))
         self._characters += len(piece)

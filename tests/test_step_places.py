@@ -1,0 +1,172 @@
+"""Ends of steps, given in characters, find the tokens that were sampled."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+from megarl.rollout.step_places import tokens_at
+
+
+def byte_pairs(folder: Path) -> None:
+    """Characters are UTF-8 bytes, of which a token may hold any: 0 to 255 are single ones, 256 is <end>, which is
+    special, 257 is " " and the first two bytes of an emoji, 258 its other two bytes and ".", 259 "ab"."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+
+    def spell(text: bytes) -> str:
+        return "".join(letters[byte] for byte in text)
+
+    vocabulary = {spell(bytes([byte])): byte for byte in range(256)}
+    vocabulary |= {"<end>": 256, spell(b" \xf0\x9f"): 257, spell(b"\x98\x80."): 258, "ab": 259}
+    made = Tokenizer(models.BPE(vocabulary, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<end>", special=True)])
+    _write(folder, made, end="<end>")
+
+
+def byte_fallback(folder: Path) -> None:
+    """As Llama 2: words that begin with a space, the very first of which is dropped, and bytes as tokens of their own
+    that turn into replacement characters all together where they make no text."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+
+    words = ["<end>", "▁", "▁a", "▁b", "a", "b", "."]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    vocabulary |= {f"<0x{byte:02X}>": len(words) + byte for byte in range(256)}
+    made = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    strip = decoders.Strip(content=" ", left=1)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    made.add_special_tokens([AddedToken("<end>", special=True)])
+    _write(folder, made, end="<end>")
+
+
+def sentencepiece(folder: Path) -> None:
+    from sentencepiece import SentencePieceTrainer
+
+    model = io.BytesIO()
+    lines = [f"what is {a} plus {b}? the answer is {a + b}." for a in range(20) for b in range(20)]
+    SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, vocab_size=300, byte_fallback=True, minloglevel=2
+    )
+    (folder / "tokenizer.model").write_bytes(model.getvalue())
+
+
+def _write(folder: Path, made: object, end: str) -> None:
+    made.save(str(folder / "tokenizer.json"))  # type: ignore[attr-defined]
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+KINDS = {
+    "byte_pairs": byte_pairs,
+    "byte_fallback": byte_fallback,
+    "sentencepiece": sentencepiece,
+    "tiny": make_tiny_tokenizer,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    made = {}
+    for name, make in KINDS.items():
+        folder = tmp_path_factory.mktemp(name)
+        make(folder)
+        made[name] = load_tokenizer(folder)
+    return made
+
+
+def places(tokenizer: Tokenizer, tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
+    return tokens_at(ends, tokens, tokenizer.decode(tokens), tokenizer.decode)
+
+
+END, SPACE_AND_HALF, HALF_AND_DOT, AB = 256, 257, 258, 259
+
+
+def test_an_end_in_the_middle_of_a_token_is_that_token(tokenizers: dict[str, Tokenizer]) -> None:
+    tokens = [AB, ord("c"), AB]  # abcab
+    assert places(tokenizers["byte_pairs"], tokens, [1, 2, 3, 4, 5]) == [0, 0, 1, 2, 2]
+
+
+def test_a_character_is_whole_with_its_last_byte(tokenizers: dict[str, Tokenizer]) -> None:
+    """The emoji of four tokens is complete with the fourth; the space before another one with the token that begins
+    this one, which its "." comes with."""
+    tokenizer = tokenizers["byte_pairs"]
+    tokens = [ord("x"), *"😀".encode(), SPACE_AND_HALF, HALF_AND_DOT]
+    assert tokenizer.decode(tokens) == "x😀 😀."
+    assert places(tokenizer, tokens, [1, 2, 3, 4, 5]) == [0, 4, 5, 6, 6]
+    assert places(tokenizer, tokens, [4]) == [6], "what comes before need not be asked for"
+
+
+def test_special_tokens_are_not_where_a_step_ends(tokenizers: dict[str, Tokenizer]) -> None:
+    tokens = [END, ord("x"), END, END, *"é".encode(), END]
+    assert places(tokenizers["byte_pairs"], tokens, [1, 2]) == [1, 5]
+
+
+def test_bytes_that_make_no_text(tokenizers: dict[str, Tokenizer]) -> None:
+    """A response that was cut off within an emoji ends in a replacement character, which its first byte shows."""
+    tokenizer = tokenizers["byte_pairs"]
+    tokens = [ord("x"), *"😀".encode()[:3]]
+    assert tokenizer.decode(tokens) == "x�" and places(tokenizer, tokens, [1, 2]) == [0, 1]
+
+
+def test_a_run_of_bytes_that_makes_no_text_until_it_is_whole(tokenizers: dict[str, Tokenizer]) -> None:
+    """With byte fallback, the first byte of a second emoji undoes the first one until the second is complete."""
+    tokenizer = tokenizers["byte_fallback"]
+    tokens = [2, *(7 + byte for byte in "😀😀".encode()), 3]  # the first word's space is dropped
+    assert tokenizer.decode(tokens) == "a😀😀 b"
+    assert places(tokenizer, tokens, [1, 2, 3, 4, 5]) == [0, 4, 8, 9, 9]
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 200])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_place_is_the_first_whose_text_is_the_wholes(
+    tokenizers: dict[str, Tokenizer], name: str, count: int
+) -> None:
+    """Against decoding every beginning of the response, for tokens in any order, many of which are no whole character.
+    Which of the bytes that make no text a replacement character stands for is left open, but for the order."""
+    tokenizer, random = tokenizers[name], np.random.default_rng(count)
+    written = tokenizer.encode("a b ab.\n 4+64=68 naïve 四 🙂🙂") if name != "byte_fallback" else [2, 3, *range(7, 30)]
+    common = random.choice(written, count)
+    tokens = np.where(random.random(count) < 0.7, common, random.integers(0, tokenizer.vocab_size, count)).tolist()
+    text = tokenizer.decode(tokens)
+    beginnings = [tokenizer.decode(tokens[: stop + 1]) for stop in range(count)]
+    found = places(tokenizer, tokens, range(1, len(text) + 1))
+    assert found == sorted(found)
+    slow = {
+        end: next(stop for stop, beginning in enumerate(beginnings) if beginning[:end] == text[:end])
+        for end in range(1, len(text) + 1)
+        if text[end - 1] != "�"
+    }
+    assert {end: found[end - 1] for end in slow} == slow
+    some = sorted(random.choice(list(slow), min(3, len(slow)), replace=False).tolist())
+    assert places(tokenizer, tokens, some) == [slow[end] for end in some]
+
+
+def test_a_long_response_is_not_decoded_from_its_beginning_for_every_step(tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer, decoded = tokenizers["tiny"], 0
+
+    def decode(tokens: Sequence[int]) -> str:
+        nonlocal decoded
+        decoded += len(tokens)
+        return tokenizer.decode(tokens)
+
+    tokens = tokenizer.encode("Tom has 3 apples and 4 more, so 7. " * 300)
+    text = tokenizer.decode(tokens)
+    ends = list(range(500, len(text), 500))
+    found = tokens_at(ends, tokens, text, decode)
+    assert [len(tokenizer.decode(tokens[: place + 1])) >= end for place, end in zip(found, ends, strict=True)]
+    assert decoded < 15 * len(tokens)
+
+
+def test_what_tokens_say_may_depend_on_all_before_them() -> None:
+    """A tokenizer of nobody's: only as a whole do its tokens make any text."""
+    assert tokens_at([1, 3], [1, 2, 3], "xyz", lambda tokens: "xyz" if len(tokens) > 2 else "?") == [2, 2]
