@@ -191,7 +191,7 @@ class TestGrpoProcess:
         assert given(recipe, batch([[((2, 1.0), (4, 3.0))]], [[4.0]], {}))[0] == [0] * 7
 
     def test_slow_reference(self, recipe: Recipe) -> None:
-        """Group by group and token by token, as the paper writes it; whatever the data-parallel split."""
+        """Group by group and token by token, as the paper writes it; whatever the data-parallel split, in mini batches."""
         random = np.random.default_rng(3)
         steps: list[list[Steps]] = [
             [
@@ -213,7 +213,7 @@ class TestGrpoProcess:
                     for token in range(1, 8)
                 ]
                 number += 1
-        recipe.algorithm.advantage = "grpo_process"
+        recipe.algorithm.advantage, recipe.actor.mini_batches = "grpo_process", 3
         for data_parallel in (1, 3):
             found = given(recipe, batch(steps, outcomes, {}), data_parallel)
             assert sorted(found) == sorted(expected)
