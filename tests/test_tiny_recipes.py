@@ -5,6 +5,7 @@ problems stands in docs/algorithms.md (benchmarks/learning.py)."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 

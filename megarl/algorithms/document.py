@@ -44,9 +44,12 @@ def document(page: str) -> str:
 def proven_in(name: str) -> str:
     """The file in tests/ that proves the function `name`."""
     if name in ADVANTAGES:
-        if name == "on_policy_distillation":
-            return "test_distillation.py"
-        return "test_algorithms_values.py" if name == "gae" else "test_advantages.py"
+        apart = {
+            "gae": "test_algorithms_values.py",
+            "grpo_process": "test_process_rewards.py",
+            "on_policy_distillation": "test_distillation.py",
+        }
+        return apart.get(name, "test_advantages.py")
     loss = LOSSES[name]
     if loss.needs_top:
         return "test_distillation.py"
