@@ -17,7 +17,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from tests.loss_cases import outcomes, settings
 
 OF_GROUPS = ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "pass_at_k"]
-ELSEWHERE = ["grpo_process"]  # test_process_rewards.py
+ELSEWHERE = ["grpo_process", "on_policy_distillation"]  # test_process_rewards.py, test_distillation.py
 
 
 def advantages(name: str, given: Outcomes, **values: object) -> np.ndarray:

@@ -41,7 +41,7 @@ def test_the_view_puts_the_critic_where_the_actor_stands(recipe: Path) -> None:
         (
             ["algorithm.whiten_advantages=false"],
             "algorithm.whiten_advantages",
-            "only gae or reinforce_plus_plus reads it",
+            "only gae, on_policy_distillation or reinforce_plus_plus reads it",
         ),
         ([*GAE, "cluster.transport=torchrun"], "cluster.transport", "which Ray starts"),
         ([*GAE, "train.source=sft", "algorithm.loss=sft"], "algorithm.advantage", "no rewards"),

@@ -162,8 +162,8 @@ def test_engine_is_asked_for_experts_and_what_it_says_is_matched_with_tokens(tmp
     from types import SimpleNamespace
 
     from megarl.engines.base import EngineSpec
-    from megarl.engines.vllm import _completion
     from megarl.engines.vllm_args import build_engine_args
+    from megarl.engines.vllm_outputs import completions
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     spec = EngineSpec("e0", str(tmp_path), "bfloat16", 64, return_routed_experts=True)
@@ -171,12 +171,13 @@ def test_engine_is_asked_for_experts_and_what_it_says_is_matched_with_tokens(tmp
     assert "enable_return_routed_experts" not in build_engine_args(replace(spec, return_routed_experts=False), "cuda")
 
     read = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)  # of 2 + 3 tokens the last is never read
-    output = SimpleNamespace(token_ids=[7, 8, 9], logprobs=None, finish_reason="stop", routed_experts=read)
-    experts = _completion(output, prompt_length=2).routed_experts
+    sample = SimpleNamespace(index=0, token_ids=[7, 8, 9], logprobs=None, finish_reason="stop", routed_experts=read)
+    (completion,) = completions(SimpleNamespace(prompt_token_ids=[5, 6], outputs=[sample]), None)
+    experts = completion.routed_experts
     assert experts is not None and experts.dtype == np.int16 and experts.shape == (5, 3, 2)
     assert (experts[:4] == read).all() and (experts[4] == -1).all()
     with pytest.raises(RuntimeError, match="4 of a sample's 6 tokens"):
-        _completion(output, prompt_length=3)
+        completions(SimpleNamespace(prompt_token_ids=[4, 5, 6], outputs=[sample]), None)
 
 
 def test_engines_on_a_cpu_are_not_asked_for_their_experts() -> None:
