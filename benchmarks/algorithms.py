@@ -1,18 +1,20 @@
 """What advantages and losses cost, in times of a copy of their inputs.
 
-    python -m benchmarks.algorithms [--samples 8192] [--length 20000] [--micro-batch 5]
+    python -m benchmarks.algorithms [--samples 8192] [--length 20000] [--micro-batch 5] [--rounds 3]
 
 Vectors of all samples lie in memory; each function walks over them micro batch by micro batch, as a step does, on one core.
-The copy is that of the vectors it reads, from memory to memory. Peaks are what the process holds beyond its inputs.
+The copy is that of the same vectors, from memory to memory, into pages that are mapped already. Copy and function take
+turns, and what is printed are medians of their ratios, of CPU time: both slow down when other work is about.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
+import ctypes
+import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +25,17 @@ from megarl.algorithms.inputs import LossInputs, Outcomes
 from megarl.algorithms.objective import objective
 from megarl.algorithms.returns import gae
 from megarl.algorithms.token_advantages import TokenOutcomes
+from megarl.algorithms.values import ValueInputs, value_objective
 from megarl.config.algorithm import AlgorithmConfig
 
 READS = ("log_probs", "old_log_probs", "advantages", "loss_mask", "loss_weights", "token_share")
+WHOLE = 64  # samples of the micro batch whose peak is looked at
+_LIBC = ctypes.CDLL("libc.so.6")
 
 
 class Batch:
-    """`samples` responses of `length` tokens, cut into micro batches of `per_micro` samples."""
+    """`samples` responses of `length` tokens, cut into micro batches of `per_micro` samples; the numbers of a token are
+    drawn for themselves, so that no branch is easy to predict."""
 
     def __init__(self, samples: int, length: int, per_micro: int):
         self.samples, self.length, self.per_micro = samples, length, per_micro
@@ -39,71 +45,97 @@ class Batch:
         def vector() -> torch.Tensor:
             return torch.empty(tokens).uniform_(-1.0, 0.0, generator=random)
 
-        self.vectors = {"log_probs": vector(), "old_log_probs": vector(), "advantages": vector()}
+        self.vectors = {"log_probs": vector(), "old_log_probs": vector(), "advantages": vector().add_(0.5)}
         self.vectors["loss_mask"] = torch.ones(tokens)
         self.vectors["loss_weights"] = torch.full((tokens,), 1.0 / tokens)
         self.vectors["token_share"] = torch.full((tokens,), 1.0 / tokens)
 
-    def micro_batches(self) -> Iterator[LossInputs]:
-        for first in range(0, self.samples, self.per_micro):
-            count = min(self.per_micro, self.samples - first)
-            part = slice(first * self.length, (first + count) * self.length)
-            sequences = torch.arange(count).repeat_interleave(self.length)
-            own = {name: vector[part] for name, vector in self.vectors.items()}
-            yield LossInputs(**own, sequences=sequences, sequence_count=count, selected=torch.zeros(len(sequences)) > 0)
+    def slices(self, per_micro: int | None = None) -> Iterator[tuple[int, slice]]:
+        """The number of samples of each micro batch, and where its tokens lie."""
+        size = per_micro or self.per_micro
+        for first in range(0, self.samples, size):
+            count = min(size, self.samples - first)
+            yield count, slice(first * self.length, (first + count) * self.length)
 
-    def arrays(self) -> Iterator[tuple[np.ndarray, np.ndarray, list[int]]]:
-        for inputs in self.micro_batches():
-            yield inputs.log_probs.numpy(), inputs.loss_mask.numpy() > 0, [self.length] * inputs.sequence_count
+    def micro_batches(self, per_micro: int | None = None) -> Iterator[LossInputs]:
+        selected = torch.zeros((per_micro or self.per_micro) * self.length, dtype=torch.bool)
+        for count, part in self.slices(per_micro):
+            tokens = count * self.length
+            own = {name: vector[part] for name, vector in self.vectors.items()}
+            own["log_probs"] = own["log_probs"].detach().requires_grad_()
+            yield LossInputs(**own, lengths=[self.length] * count, selected=selected[:tokens])
 
 
 def seconds(function: Callable[[], Any]) -> float:
-    """CPU seconds, the better of two runs."""
-    times = []
-    for _ in range(2):
-        start = time.process_time()
-        function()
-        times.append(time.process_time() - start)
-    return min(times)
+    start = time.process_time()
+    function()
+    return time.process_time() - start
 
 
-def copy_of(batch: Batch, names: tuple[str, ...]) -> float:
-    targets = {name: torch.empty_like(batch.vectors[name]) for name in names}
+def in_copies(copy: Callable[[], Any], functions: list[Callable[[], Any]], rounds: int) -> list[float]:
+    """The time of each function over that of the copy next to it: medians of `rounds`, after one that is not counted."""
+    ratios: list[list[float]] = [[] for _ in functions]
+    for number in range(rounds + 1):
+        for function, found in zip(functions, ratios, strict=True):
+            ratio = seconds(function) / seconds(copy)
+            if number:
+                found.append(ratio)
+    return [statistics.median(found) for found in ratios]
+
+
+def copying(arrays: list[np.ndarray]) -> Callable[[], None]:
+    targets = {array.dtype: np.zeros_like(array) for array in arrays}
 
     def copy() -> None:
-        for name in names:
-            targets[name].copy_(batch.vectors[name])
+        for array in arrays:
+            np.copyto(targets[array.dtype], array)
 
-    copy()  # the first touch maps the pages
-    return seconds(copy)
+    copy()  # maps the pages
+    return copy
 
 
-def run_losses(batch: Batch) -> list[str]:
-    rows, baseline = [], copy_of(batch, READS)
-    for name in LOSSES.names():
-        if LOSSES[name].source != "rollout":
-            continue
-        settings = AlgorithmConfig(loss=name)
+def run_losses(batch: Batch, rounds: int) -> list[str]:
+    copy = copying([batch.vectors[name].numpy() for name in READS])
+    rows = []
 
-        def forward(settings: AlgorithmConfig = settings) -> None:
+    def row(name: str, forward: Callable[[LossInputs], torch.Tensor]) -> None:
+        def alone() -> None:
             with torch.no_grad():
                 for inputs in batch.micro_batches():
-                    objective(inputs, settings)
+                    forward(inputs)
 
-        def both(settings: AlgorithmConfig = settings) -> None:
+        def both() -> None:
             for inputs in batch.micro_batches():
-                inputs.log_probs = inputs.log_probs.detach().requires_grad_()
-                objective(inputs, settings)[0].backward()
+                forward(inputs).backward()
 
-        before, held = _peak(), seconds(forward)
-        extra = _peak() - before
-        rows.append(
-            f"| {name} | {held / baseline:.2f} | {seconds(both) / baseline:.2f} | {extra / _bytes(batch):.3f} |"
-        )
+        ratios = in_copies(copy, [alone, both], rounds)
+        whole = next(batch.micro_batches(min(WHOLE, batch.samples)))
+        size = sum(getattr(whole, field).nbytes for field in READS)
+        peak = peak_of(lambda: forward(whole).backward()) / size
+        rows.append(f"| {name} | {ratios[0]:.1f} | {ratios[1]:.1f} | {peak:.1f} |")
+
+    for name in LOSSES.names():
+        if LOSSES[name].source == "rollout" and not LOSSES[name].needs_reference:
+            settings = AlgorithmConfig(loss=name)
+            row(name, lambda inputs, settings=settings: objective(inputs, settings)[0])
+    row("value loss", lambda inputs: value_objective(_value_inputs(inputs), 0.2)[0])
+    row("(exp of one vector)", lambda inputs: inputs.log_probs.exp().sum())
     return rows
 
 
-def run_advantages(batch: Batch) -> list[str]:
+def _value_inputs(inputs: LossInputs) -> ValueInputs:
+    assert inputs.old_log_probs is not None and inputs.advantages is not None
+    return ValueInputs(
+        values=inputs.log_probs,
+        old_values=inputs.old_log_probs,
+        returns=inputs.advantages,
+        loss_mask=inputs.loss_mask,
+        loss_weights=inputs.loss_weights,
+        token_share=inputs.token_share,
+    )
+
+
+def run_outcomes(batch: Batch) -> list[str]:
     outcomes = Outcomes(
         np.random.default_rng(0).normal(size=batch.samples), np.arange(batch.samples) // 16, np.full(batch.samples, 20)
     )
@@ -112,29 +144,56 @@ def run_advantages(batch: Batch) -> list[str]:
         function = ADVANTAGES[name].function
         if function is not None and not ADVANTAGES[name].needs_greedy:
             took = seconds(lambda function=function, name=name: function(outcomes, AlgorithmConfig(advantage=name)))
-            rows.append(f"| {name} | of samples | {1e3 * took:.1f} ms for all of them |")
-    baseline = copy_of(batch, ("log_probs", "loss_mask"))
-
-    def of_tokens() -> None:
-        for values, mask, lengths in batch.arrays():
-            outcome = TokenOutcomes(np.zeros(len(lengths)), values, mask, lengths)
-            ADVANTAGES["reinforce_plus_plus"].of_tokens(outcome, AlgorithmConfig(gamma=0.999))
-
-    def of_critic() -> None:
-        for values, mask, lengths in batch.arrays():
-            gae(np.zeros(len(lengths)), values, mask, lengths, gamma=1.0, lam=0.95)
-
-    for name, run in (("reinforce_plus_plus", of_tokens), ("gae", of_critic)):
-        rows.append(f"| {name} | of tokens | {seconds(run) / baseline:.2f} copies |")
+            rows.append(f"| {name} | {1e3 * took:.1f} |")
     return rows
 
 
-def _bytes(batch: Batch) -> int:
-    return sum(vector.numel() * vector.element_size() for vector in batch.vectors.values())
+def run_tokens(batch: Batch, rounds: int) -> list[str]:
+    """Advantages of tokens: what is copied are values (float32), mask (bool) and what each token earns (float64)."""
+    values = batch.vectors["log_probs"].numpy()
+    mask = batch.vectors["loss_mask"].numpy() > 0
+    earned = np.zeros(len(values))
+    copy_both = copying([mask, earned])
+    copy_all = copying([values, mask, earned])
+
+    def of_tokens(per_micro: int | None = None, most: int | None = None) -> None:
+        for count, part in list(batch.slices(per_micro))[:most]:
+            outcome = TokenOutcomes(np.zeros(count), earned[part], mask[part], [batch.length] * count)
+            ADVANTAGES["reinforce_plus_plus"].of_tokens(outcome, AlgorithmConfig(gamma=0.999))
+
+    def of_critic(per_micro: int | None = None, most: int | None = None) -> None:
+        for count, part in list(batch.slices(per_micro))[:most]:
+            lengths, rewards = [batch.length] * count, np.zeros(count)
+            gae(rewards, values[part], mask[part], lengths, gamma=1.0, lam=0.95, token_rewards=earned[part])
+
+    rows = []
+    for name, run, copy, width in (("reinforce_plus_plus", of_tokens, copy_both, 9), ("gae", of_critic, copy_all, 13)):
+        (ratio,) = in_copies(copy, [run], rounds)
+        samples = min(WHOLE, batch.samples)
+        peak = peak_of(lambda run=run, samples=samples: run(samples, 1)) / (width * samples * batch.length)
+        rows.append(f"| {name} | {ratio:.1f} | {peak:.1f} |")
+    return rows
 
 
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+def keep_freed_memory() -> None:
+    """The allocator gives no pages back in between: mapping them anew would cost more than the arithmetic, and by chance."""
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    _LIBC.mallopt(m_trim_threshold, 1 << 30)
+    _LIBC.mallopt(m_mmap_threshold, 1 << 30)
+
+
+def peak_of(function: Callable[[], Any]) -> int:
+    """Bytes that the process holds at the most during the call, beyond those before it."""
+    _LIBC.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is held now
+    before = _status("VmRSS")
+    function()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1]) << 10
 
 
 def main() -> None:
@@ -142,14 +201,19 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--length", type=int, default=20000)
     parser.add_argument("--micro-batch", type=int, default=5, help="samples in a micro batch")
+    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    assert {field.name for field in fields(LossInputs)} >= set(READS)
+    keep_freed_memory()
     batch = Batch(given.samples, given.length, given.micro_batch)
-    print("| loss | forward, copies | forward and backward, copies | held besides, inputs |\n|---|---|---|---|")
-    print("\n".join(run_losses(batch)))
-    print("\n| advantage | | takes |\n|---|---|---|")
-    print("\n".join(run_advantages(batch)))
+    print("| loss | forward, copies | forward and backward, copies | peak of a call, inputs |\n|---|---|---|---|")
+    print("\n".join(run_losses(batch, given.rounds)), flush=True)
+    for name in ("old_log_probs", "advantages", "loss_weights", "token_share"):
+        del batch.vectors[name]
+    print("\n| advantage of tokens | copies | peak of a call, inputs |\n|---|---|---|")
+    print("\n".join(run_tokens(batch, given.rounds)), flush=True)
+    print("\n| advantage of samples | ms for all of them |\n|---|---|")
+    print("\n".join(run_outcomes(batch)))
 
 
 if __name__ == "__main__":

@@ -41,8 +41,7 @@ def inputs(
         loss_mask=loss_mask,
         loss_weights=loss_mask / tokens,
         token_share=loss_mask / tokens,
-        sequences=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
-        sequence_count=len(lengths),
+        lengths=lengths,
     )
 
 
@@ -67,9 +66,8 @@ def random_inputs(seed: int, lengths: list[int], spread: float = 0.4) -> LossInp
     }
     tensors = {name: torch.tensor(np.asarray(vector, dtype=np.float64)) for name, vector in vectors.items()}
     tensors["log_probs"].requires_grad_()
-    sequences = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     selected = torch.tensor(mask & (random.random(count) < 0.3))
-    return LossInputs(**tensors, sequences=sequences, sequence_count=len(lengths), selected=selected)
+    return LossInputs(**tensors, lengths=lengths, selected=selected)
 
 
 def assert_gradient(found: torch.Tensor, function: Callable[[np.ndarray], float], at: np.ndarray) -> None:
@@ -80,15 +78,18 @@ def assert_gradient(found: torch.Tensor, function: Callable[[np.ndarray], float]
         assert found[token].item() == pytest.approx(slope, rel=1e-5, abs=1e-8), token
 
 
+def sequences_of(batch: LossInputs) -> torch.Tensor:
+    """Each token's sequence, counted from 0: [T]."""
+    return torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
+
+
 def part_of(batch: LossInputs, sequences: list[int]) -> LossInputs:
     """These sequences of `batch`, in this order, with leaves of their own."""
-    keep = torch.cat([torch.nonzero(batch.sequences == number).squeeze(1) for number in sequences])
-    lengths = torch.tensor([int((batch.sequences == number).sum()) for number in sequences])
+    keep = torch.cat([torch.nonzero(sequences_of(batch) == number).squeeze(1) for number in sequences])
     vectors = {
         field.name: getattr(batch, field.name).detach()[keep]
         for field in fields(batch)
-        if isinstance(getattr(batch, field.name), torch.Tensor) and field.name != "sequences"
+        if isinstance(getattr(batch, field.name), torch.Tensor)
     }
     vectors["log_probs"].requires_grad_()
-    numbers = torch.arange(len(sequences)).repeat_interleave(lengths)
-    return replace(batch, **vectors, sequences=numbers, sequence_count=len(sequences))
+    return replace(batch, **vectors, lengths=[batch.lengths[number] for number in sequences])

@@ -159,9 +159,13 @@ def test_values_that_stay_within_the_clip_are_not_counted_as_clipped() -> None:
 
 
 def test_value_objective_weighs_and_masks() -> None:
+    """Gradients too: V = 2 clips to 0.5, which is worse, and does not move; V = 8 stays above its clip, which would be better."""
     x = inputs([float("inf"), 2.0, 8.0], [0.0, 0.0, 5.0], [float("nan"), 4.0, 4.0])
+    x.values.requires_grad_()
     loss, metrics = value_objective(x, 0.5)
     assert loss.item() == (6.125 + 8.0) / 4
+    (found,) = torch.autograd.grad(loss, x.values)
+    assert found.tolist() == [0.0, 0.0, 1.0]
     assert {name: value.item() for name, value in metrics.items()} == {
         "critic/vf_loss": loss.item(), "critic/vf_clipfrac": 0.5,
     }  # fmt: skip

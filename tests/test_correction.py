@@ -14,7 +14,7 @@ from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import objective
 from megarl.config.algorithm import CorrectionConfig
 from megarl.controller import correction_scales
-from tests.loss_cases import correcting, inputs, part_of, random_inputs, settings
+from tests.loss_cases import correcting, inputs, part_of, random_inputs, sequences_of, settings
 
 
 def mismatched(
@@ -88,7 +88,7 @@ def test_bounds_of_a_mask_are_inside() -> None:
 def test_normalised_weights_have_mean_1_over_the_mini_batch_however_it_is_split(level: str) -> None:
     """Over tokens; or, where a weight is a sequence's, over the sequences that have any."""
     batch = random_inputs(0, [6, 3, 9, 4, 1])
-    batch.loss_mask[batch.sequences == 3] = 0.0
+    batch.loss_mask[sequences_of(batch) == 3] = 0.0
     config = CorrectionConfig(weights=level, normalize=True)  # type: ignore[arg-type]
     policy = batch.log_probs.detach()
     parts = [part_of(batch, numbers) for numbers in ([0, 4], [1, 2], [3])]
@@ -101,7 +101,7 @@ def test_normalised_weights_have_mean_1_over_the_mini_batch_however_it_is_split(
     if level == "token":
         assert found[counted].mean().item() == pytest.approx(1)
     else:
-        own = [found[counted & (batch.sequences == number)] for number in range(5)]
+        own = [found[counted & (sequences_of(batch) == number)] for number in range(5)]
         assert np.mean([values[0].item() for values in own if len(values)]) == pytest.approx(1)
 
 

@@ -10,7 +10,7 @@ from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.covariance import TokenSums, covariances, threshold
 from megarl.algorithms.inputs import LossInputs
 from megarl.config.algorithm import AlgorithmConfig
-from tests.loss_cases import inputs, part_of, random_inputs, settings
+from tests.loss_cases import inputs, part_of, random_inputs, sequences_of, settings
 
 
 def selected(parts: list[LossInputs], lots: list[np.ndarray], config: AlgorithmConfig) -> list[np.ndarray]:
@@ -67,7 +67,7 @@ def test_the_choice_does_not_depend_on_the_split(loss: str) -> None:
     lots = np.random.default_rng(1).random(100)
     config = settings(loss=loss, cov_share=0.1, cov_low=0.1, cov_high=3.0)
     (whole,) = selected([batch], [lots], config)
-    sequence = batch.sequences.numpy()
+    sequence = sequences_of(batch).numpy()
     parts = [[2], [3, 0], [1]]
     of_parts = [np.concatenate([lots[sequence == number] for number in part]) for part in parts]
     found = selected([part_of(batch, part) for part in parts], of_parts, config)

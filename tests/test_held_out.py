@@ -111,8 +111,7 @@ def test_metrics_of_a_micro_batch_by_hand() -> None:
         loss_mask=mask,
         loss_weights=mask / 2,
         token_share=mask / 2,
-        sequences=torch.tensor([0, 0, 1, 1]),
-        sequence_count=2,
+        lengths=[2, 2],
     )
     found = held_out_metrics(inputs, settings(loss="dpo", dpo_beta=0.5, kl_coef=1.0))
     assert {name: value.item() for name, value in found.items()} == pytest.approx(

@@ -15,7 +15,7 @@ from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import objective
 from megarl.config.algorithm import AlgorithmConfig
-from tests.loss_cases import assert_gradient, inputs, part_of, random_inputs, settings
+from tests.loss_cases import assert_gradient, inputs, part_of, random_inputs, sequences_of, settings
 
 OF_TOKENS = [name for name in LOSSES.names() if not LOSSES[name].whole_groups and not LOSSES[name].needs_top]
 """Those over pairs are in test_preference_losses.py, those of a teacher's distribution in test_distillation.py."""
@@ -257,8 +257,8 @@ def slow_objective(batch: LossInputs, name: str, config: AlgorithmConfig, p: np.
     """The weighted sum of the reference's losses of masked tokens, at log-probs `p`."""
     assert batch.old_log_probs is not None and batch.advantages is not None
     total = 0.0
-    for number in range(batch.sequence_count):
-        own = ((batch.sequences == number) & (batch.loss_mask > 0)).numpy()
+    for number in range(len(batch.lengths)):
+        own = ((sequences_of(batch) == number) & (batch.loss_mask > 0)).numpy()
         if own.any():
             fixed, old, a, weights = (
                 vector.detach().numpy()[own].tolist()
@@ -307,16 +307,20 @@ class TestProperties:
         for key, value in metrics.items():
             torch.testing.assert_close(sum(result[1][key] for result in results), value)
         for part, result in zip(parts, results, strict=True):
-            expected = torch.cat([found[batch.sequences == number] for number in part])
+            expected = torch.cat([found[sequences_of(batch) == number] for number in part])
             torch.testing.assert_close(result[2], expected)
 
-    def test_masked_tokens_count_nowhere_whatever_they_hold(self, name: str) -> None:
+    @pytest.mark.parametrize("junk", [-50.0, math.inf, math.nan])
+    def test_masked_tokens_count_nowhere_whatever_they_hold(self, name: str, junk: float) -> None:
+        """Not in gradients, either: a nan that is left out of a sum can come back through 0 x nan on the way back."""
         batch = random_inputs(3, [6, 8])
         expected, metrics, found = self.of(batch, name)
         masked = batch.loss_mask == 0
-        for vector in (batch.old_log_probs, batch.advantages, batch.reference_log_probs, batch.entropy):
+        vectors = (batch.log_probs, batch.old_log_probs, batch.advantages, batch.reference_log_probs, batch.entropy)
+        for vector in vectors:
             assert vector is not None
-            vector[masked] = -50.0
+            with torch.no_grad():
+                vector[masked] = junk
         other, others, gradients = self.of(batch, name)
         torch.testing.assert_close(other, expected)
         torch.testing.assert_close(others, metrics)
@@ -348,11 +352,30 @@ def test_on_policy_every_gradient_is_the_policy_gradient(name: str) -> None:
     """Where nothing has moved, d loss / d log p is -A w for each token: of one advantage and one weight a sequence."""
     batch = random_inputs(6, [5, 8, 3])
     batch.old_log_probs = batch.log_probs.detach().clone()
-    batch.advantages = torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64)[batch.sequences]
-    batch.loss_weights = batch.loss_mask * torch.tensor([0.2, 0.1, 0.3], dtype=torch.float64)[batch.sequences]
+    batch.advantages = torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64)[sequences_of(batch)]
+    batch.loss_weights = batch.loss_mask * torch.tensor([0.2, 0.1, 0.3], dtype=torch.float64)[sequences_of(batch)]
     loss, _ = objective(batch, settings(loss=name))
     (found,) = torch.autograd.grad(loss, batch.log_probs)
     torch.testing.assert_close(found, -batch.advantages * batch.loss_weights)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_token", "gmpo"])
+def test_a_token_on_its_bound_is_not_clipped(name: str) -> None:
+    """With bounds of 0 every ratio of 1 lies on both: the first update of a step still learns."""
+    batch = inputs([1.0, 1.0], [1.0, -2.0], lengths=[1, 1])
+    loss, metrics = objective(batch, settings(loss=name, clip_low=0.0, clip_high=0.0))
+    (found,) = torch.autograd.grad(loss, batch.log_probs)
+    close(found, [-0.5, 1.0])
+    assert metrics["actor/pg_clipfrac"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "sapo", "dppo_tv", "gspo", "gmpo", "reinforce"])
+def test_a_nan_that_counts_shows(name: str) -> None:
+    """Masking by arithmetic must not hide what is broken in tokens that the loss counts."""
+    batch = inputs([1.0, 1.0], [1.0, -2.0])
+    assert batch.advantages is not None
+    batch.advantages[1] = math.nan
+    assert objective(batch, settings(loss=name))[0].isnan()
 
 
 def test_unknown_names_point_to_the_nearest() -> None:

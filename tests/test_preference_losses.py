@@ -10,7 +10,7 @@ import torch
 
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import needs_reference, objective
-from tests.loss_cases import assert_gradient, part_of, random_inputs, settings
+from tests.loss_cases import assert_gradient, part_of, random_inputs, sequences_of, settings
 
 
 def pairs(seed: int, lengths: list[int]) -> LossInputs:
@@ -29,10 +29,10 @@ def sigmoid(x: float) -> float:
 def slow(batch: LossInputs, beta: float, smoothing: float, p: np.ndarray) -> float:
     assert batch.reference_log_probs is not None
     losses = []
-    for first in range(0, batch.sequence_count, 2):
+    for first in range(0, len(batch.lengths), 2):
         margin = []
         for number in (first, first + 1):
-            own = ((batch.sequences == number) & (batch.loss_mask > 0)).numpy()
+            own = ((sequences_of(batch) == number) & (batch.loss_mask > 0)).numpy()
             margin.append(sum(p[own]) - sum(batch.reference_log_probs.numpy()[own]))
         h = beta * (margin[0] - margin[1])
         losses.append(-(1 - smoothing) * log(sigmoid(h)) - smoothing * log(sigmoid(-h)))

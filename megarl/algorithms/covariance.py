@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.inputs import LossInputs, kept
 from megarl.algorithms.losses import CLIP, Metrics, advantages_of, clipped_surrogate, log_ratio, policy_loss
 
 if TYPE_CHECKING:
@@ -96,9 +96,10 @@ def clip_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Met
     assert inputs.selected is not None
     change = log_ratio(inputs)
     loss, metrics = clipped_surrogate(change.exp(), inputs, settings)
-    return loss.new_zeros(()).where(inputs.selected, loss), {
+    selected = inputs.selected.to(loss.dtype)
+    return kept(loss, 1.0 - selected), {
         **metrics,
-        "actor/cov_selected": inputs.selected.to(loss.dtype),
+        "actor/cov_selected": selected,
         "actor/ppo_kl": -change.detach(),
     }
 
@@ -109,9 +110,10 @@ def kl_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metri
     covariance (log p - mean)(A - mean) is highest."""
     assert inputs.selected is not None
     change = log_ratio(inputs)
-    loss = -advantages_of(inputs) * change.exp()
-    return (loss + settings.cov_kl_coef * change.abs()).where(inputs.selected, loss), {
-        "actor/cov_selected": inputs.selected.to(loss.dtype),
-        "actor/ratio": change.detach().exp(),
+    ratio, selected = change.exp(), inputs.selected.to(change.dtype)
+    penalty = settings.cov_kl_coef * kept(change.abs(), selected)
+    return -advantages_of(inputs) * ratio + penalty, {
+        "actor/cov_selected": selected,
+        "actor/ratio": ratio.detach(),
         "actor/ppo_kl": -change.detach(),
     }

@@ -40,8 +40,7 @@ class LossInputs:
     loss_mask: Tensor  # 1.0 where the loss counts the token, else 0.0
     loss_weights: Tensor  # what each token weighs in the aggregated loss; 0 where masked
     token_share: Tensor  # loss_mask / masked tokens of the mini batch: its sum over everything is 1
-    sequences: Tensor  # int64: each token's sequence, counted from 0
-    sequence_count: int  # S
+    lengths: list[int]  # [S]: of the sequences; they sum to T
     advantages: Tensor | None = None
     old_log_probs: Tensor | None = None  # before this step's updates (proximal policy)
     rollout_log_probs: Tensor | None = None  # the engine's own
@@ -58,11 +57,11 @@ class LossInputs:
 
     def masked(self, values: Tensor) -> Tensor:
         """`values` [T], and 0 where the loss does not count the token, whatever stood there (0 x inf would be nan)."""
-        return values.where(self.loss_mask > 0, values.new_zeros(()))
+        return kept(values, self.loss_mask)
 
     def total(self, values: Tensor, weights: Tensor) -> Tensor:
         """Sum of `values` [T] times `weights` [T] over the tokens that the loss counts."""
-        return (self.masked(values) * weights).sum()
+        return self.masked(values).mul_(weights).sum()
 
     def as_in_loss(self, values: Tensor) -> Tensor:
         """A metric [T] that is to be a mean with the loss's own weights, where metrics are means over masked tokens."""
@@ -71,7 +70,9 @@ class LossInputs:
 
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Sum over each sequence's masked tokens: [T] -> [S]."""
-        return values.new_zeros(self.sequence_count).index_add(0, self.sequences, self.masked(values))
+        import torch
+
+        return torch.stack([own.sum() for own in self.masked(values).split(self.lengths)])
 
     def sequence_means(self, values: Tensor) -> Tensor:
         """Mean over each sequence's masked tokens: [T] -> [S]; 0 for a sequence without any."""
@@ -79,5 +80,26 @@ class LossInputs:
         return self.sequence_sums(values) / counts.to(values.dtype).clamp(min=1.0)
 
     def on_tokens(self, per_sequence: Tensor) -> Tensor:
-        """Give each token what its sequence has: [S] -> [T]."""
-        return per_sequence[self.sequences]
+        """Give each token that counts what its sequence has: [S] -> [T], 0 where masked."""
+        import torch
+
+        return self.masked(torch.cat([own.expand(n) for own, n in zip(per_sequence, self.lengths, strict=True)]))
+
+
+def kept(values: Tensor, where: Tensor) -> Tensor:
+    """`values` [T] where `where` [T] is above 0, else 0, whatever stood there; and so with their gradient.
+
+    What `values.where(where > 0, 0)` gives, by the kernel of ReLU's gradient: on a CPU a fourth of the time, and a twentieth
+    where tokens of both kinds alternate.
+    """
+    import torch
+
+    return torch.ops.aten.threshold_backward(values, where, 0)
+
+
+def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
+    """`value` [T], whose derivative with respect to each token's `variable` [T] is `slope` [T].
+
+    For functions with cases: torch's own gradients of maximum, clamp and where cost several times what the functions do.
+    """
+    return value.addcmul(slope, variable - variable.detach())  # + 0

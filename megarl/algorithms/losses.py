@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.algorithms.inputs import LossInputs
-from megarl.algorithms.kl import LOG_RATIO_LIMIT
+from megarl.algorithms.inputs import LossInputs, kept, with_slope
+from megarl.algorithms.kl import limited
 from megarl.config.algorithm import check_settings
 from megarl.registry import Registry
 
@@ -69,7 +69,7 @@ CLIP = ("clip_low", "clip_high")
 def log_ratio(inputs: LossInputs) -> Tensor:
     """log_probs - old_log_probs [T], within +-20: so that exp() of a planted extreme is large, not inf."""
     assert inputs.old_log_probs is not None
-    return (inputs.log_probs - inputs.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return limited(inputs.log_probs - inputs.old_log_probs)
 
 
 def advantages_of(inputs: LossInputs) -> Tensor:
@@ -77,19 +77,26 @@ def advantages_of(inputs: LossInputs) -> Tensor:
     return inputs.advantages
 
 
+def positive_advantage(inputs: LossInputs) -> Tensor:
+    """1.0 where the advantage is above 0, else 0.0: [T].
+
+    Here and below comparisons are made in place, on floats: a vector of bools takes ten times as long to make and to use.
+    """
+    return advantages_of(inputs).clone().gt_(0)
+
+
 def clipped_surrogate(ratio: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) [T]; with dual clip c and A < 0: at most -A c."""
-    advantages = advantages_of(inputs)
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
-    loss = unclipped.maximum(clipped)
-    metrics = {"actor/pg_clipfrac": (clipped > unclipped).float(), "actor/ratio": ratio.detach()}
+    downhill, fixed = -advantages_of(inputs), ratio.detach()
+    unclipped = downhill * fixed
+    loss = unclipped.maximum(fixed.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high).mul_(downhill))
+    metrics = {"actor/pg_clipfrac": (loss - unclipped).gt_(0), "actor/ratio": fixed}
     if settings.dual_clip is not None:
-        bound = -advantages * settings.dual_clip
-        applies = (advantages < 0) & (loss > bound)
-        loss = bound.where(applies, loss)
-        metrics["actor/pg_clipfrac_lower"] = applies.float()
-    return loss, metrics
+        bounded = loss.minimum(downhill.abs() * settings.dual_clip)  # which lies above every loss where A > 0
+        metrics["actor/pg_clipfrac_lower"] = (loss - bounded).gt_(0)
+        loss = bounded
+    passing = (loss - unclipped).eq_(0)
+    return with_slope(loss, downhill * passing, ratio), metrics
 
 
 @policy_loss("ppo_clip", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))
@@ -113,7 +120,7 @@ def cispo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metric
     ratio = change.detach().exp()
     weight = ratio.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high)
     return -weight * advantages_of(inputs) * inputs.log_probs, {
-        "actor/pg_clipfrac": (weight != ratio).float(),
+        "actor/pg_clipfrac": (weight - ratio).ne_(0),
         "actor/ratio": ratio,
         "actor/ppo_kl": -change.detach(),
     }
@@ -128,7 +135,7 @@ def sapo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics
     """
     advantages, change = advantages_of(inputs), log_ratio(inputs)
     ratio = change.exp()
-    tau = ratio.new_full((), settings.tau_positive).where(advantages > 0, ratio.new_full((), settings.tau_negative))
+    tau = settings.tau_negative + (settings.tau_positive - settings.tau_negative) * positive_advantage(inputs)
     loss = -advantages * (4.0 / tau) * (tau * (ratio - 1.0)).sigmoid()
     return loss, {"actor/ratio": ratio.detach(), "actor/ppo_kl": -change.detach()}
 
@@ -139,8 +146,8 @@ def dppo_tv(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metr
     whose probability p has not moved too far: p - old p at most `clip_high` where A > 0, at least -`clip_low` else."""
     assert inputs.old_log_probs is not None
     moved = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
-    inside = (moved <= settings.clip_high).where(advantages_of(inputs) > 0, moved >= -settings.clip_low)
-    return _trusted(inside, inputs, settings)
+    room = (moved + settings.clip_low).lerp(settings.clip_high - moved, positive_advantage(inputs))
+    return _trusted(room.ge_(0), inputs, settings)
 
 
 @policy_loss("dppo_kl", needs_old_log_probs=True, settings=(*CLIP, "ratio_cap"))
@@ -150,26 +157,32 @@ def dppo_kl(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metr
 
     KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), with q the old probability.
     """
-    assert inputs.old_log_probs is not None
-    p, q = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()
-    change = inputs.log_probs.detach() - inputs.old_log_probs
-    others = ((1.0 - q + _PROBABILITY_EPS) / (1.0 - p + _PROBABILITY_EPS)).log()
-    divergence = -q * change + (1.0 - q) * others
-    risen = (divergence <= settings.clip_high) | (p <= q)
-    fallen = (divergence <= settings.clip_low) | (p >= q)
-    return _trusted(risen.where(advantages_of(inputs) > 0, fallen), inputs, settings)
+    return _trusted(_within_divergence(inputs, settings), inputs, settings)
 
 
 _PROBABILITY_EPS = 1e-8  # keeps the logarithm of a probability that rounds to 1 finite
 
 
+def _within_divergence(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
+    """1.0 for the tokens [T] that `dppo_kl` learns from, 0.0 for the others."""
+    assert inputs.old_log_probs is not None
+    p, q = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()
+    change = inputs.log_probs.detach() - inputs.old_log_probs
+    others = ((1.0 - q).add_(_PROBABILITY_EPS) / (1.0 - p).add_(_PROBABILITY_EPS)).log_()
+    divergence = (1.0 - q).mul_(others).sub_(change.mul_(q))
+    positive = positive_advantage(inputs)
+    near = (settings.clip_low - divergence).lerp(settings.clip_high - divergence, positive).ge_(0)
+    other_way = (p - q).lerp(q - p, positive).ge_(0)
+    return near.maximum(other_way)
+
+
 def _trusted(inside: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """DPPO's loss [T] of the tokens that are `inside` the trust region, 0 for the others."""
+    """DPPO's loss [T] of the tokens that are `inside` (1.0) the trust region, 0 for the others (0.0)."""
     change = log_ratio(inputs).detach()
     ratio = change.exp()
     loss = -ratio.clamp(max=settings.ratio_cap) * advantages_of(inputs) * inputs.log_probs
-    return loss.where(inside, loss.new_zeros(())), {
-        "actor/pg_clipfrac": (~inside).float(),
+    return kept(loss, inside), {
+        "actor/pg_clipfrac": 1.0 - inside,
         "actor/ratio": ratio,
         "actor/ppo_kl": -change,
     }

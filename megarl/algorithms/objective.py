@@ -71,6 +71,8 @@ def objective(
     the KL loss; None: `kl_coef`.
     """
     inputs = with_proximal_policy(inputs, settings)
+    # What stands where masked is kept out of the sums below, and here out of gradients: on their way back 0 x nan is nan, too.
+    inputs = replace(inputs, log_probs=inputs.masked(inputs.log_probs))
     token_loss, token_metrics = LOSSES[settings.loss].function(inputs, settings)
     if corrects(settings.correction):
         weights, more = corrections(inputs, trainers_policy(inputs, settings), settings.correction, correction_scale)

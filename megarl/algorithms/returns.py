@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -26,17 +27,17 @@ def gae(
 
     Over the masked tokens of a sequence, in order: delta_t = r_t + gamma V_next - V_t and
     A_t = delta_t + gamma lam A_next; what lies between two of them (a tool's answer) takes no part and no time.
-    After the last one both V and A are 0, also where the response was cut off at the length limit.
+    After the last one both V and A are 0, also where the response was cut off at the length limit. For the return
+    G = A + V that is G_t = r_t + gamma (1 - lam) V_next + gamma lam G_next, which is what is summed.
     """
     advantages, returns = np.zeros(len(values)), np.zeros(len(values))
     for number, chosen in _sequences(mask, lengths):
         own = values[chosen].astype(np.float64)
-        deltas = gamma * np.append(own[1:], 0.0) - own
-        deltas[-1] += rewards[number]
-        if token_rewards is not None:
-            deltas += token_rewards[chosen]
-        advantages[chosen] = _discounted_sums(deltas, gamma * lam)
-        returns[chosen] = advantages[chosen] + own
+        earned = _earned(rewards[number], chosen, token_rewards)
+        earned[:-1] += gamma * (1.0 - lam) * own[1:]
+        gained = _discounted_sums(earned, gamma * lam)
+        returns[chosen] = gained
+        advantages[chosen] = gained - own
     return advantages, returns
 
 
@@ -52,9 +53,7 @@ def returns_to_go(
     masked out. Arguments as for `gae`; j counts chosen tokens alone."""
     returns = np.zeros(len(mask))
     for number, chosen in _sequences(mask, lengths):
-        earned = token_rewards[chosen].astype(np.float64) if token_rewards is not None else np.zeros(_count(chosen))
-        earned[-1] += rewards[number]
-        returns[chosen] = _discounted_sums(earned, gamma)
+        returns[chosen] = _discounted_sums(_earned(rewards[number], chosen, token_rewards), gamma)
     return returns
 
 
@@ -66,41 +65,45 @@ def _sequences(mask: np.ndarray, lengths: Sequence[int]) -> Iterator[tuple[int, 
     """Each sequence that has any, with its masked tokens."""
     start = 0
     for number, length in enumerate(lengths):
-        places = np.flatnonzero(mask[start : start + length])
-        if len(places):
-            first, end = start + int(places[0]), start + int(places[-1]) + 1
-            yield number, slice(first, end) if end - first == len(places) else start + places
+        own = mask[start : start + length]
+        count = np.count_nonzero(own)
+        if count:
+            first = start + int(own.argmax())
+            neighbours = bool(own[first - start : first - start + count].all())
+            yield number, slice(first, first + count) if neighbours else start + np.flatnonzero(own)
         start += length
 
 
-def _count(chosen: Chosen) -> int:
-    return chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
+def _earned(reward: float, chosen: Chosen, token_rewards: np.ndarray | None) -> np.ndarray:
+    """What each of a sequence's chosen tokens earns, the outcome with the last of them: float64."""
+    if token_rewards is not None:
+        earned = token_rewards[chosen].astype(np.float64)
+    else:
+        earned = np.zeros(chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen))
+    earned[-1] += reward
+    return earned
 
 
-_BLOCK = 512  # tokens that are summed at once, at most
-_SMALLEST = 1e-4  # power of the discount within a block: its inverse is what rounding grows by
+_BLOCK = 16  # tokens: more multiply more, fewer leave more blocks to go through
 
 
 def _discounted_sums(x: np.ndarray, c: float) -> np.ndarray:
     """y[k] = x[k] + c y[k + 1]; [n] -> [n], for c in [0, 1].
 
-    In blocks from the end, within which y is a running sum: with m counted from the block's end, y[m] = c^m times the sum
-    over i <= m of x[i] c^-i; and c^(m + 1) times the y that follows the block comes on top. A block is short enough that
-    c^m stays well above 0.
+    A scan by blocks. Within one, y is a triangle of powers of c times x. What y is at each block's start follows from
+    these starts alone, by the same recursion with c^block; it is all that the block before has to know of later ones.
     """
-    if c == 1.0:
-        return np.cumsum(x[::-1])[::-1]
-    size = 1 if c < _SMALLEST else min(_BLOCK, len(x), 1 + int(np.log(_SMALLEST) / np.log(c)))
-    count = -(-len(x) // size)
-    blocks = np.zeros((count, size))
-    blocks.reshape(-1)[: len(x)] = x[::-1]
-    powers = c ** np.arange(size)
-    blocks /= powers
-    np.cumsum(blocks, axis=1, out=blocks)
-    blocks *= powers
-    following, across = np.zeros(count), c**size
-    last = blocks[:, -1].tolist()
-    for block in range(1, count):
-        following[block] = last[block - 1] + across * following[block - 1]
-    blocks += np.multiply.outer(following, c * powers)
-    return blocks.reshape(-1)[: len(x)][::-1]
+    blocks = np.zeros((-(-len(x) // _BLOCK), _BLOCK))
+    blocks.reshape(-1)[: len(x)] = x
+    triangle = _powers(c)
+    if len(blocks) > 1:
+        starts = _discounted_sums(blocks @ triangle[:, 0], c**_BLOCK)
+        blocks[:-1, -1] += c * starts[1:]
+    return (blocks @ triangle).reshape(-1)[: len(x)]
+
+
+@lru_cache(maxsize=64)
+def _powers(c: float) -> np.ndarray:
+    """c^(i - k) where i >= k, else 0: [block, block]."""
+    later = np.subtract.outer(np.arange(_BLOCK), np.arange(_BLOCK))
+    return np.where(later >= 0, c ** np.maximum(later, 0.0), 0.0)

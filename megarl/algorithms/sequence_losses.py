@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.inputs import LossInputs
-from megarl.algorithms.losses import CLIP, Metrics, advantages_of, clipped_surrogate, log_ratio, policy_loss
+from megarl.algorithms.inputs import LossInputs, with_slope
+from megarl.algorithms.losses import (
+    CLIP,
+    Metrics,
+    advantages_of,
+    clipped_surrogate,
+    log_ratio,
+    policy_loss,
+    positive_advantage,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +29,7 @@ def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics
     """Group sequence policy optimisation (GSPO, arXiv 2507.18071): PPO's clipped surrogate with the sequence's
     s = exp(mean of log_probs - old_log_probs over its tokens) as the ratio. The paper's bounds: 3e-4 and 4e-4."""
     change = log_ratio(inputs)
-    ratio = inputs.on_tokens(inputs.sequence_means(change)).exp()
+    ratio = inputs.on_tokens(inputs.sequence_means(change).exp())
     loss, metrics = clipped_surrogate(ratio, inputs, settings)
     return loss, {**metrics, "actor/ppo_kl": -change.detach()}
 
@@ -31,11 +39,10 @@ def gspo_token(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, M
     """GSPO-token (arXiv 2507.18071, section 4.3): the value of GSPO's ratio with the gradient of the token's own,
     sg(s) p / sg(p), so that tokens of a sequence may have advantages of their own. Where they have not, its gradient
     is GSPO's."""
-    change = log_ratio(inputs)
-    own = inputs.log_probs - inputs.log_probs.detach()  # 0, with a gradient
-    ratio = (inputs.on_tokens(inputs.sequence_means(change.detach())) + own).exp()
-    loss, metrics = clipped_surrogate(ratio, inputs, settings)
-    return loss, {**metrics, "actor/ppo_kl": -change.detach()}
+    change = log_ratio(inputs).detach()
+    ratio = inputs.on_tokens(inputs.sequence_means(change).exp())
+    loss, metrics = clipped_surrogate(with_slope(ratio, ratio, inputs.log_probs), inputs, settings)
+    return loss, {**metrics, "actor/ppo_kl": -change}
 
 
 @policy_loss("gmpo", needs_old_log_probs=True, settings=CLIP)
@@ -47,11 +54,12 @@ def gmpo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics
     log-ratio, 0.4 and 0.4 in the paper. A is the mean of the tokens' advantages.
     """
     advantages, change = advantages_of(inputs), log_ratio(inputs)
-    clipped = change.clamp(-settings.clip_low, settings.clip_high)
-    bounded = change.minimum(clipped).where(advantages > 0, change.maximum(clipped))
-    ratio = inputs.on_tokens(inputs.sequence_means(bounded)).exp()
+    fixed = change.detach()
+    bounded = fixed.clamp(min=-settings.clip_low).lerp(fixed.clamp(max=settings.clip_high), positive_advantage(inputs))
+    clipped = (bounded - fixed).ne_(0)
+    ratio = inputs.on_tokens(inputs.sequence_means(with_slope(bounded, 1.0 - clipped, change)).exp())
     return -inputs.on_tokens(inputs.sequence_means(advantages)) * ratio, {
-        "actor/pg_clipfrac": (bounded != change).float(),
+        "actor/pg_clipfrac": clipped,
         "actor/ratio": ratio.detach(),
-        "actor/ppo_kl": -change.detach(),
+        "actor/ppo_kl": -fixed,
     }

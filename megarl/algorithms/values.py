@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megarl.algorithms.inputs import kept, with_slope
 from megarl.algorithms.moments import Moments
 
 if TYPE_CHECKING:
@@ -43,21 +44,24 @@ def value_loss(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[st
     With `clip`, PPO's clipped form (as in OpenAI baselines' ppo2): the larger of the errors of V and of
     clamp(V, old V - clip, old V + clip), so that a step beyond `clip` gains nothing.
     """
-    loss = 0.5 * (inputs.values - inputs.returns).square()
     if clip is None:
-        return loss, {}
-    near = inputs.values.clamp(inputs.old_values - clip, inputs.old_values + clip)  # the value itself, where it is near
+        return 0.5 * (inputs.values - inputs.returns).square(), {}
+    values = inputs.values.detach()
+    error = values - inputs.returns
+    loss = 0.5 * error.square()
+    near = values.clamp(inputs.old_values - clip, inputs.old_values + clip)  # the value itself, where it is near
     clipped = 0.5 * (near - inputs.returns).square()
-    return loss.maximum(clipped), {"critic/vf_clipfrac": (clipped > loss).float()}
+    worse = (clipped - loss).gt_(0)  # such a token has no gradient
+    return with_slope(loss.maximum(clipped), error * (1.0 - worse), inputs.values), {"critic/vf_clipfrac": worse}
 
 
 def value_objective(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
     """What one micro batch adds to the mini batch's value loss, and to each metric; see `objective.objective`."""
+    inputs = replace(inputs, values=kept(inputs.values, inputs.loss_mask))  # as `objective` does with log-probs
     token_loss, metrics = value_loss(inputs, clip)
-    masked = inputs.loss_mask > 0
 
     def total(values: Tensor, weights: Tensor) -> Tensor:
-        return (values.where(masked, values.new_zeros(())) * weights).sum()
+        return kept(values, inputs.loss_mask).mul_(weights).sum()
 
     loss = total(token_loss, inputs.loss_weights)
     return loss, {

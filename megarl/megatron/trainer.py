@@ -304,13 +304,11 @@ class PolicyTrainer(Trainer):
     ) -> LossInputs:
         """What a loss sees of `batch`, with its vectors on the device."""
         assert log_probs is not None
-        sequences = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths))
         return LossInputs(
             log_probs=log_probs,
             entropy=entropy,
             top_log_probs=top_log_probs,
-            sequences=sequences.to(self.platform.device()),
-            sequence_count=len(batch.lengths),
+            lengths=batch.lengths,
             **self._on_device(batch.vectors),
         )
 
