@@ -158,7 +158,7 @@ def run_tokens(batch: Batch, rounds: int) -> list[str]:
 
     def of_tokens(per_micro: int | None = None, most: int | None = None) -> None:
         for count, part in list(batch.slices(per_micro))[:most]:
-            outcome = TokenOutcomes(np.zeros(count), earned[part], mask[part], [batch.length] * count)
+            outcome = TokenOutcomes(np.zeros(count), mask[part], [batch.length] * count, penalties=earned[part])
             ADVANTAGES["reinforce_plus_plus"].of_tokens(outcome, AlgorithmConfig(gamma=0.999))
 
     def of_critic(per_micro: int | None = None, most: int | None = None) -> None:

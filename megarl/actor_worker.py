@@ -69,21 +69,21 @@ class ActorWorker(Worker):
         """What a teacher said of the samples of `batch`."""
         import torch
 
+        from megarl.megatron.batch import Candidates
         from megarl.megatron.heads import IMPOSSIBLE
-
-        def join(pieces: list[np.ndarray]) -> torch.Tensor:
-            return torch.from_numpy(np.concatenate(pieces)).to(self.platform.device())
 
         told = [score for score in scores if score is not None]
         assert len(told) == len(scores), "the teacher has not read these samples"
-        batch.vectors["reference_log_probs"] = join([score.log_probs for score in told])
-        if teacher_top_k(self.recipe.algorithm):
-            tokens, log_probs = (
-                join([getattr(score, name) for score in told]) for name in ("top_tokens", "top_log_probs")
-            )
+        of_tokens = torch.from_numpy(np.concatenate([score.log_probs for score in told]))
+        batch.vectors["reference_log_probs"] = of_tokens.to(self.platform.device())
+        if teacher_top_k(self.recipe.algorithm) and self.trainer.coordinates.is_last_stage:
+            tokens = np.concatenate([score.top_tokens for score in told])
+            log_probs = np.concatenate([score.top_log_probs for score in told])
             known = tokens < self.trainer.model.vocab_size  # a teacher's vocabulary may be padded further
-            batch.candidates = tokens.long().where(known, tokens.new_full((), -1).long())
-            batch.vectors["reference_top_log_probs"] = log_probs.where(known, log_probs.new_full((), IMPOSSIBLE))
+            batch.candidates = Candidates(
+                torch.from_numpy(np.where(known, tokens, np.int32(-1))),
+                torch.from_numpy(np.where(known, log_probs, np.float32(IMPOSSIBLE))),
+            )
 
     def compute_old_log_probs(self) -> Mismatch | None:
         """Log-probs before this step's updates. Returns their gap to the engine's, on reporting ranks."""
@@ -167,11 +167,14 @@ class ActorWorker(Worker):
         known of them together, on reporting ranks."""
         estimate, moments = ADVANTAGES[self.recipe.algorithm.advantage].of_tokens, Moments()
         self.token_advantages = []
+        if not self.trainer.coordinates.is_last_stage:  # where no loss is computed
+            return None
         for batch, members in self._micro_batches():
             mask = batch.vectors["loss_mask"].cpu().numpy() > 0
             outcomes = TokenOutcomes(
                 rewards=np.array([self.rewards[number] for number in members]),
-                token_rewards=self._token_rewards(members, batch.lengths, mask, self.token_kl, kl_weight),
+                step_rewards=self._step_rewards(members, batch.lengths, mask),
+                penalties=self._penalties(members, self.token_kl, kl_weight),
                 mask=mask,
                 lengths=batch.lengths,
             )
@@ -180,6 +183,8 @@ class ActorWorker(Worker):
         return moments if self.trainer.coordinates.reports else None
 
     def whiten_advantages(self, whitening: Whitening) -> None:
+        if not self.trainer.coordinates.is_last_stage:
+            return
         for (batch, _), advantages in zip(self._micro_batches(), self.token_advantages, strict=True):
             self._set_advantages(batch, [whitening(advantages)])
 

@@ -114,9 +114,6 @@ class Controller:
         for notice in batch.notices:
             log.notice(f"step {step}: {notice}")
         if batch.groups:
-            if self.teacher is not None:
-                with log.phase("teacher"):
-                    self.teacher.read(batch.groups)
             self._train(step, batch)
         else:
             self.placement.to_train()
@@ -145,6 +142,9 @@ class Controller:
         warming_up = self.critic is not None and step <= recipe.critic.warmup_steps
         in_reward = recipe.algorithm.kl_in_reward
         advantages = None
+        if self.teacher is not None and (in_reward or not warming_up):
+            with log.phase("teacher"):
+                self.teacher.read(batch.groups)
         if self.critic is not None and not in_reward:  # before the actor, which then comes once
             advantages = self._consult_critic(step, batch, plan)
         self.placement.to_train()

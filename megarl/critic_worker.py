@@ -8,6 +8,7 @@ import numpy as np
 
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.returns import gae
+from megarl.algorithms.token_advantages import sum_of
 from megarl.algorithms.values import ValueMoments, value_objective
 from megarl.config.schema import Recipe
 from megarl.types import DataRef, Metrics, Shard
@@ -56,7 +57,8 @@ class CriticWorker(Worker):
         mask = batch.vectors["loss_mask"].cpu().numpy() > 0
         on_host = values.cpu().numpy()
         rewards = np.array([self.rewards[number] for number in numbers])
-        token_rewards = self._token_rewards(numbers, batch.lengths, mask, kl, kl_weight)
+        step_rewards = self._step_rewards(numbers, batch.lengths, mask)
+        token_rewards = sum_of(step_rewards, self._penalties(numbers, kl, kl_weight))
         discounts = {"gamma": settings.gamma, "lam": settings.lam}
         advantages, returns = gae(rewards, on_host, mask, batch.lengths, **discounts, token_rewards=token_rewards)
         batch.vectors["old_values"] = values

@@ -216,8 +216,8 @@ def _check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
     assert teacher.path is not None
     engines.check_known(teacher.engine, "teacher.engine")
     config = _read_weights_config(teacher.path, "teacher.path")
-    check_vocabulary(tokenizer, config)
     check_same_tokens(tokenizer, load_tokenizer(teacher.path))
+    check_vocabulary(tokenizer, config)
     top_k = teacher_top_k(recipe.algorithm)
     if top_k > tokenizer.vocab_size:
         what = f"the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens"

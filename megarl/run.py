@@ -24,7 +24,6 @@ from megarl.config.critic import critic_view
 from megarl.config.errors import blaming_input
 from megarl.controller import Controller, Layout
 from megarl.critic import Critic
-from megarl.engine_services import start_engines, start_teacher
 from megarl.flops import ModelFlops
 from megarl.identity import check_base, identity_of
 from megarl.observe.log import RunLog
@@ -39,6 +38,7 @@ from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.held_out import HeldOut
 from megarl.rollout.source import Source
 from megarl.saver import Saver
+from megarl.start_engines import start_engines, start_teacher
 from megarl.teacher import Teacher
 
 TRAINER = "megarl.actor_worker:ActorWorker"

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TypeVar
 
 from megarl.rollout.calls import Service, wait_for_all
 from megarl.schedule import split_evenly
 from megarl.types import Group
+
+T = TypeVar("T")
 
 
 class Teacher:
@@ -23,9 +27,15 @@ class Teacher:
         parts = [[groups[number] for number in part] for part in split_evenly(len(groups), len(self.services))]
         services = self.services[: len(parts)]
         reading = [service.call("read", part) for service, part in zip(services, parts, strict=True)]
-        wait_for_all(services, reading, doing="read the step's samples", key="teacher.timeout", limit=self.timeout)
-        for service, part in zip(services, parts, strict=True):
-            for group, collected in [(group, service.call_with_data("collect", group.number)) for group in part]:
-                _, data = collected.result()
-                for sample in group.samples:
-                    sample.data = data
+        self._wait(services, reading)
+        asked = [(service, group) for service, part in zip(services, parts, strict=True) for group in part]
+        found = self._wait(
+            [service for service, _ in asked],
+            [service.call_with_data("collect", group.number) for service, group in asked],
+        )
+        for (_, group), (_, data) in zip(asked, found, strict=True):
+            for sample in group.samples:
+                sample.data = data
+
+    def _wait(self, services: Sequence[Service], calls: Sequence[Future[T]]) -> list[T]:
+        return wait_for_all(services, calls, doing="read the step's samples", key="teacher.timeout", limit=self.timeout)

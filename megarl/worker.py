@@ -78,19 +78,20 @@ class Worker:
             for mini_batch, loss_tokens in zip(shard.mini_batches, shard.loss_tokens, strict=True)
         ]
 
-    def _token_rewards(
-        self, members: list[int], lengths: list[int], mask: np.ndarray, kl: dict[int, np.ndarray], kl_weight: float
-    ) -> np.ndarray | None:
-        """What the tokens of a micro batch earn besides outcomes, float64 [T]: rewards of steps, less `kl_weight` times
-        `kl`, which is by number in the shard; None: nothing of either. mask [T]: the tokens that count."""
-        if not (kl or any(self.steps[number] for number in members)):
+    def _step_rewards(self, members: list[int], lengths: list[int], mask: np.ndarray) -> np.ndarray | None:
+        """What steps that end at a token of a micro batch earned, float64 [T]; None: there are none. mask [T]: the tokens
+        that count."""
+        if not any(self.steps[number] for number in members):
             return None
-
-        def of(number: int, own: np.ndarray) -> np.ndarray:
-            return placed(self.steps[number], own) - kl_weight * kl.get(number, np.zeros(len(own))).astype(np.float64)
-
         parts = np.split(mask, np.cumsum(lengths)[:-1])
-        return np.concatenate([of(number, own) for number, own in zip(members, parts, strict=True)])
+        return np.concatenate([placed(self.steps[number], own) for number, own in zip(members, parts, strict=True)])
+
+    def _penalties(self, members: list[int], kl: dict[int, np.ndarray], kl_weight: float) -> np.ndarray | None:
+        """What the KL takes from the tokens of a micro batch, -`kl_weight` times `kl`, which is by number in the shard:
+        float64 [T]; None: there is none."""
+        if not kl:
+            return None
+        return -kl_weight * np.concatenate([kl[number] for number in members]).astype(np.float64)
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
         import torch

@@ -48,6 +48,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "correction": CorrectionConfig(weights="token", truncate=1.1, normalize=True, mask="token", mask_low=0.8)
     },
     "reinforce_plus_plus": {"advantage": "reinforce_plus_plus", "gamma": 0.99, "kl_in_reward": True},
+    "on_policy_distillation": {"advantage": "on_policy_distillation", "kl_estimator": "kl", "kl_in_reward": True},
     "gkd": {"loss": "gkd", "reference": "teacher", "distill_top_k": TOP_K},
 }
 """What looks beyond a token: at its sequence, at the mini batch, or at the batch."""

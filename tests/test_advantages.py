@@ -96,7 +96,7 @@ class TestByHand:
         # gamma 1/2: 8 - 3 = 5; -2 + 5/2 = 1/2; -1 + 1/4 = -3/4. The second sequence: 6, then 6/2.
         given = TokenOutcomes(
             rewards=np.array([8.0, 6.0]),
-            token_rewards=-np.array([9.0, 1, 2, 9, 3, 0, 0]),
+            penalties=-np.array([9.0, 1, 2, 9, 3, 0, 0]),
             mask=np.array([0, 1, 1, 0, 1, 1, 1], dtype=bool),
             lengths=[5, 2],
         )

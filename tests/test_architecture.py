@@ -20,7 +20,7 @@ LAYERS = [
     ["cluster"],
     ["rollout"],
     ["checkpoint", "skipped", "saver", "placement", "critic", "teacher", "observe", "identity", "preflight"],
-    ["controller", "engine_services"],
+    ["controller", "start_engines"],
     ["run"],
     ["cli", "quickstart", "__main__", "__init__"],
 ]

@@ -71,7 +71,7 @@ def test_a_setting_that_nobody_reads(recipe: Path, overrides: list[str], setting
         ),
         (["kl_coef=0.1", "kl_in_reward=true", "old_log_probs=rollout"], "kl_in_reward", "leaves out the pass"),
         (["advantage=pass_at_k", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "which the KL would blur"),
-        (["advantage=grpo_process", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "which the KL would blur"),
+        (["advantage=grpo_process", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "compares rewards of steps"),
         (["kl_coef=0.1", "kl_target=0.1", "kl_horizon=255"], "kl_horizon", "a step has 256 samples"),
         (["train.source=sft", "loss=sft", "advantage=remax"], "advantage", "no rewards"),
         (["train.source=sft", "loss=sft", "entropy_coef=0.1"], "entropy_coef", "nothing is sampled"),

@@ -28,6 +28,7 @@ GKD = ROOT / "recipes" / "tiny" / "gkd.yaml"
         (GKD, ["algorithm.distill_beta=1.5"], "algorithm.distill_beta", "at most 1"),
         (SAMPLED, ["algorithm.reference=start"], "teacher", "nothing compares the policy with a teacher"),
         (SAMPLED, ["algorithm.kl_in_reward=false"], "algorithm.kl_in_reward", "made of the KL of each token"),
+        (SAMPLED, ["algorithm.kl_estimator=low_var_kl"], "algorithm.kl_estimator", "only `kl` has the gradient of the KL"),
         (SAMPLED, ["algorithm.kl_coef=0"], "algorithm.kl_estimator", "algorithm.kl_coef is 0"),
         (ROOT / "recipes/tiny/rloo.yaml", ["teacher.engines=2"], "teacher", "this section would change nothing"),
         (

@@ -148,9 +148,16 @@ class TestGKD:
         config = settings(loss="gkd", reference="teacher", advantage="none")
         expected, metrics = objective(batch, config)
         assert batch.reference_top_log_probs is not None
-        batch.reference_top_log_probs[batch.loss_mask == 0] = -50.0
-        other, others = objective(batch, config)
-        torch.testing.assert_close((other, others), (expected, metrics))
+        (slope,) = torch.autograd.grad(expected, batch.top_log_probs)
+        masked = batch.loss_mask == 0
+        for nonsense in (-50.0, math.nan):
+            with torch.no_grad():
+                batch.reference_top_log_probs[masked] = nonsense
+                batch.top_log_probs[masked] = nonsense
+            other, others = objective(batch, config)
+            torch.testing.assert_close((other, others), (expected, metrics))
+            torch.testing.assert_close(torch.autograd.grad(other, batch.top_log_probs)[0], slope)
+        assert not slope[masked].any()
 
     def test_descent_ends_at_the_teacher(self) -> None:
         """Also of the tokens that it does not tell: together they get what it leaves."""
@@ -166,9 +173,13 @@ class TestGKD:
 
 
 def test_sampled_tokens_advantage_is_what_the_kl_takes() -> None:
-    # Two samples; the second's first token is a prompt's. Outcomes of 5 and 7 are not looked at.
+    # Two samples; the second's first token is a prompt's. Outcomes of 5 and 7, and steps' rewards of 9, are not looked at.
     outcomes = TokenOutcomes(
-        np.array([5.0, 7.0]), np.array([-0.5, 0.25, 3.0, -1.0]), np.array([True, True, False, True]), [2, 2]
+        np.array([5.0, 7.0]),
+        np.array([True, True, False, True]),
+        [2, 2],
+        step_rewards=np.array([0.0, 9.0, 0.0, 9.0]),
+        penalties=np.array([-0.5, 0.25, 3.0, -1.0]),
     )
     estimate = ADVANTAGES["on_policy_distillation"].of_tokens
     assert estimate(outcomes, settings()).tolist() == [-0.5, 0.25, 0.0, -1.0]

@@ -85,7 +85,7 @@ def worker(kind: type[ActorWorker] | type[CriticWorker], recipe: Recipe) -> Any:
     """One that trains nothing: its model, processes and device are left out."""
     made: Any = object.__new__(kind)
     made.recipe, made.platform = recipe, SimpleNamespace(device=lambda: "cpu")
-    made.trainer = SimpleNamespace(coordinates=SimpleNamespace(reports=True))
+    made.trainer = SimpleNamespace(coordinates=SimpleNamespace(reports=True, is_last_stage=True))
     return made
 
 

@@ -73,6 +73,13 @@ def objective(
     inputs = with_proximal_policy(inputs, settings)
     # What stands where masked is kept out of the sums below, and here out of gradients: on their way back 0 x nan is nan, too.
     inputs = replace(inputs, log_probs=inputs.masked(inputs.log_probs))
+    if inputs.top_log_probs is not None and inputs.reference_top_log_probs is not None:
+        where = inputs.loss_mask[:, None] > 0
+        tops = (
+            values.where(where, values.new_zeros(()))
+            for values in (inputs.top_log_probs, inputs.reference_top_log_probs)
+        )
+        inputs = replace(inputs, **dict(zip(("top_log_probs", "reference_top_log_probs"), tops, strict=True)))
     token_loss, token_metrics = LOSSES[settings.loss].function(inputs, settings)
     if corrects(settings.correction):
         weights, more = corrections(inputs, trainers_policy(inputs, settings), settings.correction, correction_scale)

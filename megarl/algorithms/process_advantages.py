@@ -45,9 +45,7 @@ def normalised_steps(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarra
     return np.where(GroupStatistics.of(outcomes).size[outcomes.step_samples] > 1, centred, 0.0)
 
 
-@advantage(
-    "grpo_process", settings=("normalize_by_std",), needs_siblings=True, reads_scores=True, of_steps=normalised_steps
-)
+@advantage("grpo_process", settings=("normalize_by_std",), needs_siblings=True, of_steps=normalised_steps)
 def grpo_process(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """GRPO with process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3): (r - mean) / (std + 1e-6) of each
     step's reward over all steps of the group; a token's advantage is the sum of those of the steps that end at it or

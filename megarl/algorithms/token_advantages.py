@@ -25,11 +25,24 @@ class TokenOutcomes:
     """The samples of one micro batch, one after the other: B samples of T tokens together."""
 
     rewards: np.ndarray  # float64 [B]: outcomes, without what steps earned
-    token_rewards: (
-        np.ndarray | None
-    )  # float64 [T]: what tokens earn besides: rewards of steps, KL penalty; None: nothing
     mask: np.ndarray  # bool [T]: tokens that the policy chose and the loss counts
     lengths: Sequence[int]  # [B]: they sum to T
+    step_rewards: np.ndarray | None = None  # float64 [T]: of the steps that end at a token; None: no sample has any
+    penalties: np.ndarray | None = (
+        None  # float64 [T]: what the KL takes from it, with its sign; None: no KL in the reward
+    )
+
+    @property
+    def token_rewards(self) -> np.ndarray | None:
+        """What each token earns besides outcomes [T]; None: nothing."""
+        return sum_of(self.step_rewards, self.penalties)
+
+
+def sum_of(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
+    """Of two vectors that may not be there."""
+    if one is None or other is None:
+        return one if other is None else other
+    return one + other
 
 
 TokenEstimator = Callable[[TokenOutcomes, "AlgorithmConfig"], np.ndarray]
@@ -63,6 +76,6 @@ def reinforce_plus_plus(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> n
 @token_advantage("on_policy_distillation", needs_kl_in_reward=True)
 def on_policy_distillation(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> np.ndarray:
     """On-policy distillation (Thinking Machines, 2025; MiniLLM, arXiv 2306.08543, without its later rewards): what the KL
-    takes from each token alone, -kl_coef (log p(policy) - log p(teacher)) with the estimator `kl`; no outcome."""
-    assert outcomes.token_rewards is not None
-    return np.where(outcomes.mask, outcomes.token_rewards, 0.0)
+    takes from each token alone, -kl_coef (log p(policy) - log p(teacher)): neither outcomes nor rewards of steps."""
+    assert outcomes.penalties is not None
+    return np.where(outcomes.mask, outcomes.penalties, 0.0)

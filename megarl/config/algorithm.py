@@ -87,7 +87,7 @@ class AlgorithmConfig:
     lam: float = key(0.95, "gae: lambda, from one-step estimates (0) to whole outcomes (1).", at_least=0, at_most=1)
     whiten_advantages: bool = key(
         True,
-        "gae, reinforce_plus_plus: shift and scale the advantages of a batch's tokens to mean 0 and variance 1.",
+        "gae, reinforce_plus_plus, on_policy_distillation: shift and scale the advantages of a batch's tokens to mean 0 and variance 1.",
     )
     loss: str = key(
         "ppo_clip",

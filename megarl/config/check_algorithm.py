@@ -148,6 +148,9 @@ def _old_log_probs_can_be_had(recipe: Recipe) -> None:
             "set algorithm.old_log_probs=computed, or algorithm.kl_in_reward=false",
             value=True,
         )
+    if algorithm.kl_in_reward and ADVANTAGES[algorithm.advantage].of_steps is not None:
+        what = f"{algorithm.advantage} compares rewards of steps, from which the KL is not taken"
+        raise RecipeError("algorithm.kl_in_reward", what, "set it to false: the KL then is in the loss", value=True)
     if algorithm.kl_in_reward and ADVANTAGES[algorithm.advantage].reads_scores:
         raise RecipeError(
             "algorithm.kl_in_reward",
@@ -158,6 +161,9 @@ def _old_log_probs_can_be_had(recipe: Recipe) -> None:
     if ADVANTAGES[algorithm.advantage].needs_kl_in_reward and not algorithm.kl_in_reward:
         what = f"{algorithm.advantage} is made of the KL of each token"
         raise RecipeError("algorithm.kl_in_reward", what, "set it to true, and algorithm.kl_coef", value=False)
+    if ADVANTAGES[algorithm.advantage].needs_kl_in_reward and algorithm.kl_estimator != "kl":
+        what = f"as an advantage ({algorithm.advantage}) only `kl` has the gradient of the KL; low_var_kl's is near 0 where the policies are close"
+        raise RecipeError("algorithm.kl_estimator", what, "set it to kl", value=algorithm.kl_estimator)
     samples = recipe.data.prompts_per_step * recipe.rollout.samples_per_prompt
     if algorithm.kl_target is not None and algorithm.kl_horizon < samples:
         raise RecipeError(

@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from megarl.megatron.routing_replay import Routing
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """K tokens in the place of each token of a micro batch, and a teacher's log-probs of them. On the host: they are
+    large, and wanted in the update alone."""
+
+    tokens: torch.Tensor  # int32 [T, K]; -1: no token of this model
+    log_probs: torch.Tensor  # float32 [T, K]
+
+
 @dataclass
 class MicroBatch:
     """Sequences one after the other, and what is known of each token.
@@ -28,15 +37,14 @@ class MicroBatch:
     routing: Routing | None = None  # mixture of experts: to be recorded or replayed; None: routers choose freely
     images: Images | None = None  # None: text alone
     counted: list[bool] | None = None  # of the sequences: whether the loss counts them; None: all of them
-    # int64 [T, K]: tokens in the place of token t whose log-probs the loss reads, too; -1: no token of this model.
-    candidates: torch.Tensor | None = None
+    candidates: Candidates | None = None  # tokens whose log-probs the loss reads, too
 
     def __post_init__(self) -> None:
         assert sum(self.lengths) == len(self.tokens), (self.lengths, len(self.tokens))
         assert self.counted is None or len(self.counted) == len(self.lengths), (self.counted, self.lengths)
         for name, vector in self.vectors.items():
             assert len(vector) == len(self.tokens), (name, len(vector), len(self.tokens))
-        assert self.candidates is None or len(self.candidates) == len(self.tokens)
+        assert self.candidates is None or len(self.candidates.tokens) == len(self.tokens)
 
     @property
     def counted_tokens(self) -> int:
@@ -60,7 +68,7 @@ class PackedStream:
     tokens: torch.Tensor  # int64 [share]: this rank's part of the stream, sequence after sequence
     positions: torch.Tensor  # int64 [share], or [3, share] for a model that reads images: position in the sequence
     labels: torch.Tensor  # int64 [share]: the token that follows; 0 where none does
-    candidates: torch.Tensor | None  # int64 [share, K]: those in its place; see `MicroBatch`
+    candidates: torch.Tensor | None  # int32 [share, K], on the host: those in its place
     sequences: torch.Tensor  # int64 [share]: which sequence; -1 for padding and for sequences that do not count
     lengths: torch.Tensor  # int64 [sequences]: without padding
     cu_seqlens: torch.Tensor  # int32 [sequences + 1]: offsets of the padded sequences in the whole stream
@@ -139,11 +147,7 @@ def pack(
 
     cuts = [_share(padded, cu_seqlens, context_parallel, rank) for rank in range(context_parallel)]
     rows = cuts if packing else [cut.view(len(lengths), -1).T.flatten() for cut in cuts]
-    candidates = None
-    if batch.candidates is not None:
-        everywhere = torch.zeros(size, batch.candidates.shape[1], dtype=torch.int64)
-        everywhere[sources] = batch.candidates.cpu()[targets]
-        candidates = everywhere[rows[context_rank]].to(device)
+    candidates = _candidates(batch, sources, targets, size)
     sources = _inverse(torch.cat(rows))[sources]
     stream, positions = (x[..., cuts[context_rank]] for x in (stream, positions))
     labels, row_tokens = (x[rows[context_rank]] for x in (labels, row_tokens))
@@ -152,7 +156,7 @@ def pack(
         tokens=stream.to(device),
         positions=positions.to(device),
         labels=labels.to(device),
-        candidates=candidates,
+        candidates=None if candidates is None else candidates[rows[context_rank]],
         sequences=_sequences(batch, row_tokens).to(device),
         lengths=lengths.to(device),
         cu_seqlens=cu_seqlens.to(device, torch.int32),
@@ -164,6 +168,16 @@ def pack(
         routing=batch.routing,
         images=_stream_images(batch, row_tokens, image_layout),
     )
+
+
+def _candidates(batch: MicroBatch, sources: torch.Tensor, targets: torch.Tensor, size: int) -> torch.Tensor | None:
+    """Those of the whole stream [size, K], each row's in the place of the token that it predicts."""
+    if batch.candidates is None:
+        return None
+    tokens = batch.candidates.tokens
+    everywhere = tokens.new_zeros(size, tokens.shape[1])
+    everywhere[sources] = tokens[targets]
+    return everywhere
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,9 @@ class PolicyHead:
 
     def __call__(self, model: Any, hidden: torch.Tensor, stream: PackedStream) -> tuple[torch.Tensor | None, ...]:
         labels = stream.labels[:, None]
-        candidates = stream.candidates if self.with_candidates else None
-        if candidates is not None:
+        candidates = None
+        if self.with_candidates and stream.candidates is not None:
+            candidates = stream.candidates.to(labels.device).long()
             labels = torch.cat([labels, candidates], 1)
         log_probs, entropy = log_probs_and_entropy(
             whole_rows(hidden, model.config),

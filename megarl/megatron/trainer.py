@@ -304,12 +304,16 @@ class PolicyTrainer(Trainer):
     ) -> LossInputs:
         """What a loss sees of `batch`, with its vectors on the device."""
         assert log_probs is not None
+        reference: dict[str, torch.Tensor] = {}
+        if top_log_probs is not None:
+            assert batch.candidates is not None
+            reference = {"reference_top_log_probs": batch.candidates.log_probs}
         return LossInputs(
             log_probs=log_probs,
             entropy=entropy,
             top_log_probs=top_log_probs,
             lengths=batch.lengths,
-            **self._on_device(batch.vectors),
+            **self._on_device(batch.vectors | reference),
         )
 
     def gather(self, value: Any) -> list[Any]:

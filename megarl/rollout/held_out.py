@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megarl.algorithms.objective import runs_reference_pass
+from megarl.algorithms.catalogue import LOSSES
 from megarl.cluster.base import WorkerGroup
 from megarl.config.schema import Recipe
 from megarl.data.preferences import PreferenceDataset
@@ -53,7 +53,7 @@ class HeldOut:
         metrics: Metrics = {}
         for shards in self._pieces():
             self.trainers.scatter("load_shard", [(shards[rank],) for rank in self.data_parallel_rank])
-            if runs_reference_pass(self.recipe.algorithm):
+            if LOSSES[self.recipe.algorithm.loss].needs_reference:
                 self.trainers.call("compute_reference_log_probs")
             for found in self.trainers.call("compute_held_out_metrics"):
                 for name, value in (found or {}).items():
