@@ -14,10 +14,12 @@ from typing import Any
 from megarl import engines, rewards
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
+from megarl.algorithms.trial import try_own_functions
 from megarl.checkpoint import checkpoint_step, find_checkpoint
 from megarl.cluster import transport
 from megarl.config.critic import ONE_LAYOUT, critic_view
-from megarl.config.errors import RecipeError
+from megarl.config.errors import RecipeError, plain
+from megarl.config.load import flat_settings, to_yaml
 from megarl.config.schema import Recipe
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset
@@ -33,6 +35,7 @@ from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 
 _LEAST_FREE_BYTES = 64 << 20
+_SHOWN = 8  # changed settings in a notice
 
 
 @dataclass
@@ -67,6 +70,8 @@ def prepare_training(recipe: Recipe) -> Prepared:
     if not recipe.data.train_files:
         raise RecipeError("data.train_files", "there is nothing to train on", "name .parquet or .jsonl files", value=[])
     engines.check_known(recipe.rollout.engine)
+    engines.check_args(recipe.rollout.engine, recipe.rollout.engine_args, "rollout")
+    try_own_functions(recipe.algorithm)
     tokenizer, config = _read_model(recipe)
     check_model(config)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
@@ -137,6 +142,7 @@ def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
         )
     if checkpoint is not None:
         check_identity(checkpoint, identity)
+        notices += _changed_settings(directory, recipe)
     _check_disk(directory.path)
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
@@ -149,6 +155,19 @@ def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     own = checkpoint.parent.resolve() == directory.checkpoints.resolve()
     written = not own or any(line["step"] == step for line in read_metrics(directory.metrics))
     return RunPlace(directory, checkpoint, step + 1 if written else step, identity, notices)
+
+
+def _changed_settings(directory: RunDirectory, recipe: Recipe) -> list[str]:
+    """A notice of the settings that are not those with which the run was last started."""
+    if not directory.recipe.is_file():
+        return []
+    before, now = (flat_settings(text) for text in (directory.recipe.read_text(), to_yaml(recipe)))
+    changed = [key for key in now if key in before and before[key] != now[key] and key != "train.resume"]
+    if not changed:
+        return []
+    said = ", ".join(f"{key} {plain(before[key])} -> {plain(now[key])}" for key in changed[:_SHOWN])
+    more = f", and {len(changed) - _SHOWN} more (recipe.resolved.yaml)" if len(changed) > _SHOWN else ""
+    return [f"changed since the run was last started: {said}{more}"]
 
 
 def read_hf_config(path: str, key: str = "model.path") -> dict[str, Any]:
@@ -215,6 +234,7 @@ def _check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
     teacher = recipe.teacher
     assert teacher.path is not None
     engines.check_known(teacher.engine, "teacher.engine")
+    engines.check_args(teacher.engine, teacher.engine_args, "teacher")
     config = _read_weights_config(teacher.path, "teacher.path")
     check_same_tokens(tokenizer, load_tokenizer(teacher.path))
     check_vocabulary(tokenizer, config)

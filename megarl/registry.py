@@ -45,7 +45,7 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[T], T]:
         def add(entry: T) -> T:
             if name in self._entries:
-                raise ValueError(f"two {self.kind}s are named '{name}'")
+                raise ValueError(f"there is a {self.kind} '{name}' already: choose another name")
             self._entries[name] = entry
             return entry
 

@@ -6,8 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -73,12 +71,9 @@ def connected(
     recipe: Recipe, platform: Any, *, trainers: bool, engines: bool, critic: bool = False, teacher: bool = False
 ) -> Iterator[Cluster]:
     """The cluster that the recipe asks for, with room for what will be started; a ValueError is the recipe's fault."""
-    on_termination = signal.getsignal(signal.SIGTERM)
     with blaming_input():
         cluster = connect(recipe, platform, trainers=trainers, engines=engines, critic=critic, teacher=teacher)
     with cluster:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_termination)  # Ray installs its own, which ends the process at once
         yield cluster
 
 

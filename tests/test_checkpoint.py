@@ -11,6 +11,7 @@ import pytest
 
 from megarl.checkpoint import find_checkpoint, list_checkpoints, load_state, set_aside_later
 from megarl.config.errors import RecipeError
+from megarl.config.load import to_yaml
 from megarl.config.schema import Recipe
 from megarl.config.training import ModelConfig
 from megarl.identity import check_base, identity_of, weights_digest
@@ -216,6 +217,23 @@ def test_a_refused_resume_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
         open_run_directory(recipe, identity_of(recipe, {**CONFIG, "hidden_size": 32}, None, rows=4))
     assert not (tmp_path / "another").exists()
+
+
+def test_settings_that_were_changed_before_a_resume_are_said(tmp_path: Path) -> None:
+    opened(tmp_path, CONFIG)
+    recipe = Recipe(name="run", runs_dir=str(tmp_path))
+    recipe.model = ModelConfig(path="/models/one", dtype="float32")
+    recipe.train.resume = "auto"
+    identity = identity_of(recipe, CONFIG, None, rows=4)
+    place = open_run_directory(recipe, identity)
+    assert not [notice for notice in place.notices if "changed" in notice]
+    place.directory.write_recipe(to_yaml(recipe))
+    recipe.actor.optimizer.lr, recipe.teacher.path, recipe.data.chat_template_args = 2e-6, "other", {"a": 1}
+    (notice,) = [notice for notice in open_run_directory(recipe, identity).notices if "changed" in notice]
+    assert notice == (
+        "changed since the run was last started: data.chat_template_args {} -> {'a': 1}, teacher.path null -> 'other', "
+        "actor.optimizer.lr 1e-06 -> 2e-06"
+    )
 
 
 def test_another_critics_checkpoint_is_refused_too(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+from megarl.algorithms.trial import try_own_functions
 from megarl.config import RecipeError, load_recipe
+from megarl.config.algorithm import AlgorithmConfig
 from tests.loss_cases import inputs, outcomes
 
 
@@ -188,6 +190,75 @@ def test_the_pages_example(recipe: Path, tmp_path: Path, monkeypatch: pytest.Mon
     algorithm = load_recipe(recipe).algorithm
     loss, _ = LOSSES["half_clip"].function(inputs([1.05, 1.3], [1.0, 1.0]), algorithm)
     assert loss.tolist() == pytest.approx([-1.05, -1.1])
+    above = ADVANTAGES["above_median"].function
+    assert above is not None and above(outcomes([3, 1, 2, 5, 5], [0, 0, 0, 1, 1]), algorithm).tolist() == [
+        1,
+        -1,
+        0,
+        0,
+        0,
+    ]
+    try_own_functions(algorithm)
+
+
+@pytest.mark.usefixtures("own_registries")
+@pytest.mark.parametrize(
+    ("slip", "key", "words"),
+    [
+        (("settings.options[", "settings.options['x'] + settings.options["), "loss", "failed in line 12: KeyError: 'x'"),
+        (("-inputs.advantages * ratio", "ratio.detach()"), "loss", "does not depend on log_probs"),
+        (("-inputs.advantages * ratio.clamp", "(-inputs.advantages * ratio).mean().clamp"), "loss", "an array of shape []"),
+        (('"actor/ratio": ratio.detach()', '"actor/ratio": ratio.mean()'), "loss", "as the metric 'actor/ratio' an array"),
+        ((", {\"actor/ratio\": ratio.detach()}", ""), "loss", "returned Tensor: the loss of each token and a dict"),
+        (("np.sign(outcomes.rewards -", "np.sign(outcomes.rewards[1:] -"), "advantage", "failed in line 20: ValueError"),
+        (("return np.sign", "return list(medians) or np.sign"), "advantage", "returned list: one number for each of 4 samples"),
+    ],
+)  # fmt: skip
+def test_a_slip_in_a_function_of_ones_own_shows_before_anything_starts(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slip: tuple[str, str], key: str, words: str
+) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
+    (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (section,) = re.findall(r"```yaml\n(algorithm:.*?)```", page, re.DOTALL)
+    assert slip[0] in module
+    (tmp_path / "my_ideas.py").write_text(module.replace(*slip))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_ideas", raising=False)
+    recipe.write_text(recipe.read_text() + section)
+    algorithm = load_recipe(recipe).algorithm
+    with pytest.raises(RecipeError) as caught:
+        try_own_functions(algorithm)
+    assert caught.value.key == f"algorithm.{key}" and words in str(caught.value), str(caught.value)
+    assert str(tmp_path / "my_ideas.py") in str(caught.value)
+
+
+def test_functions_of_megarl_are_not_tried() -> None:
+    try_own_functions(AlgorithmConfig(loss="ppo_clip", modules=["json"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ("1 +", "broken", ["broken.py", "SyntaxError", "mend the module"]),
+        (
+            "import nothing_of_this_name",
+            "lacking",
+            ["lacking.py:1", "No module named 'nothing_of_this_name'", "mend the module"],
+        ),
+        ("x = 1\ny = x.z", "slipped", ["slipped.py:2", "AttributeError", "mend the module"]),
+        ("x = 1", "elsewhere", ["No module named", "directory that megarl is started in"]),
+        ("x = 1", "named.py", ["name the module, not its file: named"]),
+    ],
+)
+def test_a_module_that_cannot_be_imported(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str, words: list[str]
+) -> None:
+    (tmp_path / (f"{name}.py" if name != "elsewhere" else "other.py")).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, [f"algorithm.modules=[{name}]"])
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
 
 
 @pytest.mark.usefixtures("own_registries")

@@ -29,6 +29,9 @@ GKD = ROOT / "recipes" / "tiny" / "gkd.yaml"
         (SAMPLED, ["algorithm.reference=start"], "teacher", "nothing compares the policy with a teacher"),
         (SAMPLED, ["algorithm.kl_in_reward=false"], "algorithm.kl_in_reward", "made of the KL of each token"),
         (SAMPLED, ["algorithm.kl_estimator=low_var_kl"], "algorithm.kl_estimator", "only `kl` has the gradient of the KL"),
+        (SAMPLED, ["algorithm.kl_target=0.1"], "algorithm.kl_target", "all that on_policy_distillation learns from"),
+        (GKD, ["algorithm.dynamic_sampling.enabled=true"], "algorithm.dynamic_sampling.enabled", "learn from no reward"),
+        (SAMPLED, ["algorithm.overlong.penalty_buffer=4"], "algorithm.overlong.penalty_buffer", "learn from no reward"),
         (SAMPLED, ["algorithm.kl_coef=0"], "algorithm.kl_estimator", "algorithm.kl_coef is 0"),
         (ROOT / "recipes/tiny/rloo.yaml", ["teacher.engines=2"], "teacher", "this section would change nothing"),
         (
@@ -98,5 +101,9 @@ def test_what_is_wrong_with_its_files_names_the_teachers_key(quickstart_data: Pa
     with pytest.raises(RecipeError) as caught:
         prepared(quickstart_data, quickstart_data / "model", "algorithm.distill_top_k=100000")
     assert caught.value.key == "algorithm.distill_top_k"
+    with pytest.raises(ValueError, match=r"teacher\.engine_args\.max_num_seq: .* did you mean 'max_num_seqs'"):
+        prepared(quickstart_data, quickstart_data / "model", "teacher.engine_args.max_num_seq=4")
+    with pytest.raises(ValueError, match=r"teacher\.engine_args\.max_logprobs .* set algorithm\.distill_top_k instead"):
+        prepared(quickstart_data, quickstart_data / "model", "teacher.engine_args.max_logprobs=4")
     with pytest.raises(ValueError, match=r"teacher\.engine is 'vlm'.*'vllm'"):
         prepared(quickstart_data, quickstart_data / "model", "teacher.engine=vlm")

@@ -74,6 +74,19 @@ def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seconds", [8, 12, 16])
+def test_sigterm_ends_a_run_that_starts(started, seconds: int) -> None:
+    """Whichever of Ray, the engine and the trainers is starting."""
+    one = started("starting")
+    time.sleep(seconds)
+    processes = descendants(one.process.pid)
+    one.process.send_signal(signal.SIGTERM)
+    status, errors = one.end(20)
+    assert (status, errors.strip()) == (143, "stopped by SIGTERM")
+    assert_ended(processes)
+
+
+@pytest.mark.slow
 def test_sigterm_ends_everything_and_says_so(started) -> None:
     """As cluster managers send it. Ray puts a handler of its own in place, which would end the process without a word."""
     one = started("terminated")

@@ -31,6 +31,7 @@ from megarl.cluster.guard import VARIABLE, Guard
 from megarl.cluster.ray_actors import ServiceActor, TrainerActor, Unborn
 from megarl.cluster.ray_devices import Device, RayDevices
 from megarl.cluster.ray_failures import death_cause, not_started
+from megarl.cluster.ray_signals import ray_get, ray_wait
 from megarl.cluster.ray_start import start
 from megarl.types import DataRef
 
@@ -48,7 +49,7 @@ class RayData:
 
     def get(self) -> Any:
         """The samples' vectors, fetched from where they were made."""
-        return ray.get(self.ref)
+        return ray_get(self.ref)
 
 
 class RayGroup:
@@ -114,7 +115,7 @@ class RayGroup:
         def check() -> None:
             self._cluster.check_services()
             if time.monotonic() > deadline:
-                _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
+                _, late = ray_wait(refs, num_returns=len(refs), timeout=0)
                 ranks = [rank for rank, ref in enumerate(refs) if ref in late]
                 note = f"\n{len(ranks)} of {len(refs)} processes were not started." if len(ranks) > 1 else ""
                 raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0], START_SECONDS), note)
@@ -132,13 +133,13 @@ class RayGroup:
 
     def _poll(self, refs: list[Any], pending: set[int], seconds: float) -> list[tuple[int, Returned | Failure]]:
         rank_of = {refs[rank]: rank for rank in pending}
-        ready, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=seconds)
+        ready, _ = ray_wait(list(rank_of), num_returns=len(rank_of), timeout=seconds)
         return [(rank_of[ref], self._outcome(self._places[rank_of[ref]], ref)) for ref in ready]
 
     @staticmethod
     def _outcome(place: Place, ref: Any) -> Returned | Failure:
         try:
-            outcome = ray.get(ref)
+            outcome = ray_get(ref)
         except RayActorError as error:
             return Failure.death(place, death_cause(error))
         except RayError as error:
@@ -167,7 +168,7 @@ class RayService:
         """Where it runs. Waits until its process has started, or raises ServiceDied."""
         if not self._place.pid:
             try:
-                self._place = ray.get(self._where, timeout=max(0.0, self._deadline - time.monotonic()))
+                self._place = ray_get(self._where, timeout=max(0.0, self._deadline - time.monotonic()))
             except RayActorError as error:
                 raise ServiceDied(Failure.death(self._place, death_cause(error))) from error
             except GetTimeoutError as error:
@@ -186,15 +187,15 @@ class RayService:
 
     def failure(self) -> Failure | None:
         """Why the service is no more; None while it lives."""
-        ready, _ = ray.wait([self._lifetime, self._constructed], num_returns=2, timeout=0)
+        ready, _ = ray_wait([self._lifetime, self._constructed], num_returns=2, timeout=0)
         for ref in ready:
             try:
-                outcome = ray.get(ref)
+                outcome = ray_get(ref)
             except RayActorError as error:
                 return self._death(error)
             if isinstance(outcome, Raised):
                 return Failure.raised(self.place(), outcome)
-        if not self._place.pid and time.monotonic() > self._deadline and not ray.wait([self._where], timeout=0)[0]:
+        if not self._place.pid and time.monotonic() > self._deadline and not ray_wait([self._where], timeout=0)[0]:
             return not_started(self._place, START_SECONDS)
         return None
 
@@ -210,14 +211,14 @@ class RayService:
 
     def finish_stop(self, asked: list[Any]) -> None:
         if asked:
-            ray.wait(asked, timeout=STOP_SECONDS)
+            ray_wait(asked, timeout=STOP_SECONDS)
         ray.kill(self._actor)
 
     def _death(self, error: RayActorError) -> Failure:
         # The place is known unless the process died before it had told.
-        if not self._place.pid and ray.wait([self._where], timeout=0)[0]:
+        if not self._place.pid and ray_wait([self._where], timeout=0)[0]:
             try:
-                self._place = ray.get(self._where)
+                self._place = ray_get(self._where)
             except RayActorError:
                 return Failure.death(self._place, death_cause(error))
         return Failure.death(self._place, "it was stopped" if self.stopping else death_cause(error))

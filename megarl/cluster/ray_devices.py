@@ -13,6 +13,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from megarl.cluster.placement import Demand, Plan, place, place_on_cpus
+from megarl.cluster.ray_signals import ray_get
 
 # What one process takes of a device, in Ray's books: less than a third, so that an actor's trainer, a critic's and
 # an engine that take turns on it fit. Ray meters nothing by it.
@@ -142,7 +143,7 @@ class RayDevices:
             ).remote(self._resource)
             for bundle in range(count)
         ]
-        return ray.get(asked, timeout=_RESERVE_SECONDS)
+        return ray_get(asked, timeout=_RESERVE_SECONDS)
 
 
 def _device(node: dict[str, Any], group: PlacementGroup | None = None, bundle: int = 0, number: str = "") -> Device:

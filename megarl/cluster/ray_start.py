@@ -11,6 +11,7 @@ import ray
 from ray._private.services import canonicalize_bootstrap_address
 
 from megarl.cluster.guard import Guard
+from megarl.cluster.ray_signals import termination_stays_ours
 
 MIB = 1 << 20
 STORE_SHARE = 0.3  # of what is free in /dev/shm, and of the memory
@@ -30,9 +31,14 @@ def start(address: str | None, guard: Guard) -> None:
 
     Raises ValueError, with the remedy, where `address` cannot be joined.
     """
-    if address:
-        _join(address)
-        return
+    with termination_stays_ours():
+        if address:
+            _join(address)
+        else:
+            _start_private(guard)
+
+
+def _start_private(guard: Guard) -> None:
     os.environ.update(guard.env)  # inherited by all that Ray starts
     ray.init(
         address="local",

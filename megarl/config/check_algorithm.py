@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.algorithm import AlgorithmConfig
-from megarl.config.errors import RecipeError
+from megarl.config.errors import RecipeError, plain
 
 if TYPE_CHECKING:
     from megarl.config.schema import Recipe
@@ -19,6 +21,7 @@ def check_algorithm(recipe: Recipe) -> None:
     _names_are_registered(recipe.algorithm)
     _settings_are_read(recipe.algorithm)
     _source_is_what_it_needs(recipe)
+    _rewards_are_learned_from(recipe)
     _old_log_probs_can_be_had(recipe)
     _correction_can_be_had(recipe)
     if recipe.algorithm.pass_k > recipe.rollout.samples_per_prompt and recipe.algorithm.advantage == "pass_at_k":
@@ -38,10 +41,35 @@ def _import_modules(algorithm: AlgorithmConfig) -> None:
     except Exception as error:
         raise RecipeError(
             "algorithm.modules",
-            f"importing them failed: {type(error).__name__}: {error}",
-            "modules are looked up in the current directory and PYTHONPATH",
+            f"importing them failed{_where(error)}: {type(error).__name__}: {error}",
+            _remedy_of_import(error, algorithm.modules),
             value=list(algorithm.modules),
         ) from error
+
+
+def _where(error: Exception) -> str:
+    """The line of the user's own that an import ended in."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_of_a_library(frame.filename)]
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _is_of_a_library(file: str) -> bool:
+    return file.startswith("<frozen") or "site-packages" in file or f"{os.sep}megarl{os.sep}" in file
+
+
+def _remedy_of_import(error: Exception, modules: list[str]) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name in {part for name in modules for part in _packages(name)}:
+        files = [name for name in modules if name.endswith(".py")]
+        if files:
+            return f"name the module, not its file: {files[0].removesuffix('.py')}"
+        return "modules are looked up in the directory that megarl is started in, and in PYTHONPATH"
+    return "mend the module"
+
+
+def _packages(module: str) -> list[str]:
+    """a.b.c -> a, a.b, a.b.c"""
+    parts = module.split(".")
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _names_are_registered(algorithm: AlgorithmConfig) -> None:
@@ -96,7 +124,7 @@ def _refuse_unless_default(section: Any, setting: str, what: str, remedy: str, p
     (field,) = (field for field in dataclasses.fields(section) if field.name == setting)
     value = getattr(section, setting)
     if value != field.default:
-        raise RecipeError(f"{prefix}.{setting}", what, f"{remedy}, or leave it at {field.default}", value=value)
+        raise RecipeError(f"{prefix}.{setting}", what, f"{remedy}, or leave it at {plain(field.default)}", value=value)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -126,6 +154,26 @@ def _source_is_what_it_needs(recipe: Recipe) -> None:
         if getattr(algorithm, setting) != getattr(default, setting):
             what = f"with train.source={source} nothing is sampled or rewarded, and this would change nothing"
             raise RecipeError(f"algorithm.{setting}", what, "leave it out")
+
+
+def _rewards_are_learned_from(recipe: Recipe) -> None:
+    """What is made of rewards alone says nothing where neither advantage nor loss reads any."""
+    from megarl.algorithms.catalogue import ADVANTAGES
+
+    algorithm = recipe.algorithm
+    if recipe.train.source != "rollout":
+        return
+    if algorithm.advantage != "none" and not ADVANTAGES[algorithm.advantage].needs_kl_in_reward:
+        return
+    chosen = f"algorithm.advantage={algorithm.advantage} and algorithm.loss={algorithm.loss} learn from no reward"
+    for key, given in (
+        ("dynamic_sampling.enabled", algorithm.dynamic_sampling.enabled),
+        ("overlong.penalty_buffer", algorithm.overlong.penalty_buffer),
+    ):
+        if given:
+            raise RecipeError(
+                f"algorithm.{key}", f"{chosen}, so equal or shaped ones mean nothing", "leave it out", value=given
+            )
 
 
 def _old_log_probs_can_be_had(recipe: Recipe) -> None:
@@ -164,6 +212,9 @@ def _old_log_probs_can_be_had(recipe: Recipe) -> None:
     if ADVANTAGES[algorithm.advantage].needs_kl_in_reward and algorithm.kl_estimator != "kl":
         what = f"as an advantage ({algorithm.advantage}) only `kl` has the gradient of the KL; low_var_kl's is near 0 where the policies are close"
         raise RecipeError("algorithm.kl_estimator", what, "set it to kl", value=algorithm.kl_estimator)
+    if ADVANTAGES[algorithm.advantage].needs_kl_in_reward and algorithm.kl_target is not None:
+        what = f"the KL is all that {algorithm.advantage} learns from, and its weight would be adapted"
+        raise RecipeError("algorithm.kl_target", what, "leave it out", value=algorithm.kl_target)
     samples = recipe.data.prompts_per_step * recipe.rollout.samples_per_prompt
     if algorithm.kl_target is not None and algorithm.kl_horizon < samples:
         raise RecipeError(

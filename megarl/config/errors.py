@@ -9,6 +9,13 @@ from typing import Any
 _NO_VALUE = object()
 
 
+def plain(value: Any) -> str:
+    """`value` as a recipe writes it."""
+    return (
+        {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else repr(value)
+    )
+
+
 class RecipeError(ValueError):
     """Something a user wrote cannot be run. Says where, which key, what value, what is wrong and what to change."""
 
@@ -18,7 +25,7 @@ class RecipeError(ValueError):
         super().__init__(str(self))
 
     def __str__(self) -> str:
-        said = self.key if self.value is _NO_VALUE else f"{self.key} = {self.value!r}"
+        said = self.key if self.value is _NO_VALUE else f"{self.key} = {plain(self.value)}"
         lines = [("where ", self.origin), ("key   ", said), ("what  ", self.problem), ("do    ", self.remedy)]
         return "".join(f"\n  {label} {text}" for label, text in lines if text)
 

@@ -50,6 +50,23 @@ def to_yaml(recipe: Recipe) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(recipe))
 
 
+def flat_settings(text: str) -> dict[str, Any]:
+    """The settings of a resolved recipe by dotted key; a mapping that a user fills counts as one."""
+    flat: dict[str, Any] = {}
+
+    def walk(content: dict[str, Any], section: type, prefix: str) -> None:
+        types = section_types(section)
+        for name, value in content.items():
+            if dataclasses.is_dataclass(types.get(name)) and isinstance(value, dict):
+                walk(value, types[name], f"{prefix}{name}.")
+            else:
+                flat[f"{prefix}{name}"] = value
+
+    content: Any = OmegaConf.to_container(OmegaConf.create(text))
+    walk(content, Recipe, "")
+    return flat
+
+
 def section_types(section: type) -> dict[str, Any]:
     """Resolved type of each field of a schema dataclass."""
     return typing.get_type_hints(section)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megarl.engines.base import EngineSpec, RolloutEngine
 
 _ENGINES = {"vllm": "megarl.engines.vllm:VllmEngine"}
+_CHECKS = {"vllm": "megarl.engines.vllm_args:check_engine_args"}
 _ENVIRONMENTS = {"vllm": "megarl.engines.vllm_args:engine_env"}
 
 
@@ -24,6 +25,12 @@ def check_known(name: str, key: str = "rollout.engine") -> None:
     if name not in _ENGINES:
         near = difflib.get_close_matches(name, _ENGINES, 1, 0.0)[0]
         raise ValueError(f"{key} is {name!r}, which is not known; did you mean {near!r}? ({', '.join(_ENGINES)})")
+
+
+def check_args(name: str, engine_args: Mapping[str, Any], section: str) -> None:
+    """ValueError for arguments that the engine called `name` does not have, or that another setting decides. Nothing heavy
+    is imported. `section`: the recipe's, whose `engine_args` they are."""
+    _load(_CHECKS, name)(engine_args, section)
 
 
 def engine_env(name: str, platform_env: Mapping[str, str], threads: int) -> dict[str, str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import ast
 import difflib
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from megarl.engines.base import EngineSpec
@@ -58,18 +61,37 @@ def engine_env(platform_env: Mapping[str, str], threads: int) -> dict[str, str]:
 
 def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") -> None:
     """ValueError for names that vLLM's EngineArgs does not have, or that another setting decides. `section`: the
-    recipe's, whose they are."""
-    from vllm.engine.arg_utils import EngineArgs
+    recipe's, whose they are.
 
-    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    vLLM's source is read, not imported: that takes many seconds, and wants the platform prepared. Without vLLM on this
+    machine (a controller's) unknown names are found where the engine starts.
+    """
+    known = _fields_of_engine_args()
     for name in engine_args:
         if name in _OWNED:
             owner = _OWNED[name]
             instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
             raise ValueError(f"{section}.engine_args.{name} cannot be given: {instead}")
-        if name not in known:
+        if known and name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
             raise ValueError(f"{section}.engine_args.{name}: vLLM has no such engine argument; did you mean {near!r}?")
+
+
+@cache
+def _fields_of_engine_args() -> list[str]:
+    """The fields of vLLM's EngineArgs; none where vLLM is not installed."""
+    found = importlib.util.find_spec("vllm")
+    for place in (found.submodule_search_locations or ()) if found else ():
+        file = Path(place) / "engine" / "arg_utils.py"
+        if file.is_file():
+            return [
+                statement.target.id
+                for node in ast.parse(file.read_text()).body
+                if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
+                for statement in node.body
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+            ]
+    return []
 
 
 def log_probs_mode(spec: EngineSpec) -> str:
