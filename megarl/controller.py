@@ -136,15 +136,15 @@ class Controller:
     def _train(self, step: int, batch: Batch) -> None:
         log, recipe = self.log, self.recipe
         layout = self.layout
-        plan = plan_step(
-            batch.groups, recipe, layout.data_parallel, layout.micro_batches_multiple_of, layout.model_flops
-        )
         warming_up = self.critic is not None and step <= recipe.critic.warmup_steps
         in_reward = recipe.algorithm.kl_in_reward
         advantages = None
         if self.teacher is not None and (in_reward or not warming_up):
-            with log.phase("teacher"):
+            with log.phase("teacher"):  # before the plan, which says where vectors lie
                 self.teacher.read(batch.groups)
+        plan = plan_step(
+            batch.groups, recipe, layout.data_parallel, layout.micro_batches_multiple_of, layout.model_flops
+        )
         if self.critic is not None and not in_reward:  # before the actor, which then comes once
             advantages = self._consult_critic(step, batch, plan)
         self.placement.to_train()

@@ -13,6 +13,11 @@ def letters(request: ScoreRequest) -> dict[str, float]:
     return {"score": share, "accuracy": float(share > 0.5)}
 
 
+def mostly_letters(request: ScoreRequest) -> float:
+    """1 for what has more letters than most of a random model's samples, else 0."""
+    return float(letters(request)["score"] > 0.7)
+
+
 def pieces(request: ScoreRequest) -> dict[str, object]:
     """As `letters`, of each piece of six characters by itself (the last may be shorter); and half a point for a whole
     response of letters."""

@@ -18,7 +18,7 @@ from megarl.critic import Critic
 from megarl.observe.log import RunLog
 from megarl.placement import TrainersOnly
 from megarl.rollout.source import Batch
-from megarl.types import Group, InlineData, Sample, SampleTokens, Shard
+from megarl.types import Group, InlineData, Sample, SampleTokens, Shard, fetch
 
 
 class Workers:
@@ -47,6 +47,8 @@ class Workers:
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         self._note(method, per_rank[0])
+        if method == "load_shard":
+            self.texts = [vectors.text for vectors in fetch(per_rank[0][0].samples)]
         return [None]
 
     def scatter_with_data(self, method: str, per_rank: list[Any], parts: int) -> list[Any]:
@@ -239,6 +241,22 @@ def test_a_kl_in_the_reward_is_taken_from_it_before_advantages(recipe: Recipe, t
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line["actor/reward_kl_penalty"] == pytest.approx(2 / 6), "two samples of three tokens"
     assert line["critic/rewards/mean"] == 0.5, "what was scored"
+
+
+class Teacher:
+    """Lays other vectors in the place of those that it has read."""
+
+    def read(self, groups: list[Group]) -> None:
+        for sample in (sample for group in groups for sample in group.samples):
+            sample.data = InlineData([SampleTokens(None, None, None, text="read")] * 2)  # type: ignore[arg-type]
+
+
+def test_trainers_are_given_what_the_teacher_has_read(recipe: Recipe, tmp_path: Path) -> None:
+    with RunLog(recipe, tmp_path, 1, 1) as log:
+        made = controller(recipe, tmp_path, log, [])
+        made.teacher = Teacher()  # type: ignore[assignment]
+        made._train(1, made.source.take(1))
+    assert made.trainers.texts == ["read", "read"]  # type: ignore[attr-defined]
 
 
 def test_the_critic_comes_first_unless_the_kl_is_in_the_reward(recipe: Recipe, tmp_path: Path) -> None:

@@ -66,7 +66,8 @@ def check(lines: list[dict[str, float]], name: str, source: str = "rollout") -> 
 
 # Beyond what `settings` says.
 OWN = {
-    "remax": ["algorithm.kl_coef=0.001"],
+    "pass_at_k": ["reward.function=tests.scorers:mostly_letters"],  # right is what is above 0
+    "remax": ["algorithm.kl_coef=0.001", "train.steps=14"],
     "gspo": ["train.steps=14"],  # its bounds let little through after a step's first mini batch
     "ppo": ["critic.warmup_steps=1", f"train.steps={STEPS + 1}"],
 }
