@@ -23,7 +23,7 @@ import numpy as np
 from megarl.durable import sync, write_durably
 from megarl.manifest import FileSum, find_damage, write_manifest
 from megarl.rollout.admission import TriedGroup
-from megarl.types import Group, InlineData, Sample, SampleImages, SampleTokens
+from megarl.types import Group, InlineData, Sample, SampleImages, SampleTokens, ScoringFailure
 
 _NAME = re.compile(r"step_(\d{6,})$")
 _VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
@@ -207,6 +207,8 @@ def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, 
         "version": group.version,
         "samples": samples,
         "greedy": {**asdict(_without_data(group.greedy)), "data": None} if group.greedy is not None else None,
+        "failures": [asdict(failure) for failure in group.failures],
+        "scoring_retries": group.scoring_retries,
     }
 
 
@@ -226,7 +228,9 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
     )
     samples = [_read_sample(values, data) for values in item["samples"]]
     greedy = _read_sample(item["greedy"], InlineData([])) if item.get("greedy") else None
-    group = Group(number, item["prompt_uid"], item["data_source"], item["version"], samples, greedy)
+    failures = tuple(ScoringFailure(**failure) for failure in item.get("failures", ()))
+    row = item["prompt_uid"], item["data_source"], item["version"]
+    group = Group(number, *row, samples, greedy, failures, item.get("scoring_retries", 0))
     return TriedGroup(group, item["accepted"])
 
 

@@ -269,6 +269,8 @@ class Controller:
         assert self.evaluate is not None
         with self.log.phase("eval"):
             result = self.evaluate()
+        for notice in result.notices:
+            self.log.notice(f"evaluation after step {step}: {notice}")
         self.log.evaluation(step, result.metrics)
 
     def _save_if_due(self, step: int) -> None:

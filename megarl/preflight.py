@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl import engines, rewards
+from megarl import engines
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.algorithms.trial import try_own_functions
@@ -33,6 +33,7 @@ from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
+from megarl.rewards.weighted import terms_of
 
 _LEAST_FREE_BYTES = 64 << 20
 _SHOWN = 8  # changed settings in a notice
@@ -272,7 +273,16 @@ def _note_filtered(prepared: Prepared, what: str, data: PromptDataset | SFTDatas
 
 
 def _with_rewards(recipe: Recipe, prepared: Prepared) -> Prepared:
-    rewards.resolve(recipe.reward.function, prepared.data_sources)
+    terms = terms_of(recipe.reward.function, recipe.reward.functions, prepared.data_sources)
+    for scorer in {term.scorer.name: term.scorer for row in terms.values() for term in row}.values():
+        try:
+            if scorer.prepare is not None:
+                scorer.prepare()
+        except Exception as error:
+            raise ValueError(
+                f"the scorer {scorer.name!r} cannot be used here: {type(error).__name__}: {error}. "
+                "Install what it needs, or set reward.function to another"
+            ) from error
     return prepared
 
 

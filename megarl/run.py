@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -132,6 +133,8 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         starting = [service.call("start") for service in services]
         wait_for_engines(services, starting, doing="load", limit=recipe.rollout.start_timeout)
         result = evaluate(recipe, prepared.evaluation, services, prepared.tokenizer.stop_ids, cluster.check)
+    for notice in result.notices:
+        print(notice, file=sys.stderr)
     print(json.dumps(result.metrics))
     return result
 

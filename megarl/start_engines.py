@@ -38,7 +38,7 @@ def start_engines(
             return_routed_experts=recipe.megatron.routing_replay == "rollout" and not load_weights,
         )
         tokenizer = recipe.model.tokenizer or recipe.model.path
-        args = (rollout.engine, spec, tokenizer, recipe.reward.function, prepared.data_sources)
+        args = (rollout.engine, spec, tokenizer, recipe.reward, prepared.data_sources)
         services.append(_start(ROLLOUT_SERVER, rollout.engine, spec, args, recipe, platform, cluster))
     return services
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -169,9 +169,28 @@ class Sample:
         return self.finish_reason == "length"
 
 
+@dataclass(frozen=True)
+class ScoringFailure:
+    """Why no reward is known of a sample, after all retries. `kind` is that of the last attempt: the scorer raised or
+    broke its contract, it ran for too long and was killed, or its process ended."""
+
+    scorer: str
+    uid: str  # of the row
+    kind: Literal["error", "timeout", "crash"]
+    cause: str
+    attempts: int = 1
+
+    def __str__(self) -> str:
+        times = f" ({self.attempts} attempts)" if self.attempts > 1 else ""
+        return f"scorer {self.scorer!r} failed on row {self.uid!r}: {self.cause}{times}"
+
+
 @dataclass
 class Group:
-    """Samples of one prompt, in the order of their seeds. Groups are numbered in admission order."""
+    """Samples of one prompt, in the order of their seeds. Groups are numbered in admission order.
+
+    A sample that could not be scored has the reward NaN and is among `failures`: nobody trains on such a group.
+    """
 
     number: int
     prompt_uid: str
@@ -179,6 +198,8 @@ class Group:
     version: int
     samples: list[Sample]
     greedy: Sample | None = None  # scored, not trained on: a baseline; it has no vectors
+    failures: tuple[ScoringFailure, ...] = ()
+    scoring_retries: int = 0  # attempts that failed and were made again, over all samples
 
 
 @dataclass(frozen=True)

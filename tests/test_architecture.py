@@ -18,6 +18,7 @@ LAYERS = [
     ["shards", "engines", "megatron", "exchange"],
     ["worker", "actor_worker", "critic_worker"],
     ["cluster"],
+    ["scoring"],
     ["rollout"],
     ["checkpoint", "skipped", "saver", "placement", "critic", "teacher", "observe", "identity", "preflight"],
     ["controller", "start_engines"],

@@ -36,11 +36,33 @@ class DataConfig:
 
 @dataclass
 class RewardConfig:
-    """How samples are scored."""
+    """How samples are scored; see docs/rewards.md. Scorers run in processes of their own beside each engine, but for
+    those that declare to be cheap, to which `processes` and `timeout` do not apply."""
 
     function: Optional[str] = key(
         None,
         "A scorer for every row: a registered name, or `module:function`. Unset: chosen by each row's `data_source`.",
+    )
+    functions: dict[str, float] = key(
+        {},
+        "Several scorers for every row, named as in `reward.function`, each with its weight in the sum that is the reward, e.g. {gsm8k: 1.0, 'my_module:brevity': 0.1}. Instead of `reward.function`.",
+    )
+    processes: int = key(4, "Processes that score, beside each engine.", at_least=1)
+    timeout: float = key(
+        10.0,
+        "Seconds that a scorer may take for one sample, waiting not counted. A process that takes longer is killed and replaced.",
+        above=0,
+    )
+    retries: int = key(
+        1,
+        "Further attempts where a scorer raises, returns no finite number, takes too long or dies. A sample that fails in all of them has no reward: its group is left out, another is sampled in its place, and both are counted.",
+        at_least=0,
+    )
+    max_failed_share: float = key(
+        0.5,
+        "Stop the run where more than this share of the last groups (a step's, at least 8) could not be scored; of an evaluation, of its problems.",
+        at_least=0,
+        at_most=1,
     )
 
 

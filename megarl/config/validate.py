@@ -80,17 +80,14 @@ def check_betas(section: str, optimizer: OptimizerConfig) -> None:
 
 
 @check
-def _critic_fits(recipe: Recipe) -> None:
+def _sections_fit(recipe: Recipe) -> None:
     from megarl.config.critic import check_critic
-
-    check_critic(recipe)
-
-
-@check
-def _teacher_fits(recipe: Recipe) -> None:
+    from megarl.config.reward import check_reward
     from megarl.config.teacher import check_teacher
 
+    check_critic(recipe)
     check_teacher(recipe)
+    check_reward(recipe)
 
 
 @check

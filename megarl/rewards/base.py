@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import inspect
 import math
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -75,25 +77,38 @@ class Scorer:
     Each number is earned once: a step's reward where the step ends, `score` at the response's end. The
     sample's reward is their sum, as it is the sum of token rewards in verl. So `{"score": 1.0, "steps":
     [(12, 0.25), (30, -0.5)]}` is a reward of 0.75.
+
+    An `async def` function is awaited. `in_process`: it takes microseconds and cannot hang, so it is called in the
+    rollout process itself, where nothing can end it; others run in processes of their own (megarl/scoring). `prepare`
+    is called once before any sample is scored: what takes long to import is imported there, and not at the expense of
+    a sample's time; it raises where something is not installed.
     """
 
     name: str
     function: ScoreFunction
+    in_process: bool = False
+    prepare: Callable[[], Any] | None = None
 
 
 _scorers: dict[str, Scorer] = {}
 _sources: dict[str, Scorer] = {}  # data_source, or a pattern such as aime*, to its scorer
 
 
-def scorer(name: str, sources: Iterable[str] = ()) -> Callable[[ScoreFunction], ScoreFunction]:
+def scorer(
+    name: str,
+    sources: Iterable[str] = (),
+    *,
+    in_process: bool = False,
+    prepare: Callable[[], Any] | None = None,
+) -> Callable[[ScoreFunction], ScoreFunction]:
     """Register a function as the scorer `name`, chosen for rows whose `data_source` is among `sources`.
 
     A source may be a shell pattern (``aime*``); one that is spelled out wins over a pattern.
-    The function itself is returned unchanged.
+    `in_process` and `prepare`: see `Scorer`. The function itself is returned unchanged.
     """
 
     def register(function: ScoreFunction) -> ScoreFunction:
-        entry = Scorer(name, function)
+        entry = Scorer(name, function, in_process, prepare)
         assert name not in _scorers, f"scorer {name!r} is registered twice"
         _scorers[name] = entry
         for source in sources:
@@ -115,9 +130,14 @@ def resolve(function: str | None, data_sources: Iterable[str]) -> dict[str, Scor
             before anything is started.
     """
     if function is not None:
-        chosen = _import_scorer(function) if ":" in function else _registered(function)
+        chosen = find(function)
         return {source: chosen for source in data_sources}
     return {source: _scorer_of(source) for source in data_sources}
+
+
+def find(name: str) -> Scorer:
+    """The scorer that is registered as `name`, or that ``module:function`` names. Raises ValueError as `resolve`."""
+    return _import_scorer(name) if ":" in name else _registered(name)
 
 
 def score(scorer: Scorer, request: ScoreRequest) -> Score:
@@ -129,6 +149,8 @@ def score(scorer: Scorer, request: ScoreRequest) -> Score:
     """
     try:
         result = scorer.function(request)
+        if inspect.isawaitable(result):
+            result = _loop().run_until_complete(result)
     except Exception as error:
         raise RewardError(scorer.name, request.uid, f"it raised {type(error).__name__}: {error}") from error
     if not isinstance(result, dict):
@@ -144,11 +166,23 @@ def score(scorer: Scorer, request: ScoreRequest) -> Score:
         if name not in ("answer", "steps")
     }
     value = numbers.pop("score")
+    answer = None if answer is None else str(answer)  # a plain one, which any process can read
     if "steps" not in result:
         return Score(value, numbers, answer)
     steps = _steps(scorer, request, result["steps"])
     earned = [reward for _, reward in steps]
     return Score(math.fsum([value, *earned]), {**numbers, "steps": math.fsum(earned)}, answer, steps)
+
+
+_of_thread = threading.local()
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for each thread that scores, kept, so that a scorer may keep a connection open from call to call."""
+    if not hasattr(_of_thread, "loop"):
+        _of_thread.loop = asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = _of_thread.loop
+    return loop
 
 
 def _steps(scorer: Scorer, request: ScoreRequest, given: Any) -> tuple[tuple[int, float], ...]:

@@ -11,7 +11,7 @@ ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 TAIL = 300  # characters at the end of the response in which an answer counts
 
 
-@scorer("gsm8k", sources=("openai/gsm8k", "megarl/word_problems"))
+@scorer("gsm8k", sources=("openai/gsm8k", "megarl/word_problems"), in_process=True)
 def gsm8k(request: ScoreRequest) -> dict[str, float | str | None]:
     """1 where the last answer in the response's tail is the ground truth, else 0.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.rewards.base import ScoreRequest, scorer
 
 
-@scorer("unscored")
+@scorer("unscored", in_process=True)
 def unscored(request: ScoreRequest) -> dict[str, float]:
     """0 for everything."""
     return {"score": 0.0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from megarl.data.sampler import Sampler
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
 from megarl.rollout.calls import Service, Silence, attach
 from megarl.rollout.source import Batch
+from megarl.rollout.unscored import FailedShare, ScoringCounts, scoring_notice
 from megarl.types import DataRef, GenerationRequest, Group, InlineData, Sampling
 
 
@@ -28,7 +30,8 @@ def group_seed(run_seed: int, number: int) -> int:
 
 
 class EnginesSource:
-    """A Source over rollout services. Any failure of an engine or scorer is raised by the next take or drain."""
+    """A Source over rollout services. Any failure of an engine is raised by the next take or drain; a group that could
+    not be scored is replaced by another, and too many of them are such a failure."""
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class EnginesSource:
             rollout.admission == "continuous",
             batches=recipe.train.steps,
         )
+        self._failed_share = FailedShare(recipe.reward.max_failed_share, recipe.data.prompts_per_step)
         self._silence = Silence(rollout.timeout)
         self._change = threading.Condition()
         self._error: BaseException | None = None
@@ -76,6 +80,10 @@ class EnginesSource:
             tried = self.admission.closed.popleft()
         groups = accepted_groups(tried)
         batch = Batch(groups, _metrics(tried, count))
+        everything = [item.group for item in tried]
+        notice = scoring_notice(everything, "groups", "These groups were left out, and others sampled in their place.")
+        if notice is not None:
+            batch.notices.append(notice)
         if len(groups) < count:
             text = f"dynamic sampling found {len(groups)} of {count} groups with spread in {len(tried)} tries"
             if self.recipe.algorithm.dynamic_sampling.when_exhausted == "fail":
@@ -160,12 +168,13 @@ class EnginesSource:
             group = attach(result.result())
             self._shape(group)
             dynamic = self.recipe.algorithm.dynamic_sampling
-            keep = not dynamic.enabled or has_spread(group.samples, dynamic.metric)
+            keep = not group.failures and (not dynamic.enabled or has_spread(group.samples, dynamic.metric))
             if not keep:  # let its vectors go; what was sampled and how it scored is still reported
                 attach((group, InlineData([])))
             with self._change:
                 self._load[engine] -= 1
                 self._silence.broken()
+                self._failed_share.note(group)
                 self.admission.finish(group, keep)
                 self._start_what_may()
                 self._change.notify_all()
@@ -190,12 +199,19 @@ def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
     """What a batch cost: over all groups that were tried for it, the filtered ones included."""
     samples = [sample for item in tried for sample in item.group.samples]
     greedy = [item.group.greedy for item in tried if item.group.greedy is not None]
-    accepted = len(accepted_groups(tried))
+    rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]
+    scoring = ScoringCounts.of([item.group for item in tried])
+    accepted, unscored = len(accepted_groups(tried)), sum(bool(item.group.failures) for item in tried)
     return {
         "rollout/prompts_tried": float(len(tried)),
-        "rollout/groups_filtered": float(len(tried) - accepted),
+        "rollout/groups_filtered": float(len(tried) - accepted - unscored),
         "rollout/groups_missing": float(count - accepted),
-        "rollout/rewards/mean": float(np.mean([sample.reward for sample in samples])),
+        "rollout/groups_unscored": float(unscored),
+        "rollout/scoring_failed": scoring.failed,
+        "rollout/scoring_timeouts": scoring.timeouts,
+        "rollout/scoring_crashes": scoring.crashes,
+        "rollout/scoring_retries": scoring.retries,
+        **({"rollout/rewards/mean": float(np.mean(rewards))} if rewards else {}),
         "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),
         "rollout/total_num_tokens": float(sum(sample.length for sample in [*samples, *greedy])),
     }

@@ -12,6 +12,7 @@ import numpy as np
 from megarl.config.schema import EvaluationConfig, Recipe
 from megarl.rollout.calls import Service, Silence, attach, wait
 from megarl.rollout.engines_source import group_seed
+from megarl.rollout.unscored import ScoringCounts, check_evaluation, scoring_notice
 from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling
 
 EVALUATION_SEED = 0x5EED  # apart from training's seeds, the same at every evaluation
@@ -22,6 +23,7 @@ FIRST_EVALUATION_GROUP = 1 << 48  # evaluation groups are numbered apart from tr
 class EvaluationResult:
     metrics: Metrics
     groups: list[Group] = field(default_factory=list)  # the sampled answers, problem by problem
+    notices: list[str] = field(default_factory=list)
 
 
 def is_correct(sample: Sample) -> bool:
@@ -75,18 +77,27 @@ def evaluate(
     """Sample every problem and score it. The engines must be idle, so that batches are repeatable.
 
     `check_processes` raises where a process of the run has died; it is asked every second. Raises RuntimeError where
-    no problem is finished within `rollout.timeout`.
+    no problem is finished within `rollout.timeout`, or too many cannot be scored (`reward.max_failed_share`); a problem
+    with an answer that could not be scored is left out of the means, and counted.
     """
     settings = recipe.evaluation
     problems = list(prompts)[: settings.limit]
     sampling = _sampling(recipe, settings, stop_token_ids)
     groups = _run(problems, sampling, services, check_processes, recipe.rollout.timeout)
-    metrics = accuracy_metrics(groups, settings.ks)
+    check_evaluation(groups, recipe.reward.max_failed_share)
+    everything = list(groups)
+    metrics = accuracy_metrics([group for group in groups if not group.failures], settings.ks)
     if settings.greedy:
         greedy = Sampling(n=1, max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
         answers = _run(problems, greedy, services, check_processes, recipe.rollout.timeout)
-        metrics["eval/greedy"] = float(np.mean([is_correct(group.samples[0]) for group in answers]))
-    return EvaluationResult(metrics, groups)
+        check_evaluation(answers, recipe.reward.max_failed_share)
+        everything += answers
+        scored = [group.samples[0] for group in answers if not group.failures]
+        metrics["eval/greedy"] = float(np.mean([is_correct(sample) for sample in scored]))
+    notice = scoring_notice(everything, "problems", "The evaluation's figures leave these problems out.")
+    if notice is not None:
+        metrics["eval/scoring_failed"] = ScoringCounts.of(everything).failed
+    return EvaluationResult(metrics, groups, [notice] if notice is not None else [])
 
 
 def _sampling(recipe: Recipe, settings: EvaluationConfig, stop_token_ids: Sequence[int]) -> Sampling:

@@ -7,19 +7,35 @@ The controller submits requests and collects groups; a group comes back scored, 
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from megarl import engines, rewards
+from megarl.config.schema import RewardConfig
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.base import EngineSpec
 from megarl.exchange.session import ExchangeSession
+from megarl.rewards.weighted import terms_of
 from megarl.rollout.step_places import tokens_at
-from megarl.types import Completion, GenerationRequest, Group, InlineData, Sample, SampleTokens, Steps
+from megarl.scoring.pool import Outcome
+from megarl.scoring.scoring import Scoring
+from megarl.types import (
+    Completion,
+    GenerationRequest,
+    Group,
+    InlineData,
+    Prompt,
+    Sample,
+    SampleTokens,
+    ScoringFailure,
+    Steps,
+)
 
 T = TypeVar("T")
 
@@ -27,19 +43,22 @@ T = TypeVar("T")
 class RolloutServer:
     """Runs inside a service process (see cluster/): async methods answer while others are in flight."""
 
-    def __init__(self, engine: str, spec: EngineSpec, tokenizer: str, reward_function: str | None, sources: list[str]):
+    def __init__(self, engine: str, spec: EngineSpec, tokenizer: str, reward: RewardConfig, sources: list[str]):
         self.engine = engines.create(engine, spec)
         self.tokenizer = load_tokenizer(tokenizer)  # for text alone: stop tokens come with each request
-        self.scorers = rewards.resolve(reward_function, sources)
-        self.scoring = ThreadPoolExecutor(max_workers=4, thread_name_prefix="scorer")
+        self.scoring = Scoring(terms_of(reward.function, reward.functions, sources), reward)
+        self.texts = ThreadPoolExecutor(max_workers=4, thread_name_prefix="texts")
         # A call to the engine blocks a thread until it is done; under continuous admission many are under way.
         self.calls = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="engine-call")
         self.version = 0  # of the weights the engine holds
         self._results: dict[int, asyncio.Future[tuple[Group, list[SampleTokens]]]] = {}
+        self._settling: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
 
     async def start(self) -> dict[str, Any]:
         """Load the engine; returns its description."""
-        return await self._in_thread(self.engine.start)
+        description = await self._in_thread(self.engine.start)
+        await self._in_thread(self.scoring.start)
+        return description
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         """Admit `requests` all at once, in their order; returns when all are sampled. Each group is to be collected."""
@@ -52,8 +71,7 @@ class RolloutServer:
             own = max(group, _greedy_twin(group))
             twins = [own, _greedy_twin(own)] if by_group[own].with_greedy else [own]
             if all(twin in sampled for twin in twins):
-                scored = self.scoring.submit(self._score, by_group[own], *(sampled.pop(twin) for twin in twins))
-                scored.add_done_callback(lambda result: loop.call_soon_threadsafe(self._settle, own, result))
+                loop.call_soon_threadsafe(self._settle, by_group[own], [sampled.pop(twin) for twin in twins])
 
         everything = [one for request in requests for one in (request, *_greedy_request(request))]
         await self._in_thread(self.engine.generate, everything, finished)
@@ -94,42 +112,64 @@ class RolloutServer:
 
     async def shutdown(self) -> None:
         await self._in_thread(self.engine.shutdown)
-        self.scoring.shutdown(wait=False)
+        await self._in_thread(self.scoring.close)
+        self.texts.shutdown(wait=False)
         self.calls.shutdown(wait=False)
 
-    def _settle(self, group: int, scored: Future[tuple[Group, list[SampleTokens]]]) -> None:
-        error = scored.exception()
-        if error is not None:
-            self._result(group).set_exception(error)
-        else:
-            self._result(group).set_result(scored.result())
+    def _settle(self, request: GenerationRequest, sampled: list[list[Completion]]) -> None:
+        """Score a group, and its greedy twin where there is one, while others are sampled; then it can be collected."""
 
-    def _score(
-        self, request: GenerationRequest, completions: list[Completion], greedy: list[Completion] | None = None
+        async def settle() -> None:
+            try:
+                self._result(request.group).set_result(await self._scored(request, sampled))
+            except Exception as error:  # noqa: BLE001 -- whoever collects the group is told
+                self._result(request.group).set_exception(error)
+
+        task = asyncio.get_running_loop().create_task(settle())
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _scored(
+        self, request: GenerationRequest, sampled: list[list[Completion]]
     ) -> tuple[Group, list[SampleTokens]]:
-        prompt, vectors, samples = request.prompt, [], []
-        for index, completion in enumerate(completions):
-            sample, text = self._score_one(request, index, completion)
-            vectors.append(_join(request, completion, text))
-            samples.append(sample)
-        baseline = self._score_one(request, 0, greedy[0])[0] if greedy else None
-        return Group(request.group, prompt.uid, prompt.data_source, self.version, samples, baseline), vectors
+        in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, self.texts)
+        everything = [completion for completions in sampled for completion in completions]
+        texts = await in_thread(lambda: [self.tokenizer.decode(one.tokens.tolist()) for one in everything])
+        outcomes = await self.scoring.score([_question(request.prompt, text) for text in texts])
+        return await in_thread(self._group, request, len(sampled[0]), everything, texts, outcomes)
 
-    def _score_one(self, request: GenerationRequest, index: int, completion: Completion) -> tuple[Sample, str]:
-        """Its control data, and its text."""
-        prompt, text = request.prompt, self.tokenizer.decode(completion.tokens.tolist())
-        scored = rewards.score(
-            self.scorers[prompt.data_source],
-            rewards.ScoreRequest(
-                response=text,
-                ground_truth=prompt.ground_truth,
-                data_source=prompt.data_source,
-                extra_info=prompt.extra_info,
-                prompt_text=prompt.text,
-                uid=prompt.uid,
-            ),
+    def _group(
+        self,
+        request: GenerationRequest,
+        count: int,
+        completions: list[Completion],
+        texts: list[str],
+        outcomes: list[Outcome],
+    ) -> tuple[Group, list[SampleTokens]]:
+        """The group of the first `count` completions; one more is the greedy one."""
+        prompt, together = request.prompt, list(zip(completions, texts, outcomes, strict=True))
+        samples = [self._sample(request, index % count, *one) for index, one in enumerate(together)]
+        failures = tuple(result for result, _ in outcomes if isinstance(result, ScoringFailure))
+        group = Group(
+            number=request.group,
+            prompt_uid=prompt.uid,
+            data_source=prompt.data_source,
+            version=self.version,
+            samples=samples[:count],
+            greedy=samples[count] if len(samples) > count else None,
+            failures=failures,
+            scoring_retries=sum(repeated for _, repeated in outcomes),
         )
-        sample = Sample(
+        return group, [_join(request, completion, text) for completion, text, _ in together[:count]]
+
+    def _sample(
+        self, request: GenerationRequest, index: int, completion: Completion, text: str, outcome: Outcome
+    ) -> Sample:
+        """Its control data."""
+        prompt, scored = request.prompt, outcome[0]
+        if isinstance(scored, ScoringFailure):
+            scored = rewards.Score(math.nan)
+        return Sample(
             group=request.group,
             index=index,
             data=InlineData([]),  # replaced by the caller with where the vectors lie
@@ -143,13 +183,23 @@ class RolloutServer:
             version=self.version,
             steps=self._steps(scored, completion, text, len(prompt.tokens)),
         )
-        return sample, text
 
     def _steps(self, scored: rewards.Score, completion: Completion, text: str, start: int) -> Steps:
         """Where the scored steps of a response end, in tokens of the sample, in which it begins at `start`."""
         ends = [end for end, _ in scored.steps]
         places = tokens_at(ends, completion.tokens.tolist(), text, self.tokenizer.decode)
         return tuple((start + place, reward) for place, (_, reward) in zip(places, scored.steps, strict=True))
+
+
+def _question(prompt: Prompt, response: str) -> rewards.ScoreRequest:
+    return rewards.ScoreRequest(
+        response=response,
+        ground_truth=prompt.ground_truth,
+        data_source=prompt.data_source,
+        extra_info=prompt.extra_info,
+        prompt_text=prompt.text,
+        uid=prompt.uid,
+    )
 
 
 def _greedy_twin(group: int) -> int:

@@ -1,0 +1,63 @@
+"""Rewards of several scorers: a weighted sum, with each scorer's own numbers beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.rewards.base import Score, Scorer, find, resolve
+
+
+@dataclass(frozen=True)
+class Term:
+    """One scorer of a row. `label` names its numbers in metrics; None: it is the only one, and they have their own names."""
+
+    scorer: Scorer
+    weight: float = 1.0
+    label: str | None = None
+
+
+def label_of(name: str) -> str:
+    """What metrics call a scorer: its registered name, or the function's own of ``module:function``."""
+    return name.rpartition(":")[2]
+
+
+def terms_of(
+    function: str | None, functions: Mapping[str, float], data_sources: Iterable[str]
+) -> dict[str, tuple[Term, ...]]:
+    """What each data source is scored by: the recipe's reward.functions, else its reward.function, else by the source.
+
+    Raises ValueError as `resolve`.
+    """
+    if not functions:
+        return {source: (Term(scorer),) for source, scorer in resolve(function, data_sources).items()}
+    terms = tuple(Term(find(name), weight, label_of(name)) for name, weight in functions.items())
+    return {source: terms for source in data_sources}
+
+
+def combine(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
+    """The weighted sum of `scores`, one a term.
+
+    Parts are each scorer's score, unweighted, under its label, and its own parts under ``label/part``. `accuracy` and
+    the answer are those of the first scorer that reports one. Rewards of steps are weighted, too, and those that end
+    at the same character are added up; the part `steps` is their sum.
+    """
+    if len(terms) == 1 and terms[0].label is None:
+        return scores[0]
+    parts: dict[str, float] = {}
+    earned: dict[int, list[float]] = {}
+    for term, score in zip(terms, scores, strict=True):
+        parts[str(term.label)] = score.value
+        parts.update({f"{term.label}/{name}": value for name, value in score.parts.items()})
+        for end, reward in score.steps:
+            earned.setdefault(end, []).append(term.weight * reward)
+    accuracies = [score.parts["accuracy"] for score in scores if "accuracy" in score.parts]
+    if accuracies:
+        parts["accuracy"] = accuracies[0]
+    steps = tuple((end, math.fsum(rewards)) for end, rewards in sorted(earned.items()))
+    if any("steps" in score.parts for score in scores):
+        parts["steps"] = math.fsum(reward for _, reward in steps)
+    value = math.fsum(term.weight * score.value for term, score in zip(terms, scores, strict=True))
+    answers = [score.answer for score in scores if score.answer is not None]
+    return Score(value, parts, answers[0] if answers else None, steps)
