@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 from megarl.rewards import ScoreRequest
 
@@ -35,3 +42,52 @@ def raises(request: ScoreRequest) -> float:
 
 def not_a_number(request: ScoreRequest) -> float:
     return math.nan
+
+
+def faulty(request: ScoreRequest) -> float:
+    """Does what the row's extra_info says: hangs, ends its process, is killed, raises, or scores."""
+    what = request.extra_info["what"]
+    if what == "hang":
+        time.sleep(1000)
+    elif what == "exit":
+        os._exit(3)
+    elif what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "raise":
+        raise ZeroDivisionError("no such luck")
+    elif what == "leave":
+        sys.exit(4)
+    elif what == "nan":
+        return math.nan
+    elif what == "child":  # and hangs, with a process of its own, whose id it leaves in a file
+        child = subprocess.Popen(["sleep", "1000"])
+        Path(request.extra_info["file"]).write_text(str(child.pid))
+        time.sleep(1000)
+    elif what == "slow":
+        time.sleep(0.3)
+    return 1.0
+
+
+def fails_once(request: ScoreRequest) -> float:
+    """Raises, but for a second time."""
+    place = Path(request.extra_info["file"])
+    if not place.exists():
+        place.touch()
+        raise ConnectionError("the service was away")
+    return 1.0
+
+
+async def awaited(request: ScoreRequest) -> dict[str, object]:
+    await asyncio.sleep(0.001)
+    return {"score": 0.5, "answer": request.response}
+
+
+def modules(request: ScoreRequest) -> dict[str, object]:
+    """Which heavy packages the process that scores has imported."""
+    heavy = {"torch", "vllm", "ray", "transformers", "megatron", "pyarrow"} & set(sys.modules)
+    return {"score": float(len(heavy)), "answer": " ".join(sorted(heavy))}
+
+
+def brevity(request: ScoreRequest) -> dict[str, float]:
+    """1 for nothing, falling to 0 at 100 characters."""
+    return {"score": max(0.0, 1 - len(request.response) / 100)}

@@ -18,7 +18,7 @@ from megarl.identity import check_base, identity_of, weights_digest
 from megarl.manifest import MANIFEST, find_damage
 from megarl.preflight import open_run_directory
 from megarl.rollout.admission import TriedGroup
-from megarl.types import InlineData, SampleImages
+from megarl.types import InlineData, SampleImages, ScoringFailure
 from tests.checkpoint_parts import Trainers, names, saver, spoil, state, tried
 
 
@@ -35,6 +35,8 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     saved = state([tried(3, True), tried(4, False)], [tried(5, True)])
     first = flat(saved)[0].group
     first.greedy = replace(first.samples[0], reward=0.25, data=InlineData([]))
+    first.failures = (ScoringFailure("mine", "row/7", "timeout", "it ran for too long", 2),)
+    first.scoring_retries = 3
     assert saver(tmp_path).save(4, saved) == {"checkpoint/write_seconds": 1.5, "checkpoint/bytes": 16.0}
     path = tmp_path / "step_000004"
     assert (path / "trainer" / "tensors_1").read_bytes() == b"weights\1"
@@ -50,6 +52,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
             new.group.version,
         )
         assert old.group.greedy == new.group.greedy
+        assert (old.group.failures, old.group.scoring_retries) == (new.group.failures, new.group.scoring_retries)
         for before, after in zip(old.group.samples, new.group.samples, strict=True):
             assert {**before.__dict__, "data": None} == {**after.__dict__, "data": None}
         for before, after in zip(old.group.samples[0].data.get(), new.group.samples[0].data.get(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from megarl.config.schema import Recipe
 from megarl.rollout.evaluate import accuracy_metrics, evaluate, majority_is_correct, pass_at_k
-from megarl.types import Group, InlineData, Prompt, Sample
+from megarl.types import Group, InlineData, Prompt, Sample, ScoringFailure
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -56,8 +57,8 @@ def test_metrics_over_problems() -> None:
 class Engine:
     """Answers problem i (of its own) after i + 1 pauses of half a second; a silent one never does."""
 
-    def __init__(self, name: str, *, silent: bool) -> None:
-        self.name, self.silent, self.collected = name, silent, 0
+    def __init__(self, name: str, *, silent: bool, pause: float = 0.5, unscored: int = 0) -> None:
+        self.name, self.silent, self.pause, self.unscored, self.collected = name, silent, pause, unscored, 0
 
     def call(self, method: str, requests: Any) -> Future[Any]:
         assert method == "submit"
@@ -66,13 +67,16 @@ class Engine:
     def call_with_data(self, method: str, number: int) -> Future[Any]:
         assert method == "collect"
         self.collected += 1
-        sample = Sample(number, 0, InlineData([]), 1, 2, 2)
-        return self._later((Group(number, "row", "test", 0, [sample]), InlineData([])), after=self.collected)
+        failed = self.collected <= self.unscored
+        sample = Sample(number, 0, InlineData([]), 1, 2, 2, reward=math.nan if failed else 1.0)
+        failures = (ScoringFailure("mine", f"row/{number}", "crash", "its process was killed"),) if failed else ()
+        group = Group(number, "row", "test", 0, [sample], failures=failures)
+        return self._later((group, InlineData([])), after=self.collected)
 
     def _later(self, result: Any, after: int) -> Future[Any]:
         future: Future[Any] = Future()
         if not self.silent:
-            threading.Timer(0.5 * after, future.set_result, (result,)).start()
+            threading.Timer(self.pause * after, future.set_result, (result,)).start()
         return future
 
 
@@ -92,3 +96,16 @@ def test_an_engine_that_finishes_nothing_ends_the_evaluation() -> None:
 
 def test_an_evaluation_may_take_long_as_long_as_problems_are_finished() -> None:
     assert len(evaluation_on(Engine("engine0", silent=False)).groups) == 6
+
+
+def test_a_problem_that_could_not_be_scored_is_no_wrong_answer() -> None:
+    """Five of six are right; the sixth nobody knows of: accuracy is 1, not 5/6."""
+    result = evaluation_on(Engine("engine0", silent=False, pause=0.01, unscored=1))
+    assert result.metrics["eval/pass@1"] == result.metrics["eval/rewards/mean"] == 1.0
+    assert result.metrics["eval/scoring_failed"] == 1.0
+    assert "1 samples of 1 problems" in result.notices[0] and "its process was killed" in result.notices[0]
+
+
+def test_an_evaluation_that_mostly_could_not_be_scored_ends_the_run() -> None:
+    with pytest.raises(RuntimeError, match=r"4 of 6 problems of the evaluation .*'mine' failed on row"):
+        evaluation_on(Engine("engine0", silent=False, pause=0.01, unscored=4))

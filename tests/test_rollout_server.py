@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megarl.config.schema import RewardConfig
+from megarl.rewards.weighted import Term
 from megarl.rollout import server as module
 from megarl.rollout.server import RolloutServer
 from megarl.types import Completion, GenerationRequest, Group, Prompt, Sampling
@@ -32,12 +36,15 @@ class Engine:
 def serve(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], RolloutServer]:
     def made(engine: Engine) -> RolloutServer:
         monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
-        server = RolloutServer("fake", None, str(quickstart_data / "model"), None, [])  # type: ignore[arg-type]
-        scorer = module.rewards.Scorer("lengths", lambda request: float(len(request.response)))
-        server.scorers = {"test": scorer}
+        server = RolloutServer("fake", None, str(quickstart_data / "model"), RewardConfig(), [])  # type: ignore[arg-type]
+        score_with(server, lambda request: float(len(request.response)))
         return server
 
     return made
+
+
+def score_with(server: RolloutServer, function: Callable[[module.rewards.ScoreRequest], Any]) -> None:
+    server.scoring.terms = {"test": (Term(module.rewards.Scorer("mine", function, in_process=True)),)}
 
 
 def test_rewards_of_steps_are_on_the_tokens_that_end_them(serve: Callable[[Engine], RolloutServer]) -> None:
@@ -46,7 +53,7 @@ def test_rewards_of_steps_are_on_the_tokens_that_end_them(serve: Callable[[Engin
     text = server.tokenizer.decode([7, 7, 7])
     assert len(text) == 3
     steps = [(1, 0.25), (3, -0.5)]
-    server.scorers["test"] = module.rewards.Scorer("steps", lambda request: {"score": 1, "steps": steps})
+    score_with(server, lambda request: {"score": 1, "steps": steps})
     for group in run(server, requests(with_greedy=True)):
         for sample in group.samples:
             assert sample.steps == ((2, 0.25), (4, -0.5))
@@ -54,11 +61,45 @@ def test_rewards_of_steps_are_on_the_tokens_that_end_them(serve: Callable[[Engin
         assert group.greedy is not None and group.greedy.steps == ((2, 0.25), (4, -0.5))
 
 
-def test_a_step_that_ends_nowhere_fails_its_group(serve: Callable[[Engine], RolloutServer]) -> None:
+def test_a_step_that_ends_nowhere_fails_its_sample(serve: Callable[[Engine], RolloutServer]) -> None:
     server = serve(Engine())
-    server.scorers["test"] = module.rewards.Scorer("steps", lambda request: {"score": 1, "steps": [(9, 1)]})
-    with pytest.raises(module.rewards.RewardError, match="ends at character 9, and the response has 3"):
-        run(server, requests(with_greedy=False))
+    score_with(server, lambda request: {"score": 1, "steps": [(9, 1)]})
+    for group in run(server, requests(with_greedy=False)):
+        assert "ends at character 9, and the response has 3" in str(group.failures[0])
+
+
+def test_a_sample_without_a_score_has_no_number_and_is_named(serve: Callable[[Engine], RolloutServer]) -> None:
+    """A zero in its place would be learned from. The greedy sample (5 tokens) alone fails, twice, and the group with it."""
+    server = serve(Engine())
+
+    def greedy_fails(request: module.rewards.ScoreRequest) -> float:
+        if len(request.response) == 5:
+            raise ZeroDivisionError("no such luck")
+        return 0.25
+
+    score_with(server, greedy_fails)
+    for group in run(server, requests(with_greedy=True)):
+        assert [sample.reward for sample in group.samples] == [0.25, 0.25]
+        assert group.greedy is not None and math.isnan(group.greedy.reward)
+        (failure,) = group.failures
+        assert (failure.scorer, failure.uid, failure.kind, failure.attempts) == ("mine", "row", "error", 2)
+        assert "ZeroDivisionError: no such luck" in failure.cause and group.scoring_retries == 1
+
+
+def test_a_scorer_in_processes_of_its_own(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run has it: named in the recipe, imported elsewhere, and gone with the server."""
+    engine = Engine()
+    monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
+    reward = RewardConfig(function="tests.scorers:brevity", processes=2)
+    server = RolloutServer("fake", None, str(quickstart_data / "model"), reward, ["test"])  # type: ignore[arg-type]
+    assert server.scoring.pool is not None
+    server.scoring.start()
+    try:
+        groups = run(server, requests(with_greedy=False))
+    finally:
+        server.scoring.close()
+    assert [sample.reward for group in groups for sample in group.samples] == [0.97] * 6  # of three characters
+    assert server.scoring.pool._nursery.poll() == 0
 
 
 def requests(with_greedy: bool) -> list[GenerationRequest]:

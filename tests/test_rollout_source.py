@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from megarl.config.schema import Recipe
 from megarl.rollout.engines_source import EnginesSource
-from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample
+from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, ScoringFailure
 
 
 class FakeService:
@@ -23,6 +24,7 @@ class FakeService:
         self.waves: list[list[int]] = []
         self.fail: BaseException | None = None
         self.silent = False
+        self.unscored: Any = lambda number: False
 
     def call(self, method: str, requests: list[GenerationRequest]) -> Future[Any]:
         assert method == "submit"
@@ -45,7 +47,12 @@ class FakeService:
             return
         rewards = (0.0, 1.0) if self.spread(number) else (1.0, 1.0)
         samples = [Sample(number, i, InlineData([]), 3, 10 + i, 10 + i, reward=rewards[i]) for i in range(2)]
-        done.set_result((Group(number, f"row/{number}", "test", 0, samples), InlineData([])))
+        failures: tuple[ScoringFailure, ...] = ()
+        if self.unscored(number):
+            samples[1].reward = math.nan
+            failures = (ScoringFailure("mine", f"row/{number}", "timeout", "it ran for longer than 5 s", 2),)
+        group = Group(number, f"row/{number}", "test", 0, samples, None, failures, scoring_retries=len(failures))
+        done.set_result((group, InlineData([])))
 
 
 def source(service: FakeService, check: Any = lambda: None, **dynamic: Any) -> EnginesSource:
@@ -107,6 +114,35 @@ def test_a_scorer_that_fails_is_raised() -> None:
     made.admit(0)
     with pytest.raises(ZeroDivisionError):
         made.take(4)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_groups_that_could_not_be_scored_are_replaced_counted_and_named(dynamic: bool) -> None:
+    """Of eight groups (rewards 0 and 1) four have a sample without a reward: it counts neither as 0 nor as filtered."""
+    service = FakeService()
+    service.unscored = lambda number: number in (0, 2, 5, 6)
+    made = source(service, enabled=dynamic)
+    made.admit(0)
+    batch = made.take(4)
+    assert [group.number for group in batch.groups] == [1, 3, 4, 7]
+    expected = {"prompts_tried": 8, "groups_unscored": 4, "groups_filtered": 0, "groups_missing": 0}
+    expected |= {"scoring_failed": 4, "scoring_timeouts": 4, "scoring_crashes": 0, "scoring_retries": 4}
+    assert {name: batch.metrics[f"rollout/{name}"] for name in expected} == expected
+    assert batch.metrics["rollout/rewards/mean"] == pytest.approx(4 / 12)  # four groups of 0 and 1, four of 0 alone
+    (notice,) = batch.notices
+    assert "4 samples of 4 groups" in notice and "'mine' failed on row 'row/0'" in notice and "and 1 more" in notice
+    assert "longer than 5 s (2 attempts)" in notice
+
+
+def test_a_scorer_that_fails_on_everything_ends_the_run_soon() -> None:
+    """More than half of the last eight: after the fifth group, in the second wave of four."""
+    service = FakeService()
+    service.unscored = lambda number: True
+    made = source(service)
+    made.admit(0)
+    with pytest.raises(RuntimeError, match=r"5 of the last 5 groups .*max_failed_share = 0\.5.*'mine' failed on row"):
+        made.take(4)
+    assert len(service.waves) == 2
 
 
 def test_a_filter_that_fails_is_raised() -> None:

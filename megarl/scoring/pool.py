@@ -164,7 +164,9 @@ class ProcessPool:
 
     def _hear(self) -> None:
         """The nursery says that a process has ended, and how."""
-        message = self._control.recv(PACKET)
+        message = b""
+        with contextlib.suppress(ConnectionResetError):
+            message = self._control.recv(PACKET)
         if not message:
             raise _PoolError(NURSERY_STOPPED)
         _, number, status = json.loads(message)
