@@ -64,7 +64,7 @@ def faulty(request: ScoreRequest) -> float:
         Path(request.extra_info["file"]).write_text(str(child.pid))
         time.sleep(1000)
     elif what == "slow":
-        time.sleep(0.3)
+        time.sleep(0.1)
     return 1.0
 
 

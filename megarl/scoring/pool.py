@@ -93,7 +93,7 @@ class ProcessPool:
 
     def start(self) -> None:
         """Wait until scorers are imported, and begin. Raises RuntimeError where one cannot be."""
-        answer = self._control.recv(PACKET)
+        answer = self._packet()
         if answer != b'["ready"]':
             cause = json.loads(answer)[1] if answer else NURSERY_STOPPED
             self.close()
@@ -111,7 +111,8 @@ class ProcessPool:
             self._submitted.append(job)
             first = len(self._submitted) == 1
         if first:
-            self._wake.send(b"!")
+            with contextlib.suppress(OSError):  # closed meanwhile, and the job has failed with the others
+                self._wake.send(b"!")
         return job.future
 
     def close(self) -> None:
@@ -164,9 +165,7 @@ class ProcessPool:
 
     def _hear(self) -> None:
         """The nursery says that a process has ended, and how."""
-        message = b""
-        with contextlib.suppress(ConnectionResetError):
-            message = self._control.recv(PACKET)
+        message = self._packet()
         if not message:
             raise _PoolError(NURSERY_STOPPED)
         _, number, status = json.loads(message)
@@ -177,6 +176,13 @@ class ProcessPool:
         job = self._dying.pop(number, None)
         if job is not None:
             self._failed(job, "crash", f"its process {_how_it_ended(status)}")
+
+    def _packet(self) -> bytes:
+        """The nursery's next message; empty: it has ended."""
+        try:
+            return self._control.recv(PACKET)
+        except ConnectionResetError:
+            return b""
 
     def _read(self, worker: _Worker) -> None:
         if worker.number not in self._workers:  # dropped since the selector saw it

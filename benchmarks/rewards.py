@@ -1,0 +1,147 @@
+"""Scoring: cheap scorers in one process, math over one process and two, and what a scorer that hangs costs.
+
+python -m benchmarks.rewards [--answers 10000] [--math 1000] [--rounds 3]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import statistics
+import time
+
+from megarl.config.schema import RewardConfig
+from megarl.rewards import Score, ScoreRequest, resolve, score
+from megarl.rewards.weighted import terms_of
+from megarl.scoring.pool import Outcome, ProcessPool
+from megarl.scoring.scoring import Scoring
+
+GROUP = 8  # samples that come to be scored together
+ENDLESS = "9^{9^{9^{9}}}"  # sympy sets out to compute it, and hears nothing until it is done
+
+
+def gsm8k_rows(count: int) -> list[ScoreRequest]:
+    """Answers of some 600 characters, every second one right."""
+    working = "Natalia sold 48 / 2 = <<48/2=24>>24 clips in May, and so many more in June.\n" * 8
+    return [ScoreRequest(f"{working}#### {72 + i % 2}", "72", "openai/gsm8k", uid=str(i)) for i in range(count)]
+
+
+def math_rows(count: int) -> list[ScoreRequest]:
+    """Numbers, fractions, roots, intervals and polynomials, in the ground truth and otherwise written or wrong in the box."""
+    draw, rows = random.Random(0), []
+    for number in range(count):
+        a, b, c = (draw.randrange(2, 99) for _ in range(3))
+        truth, box = draw.choice(
+            [
+                (str(a * b), f"{a} \\cdot {b}"),
+                (f"\\frac{{{a}}}{{{b}}}", f"{a * c}/{b * c}"),
+                (f"{a}\\sqrt{{{b}}}", f"\\sqrt{{{a * a * b}}}"),
+                (f"({a}, {a + b}]", f"[{a}, {a + b}]"),
+                (f"(x+{a})(x-{b})", f"x^2 + {a - b}x - {a * b}"),
+                (f"{a}", f"{a}\\text{{ cm}}"),
+            ]
+        )
+        rows.append(ScoreRequest(f"Hence the answer is $\\boxed{{{box}}}$.", truth, "lighteval/MATH", uid=str(number)))
+    return rows
+
+
+def scored(pool: ProcessPool, rows: list[ScoreRequest]) -> tuple[float, list[Outcome]]:
+    """Seconds, and what came out. The processes are warm."""
+    warm = ScoreRequest(r"\boxed{1}", "2", "lighteval/MATH")
+    for future in [pool.submit("math", warm) for _ in range(4 * pool.processes)]:
+        future.result()
+    began = time.perf_counter()
+    outcomes = [future.result() for future in [pool.submit("math", row) for row in rows]]
+    return time.perf_counter() - began, outcomes
+
+
+def cheap(count: int, rounds: int) -> None:
+    """GSM8K answers: the function alone, as the rollout process calls it, and over a pipe."""
+    rows = gsm8k_rows(count)
+    scorer = resolve("gsm8k", ["x"])["x"]
+
+    def alone() -> None:
+        for row in rows:
+            score(scorer, row)
+
+    scoring = Scoring(terms_of("gsm8k", {}, ["openai/gsm8k"]), RewardConfig())
+
+    async def groups() -> None:
+        await asyncio.gather(*(scoring.score(rows[start : start + GROUP]) for start in range(0, count, GROUP)))
+
+    pool = ProcessPool(["gsm8k"], 1, 10.0, 0)
+    pool.start()
+
+    def over_a_pipe() -> None:
+        for future in [pool.submit("gsm8k", row) for row in rows]:
+            future.result()
+
+    ways = {
+        "called one by one, one core": alone,
+        f"in the rollout process, in groups of {GROUP}": lambda: asyncio.run(groups()),
+        "in one process of its own": over_a_pipe,
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way()
+            times[name].append(time.perf_counter() - began)
+    pool.close()
+    scoring.close()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    base = next(iter(medians.values()))
+    print(f"{count} GSM8K answers\n\n| gsm8k | s | x the function alone |\n|---|---|---|")
+    for name, value in medians.items():
+        print(f"| {name} | {value:.2f} | {value / base:.1f} |")
+
+
+def math(count: int, rounds: int) -> None:
+    rows = math_rows(count)
+    times: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(rounds):
+        for processes, values in times.items():
+            pool = ProcessPool(["math"], processes, 10.0, 0)
+            pool.start()
+            seconds, outcomes = scored(pool, rows)
+            pool.close()
+            assert all(isinstance(result, Score) for result, _ in outcomes)
+            values.append(seconds)
+    ratios = [one / two for one, two in zip(times[1], times[2], strict=True)]
+    print(f"\n{count} math answers, {os.cpu_count()} cores\n\n| processes | s | throughput |\n|---|---|---|")
+    print(f"| 1 | {statistics.median(times[1]):.2f} | 1.00 x |")
+    print(f"| 2 | {statistics.median(times[2]):.2f} | {statistics.median(ratios):.2f} x |")
+
+
+def hanging(count: int, every: int, timeout: float) -> None:
+    rows = math_rows(count)
+    for number in range(0, count, every):
+        rows[number] = ScoreRequest(rf"\boxed{{{ENDLESS}}}", "2", "lighteval/MATH", uid=str(number))
+    pool = ProcessPool(["math"], 2, timeout, 0)
+    pool.start()
+    seconds, _ = scored(pool, [row for row in rows if ENDLESS not in row.response])
+    with_them, found = scored(pool, rows)
+    pool.close()
+    ended = sum(not isinstance(result, Score) for result, _ in found)
+    least = ended * timeout / 2 + seconds
+    print(f"\n{count} math answers, {ended} of them without end, two processes, reward.timeout {timeout:g} s\n")
+    print("| | s |\n|---|---|")
+    print(f"| without these | {seconds:.2f} |\n| with them | {with_them:.2f} |")
+    print(f"| over the least possible ({ended} x {timeout:g} s / 2 besides) | {with_them / least:.2f} x |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, default=10_000)
+    parser.add_argument("--math", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    cheap(options.answers, options.rounds)
+    math(options.math, options.rounds)
+    hanging(options.math, every=100, timeout=1.0)
+
+
+if __name__ == "__main__":
+    main()
