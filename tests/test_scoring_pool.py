@@ -49,12 +49,12 @@ def outcomes(pool: ProcessPool, whats: list[str], seconds: float = 20.0) -> list
 
 
 def test_every_sample_is_accounted_for(make: Callable[..., ProcessPool]) -> None:
-    """Of 1,000 samples 5 % hang, 5 % end their process and 5 % raise; each of these has two attempts. Four processes
-    spend 100 times 0.2 s, so 5 s each, on what hangs."""
+    """Of 1,000 samples 5 % hang, 5 % end their process and 5 % raise; each of these has two attempts. Eight processes
+    spend 100 times 0.5 s, so 6.3 s each, on what hangs."""
     whats = [{0: "hang", 1: "exit", 2: "raise"}.get(number % 20, "") for number in range(1000)]
-    pool, began = make(processes=4, retries=1), time.monotonic()
+    pool, began = make(processes=8, timeout=0.5, retries=1), time.monotonic()
     found = outcomes(pool, whats)
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 20
     kinds = {"hang": "timeout", "exit": "crash", "raise": "error", "": "score"}
     for number, (what, (result, retries)) in enumerate(zip(whats, found, strict=True)):
         if not what:

@@ -33,6 +33,8 @@ class Scoring:
     async def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
         """An outcome for each of `requests`, which are of one data source: a score, or why there is none."""
         terms = self.terms[requests[0].data_source]
+        if len(terms) == 1:  # the common case, without a task of its own
+            return [_joined(terms, (outcome,)) for outcome in await self._outcomes(terms[0].scorer, requests)]
         columns = await asyncio.gather(*(self._outcomes(term.scorer, requests) for term in terms))
         return [_joined(terms, row) for row in zip(*columns, strict=True)]
 
