@@ -70,6 +70,7 @@ class _Nursery:
                         break
                     word, number = json.loads(data)
                     self._obey(word, number, descriptors)
+        signal.set_wakeup_fd(-1)  # nobody listens to the ends that follow
         for pid in list(self.children):
             _kill_group(pid)
 
