@@ -138,7 +138,7 @@ def hanging(count: int, every: int, timeout: float) -> None:
     pool.close()
     ended = sum(not isinstance(result, Score) for result, _ in found)
     least = ended * timeout / 2 + seconds
-    print(f"\n{count} math answers, {ended} of them without end, two processes, reward.timeout {timeout:g} s\n")
+    print(f"\n{count} math answers, {ended} of them ended at the limit, two processes, reward.timeout {timeout:g} s\n")
     print("| | s |\n|---|---|")
     print(f"| without these | {seconds:.2f} |\n| with them | {with_them:.2f} |")
     print(f"| over the least possible ({ended} x {timeout:g} s / 2 besides) | {with_them / least:.2f} x |")
