@@ -26,10 +26,12 @@ _WHOLE_BYTES = 16 << 20  # files of weights up to this size are read whole
 _SAMPLES, _SAMPLE_BYTES = 16, 4096  # of larger ones: places spread evenly, the tensors' names and shapes included
 
 
-def identity_of(recipe: Recipe, model: dict[str, Any], critic: dict[str, Any] | None, rows: int) -> dict[str, Any]:
+def identity_of(
+    recipe: Recipe, model: dict[str, Any], critic: dict[str, Any] | None, rows: dict[str, int]
+) -> dict[str, Any]:
     """What a checkpoint's cursor, seeds and tensors refer to.
 
-    `model`, `critic`: their config.json (no critic: None). `rows`: of the training data. Reads files of weights.
+    `model`, `critic`: their config.json (no critic: None). `rows`: of each set of the training data. Reads files of weights.
     """
     return {
         "train.source": recipe.train.source,
@@ -37,8 +39,14 @@ def identity_of(recipe: Recipe, model: dict[str, Any], critic: dict[str, Any] | 
         "data.shuffle": recipe.data.shuffle,
         "data.prompts_per_step": recipe.data.prompts_per_step,
         "rollout.samples_per_prompt": recipe.rollout.samples_per_prompt,
+        "data.curriculum": recipe.data.curriculum,
+        "data.curriculum_epochs": recipe.data.curriculum_epochs,
         "data.train_files": [Path(file).name for file in recipe.data.train_files],
-        "rows of data.train_files": rows,
+        "data.mix": {
+            name: {"files": [Path(file).name for file in part.files], "weight": part.weight}
+            for name, part in recipe.data.mix.items()
+        },
+        "rows of the training data": rows,
         "model": _model_identity(recipe.model, model),
         "critic": None if critic is None else _model_identity(critic_view(recipe).model, critic),
         "lora": dataclasses.asdict(recipe.lora) if recipe.lora.rank else None,

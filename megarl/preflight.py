@@ -18,6 +18,7 @@ from megarl.algorithms.trial import try_own_functions
 from megarl.checkpoint import checkpoint_step, find_checkpoint
 from megarl.cluster import transport
 from megarl.config.critic import ONE_LAYOUT, critic_view
+from megarl.config.data import training_sets
 from megarl.config.errors import RecipeError, plain
 from megarl.config.load import flat_settings, to_yaml
 from megarl.config.schema import Recipe
@@ -55,10 +56,10 @@ class Prepared:
     critic_model: dict[str, Any] | None = None  # the critic's config.json; None: no critic
 
     @property
-    def rows(self) -> int:
-        """Of the training data."""
+    def rows_of_sets(self) -> dict[str, int]:
+        """Of the training data, by the name of the set."""
         data = self.prompts or self.examples
-        return len(data) if data is not None else 0
+        return {} if data is None else data.sets
 
     @property
     def data_sources(self) -> list[str]:
@@ -68,7 +69,7 @@ class Prepared:
 
 def prepare_training(recipe: Recipe) -> Prepared:
     """Check and read everything that `train` needs. Raises ValueError (RecipeError where one key is to blame)."""
-    if not recipe.data.train_files:
+    if not recipe.data.train_files and not recipe.data.mix:
         raise RecipeError("data.train_files", "there is nothing to train on", "name .parquet or .jsonl files", value=[])
     engines.check_known(recipe.rollout.engine)
     engines.check_args(recipe.rollout.engine, recipe.rollout.engine_args, "rollout")
@@ -251,25 +252,28 @@ def _read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool) -> Prepa
     if recipe.train.source != "rollout":
         longest = data.max_prompt_length + recipe.rollout.max_response_length
         kind = PreferenceDataset if recipe.train.source == "preferences" else SFTDataset
-        prepared.examples = kind(data.train_files, tokenizer, data, longest)
-        _note_filtered(prepared, "training examples", prepared.examples)
+        prepared.examples = kind(training_sets(data), tokenizer, data, longest, data.curriculum)
+        _note(prepared, "training examples", prepared.examples)
         if data.eval_files:
             prepared.held_out = kind(data.eval_files, tokenizer, data, longest)
-            _note_filtered(prepared, "evaluation examples", prepared.held_out)
+            _note(prepared, "evaluation examples", prepared.held_out)
         return prepared
     if training:
-        prepared.prompts = PromptDataset(data.train_files, tokenizer, data)
-        _note_filtered(prepared, "training prompts", prepared.prompts)
+        prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum)
+        _note(prepared, "training prompts", prepared.prompts)
     if data.eval_files:
         prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data)
-        _note_filtered(prepared, "evaluation prompts", prepared.evaluation)
+        _note(prepared, "evaluation prompts", prepared.evaluation)
     return prepared
 
 
-def _note_filtered(prepared: Prepared, what: str, data: PromptDataset | SFTDataset | PreferenceDataset) -> None:
+def _note(prepared: Prepared, what: str, data: PromptDataset | SFTDataset | PreferenceDataset) -> None:
+    prepared.notices += data.notices
     if data.filtered:
         total = len(data) + data.filtered
-        prepared.notices.append(f"{data.filtered} of {total} {what} are longer than the limit and were left out")
+        prepared.notices.append(
+            f"{data.filtered} of {total} {what} are longer than the limit and were left out: {data.too_long_by_file()}"
+        )
 
 
 def _with_rewards(recipe: Recipe, prepared: Prepared) -> Prepared:

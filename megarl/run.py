@@ -62,6 +62,10 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         data=dataclasses.replace(
             data,
             train_files=[absolute(file) for file in data.train_files],
+            mix={
+                name: dataclasses.replace(part, files=[absolute(file) for file in part.files])
+                for name, part in data.mix.items()
+            },
             eval_files=[absolute(file) for file in data.eval_files],
         ),
     )
@@ -97,7 +101,9 @@ def train(recipe: Recipe) -> Path:
         prepared = prepare_training(recipe)
         platform = platforms.select(recipe.cluster.device)
         check_device(recipe, platform.name)
-        place = open_run_directory(recipe, identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows))
+        place = open_run_directory(
+            recipe, identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
+        )
         log = RunLog(recipe, place.directory, first_step=place.first_step, total_steps=recipe.train.steps)
     with log:
         for notice in [*prepared.notices, *place.notices]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -55,13 +55,20 @@ class FakeService:
         done.set_result((group, InlineData([])))
 
 
+class Prompts(list[Prompt]):
+    """As much of a data set as the source looks at."""
+
+    sets: ClassVar = {"train": 7}
+    difficulty = None
+
+
 def source(service: FakeService, check: Any = lambda: None, **dynamic: Any) -> EnginesSource:
     recipe = Recipe()
     recipe.data.prompts_per_step, recipe.rollout.samples_per_prompt, recipe.train.steps = 4, 2, 10
     recipe.rollout.max_response_length, recipe.rollout.timeout = 20, 1.5
     for name, value in dynamic.items():
         setattr(recipe.algorithm.dynamic_sampling, name, value)
-    prompts = [Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7)]
+    prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
     return EnginesSource(recipe, prompts, [service], [0], check)  # type: ignore[arg-type, list-item]
 
 

@@ -11,27 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
 from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.data import DataConfig
 from megarl.config.key import key
 from megarl.config.training import ActorConfig, CriticConfig, LoraConfig, MegatronConfig, ModelConfig
-
-
-@dataclass
-class DataConfig:
-    """Prompts: parquet or JSONL rows in verl's columns."""
-
-    train_files: list[str] = key([], "Training rows: .parquet or .jsonl files. Required for `train`.")
-    eval_files: list[str] = key([], "Held-out rows for evaluation, in the columns of the training rows.")
-    prompts_per_step: int = key(32, "Prompts a controller step (for SFT: examples).", at_least=1)
-    max_prompt_length: int = key(1024, "Longest prompt, in tokens.", at_least=1)
-    overlong_prompts: Literal["error", "filter"] = key(
-        "error", "Prompts past that length: refuse the data set, or leave them out and say how many."
-    )
-    shuffle: bool = key(True, "Draw rows in a new random order each epoch.")
-    chat_template: bool = key(
-        True,
-        "Apply the tokenizer's chat template to `prompt`'s messages. Off: their contents are joined as they stand.",
-    )
-    chat_template_args: dict[str, Any] = key({}, "Arguments of the chat template, e.g. {enable_thinking: false}.")
 
 
 @dataclass

@@ -373,16 +373,10 @@ def _refusal_of_extra(name: str, section: str) -> tuple[str, str] | None:
 
 
 @check
-def _files_are_named(recipe: Recipe) -> None:
-    for name in ("train_files", "eval_files"):
-        for file in getattr(recipe.data, name):
-            if not file.endswith((".parquet", ".jsonl")):
-                raise RecipeError(
-                    f"data.{name}",
-                    f"{file} is neither .parquet nor .jsonl",
-                    "convert it with `python -m megarl data`",
-                    value=file,
-                )
+def _data_fits(recipe: Recipe) -> None:
+    from megarl.config.data import check_data
+
+    check_data(recipe)
 
 
 @check

@@ -3,66 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from megarl.config.schema import DataConfig
-from megarl.data.prompts import keep_short
-from megarl.data.rows import Row, messages_of, read_rows, unique_uids
-from megarl.data.sft import Conversation, Example, tokenise
+from megarl.data.cache import Encoded
+from megarl.data.dataset import Files, RowDataset
+from megarl.data.encode import Encode
+from megarl.data.rows import Row, messages_of
+from megarl.data.sft import Conversation, Example, encode_conversations, example_of
 from megarl.data.tokenizer import Tokenizer
 
 Pair = tuple[Example, Example]
 """The chosen answer and the rejected one, each after the prompt."""
 
 
-class PreferenceDataset(Sequence[Pair]):
+class PreferenceDataset(RowDataset[Pair]):
     """Rows with ``prompt``, ``chosen`` and ``rejected``, or with the latter two as whole conversations.
 
     An answer is text, or messages of which the last is the assistant's; only that last one counts in the loss.
 
-    Attributes:
-        filtered: rows left out because one of their answers is longer than `max_length` with its prompt.
+    A row is too long where one of its answers is, with its prompt.
 
     Raises:
         ValueError: a file, column or conversation is wrong, the two prompts of a row differ, its answers do not, or one
             is longer than `max_length` tokens and the recipe does not filter (or all of them are).
     """
 
-    def __init__(self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, max_length: int) -> None:
-        rows = read_rows(files, ("chosen", "rejected"), optional=("prompt", "data_source", "extra_info"))
-        uids = unique_uids(rows, "preferences")
-        talks = [talk for row, uid in zip(rows, uids, strict=True) for talk in _conversations(row, uid)]
-        examples = tokenise(talks, tokenizer, config, source="preferences")
-        pairs = list(zip(examples[::2], examples[1::2], strict=True))
-        self._pairs = keep_short(
-            pairs,
-            [max(len(chosen.tokens), len(rejected.tokens)) for chosen, rejected in pairs],
-            [row.where for row in rows],
-            limit=max_length,
-            what="pairs have an answer that is longer than data.max_prompt_length + rollout.max_response_length",
-            refuse=config.overlong_prompts == "error",
-        )
-        self.filtered = len(pairs) - len(self._pairs)
+    layouts = (("chosen", "rejected"),)
+    optional = ("prompt", "data_source", "extra_info")
+    source = "preferences"
+    per_row = 2
+    too_long = "pairs have an answer that is longer than data.max_prompt_length + rollout.max_response_length"
 
-    def __len__(self) -> int:
-        return len(self._pairs)
+    def __init__(
+        self,
+        files: Files,
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        max_length: int,
+        difficulty: str | None = None,
+    ) -> None:
+        super().__init__(files, tokenizer, config, max_length, difficulty)
 
-    @overload
-    def __getitem__(self, index: int) -> Pair: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Pair]: ...
-    def __getitem__(self, index: int | slice) -> Pair | list[Pair]:
-        return self._pairs[index]
+    @staticmethod
+    def encode() -> Encode:
+        return encode_pairs
+
+    def item(self, row: Row, uid: str, texts: Sequence[Encoded]) -> Pair:
+        chosen, rejected = (example_of(row, uid, text, self.source) for text in texts)
+        return chosen, rejected
 
 
-def _conversations(row: Row, uid: str) -> list[Conversation]:
+def encode_pairs(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig) -> list[Encoded]:
+    """Of each row the chosen answer and then the rejected one."""
+    return encode_conversations([talk for row in rows for talk in _conversations(row)], tokenizer, config)
+
+
+def _conversations(row: Row) -> list[Conversation]:
     chosen, rejected = (_messages(row, column) for column in ("chosen", "rejected"))
     if chosen[:-1] != rejected[:-1]:
         raise ValueError(f"{row.where}: 'chosen' and 'rejected' do not answer the same prompt")
     if chosen[-1] == rejected[-1]:
         raise ValueError(f"{row.where}: 'chosen' and 'rejected' are the same answer, so nothing is preferred")
-    return [Conversation(row, uid, messages, given=len(messages) - 1) for messages in (chosen, rejected)]
+    return [Conversation(row, messages, given=len(messages) - 1) for messages in (chosen, rejected)]
 
 
 def _messages(row: Row, column: str) -> list[dict[str, Any]]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, overload
+
+import numpy as np
 
 from megarl.config.schema import DataConfig
-from megarl.data.rows import Row, messages_of, read_rows, unique_uids
+from megarl.data.cache import Encoded
+from megarl.data.dataset import Files, RowDataset
+from megarl.data.encode import Encode
+from megarl.data.rows import Row, messages_of
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt
 
 
-class PromptDataset(Sequence[Prompt]):
+class PromptDataset(RowDataset[Prompt]):
     """Rows with the columns ``prompt``, ``data_source``, ``reward_model.ground_truth`` and, where
     present, ``extra_info``, rendered and tokenised once.
 
     Attributes:
-        filtered: rows left out because their prompt is too long.
         data_sources: those of the rows that stayed, sorted.
 
     Raises:
@@ -25,53 +27,45 @@ class PromptDataset(Sequence[Prompt]):
             and the recipe does not filter (or all of them are).
     """
 
-    def __init__(self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig) -> None:
-        rows = read_rows(files, ("prompt", "data_source", "reward_model"), optional=("extra_info",))
-        texts = [_render(row, tokenizer, config) for row in rows]
-        leading = tokenizer.leading_ids(config.chat_template)
-        tokens = [tuple(leading + ids) for ids in tokenizer.encode_batch(texts)]
-        uids = unique_uids(rows, "row")
-        prompts = [_prompt(*parts) for parts in zip(rows, uids, texts, tokens, strict=True)]
-        self._prompts = keep_short(
-            prompts,
-            [len(prompt.tokens) for prompt in prompts],
-            [row.where for row in rows],
-            limit=config.max_prompt_length,
-            what="prompts are longer than data.max_prompt_length",
-            refuse=config.overlong_prompts == "error",
+    layouts = (("prompt", "data_source", "reward_model"),)
+    optional = ("extra_info",)
+    source = "row"
+    too_long = "prompts are longer than data.max_prompt_length"
+
+    def __init__(self, files: Files, tokenizer: Tokenizer, config: DataConfig, difficulty: str | None = None) -> None:
+        super().__init__(files, tokenizer, config, config.max_prompt_length, difficulty)
+        self.data_sources = sorted({prompt.data_source for prompt in self._items})
+
+    @staticmethod
+    def encode() -> Encode:
+        return encode_prompts
+
+    def item(self, row: Row, uid: str, texts: Sequence[Encoded]) -> Prompt:
+        reward_model = row.need("reward_model", dict)
+        if "ground_truth" not in reward_model:
+            raise ValueError(f"{row.where}: reward_model has no ground_truth, but {sorted(reward_model)}")
+        (encoded,) = texts
+        if not len(encoded.tokens):
+            raise ValueError(f"{row.where}: the prompt is empty")
+        return Prompt(
+            uid=uid,
+            tokens=tuple(encoded.tokens.tolist()),
+            text=encoded.text,
+            data_source=row.need("data_source", str),
+            ground_truth=reward_model["ground_truth"],
+            extra_info=row.get("extra_info", dict) or {},
         )
-        self.filtered = len(prompts) - len(self._prompts)
-        self.data_sources = sorted({prompt.data_source for prompt in self._prompts})
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> Prompt: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Prompt]: ...
-    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
-        return self._prompts[index]
 
 
-def keep_short(
-    items: list[Any], lengths: list[int], where: list[str], limit: int, what: str, refuse: bool
-) -> list[Any]:
-    """The items of at most `limit` tokens.
-
-    Raises:
-        ValueError: some are longer and `refuse` is set, or all are longer.
-    """
-    kept = [item for item, length in zip(items, lengths, strict=True) if length <= limit]
-    over = len(items) - len(kept)
-    if over and (refuse or not kept):
-        longest = max(range(len(items)), key=lambda i: lengths[i])
-        advice = "" if not kept else ", or set data.overlong_prompts: filter to leave them out"
-        raise ValueError(
-            f"{over} of {len(items)} {what} ({limit} tokens); the longest has {lengths[longest]} "
-            f"({where[longest]}). Raise the limit{advice}"
-        )
-    return kept
+def encode_prompts(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig) -> list[Encoded]:
+    """Each row's prompt, with the head of the answer that is to be sampled."""
+    texts = [_render(row, tokenizer, config) for row in rows]
+    leading = tokenizer.leading_ids(config.chat_template)
+    encoded = []
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        tokens = np.array(leading + ids, dtype=np.int32)
+        encoded.append(Encoded(tokens, np.zeros(len(tokens), dtype=bool), text))
+    return encoded
 
 
 def _render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> str:
@@ -80,19 +74,3 @@ def _render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> str:
         return tokenizer.render_text(messages, config.chat_template, config.chat_template_args)
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error
-
-
-def _prompt(row: Row, uid: str, text: str, tokens: tuple[int, ...]) -> Prompt:
-    reward_model = row.need("reward_model", dict)
-    if "ground_truth" not in reward_model:
-        raise ValueError(f"{row.where}: reward_model has no ground_truth, but {sorted(reward_model)}")
-    if not tokens:
-        raise ValueError(f"{row.where}: the prompt is empty")
-    return Prompt(
-        uid=uid,
-        tokens=tokens,
-        text=text,
-        data_source=row.need("data_source", str),
-        ground_truth=reward_model["ground_truth"],
-        extra_info=row.get("extra_info", dict) or {},
-    )

@@ -11,6 +11,8 @@ from typing import Any
 
 Layouts = Sequence[Sequence[str]]
 
+_BATCH = 4096  # rows of a parquet file that are Python objects at a time, where the reader does not keep them
+
 
 @dataclass(frozen=True)
 class Row:
@@ -51,18 +53,32 @@ def read_rows(files: Sequence[str | Path], *layouts: Sequence[str], optional: Se
         raise ValueError("no data files were named: set data.train_files (or data.eval_files)")
     rows: list[Row] = []
     for file in map(Path, files):
-        if not file.is_file():
-            raise ValueError(f"{file}: no such file{_neighbours(file)}")
-        if file.suffix == ".parquet":
-            found = list(_parquet_rows(file, layouts, optional))
-        elif file.suffix == ".jsonl":
-            found = list(_jsonl_rows(file, layouts, optional))
-        else:
-            raise ValueError(f"{file}: data files are .parquet or .jsonl, not {file.suffix or 'without a suffix'}")
+        found = list(iterate_rows(file, *layouts, optional=optional))
         if not found:
             raise ValueError(f"{file}: the file has no rows")
         rows += found
     return rows
+
+
+def iterate_rows(file: Path, *layouts: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
+    """The rows of one file, of which a few thousand are in memory at a time. Otherwise as `read_rows`."""
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file{_neighbours(file)}")
+    if file.suffix == ".parquet":
+        yield from _parquet_rows(file, layouts, optional)
+    elif file.suffix == ".jsonl":
+        yield from _jsonl_rows(file, layouts, optional)
+    else:
+        raise ValueError(f"{file}: {wrong_format(file)}")
+
+
+def wrong_format(file: str | Path) -> str:
+    """What is wrong with a file whose name ends neither in .parquet nor in .jsonl, and what to do."""
+    suffix = Path(file).suffix
+    return (
+        f"data files are .parquet or .jsonl, not {suffix or 'without a suffix'}. Write its rows to one of these: "
+        f"docs/data.md lists the columns, and the few lines of Python that turn a .csv or .json into them"
+    )
 
 
 def unique_uids(rows: Sequence[Row], fallback_source: str) -> list[str]:
@@ -120,15 +136,18 @@ def _parquet_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iter
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
-        there = pyarrow.parquet.read_schema(file).names
-        _check_columns(file, layouts, there)
-        wanted = [name for name in there if name in _columns(layouts, optional)]
-        table = pyarrow.parquet.read_table(file, columns=wanted)
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            there = opened.schema_arrow.names
+            _check_columns(file, layouts, there)
+            wanted = [name for name in there if name in _columns(layouts, optional)]
+            for batch in opened.iter_batches(batch_size=_BATCH, columns=wanted):
+                for values in batch.to_pylist():
+                    yield Row(f"{file}, row {number}", values)
+                    number += 1
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file} is not a readable parquet file: {error}") from error
-    for number, values in enumerate(table.to_pylist()):
-        yield Row(f"{file}, row {number}", values)
 
 
 def _jsonl_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[Row]:

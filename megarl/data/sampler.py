@@ -1,13 +1,16 @@
 """The order in which rows are drawn, as a pure function of the position.
 
 Because the position alone is the state, a resumed run continues with exactly the next row, and
-nothing but one integer is saved.
+nothing but one integer is saved. That holds for several sets mixed by weight, too.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 
 import numpy as np
 
@@ -16,27 +19,93 @@ import numpy as np
 class Sampler:
     """An endless walk over `size` rows: every epoch visits each row once.
 
-    With `shuffle`, each epoch has an order of its own, drawn from (seed, epoch); without, rows come
-    as they lie in the files.
+    With `shuffle`, each epoch has an order of its own, drawn from (seed, stream, epoch); without, rows
+    come as they lie in the files. With `difficulty` (float [size]; NaN: not known), rows come by it,
+    the smallest first, those of equal difficulty in the order above and unknown ones last; in the first
+    `curriculum_epochs` only, where given.
     """
 
     size: int
     seed: int
     shuffle: bool = True
+    stream: int = 0  # tells sets of one mix apart, whose orders would otherwise be alike
+    difficulty: np.ndarray | None = field(default=None, compare=False)
+    curriculum_epochs: int | None = None
+    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"there are no rows to draw from (size {self.size})")
+        assert self.difficulty is None or self.difficulty.shape == (self.size,)
 
     def at(self, position: int) -> int:
         """The row index drawn at `position` (0, 1, 2, ... over the whole run, epochs included)."""
         epoch, offset = divmod(position, self.size)
         assert epoch >= 0, f"position {position}"
-        return int(_order(self.size, self.seed, epoch)[offset]) if self.shuffle else offset
+        if epoch not in self._orders:
+            while len(self._orders) > 1:  # two are enough for what lies across the seam of two epochs
+                self._orders.pop(next(iter(self._orders)), None)
+            self._orders[epoch] = self._order(epoch)
+        return int(self._orders[epoch][offset])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        """int64 [size]: the rows of one epoch."""
+        order = np.arange(self.size)
+        if self.shuffle:
+            # Sorted raw 64-bit draws, not Generator.permutation: numpy promises the former never to change.
+            entropy = [self.seed, epoch, self.stream] if self.stream else [self.seed, epoch]
+            draws = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(self.size)
+            order = np.argsort(draws, kind="stable")
+        if self.difficulty is not None and (self.curriculum_epochs is None or epoch < self.curriculum_epochs):
+            order = order[np.argsort(self.difficulty[order], kind="stable")]
+        return order
 
 
-@lru_cache(maxsize=4)  # a run and its evaluation, each possibly across the seam of two epochs
-def _order(size: int, seed: int, epoch: int) -> np.ndarray:
-    # Sorted raw 64-bit draws, not Generator.permutation: numpy promises the former never to change.
-    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(size)
-    return np.argsort(draws, kind="stable")
+@dataclass(frozen=True)
+class MixedSampler:
+    """An endless walk over several sets, whose rows lie one set after another.
+
+    Draw j of a set of weight w falls due at time (j + 1/2) / w, and draws come in the order of their
+    times. So however a run is cut into batches, each set's share of any stretch is its share of the
+    weights to within about a row, and where a position lies can be computed without those before it.
+    """
+
+    names: Sequence[str]
+    samplers: Sequence[Sampler]
+    weights: Sequence[float]
+
+    def __post_init__(self) -> None:
+        assert len(self.names) == len(self.samplers) == len(self.weights) > 0
+        assert all(weight > 0 for weight in self.weights), self.weights
+
+    def at(self, position: int) -> int:
+        """The row index drawn at `position`, over all sets."""
+        number, before = self._place(position)
+        first = sum(sampler.size for sampler in self.samplers[:number])
+        return first + self.samplers[number].at(before[number])
+
+    def metrics(self, positions: Iterable[int]) -> dict[str, float]:
+        """What a step drew: rows of each set, and the epochs of it that the run has used up by then."""
+        places = [self._place(position) for position in positions]
+        if not places:
+            return {}
+        rows = Counter(number for number, _ in places)
+        last, before = max(places, key=lambda place: sum(place[1]))
+        metrics: dict[str, float] = {}
+        for number, (name, sampler) in enumerate(zip(self.names, self.samplers, strict=True)):
+            metrics[f"data/rows/{name}"] = float(rows[number])
+            metrics[f"data/epochs/{name}"] = (before[number] + (number == last)) / sampler.size
+        return metrics
+
+    def _place(self, position: int) -> tuple[int, list[int]]:
+        """(set, draws of each set before this one). Fractions, because a rounded time would change the order."""
+        assert position >= 0, f"position {position}"
+        weights = [Fraction(weight) for weight in self.weights]
+        # At this time at most `position` draws are due: each set is at most half a draw ahead of its share.
+        time = max(Fraction(0), (position - len(weights)) / sum(weights, Fraction(0)))
+        before = [max(0, math.ceil(time * weight - Fraction(1, 2))) for weight in weights]
+        while True:
+            due = min(range(len(weights)), key=lambda number: ((2 * before[number] + 1) / weights[number], number))
+            if sum(before) == position:
+                return due, before
+            before[due] += 1

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, overload
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from megarl.config.schema import DataConfig
-from megarl.data.prompts import keep_short
-from megarl.data.rows import Row, messages_of, read_rows, unique_uids
+from megarl.data.cache import Encoded
+from megarl.data.dataset import Files, RowDataset
+from megarl.data.encode import Encode
+from megarl.data.rows import Row, messages_of
 from megarl.data.tokenizer import Tokenizer
 
 
@@ -43,9 +45,9 @@ class Conversation:
     """What becomes an example. The first `given` messages are not learned, whoever says them."""
 
     row: Row
-    uid: str
     messages: list[dict[str, Any]]
     given: int = 0
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -59,59 +61,80 @@ class _Piece:
     learned: bool
 
 
-class SFTDataset(Sequence[Example]):
-    """Rows with ``prompt`` and ``response``, or with ``messages``, rendered and tokenised once.
+class SFTDataset(RowDataset[Example]):
+    """Rows with ``prompt`` and ``response``, or with ``messages`` (and ``tools``), rendered and tokenised once.
 
-    With ``messages``, every assistant turn is learned. Without a chat template, contents are joined
-    as they stand and the end token follows each assistant turn.
-
-    Attributes:
-        filtered: rows left out because they are longer than `max_length`.
+    With ``messages``, every assistant turn is learned, its tool calls among it; the chat template is shown the tools.
+    Without a chat template, contents are joined as they stand and the end token follows each assistant turn.
 
     Raises:
         ValueError: a file, column or conversation is wrong, or an example is longer than
             `max_length` tokens and the recipe does not filter (or all of them are).
     """
 
-    def __init__(self, files: Sequence[str | Path], tokenizer: Tokenizer, config: DataConfig, max_length: int) -> None:
-        rows = read_rows(files, ("messages",), ("prompt", "response"), optional=("data_source", "extra_info"))
-        uids = unique_uids(rows, "sft")
-        conversations = [Conversation(row, uid, _conversation(row)) for row, uid in zip(rows, uids, strict=True)]
-        examples = tokenise(conversations, tokenizer, config, source="sft")
-        self._examples = keep_short(
-            examples,
-            [len(example.tokens) for example in examples],
-            [row.where for row in rows],
-            limit=max_length,
-            what="examples are longer than data.max_prompt_length + rollout.max_response_length",
-            refuse=config.overlong_prompts == "error",
-        )
-        self.filtered = len(examples) - len(self._examples)
+    layouts = (("messages",), ("prompt", "response"))
+    optional = ("data_source", "extra_info", "tools")
+    source = "sft"
+    too_long = "examples are longer than data.max_prompt_length + rollout.max_response_length"
 
-    def __len__(self) -> int:
-        return len(self._examples)
+    def __init__(
+        self,
+        files: Files,
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        max_length: int,
+        difficulty: str | None = None,
+    ) -> None:
+        super().__init__(files, tokenizer, config, max_length, difficulty)
 
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Example]: ...
-    def __getitem__(self, index: int | slice) -> Example | list[Example]:
-        return self._examples[index]
+    @staticmethod
+    def encode() -> Encode:
+        return encode_demonstrations
+
+    def item(self, row: Row, uid: str, texts: Sequence[Encoded]) -> Example:
+        return example_of(row, uid, texts[0], self.source)
 
 
-def tokenise(
-    conversations: Sequence[Conversation], tokenizer: Tokenizer, config: DataConfig, source: str
-) -> list[Example]:
-    """One example each. `source`: the data source of a row that names none."""
+def example_of(row: Row, uid: str, text: Encoded, source: str) -> Example:
+    """`source`: the data source of a row that names none."""
+    return Example(uid, row.get("data_source", str) or source, text.tokens, text.loss_mask, text.text)
+
+
+def encode_demonstrations(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig) -> list[Encoded]:
+    """Each row's conversation, with all of the assistant's turns in the loss mask."""
+    talks = [Conversation(row, _conversation(row), tools=tools_of(row)) for row in rows]
+    return encode_conversations(talks, tokenizer, config)
+
+
+def encode_conversations(
+    conversations: Sequence[Conversation], tokenizer: Tokenizer, config: DataConfig
+) -> list[Encoded]:
+    """One text each, up to the last token that the loss counts."""
     pieces = [_pieces(talk, tokenizer, config) for talk in conversations]
     ids = iter(tokenizer.encode_batch([piece.text for conversation in pieces for piece in conversation]))
-    examples = []
+    encoded = []
     for talk, parts in zip(conversations, pieces, strict=True):
         tokens, mask = _join(talk.row, [(next(ids), part.learned) for part in parts], tokenizer, config.chat_template)
         learned = [message for message in talk.messages[talk.given :] if message["role"] == "assistant"]
-        said = "".join(message["content"] or "" for message in learned)
-        examples.append(Example(talk.uid, talk.row.get("data_source", str) or source, tokens, mask, said))
-    return examples
+        encoded.append(Encoded(tokens, mask, "".join(_said(message) for message in learned)))
+    return encoded
+
+
+def tools_of(row: Row) -> list[dict[str, Any]]:
+    """The column ``tools``: descriptions of functions, as chat templates are given them; [] where there are none."""
+    return [_without_empty(tool) for tool in row.get("tools", list) or []]
+
+
+def _without_empty(value: Any) -> Any:
+    """Parquet gives every struct the fields of all others, as None."""
+    if isinstance(value, dict):
+        return {name: _without_empty(part) for name, part in value.items() if part is not None}
+    return [_without_empty(part) for part in value] if isinstance(value, list) else value
+
+
+def _said(message: dict[str, Any]) -> str:
+    calls = [json.dumps(_without_empty(call), ensure_ascii=False) for call in message.get("tool_calls") or []]
+    return "\n".join([*([message["content"]] if message["content"] else []), *calls])
 
 
 def _conversation(row: Row) -> list[dict[str, Any]]:
@@ -121,6 +144,9 @@ def _conversation(row: Row) -> list[dict[str, Any]]:
         answer = {"role": "assistant", "content": row.need("response", str)}
         messages = [*messages_of(row, "prompt"), answer]
     roles = [message["role"] for message in messages]
+    for message in messages:
+        if message.get("tool_calls"):
+            message["tool_calls"] = _without_empty(message["tool_calls"])
     if roles[0] == "assistant" or "assistant" not in roles:
         raise ValueError(f"{row.where}: a conversation needs a prompt and then an answer, but the roles are {roles}")
     return messages
@@ -134,7 +160,7 @@ def _pieces(talk: Conversation, tokenizer: Tokenizer, config: DataConfig) -> lis
 
     def rendered(turns: list[dict[str, Any]], generate: bool) -> str:
         try:
-            return tokenizer.render_text(turns, config.chat_template, config.chat_template_args, generate)
+            return tokenizer.render_text(turns, config.chat_template, config.chat_template_args, generate, talk.tools)
         except ValueError as error:
             raise ValueError(f"{row.where}: {error}") from error
 

@@ -6,12 +6,14 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from megarl.model_config import text_fields
 
 Messages = Sequence[dict[str, Any]]
+Tools = Sequence[dict[str, Any]]
 
 
 class Tokenizer(ABC):
@@ -47,24 +49,35 @@ class Tokenizer(ABC):
         """The id of each token, by how the tokenizer writes it."""
 
     @abstractmethod
-    def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool) -> str:
+    def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool, tools: Tools) -> str:
         """`messages` as the chat template writes them, with the head of a new answer where `generate`."""
+
+    def today(self) -> str:
+        """The date, where the chat template writes it; else "". What it renders is then another text tomorrow."""
+        return ""
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text` as it stands: no token is added."""
         return self.encode_batch([text])[0]
 
     def render_text(
-        self, messages: Messages, chat_template: bool, args: dict[str, Any] | None = None, generate: bool = True
+        self,
+        messages: Messages,
+        chat_template: bool,
+        args: dict[str, Any] | None = None,
+        generate: bool = True,
+        tools: Tools = (),
     ) -> str:
         """`messages` as one text: through the chat template, or their contents joined as they stand.
 
         Raises:
-            ValueError: there is no chat template, it refuses the messages, it has no such argument,
-                or (without it) a content is not text.
+            ValueError: there is no chat template, it refuses the messages, it has no such argument or no place for
+                `tools`, or (without it) a content is not text, or there are tools or calls of them.
         """
         if chat_template:
-            return self.apply_chat_template(messages, args or {}, generate)
+            return self.apply_chat_template(messages, args or {}, generate, tools)
+        if tools or any(message.get("tool_calls") for message in messages):
+            raise ValueError("tools and tool calls are written by a chat template: set data.chat_template: true")
         if args:
             raise ValueError(f"data.chat_template_args {args} need data.chat_template: true")
         for message in messages:
@@ -148,6 +161,9 @@ class HuggingFaceTokenizer(Tokenizer):
             self._hf = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
         except Exception as error:  # transformers raises whatever its parsers raise
             raise ValueError(f"{directory}: transformers cannot load the tokenizer: {error}") from error
+        if self._hf.is_fast:  # what a tokenizer.json says of these is for inference
+            self._hf.backend_tokenizer.no_truncation()
+            self._hf.backend_tokenizer.no_padding()
         self.vocab_size = max(self._hf.get_vocab().values()) + 1
         self.stop_ids = _stop_ids(directory, self._hf.eos_token_id, model_stops)
         self.eos_id = self.stop_ids[0]
@@ -160,6 +176,10 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
+        if self._hf.is_fast:  # without transformers' copies of what is not asked for
+            return [
+                one.ids for one in self._hf.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            ]
         return self._hf(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -169,17 +189,26 @@ class HuggingFaceTokenizer(Tokenizer):
     def tokens(self) -> dict[str, int]:
         return self._hf.get_vocab()
 
-    def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool) -> str:
+    def today(self) -> str:
+        return date.today().isoformat() if "strftime_now" in str(self._hf.chat_template) else ""
+
+    def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool, tools: Tools) -> str:
         template = self._hf.chat_template
         if template is None:
             raise ValueError(
                 f"the tokenizer in {self.directory} has no chat template: set data.chat_template: false, or add one"
             )
+        if tools and not re.search(r"\btools\b", str(template)):
+            raise ValueError(
+                f"the template in {self.directory} never reads the tools that a row gives: use another one"
+            )
         for name in args:  # a template ignores what it does not know, so a misspelt argument would go unseen
             if not re.search(rf"\b{re.escape(name)}\b", str(template)):
                 raise ValueError(f"data.chat_template_args: the template in {self.directory} never reads {name!r}")
         try:
-            return self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate, **args)
+            return self._hf.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate, **args
+            )
         except Exception as error:  # a template may raise anything of its own
             raise ValueError(
                 f"the chat template in {self.directory} refuses the messages {messages!r}: {error}"
@@ -214,7 +243,7 @@ class SentencePieceTokenizer(Tokenizer):
     def tokens(self) -> dict[str, int]:
         return {self._model.id_to_piece(number): number for number in range(self.vocab_size)}
 
-    def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool) -> str:
+    def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool, tools: Tools) -> str:
         raise ValueError(
             f"the bare sentencepiece model in {self.directory} has no chat template: set data.chat_template: false"
         )

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from megarl.config.schema import Recipe
+from megarl.data.dataset import sampler_of
 from megarl.data.preferences import Pair, PreferenceDataset
-from megarl.data.sampler import Sampler
 from megarl.data.sft import Example, SFTDataset
 from megarl.rollout.source import Batch
 from megarl.types import Group, InlineData, Sample, SampleTokens
@@ -19,7 +19,7 @@ class DataSource:
 
     def __init__(self, recipe: Recipe, examples: SFTDataset | PreferenceDataset):
         self.examples = examples
-        self.sampler = Sampler(len(examples), recipe.train.seed, recipe.data.shuffle)
+        self.sampler = sampler_of(examples, recipe.data, recipe.train.seed)
         self.consumed = 0
         self.version = 0
 
@@ -29,7 +29,8 @@ class DataSource:
     def take(self, count: int) -> Batch:
         numbers = range(self.consumed, self.consumed + count)
         self.consumed += count
-        return Batch([group_of(number, self.examples[self.sampler.at(number)], self.version) for number in numbers])
+        groups = [group_of(number, self.examples[self.sampler.at(number)], self.version) for number in numbers]
+        return Batch(groups, self.sampler.metrics(numbers))
 
     def drain(self) -> None:
         """Nothing is ever under way."""

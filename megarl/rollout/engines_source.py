@@ -15,8 +15,8 @@ import numpy as np
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.shaping import has_spread, overlong_penalty
 from megarl.config.schema import Recipe
+from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
-from megarl.data.sampler import Sampler
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
 from megarl.rollout.calls import Service, Silence, attach
 from megarl.rollout.source import Batch
@@ -44,7 +44,7 @@ class EnginesSource:
         """`check_processes` raises where a process of the run has died; it is asked every second while waiting."""
         self.recipe, self.prompts, self.services = recipe, prompts, list(services)
         self.check_processes = check_processes
-        self.sampler = Sampler(len(prompts), recipe.train.seed, recipe.data.shuffle)
+        self.sampler = sampler_of(prompts, recipe.data, recipe.train.seed)
         rollout, dynamic = recipe.rollout, recipe.algorithm.dynamic_sampling
         self.sampling = Sampling(
             n=rollout.samples_per_prompt,
@@ -79,7 +79,8 @@ class EnginesSource:
             self._wait(lambda: bool(self.admission.closed))
             tried = self.admission.closed.popleft()
         groups = accepted_groups(tried)
-        batch = Batch(groups, _metrics(tried, count))
+        drawn = self.sampler.metrics(item.group.number for item in tried)
+        batch = Batch(groups, {**_metrics(tried, count), **drawn})
         everything = [item.group for item in tried]
         notice = scoring_notice(everything, "groups", "These groups were left out, and others sampled in their place.")
         if notice is not None:

@@ -1,0 +1,162 @@
+"""Tokenised rows on disk, found by what they were made of.
+
+An entry is one file: the SHA-256 of what follows, and then a safetensors file, which holds numbers and text and can
+run nothing. It gets its name once it is whole and on the disk, so that processes that write the same entry at once
+do not meet, and one that was killed leaves no half of it. What is read is held to its checksum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.config.schema import DataConfig
+from megarl.data.tokenizer import Tokenizer
+
+_PACKAGES = ("transformers", "tokenizers", "sentencepiece", "jinja2", "safetensors")
+_DIGEST = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One rendered and tokenised text.
+
+    Attributes:
+        tokens: int32 [L].
+        loss_mask: bool [L]; all False for a prompt.
+        text: for people: what the prompt says, or the assistant in a demonstration.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    text: str
+
+
+class TokenCache:
+    """Entries in one folder. `notice` is told, in a sentence, of whatever does not work: training goes on without."""
+
+    def __init__(self, directory: Path, notice: Callable[[str], None]) -> None:
+        self.directory, self.notice = directory, notice
+
+    def load(self, key: str, count: int) -> list[Encoded] | None:
+        """The `count` texts of an entry; None where there is none, or it is damaged (which is told)."""
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.notice(f"tokenised rows could not be read from {path} ({error.strerror}): they are made again")
+            return None
+        if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
+            self.notice(f"the tokenised rows in {path} were damaged: they are made again")
+            return None
+        encoded = _unpack(data[_DIGEST:])
+        assert len(encoded) == count, f"{path} has {len(encoded)} texts, not {count}"
+        return encoded
+
+    def store(self, key: str, encoded: Sequence[Encoded]) -> None:
+        """Write an entry whole, or not at all (which is told)."""
+        path, data = self._path(key), _pack(encoded)
+        partial = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".partial", delete=False) as file:
+                partial = Path(file.name)
+                file.write(hashlib.sha256(data).digest() + data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(path)
+        except OSError as error:
+            self.notice(f"tokenised rows could not be kept in {self.directory} ({error.strerror}): set data.cache")
+            if partial is not None:
+                with contextlib.suppress(OSError):
+                    partial.unlink()
+
+    def _path(self, key: str) -> Path:
+        return self.directory / "tokens" / key[:2] / f"{key}.bin"
+
+
+def key_of(file: Path, kind: str, tokenizer: Tokenizer, config: DataConfig) -> str:
+    """Hex SHA-256 of all that decides what the rows of `file` become as `kind`: its bytes, the tokenizer's files, the
+    template's settings, and the code. Where a template writes the date, the date too."""
+    digest = hashlib.sha256()
+    for part in (
+        kind,
+        _file_digest(file),
+        tokenizer_digest(tokenizer),
+        repr((config.chat_template, sorted(config.chat_template_args.items()))),
+        tokenizer.today() if config.chat_template else "",
+        _code_digest(),
+    ):
+        digest.update(f"{len(part)}:{part}".encode())
+    return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """Hex SHA-256 of what a tokenizer reads of its directory, and of the stop tokens that it was given."""
+    digest = hashlib.sha256(repr((tokenizer.stop_ids, sorted(tokenizer.end_ids), tokenizer.bos_ids)).encode())
+    for path in sorted(tokenizer.directory.rglob("*")):
+        if path.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken") and path.is_file():
+            digest.update(f"{path.relative_to(tokenizer.directory)}:{_file_digest(path)}".encode())
+    return digest.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _code_digest() -> str:
+    """Of megarl's own modules that make rows, and of the packages' versions that they use."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            digest.update(f"{package}={version(package)}".encode())
+    return digest.hexdigest()
+
+
+def _pack(encoded: Sequence[Encoded]) -> bytes:
+    from safetensors.numpy import save
+
+    texts = [one.text.encode("utf-8", "surrogatepass") for one in encoded]
+    empty = np.zeros(0, dtype=np.int32)
+    return save(
+        {
+            "lengths": np.array([len(one.tokens) for one in encoded], dtype=np.int64),
+            "tokens": np.concatenate([empty, *(one.tokens for one in encoded)]),
+            "loss_mask": np.concatenate([empty.astype(bool), *(one.loss_mask for one in encoded)]),
+            "text_lengths": np.array([len(text) for text in texts], dtype=np.int64),
+            "texts": np.frombuffer(b"".join(texts), dtype=np.uint8),
+        }
+    )
+
+
+def _unpack(data: bytes) -> list[Encoded]:
+    from safetensors.numpy import load
+
+    arrays: dict[str, Any] = load(data)
+    ends, text_ends = np.cumsum(arrays["lengths"]), np.cumsum(arrays["text_lengths"])
+    texts = arrays["texts"].tobytes()
+    encoded, start, text_start = [], 0, 0
+    for end, text_end in zip(ends.tolist(), text_ends.tolist(), strict=True):
+        text = texts[text_start:text_end].decode("utf-8", "surrogatepass")
+        encoded.append(Encoded(arrays["tokens"][start:end], arrays["loss_mask"][start:end], text))
+        start, text_start = end, text_end
+    return encoded
