@@ -70,7 +70,7 @@ def test_gsm8k_sources_that_cannot_be_used(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"neither test.jsonl nor test.parquet, but train.jsonl"):
         gsm8k.prepare(str(tmp_path), tmp_path / "out")
     assert not (tmp_path / "out").exists()  # nothing half-written
-    with pytest.raises(ValueError, match="neither a folder nor a hub name"):
+    with pytest.raises(ValueError, match="neither a file, nor a folder, nor a hub name"):
         gsm8k.prepare("./no/such/folder", tmp_path / "out")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match="pip install datasets"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Optional
 
 import typer
 
@@ -29,8 +29,71 @@ def gsm8k(
 
     with blaming_input():
         prepared = prepare(source, out)
-    for path, rows in prepared.items():
-        typer.echo(_line(path, path.stat().st_size, rows))
+    _tell(prepared, [])
+
+
+@app.command()
+def math(
+    source: Annotated[
+        str,
+        typer.Option(
+            help="Folder with train and test (.jsonl or .parquet of problem, solution, level), or a hub name."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
+) -> None:
+    """MATH's competition problems with their levels (DigitalLearningGmbH/MATH-lighteval)."""
+    from megarl.data.prepare.math import prepare
+
+    with blaming_input():
+        prepared = prepare(source, out)
+    _tell(prepared, [])
+
+
+@app.command(name="dapo_math")
+def dapo_math(
+    source: Annotated[str, typer.Option(help="The published file, a folder that holds it, or a hub name.")],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
+) -> None:
+    """DAPO-Math-17k (BytedTsinghua-SIA/DAPO-Math-17k), each row once."""
+    from megarl.data.prepare.dapo_math import prepare
+
+    with blaming_input():
+        prepared, notices = prepare(source, out)
+    _tell(prepared, notices)
+
+
+@app.command()
+def aime(
+    source: Annotated[
+        str, typer.Option(help="File or folder of problem and answer (or verl's columns), or a hub name.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write test.parquet to.")],
+    year: Annotated[
+        Optional[int], typer.Option(help="The rows' data source becomes aime_YEAR; aime without it.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of a folder or a hub's data set.")] = "train",
+    config: Annotated[Optional[str], typer.Option(help="Configuration of a hub's data set, where it has some.")] = None,
+) -> None:
+    """AIME's problems to evaluate on (Maxwell-Jia/AIME_2024, BytedTsinghua-SIA/AIME-2024, math-ai/aime25, ...)."""
+    from megarl.data.prepare.aime import prepare
+
+    with blaming_input():
+        prepared, notices = prepare(source, out, year, split, config)
+    _tell(prepared, notices)
+
+
+@app.command(name="retool_sft")
+def retool_sft(
+    source: Annotated[str, typer.Option(help="File or folder of messages, or a hub name.")],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
+) -> None:
+    """ReTool's demonstrations (JoeYing/ReTool-SFT) as conversations with tool calls."""
+    from megarl.data.prepare.retool_sft import prepare
+
+    with blaming_input():
+        prepared, notices = prepare(source, out)
+    _tell(prepared, notices)
 
 
 @app.command()
@@ -46,6 +109,13 @@ def quickstart(
     for path, size in prepared.files.items():
         typer.echo(_line(path, size, prepared.rows.get(path)))
     typer.echo(f"made: {prepared.reason}" if prepared.made else "kept: all files are whole and made with this seed")
+
+
+def _tell(rows: dict[Path, int], notices: list[str]) -> None:
+    for path, count in rows.items():
+        typer.echo(_line(path, path.stat().st_size, count))
+    for notice in notices:
+        typer.echo(notice)
 
 
 def _line(path: Path, size: int, rows: int | None) -> str:

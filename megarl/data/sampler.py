@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property
 
 import numpy as np
 
@@ -98,14 +99,24 @@ class MixedSampler:
         return metrics
 
     def _place(self, position: int) -> tuple[int, list[int]]:
-        """(set, draws of each set before this one). Fractions, because a rounded time would change the order."""
+        """(set, draws of each set before this one)."""
         assert position >= 0, f"position {position}"
-        weights = [Fraction(weight) for weight in self.weights]
-        # At this time at most `position` draws are due: each set is at most half a draw ahead of its share.
-        time = max(Fraction(0), (position - len(weights)) / sum(weights, Fraction(0)))
-        before = [max(0, math.ceil(time * weight - Fraction(1, 2))) for weight in weights]
+        # In whole numbers, because a rounded time would change the order: shares as the weights are to each other, and
+        # an interval between two draws of each set.
+        shares, intervals = self._shares
+        count, total = len(shares), sum(shares)
+        # Begin at a time when at most `position` draws are due: each set is at most half a draw ahead of its share.
+        rounds = max(0, position - count)
+        before = [max(0, -((total - 2 * rounds * share) // (2 * total))) for share in shares]
         while True:
-            due = min(range(len(weights)), key=lambda number: ((2 * before[number] + 1) / weights[number], number))
+            due = min(range(count), key=lambda number: ((2 * before[number] + 1) * intervals[number], number))
             if sum(before) == position:
                 return due, before
             before[due] += 1
+
+    @cached_property
+    def _shares(self) -> tuple[list[int], list[int]]:
+        weights = [Fraction(weight) for weight in self.weights]
+        denominator = math.lcm(*(weight.denominator for weight in weights))
+        shares = [int(weight * denominator) for weight in weights]
+        return shares, [math.prod(shares) // share for share in shares]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
-from megarl.data.rows import Row, read_rows, write_parquet
+from megarl.data.prepare.source import problem_row, rows_of
+from megarl.data.rows import Row, write_parquet
 
 INSTRUCTION = 'Reason step by step, then end with a line that holds "#### " and the final number alone.'
 DATA_SOURCE = "openai/gsm8k"
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def prepare(source: str, out: Path) -> dict[Path, int]:
@@ -24,34 +23,12 @@ def prepare(source: str, out: Path) -> dict[Path, int]:
     """
     written = {}
     for split in ("train", "test"):
-        rows = [_prompt_row(row, split, index) for index, row in enumerate(_questions(source, split))]
+        found = rows_of(source, split, ("question", "answer"), config="main")
+        rows = [_prompt_row(row, split, index) for index, row in enumerate(found)]
         written[Path(out) / f"{split}.parquet"] = rows
     for path, rows in written.items():  # only once both splits are known to be good
         write_parquet(path, rows)
     return {path: len(rows) for path, rows in written.items()}
-
-
-def _questions(source: str, split: str) -> list[Row]:
-    folder = Path(source)
-    if not folder.is_dir():
-        return _from_hub(source, split)
-    for suffix in ("jsonl", "parquet"):
-        if (folder / f"{split}.{suffix}").is_file():
-            return read_rows([folder / f"{split}.{suffix}"], ("question", "answer"))
-    there = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-    raise ValueError(f"{folder} has neither {split}.jsonl nor {split}.parquet, but {there}")
-
-
-def _from_hub(name: str, split: str) -> list[Row]:
-    if not HUB_NAME.fullmatch(name):
-        raise ValueError(f"source {name!r} is neither a folder nor a hub name like openai/gsm8k")
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(
-            f"there is no folder {name!r}; to take it from the Hugging Face hub, first: pip install datasets"
-        ) from error
-    return [Row(f"{name} {split}, row {i}", row) for i, row in enumerate(load_dataset(name, "main", split=split))]
 
 
 def _prompt_row(row: Row, split: str, index: int) -> dict[str, Any]:
@@ -60,10 +37,5 @@ def _prompt_row(row: Row, split: str, index: int) -> dict[str, Any]:
     ground_truth = number.strip().replace(",", "")
     if not marker or not ground_truth:
         raise ValueError(f"{row.where}: the answer has no number after '####': ...{answer[-60:]!r}")
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
-    }
+    content = f"{question}\n{INSTRUCTION}"
+    return problem_row(DATA_SOURCE, content, ground_truth, split, index, answer=answer, question=question)

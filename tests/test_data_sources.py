@@ -1,0 +1,192 @@
+"""Published data sets in the columns they have on the hub, made into verl's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megarl.config.schema import DataConfig
+from megarl.data import SFTDataset, load_tokenizer
+from megarl.data.command import app
+from megarl.data.prepare import aime, dapo_math, math, retool_sft
+from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
+from megarl.data.rows import read_rows, write_parquet
+
+VERL = ("data_source", "prompt", "ability", "reward_model", "extra_info")
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def rows_in(path: Path, *columns: str) -> list[dict[str, Any]]:
+    return [row.values for row in read_rows([path], columns or VERL)]
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"So $x=\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"First \boxed{1}, and so \boxed{2}.", "2"),  # the last one counts
+        (r"$\boxed{\left\{1,2\right\}}$", r"\left\{1,2\right\}"),  # escaped braces close nothing
+        (r"It is $\boxed 7$.", "7"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed{open", None),
+        ("4", None),
+    ],
+)
+def test_the_answer_of_a_solution_is_in_its_last_box(solution: str, answer: str | None) -> None:
+    assert math.boxed(solution) == answer
+
+
+def test_math_keeps_levels_as_numbers(tmp_path: Path) -> None:
+    """A level that stays text, or "Level ?" that ends the command, would leave no curriculum."""
+    problem = {"problem": "1+1?", "level": "Level 3", "type": "Algebra", "solution": r"$\boxed{2}$"}
+    for split in ("train", "test"):  # as the hub keeps them
+        rows = [problem, {**problem, "level": "Level ?"}]
+        write_parquet(tmp_path / "math" / "data" / f"{split}-00000-of-00001.parquet", rows)
+    made = math.prepare(str(tmp_path / "math"), tmp_path / "out")
+    assert made == {tmp_path / "out" / "train.parquet": 2, tmp_path / "out" / "test.parquet": 2}
+    first, second = rows_in(tmp_path / "out" / "train.parquet")
+    assert first["data_source"] == "DigitalLearningGmbH/MATH-lighteval" and first["ability"] == "math"
+    assert first["prompt"] == [{"role": "user", "content": f"1+1? {math.INSTRUCTION}"}]
+    assert first["reward_model"] == {"style": "rule", "ground_truth": "2"}
+    assert (first["extra_info"]["level"], first["extra_info"]["type"]) == (3, "Algebra")
+    assert second["extra_info"]["level"] is None and second["extra_info"]["index"] == 1
+
+
+def dapo(prompt: str, truth: str, index: str) -> dict[str, Any]:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": truth, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+    }
+
+
+def test_dapo_math_has_each_row_once_and_says_so(tmp_path: Path) -> None:
+    """Repetitions would make an epoch a hundred; contradictions would reward a wrong answer."""
+    rows = [dapo("2+2?", "4", "a"), dapo("3+3?", "6", "b"), dapo("odd?", "1", "c"), dapo("odd?", "3", "d")]
+    write_parquet(tmp_path / "hub" / "data" / "dapo-math-17k.parquet", rows * 100)
+    made = CliRunner().invoke(app, ["dapo_math", "--source", str(tmp_path / "hub"), "--out", str(tmp_path / "out")])
+    assert made.exit_code == 0, made.output
+    # 400 rows of 3 prompts: 397 repeat one, and of the 3 one has two answers.
+    assert "400 rows read, of which 397 repeat another one" in made.output
+    assert "1 prompts come with several answers" in made.output
+    found = rows_in(tmp_path / "out" / "train.parquet")
+    assert [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in found] == [
+        ("2+2?", "4"),
+        ("3+3?", "6"),
+    ]
+    assert found[0] == {
+        **rows[0],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": "a"},
+    }
+    assert (
+        dapo_math.prepare(str(tmp_path / "hub" / "data" / "dapo-math-17k.parquet"), tmp_path / "b")[0].popitem()[1] == 2
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"ID": "2024-I-1", "Problem": "2+23?", "Solution": "s", "Answer": 25},  # Maxwell-Jia/AIME_2024
+        {"id": "0", "problem": "2+23?", "answer": "025", "year": "2024"},  # HuggingFaceH4/aime_2024
+        {"question": "2+23?", "answer": "25"},  # opencompass/AIME2025
+    ],
+)
+def test_aime_in_the_columns_of_the_hub(tmp_path: Path, row: dict[str, Any]) -> None:
+    made, notices = aime.prepare(str(write_jsonl(tmp_path / "aime.jsonl", [row, row])), tmp_path, year=2024)
+    assert made == {tmp_path / "test.parquet": 1} and "1 repeat" in notices[0]
+    (found,) = rows_in(tmp_path / "test.parquet")
+    assert found["data_source"] == "aime_2024" and found["reward_model"]["ground_truth"] == "25"
+    assert found["prompt"][0]["content"] == f"{aime.BEFORE}2+23?{aime.AFTER}"
+
+
+def test_aime_in_verls_columns_stays_as_it_is(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "aime-2024.jsonl", [dapo("Solve.", "33", "7")] * 32)
+    made, _ = aime.prepare(str(source), tmp_path)
+    assert made == {tmp_path / "test.parquet": 1}
+    (found,) = rows_in(tmp_path / "test.parquet")
+    assert found["data_source"] == "math_dapo" and found["prompt"][0]["content"] == "Solve."
+
+
+def test_an_answer_that_aime_cannot_have(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"problem": "x", "answer": "1000"}])
+    with pytest.raises(ValueError, match=r"line 1: the answer '1000' is not a whole number from 0 to 999"):
+        aime.prepare(str(source), tmp_path)
+
+
+RETOOL = (
+    "Let me count.\n<code>\n```python\nprint(2+2)\n```\n</code>\n<interpreter>\n4\n</interpreter>\n"
+    "So it is four.\n<answer>\n\\boxed{4}\n</answer>"
+)
+QUESTION = "Solve with code.\n\n*user question:*\n<answer>What is 2+2?</answer>"
+# Enough of Qwen's template: tools in front, calls as JSON, results as the user's.
+TOOL_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_retool_becomes_turns_of_which_the_loss_counts_the_models(tmp_path: Path) -> None:
+    """In one text the loss would count what the interpreter printed, and the model learn to make it up."""
+    rows = [
+        {"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": answer}]}
+        for answer in (RETOOL, "It is <answer>5</answer>", "never ends", "<interpreter>4</interpreter>")
+    ]
+    source = write_jsonl(tmp_path / "source" / "train.jsonl", rows)
+    made, notices = retool_sft.prepare(str(source.parent), tmp_path)
+    assert made == {tmp_path / "train.parquet": 2}
+    assert notices[0].startswith("2 rows were left out; the first: ") and "no <answer>" in notices[0]
+    first, second = rows_in(tmp_path / "train.parquet", "messages", "tools")
+    assert [message["role"] for message in first["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert first["messages"][0]["content"] == "What is 2+2?"
+    assert first["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"code": "print(2+2)"}
+    assert second["messages"][1]["content"] == "It is\n5"
+
+    make_tiny_tokenizer(tmp_path / "tokenizer")
+    settings = tmp_path / "tokenizer" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TOOL_TEMPLATE}))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    example = SFTDataset([tmp_path / "train.parquet"], tokenizer, DataConfig(), 2000)[0]
+    said = tokenizer.decode(example.tokens[example.loss_mask].tolist())
+    call = '{"name": "code_interpreter", "arguments": {"code": "print(2+2)"}}'
+    assert said == f"Let me count.<tool_call>{call}</tool_call>So it is four.\n\\boxed{{4}}"
+    assert "Runs Python code" in tokenizer.decode(example.tokens[: example.prompt_length].tolist())
+    assert "print(2+2)" in example.text
+    with pytest.raises(ValueError, match=r"row 0: tools and tool calls .* data.chat_template: true"):
+        SFTDataset([tmp_path / "train.parquet"], tokenizer, DataConfig(chat_template=False), 2000)
+    settings.write_text(
+        json.dumps(json.loads(settings.read_text()) | {"chat_template": TOOL_TEMPLATE.split("endif %}", 1)[1]})
+    )
+    with pytest.raises(ValueError, match="never reads the tools"):
+        SFTDataset([tmp_path / "train.parquet"], load_tokenizer(tmp_path / "tokenizer"), DataConfig(), 2000)
+
+
+@pytest.mark.parametrize("command", ["math", "dapo_math", "aime", "retool_sft"])
+def test_sources_that_cannot_be_read(tmp_path: Path, command: str) -> None:
+    def message(source: Path) -> str:
+        failed = CliRunner().invoke(app, [command, "--source", str(source), "--out", str(tmp_path / "out")])
+        assert isinstance(failed.exception, ValueError)
+        return str(failed.exception)
+
+    assert "neither a file, nor a folder, nor a hub name" in message(tmp_path / "no" / "such")
+    (tmp_path / "empty").mkdir()
+    assert "has neither train.jsonl nor train.parquet, but nothing" in message(tmp_path / "empty")
+    if command != "math":  # which has two splits, so it takes no single file
+        assert "no column" in message(write_jsonl(tmp_path / "rows.jsonl", [{"a": 1}]))
+        (tmp_path / "rows.csv").write_text("question,answer\n1,2\n")
+        assert "docs/data.md" in message(tmp_path / "rows.csv")
+    assert not (tmp_path / "out").exists()
