@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,34 @@ def test_retool_becomes_turns_of_which_the_loss_counts_the_models(tmp_path: Path
     )
     with pytest.raises(ValueError, match="never reads the tools"):
         SFTDataset([tmp_path / "train.parquet"], load_tokenizer(tmp_path / "tokenizer"), DataConfig(), 2000)
+
+
+class HubRows(list[dict[str, Any]]):
+    """As much of a data set of the package `datasets` as is used."""
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self[0])
+
+    def select_columns(self, columns: list[str]) -> list[dict[str, Any]]:
+        return [{column: row[column] for column in columns} for row in self]
+
+
+def test_a_hub_name_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load_dataset(name: str, config: str | None, split: str) -> HubRows:
+        asked.append((name, config, split))
+        return HubRows([{"problem": "2+2?", "answer": "4", "id": 1, "picture": b"x"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    aime.prepare("math-ai/aime25", tmp_path, 2025, "test")
+    assert asked == [("math-ai/aime25", None, "test")]
+    assert rows_in(tmp_path / "test.parquet")[0]["data_source"] == "aime_2025"
+    with pytest.raises(
+        ValueError, match="math-ai/aime25 train has the columns problem, answer, id, picture, not messages"
+    ):
+        retool_sft.prepare("math-ai/aime25", tmp_path)
 
 
 @pytest.mark.parametrize("command", ["math", "dapo_math", "aime", "retool_sft"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import typing
 from pathlib import Path
@@ -74,7 +75,7 @@ def _type(kind: Any) -> str:
         return " | ".join("null" if part is type(None) else _type(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:
         return " | ".join(f"`{value}`" for value in typing.get_args(kind))
-    return kind.__name__ if not typing.get_args(kind) else str(kind).replace("typing.", "")
+    return kind.__name__ if not typing.get_args(kind) else re.sub(r"(?:\w+\.)+(\w+)", r"\1", str(kind))
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
