@@ -1,0 +1,122 @@
+"""Whether this machine can run untrusted code safely, and what it would take."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from megarl.sandbox.base import Limits, SandboxError, SandboxUnavailable
+from megarl.sandbox.command import tool
+from megarl.sandbox.run import run_unchecked
+from megarl.sandbox.syscalls import filter_program
+
+INSTALL = {
+    "bwrap": "apt-get install bubblewrap (Debian 12, Ubuntu 24.04 and later), dnf install bubblewrap, or "
+    "conda install -c conda-forge bubblewrap",
+    "prlimit": "apt-get install util-linux",
+    "choom": "apt-get install util-linux (2.33 or later)",
+    "setpriv": "apt-get install util-linux",
+}
+CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SETUID": 7, "CAP_SETGID": 6}  # linux/capability.h
+COUNTS_BY_NAMESPACE = (5, 14)  # the Linux from which a user's processes are counted for each namespace by itself
+CONTAINER = (
+    "in a container: docker run --cap-add SYS_ADMIN --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined; in Kubernetes securityContext.capabilities.add [SYS_ADMIN] with "
+    "seccompProfile and appArmorProfile Unconfined"
+)
+PROBE = """
+import os, time
+print(os.listdir("."), flush=True)
+for number in range(100):
+    os.mkdir(str(number))
+time.sleep(60)
+"""
+
+
+def missing() -> list[str]:
+    """What keeps this machine from running untrusted code safely, each with what to do; empty where it can.
+
+    The last word has a trial run, so this takes some 50 ms.
+    """
+    if sys.platform != "linux":
+        return [f"the sandbox is made of what Linux offers, and this is {sys.platform}: run where there is Linux"]
+    lacking = [*_tools(), *_filters(), *(_root() if os.geteuid() == 0 else _user())]
+    return lacking or _trial()
+
+
+@functools.cache
+def require() -> None:
+    """Once a process: raises SandboxUnavailable, which says what to do, where the machine cannot run untrusted code."""
+    lacking = missing()
+    if lacking:
+        raise SandboxUnavailable("this machine has no sandbox for generated code:\n- " + "\n- ".join(lacking))
+
+
+def _tools() -> list[str]:
+    lacking = []
+    for name in ["bwrap", "prlimit", "choom"] + ["setpriv"] * (os.geteuid() == 0):
+        try:
+            path = tool(name)
+        except SandboxUnavailable as error:
+            lacking.append(f"{error}: {INSTALL[name]}")
+            continue
+        if name == "bwrap":
+            options = subprocess.run([path, "--help"], capture_output=True, text=True, check=False).stdout
+            if "--size" not in options:
+                lacking.append(f"{path} is too old, it cannot limit the scratch folder: 0.8 or later. {INSTALL[name]}")
+    return lacking
+
+
+def _filters() -> list[str]:
+    try:
+        filter_program()
+    except ImportError:
+        return ["the package pyseccomp is not installed: pip install pyseccomp"]
+    except RuntimeError as error:
+        return [f"pyseccomp does not find libseccomp ({error}): apt-get install libseccomp2, dnf install libseccomp"]
+    return []
+
+
+def _root() -> list[str]:
+    """Root needs no user namespace, but what containers take from it."""
+    held = int(re.findall(r"CapEff:\s*(\w+)", Path("/proc/self/status").read_text())[0], 16)
+    lacking = [name for name, bit in CAPABILITIES.items() if not held >> bit & 1]
+    return [f"root has no {', '.join(lacking)} here. {CONTAINER}; or run as another user than root"] if lacking else []
+
+
+def _user() -> list[str]:
+    lacking = []
+    if tuple(map(int, re.findall(r"\d+", os.uname().release)[:2])) < COUNTS_BY_NAMESPACE:
+        lacking.append(
+            f"Linux {os.uname().release} counts all of a user's processes together, so that those of a sandbox cannot be "
+            "limited: 5.14 or later, or run as root"
+        )
+    for path, wrong, remedy in (
+        ("/proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=10000"),
+        ("/proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+    ):
+        if Path(path).exists() and Path(path).read_text().strip() == wrong:
+            lacking.append(f"{path} is {wrong}, users may make no namespaces: {remedy}, or run as root")
+    return lacking
+
+
+def _trial() -> list[str]:
+    """A program that would go on for a minute is stopped for what it makes, which has to be seen from here."""
+    try:
+        result = run_unchecked(PROBE, limits=Limits(wall_seconds=20, scratch_files=50))
+    except (SandboxError, OSError) as error:
+        return [f"a trial run failed. {error}. {_hint()}"]
+    if result.stdout != "[]\n" or result.limit != "files":
+        return [f"a trial run went wrong: {result}. {_hint()}"]
+    return []
+
+
+def _hint() -> str:
+    restricted = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+    if os.geteuid() and restricted.exists() and restricted.read_text().strip() == "1":
+        return "AppArmor keeps users from making namespaces: sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"
+    return f"If namespaces or mounts are forbidden, {CONTAINER}"

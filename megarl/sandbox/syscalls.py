@@ -1,0 +1,72 @@
+"""The system calls that a program in the sandbox may make: those that Python and its libraries need, and no others.
+
+A list of what is allowed, so that what a later kernel adds is refused until somebody asks for it. Left out on purpose:
+sockets (but for a pair within the sandbox), ptrace and process_vm_*, mount, namespaces, chroot, keyctl, bpf, io_uring,
+perf_event_open, userfaultfd, memfd_create (memory that no limit counts), System V and POSIX message queues and shared
+memory, setxattr, mknod, splice and vmsplice, personality, and everything for administrators.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import tempfile
+from typing import Any
+
+FILES = """
+access chdir chmod close close_range copy_file_range dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_pwait
+epoll_wait eventfd2 faccessat faccessat2 fallocate fchdir fchmod fchmodat fcntl fdatasync flock fstat fstatfs fsync
+ftruncate futimesat getcwd getdents getdents64 link linkat lseek lstat mkdir mkdirat newfstatat open openat pipe pipe2
+poll ppoll pread64 preadv preadv2 pselect6 pwrite64 pwritev pwritev2 read readlink readlinkat readv rename renameat
+renameat2 rmdir select sendfile stat statfs statx symlink symlinkat truncate umask unlink unlinkat utime utimensat utimes
+write writev
+"""
+MEMORY = "brk madvise membarrier mmap mprotect mremap msync munmap"
+PROCESSES = """
+arch_prctl execve exit exit_group fork futex get_robust_list getcpu getegid geteuid getgid getgroups getpgid getpgrp
+getpid getppid getpriority getresgid getresuid getrlimit getrusage getsid gettid getuid prctl prlimit64 rseq
+sched_getaffinity sched_getparam sched_getscheduler sched_yield set_robust_list set_tid_address setpgid setrlimit setsid
+sysinfo times uname vfork wait4 waitid
+"""
+# The last step before the program, as root, is to become somebody else. Without privileges these do nothing.
+IDENTITY = "capget capset setgid setgroups setregid setresgid setresuid setreuid setuid"
+SIGNALS = """
+alarm getitimer kill pause restart_syscall rt_sigaction rt_sigpending rt_sigprocmask rt_sigreturn rt_sigsuspend
+rt_sigtimedwait setitimer sigaltstack signalfd4 tgkill
+"""
+TIME = "clock_getres clock_gettime clock_nanosleep getrandom gettimeofday nanosleep time"
+PAIRS = "getpeername getsockname getsockopt recvfrom sendto shutdown"  # of what socketpair made
+
+NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} of linux/sched.h
+AF_UNIX = 1
+IOCTLS = {  # asm-generic/ioctls.h
+    "TCGETS": 0x5401,
+    "TIOCGWINSZ": 0x5413,
+    "FIONREAD": 0x541B,
+    "FIONBIO": 0x5421,
+    "FIONCLEX": 0x5450,
+    "FIOCLEX": 0x5451,
+}
+
+
+@functools.cache
+def filter_program() -> bytes:
+    """The filter as the kernel takes it (classic BPF), for this machine's architecture.
+
+    Raises ImportError or RuntimeError where pyseccomp or libseccomp is not installed.
+    """
+    import pyseccomp as seccomp
+
+    # A call that is not there is what programs are prepared for (glibc then tries an older one); a refused one is not.
+    rules: Any = seccomp.SyscallFilter(seccomp.ERRNO(errno.ENOSYS))
+    for name in " ".join((FILES, MEMORY, PROCESSES, IDENTITY, SIGNALS, TIME, PAIRS)).split():
+        rules.add_rule(seccomp.ALLOW, name)
+    rules.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, NEW_NAMESPACES, 0))
+    rules.add_rule(seccomp.ALLOW, "socketpair", seccomp.Arg(0, seccomp.EQ, AF_UNIX))
+    for request in IOCTLS.values():
+        rules.add_rule(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, request))
+    rules.add_rule(seccomp.ERRNO(errno.EACCES), "socket")  # what people will try, and should be told plainly
+    with tempfile.TemporaryFile() as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()

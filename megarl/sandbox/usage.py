@@ -1,0 +1,72 @@
+"""What the processes of a sandbox use, read from /proc of the machine around it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+TICKS = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def tree(pid: int) -> Iterator[int]:
+    """A process and everything below it, as far as it is still there."""
+    yield pid
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return
+    for thread in threads:
+        for child in _read(f"/proc/{pid}/task/{thread}/children").split():
+            yield from tree(int(child))
+
+
+def cpu_and_memory(pid: int) -> tuple[float, int]:
+    """CPU seconds (of those that were waited for, too) and resident bytes of a process and everything below it.
+
+    Memory that processes share, after a fork for instance, counts in each.
+    """
+    ticks = pages = 0
+    for process in tree(pid):
+        numbers = stat(process)
+        if numbers:
+            ticks += sum(numbers[11:15])  # utime, stime, cutime, cstime: proc(5)
+            pages += numbers[21]
+    return ticks / TICKS, pages * PAGE
+
+
+def stat(pid: int) -> list[int]:
+    """The numbers of /proc/PID/stat from the third field on, the state as 0; empty where the process is gone."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return [0, *map(int, fields[1:])] if fields else []
+
+
+def parent(pid: int) -> int | None:
+    numbers = stat(pid)
+    return numbers[1] if numbers else None
+
+
+def sees(pid: int, path: str) -> bool:
+    """Whether `pid` sees this file. Raises PermissionError where this process may not know."""
+    try:
+        os.stat(f"/proc/{pid}/root{path}")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return True
+
+
+def files(pid: int, folder: str) -> int:
+    """Files and folders on the file system that `pid` sees at `folder`; 0 where it is gone."""
+    try:
+        space = os.statvfs(f"/proc/{pid}/root{folder}")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return space.f_files - space.f_ffree
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
