@@ -50,8 +50,8 @@ class Attack(NamedTuple):
     limit: str | None = None  # the one that ends it
 
 
-# Limits of every attack (tests/test_sandbox_attacks.py): 1 CPU second, 2.5 s, 200 MiB, 8 processes, 8 MiB of scratch,
-# 300 files, 64 KiB of output.
+# Limits of every attack (tests/test_sandbox_attacks.py): 200 MiB, 8 processes, 8 MiB of scratch, 300 files, 64 KiB of
+# output; 0.3 CPU seconds or 1 s where that is what should end it.
 ATTACKS = [
     # What is not there to be read
     Attack("read_etc_passwd", "refused(read, '/etc/passwd'); refused(os.listdir, '/etc')"),
@@ -65,7 +65,9 @@ ATTACKS = [
     ),
     Attack("read_by_hard_link", "refused(os.link, T['secret_file'], 'link'); refused(os.link, '/usr/lib/os-release', 'x')"),
     Attack("read_by_rename", "refused(os.rename, T['secret_file'], 'mine')"),
-    Attack("list_homes", "refused(os.listdir, '/home'); assert set(os.listdir('/root') if os.path.exists('/root') else []) <= {'.pyenv', '.local', '.venv'}"),
+    Attack("list_homes", "refused(os.listdir, '/home'); refused(os.listdir, '/srv')\n"
+        "python = sys.base_prefix.split('/')  # which may lie in a home: nothing beside it is shown\n"
+        "for depth in range(2, len(python)):\n    seen = os.listdir('/'.join(python[:depth]))\n    python[1] == 'usr' or seen == [python[depth]] or breach(seen)"),
     Attack("old_root", "for path in ('/oldroot', '/newroot', '/mnt', '/host', '/proc/1/root', '/run', '/var'): refused(os.listdir, path)"),
     Attack("proc_of_others", "for pid in (1, os.getppid(), T['caller'], T['victim']): refused(read, f'/proc/{pid}/environ'); refused(read, f'/proc/{pid}/mem')"),
     Attack("proc_of_itself", "for path in ('/proc/self/mountinfo', '/proc/self/fd/0', '/proc/sysrq-trigger', '/proc/kcore'): refused(read, path)"),
@@ -76,7 +78,7 @@ ATTACKS = [
         "libc = ctypes.CDLL(None); libc.getenv.restype = ctypes.c_char_p\nlibc.getenv(b'MEGARL_TEST_SECRET') and breach('getenv')",
     ),
     Attack("inherited_descriptors", "for fd in range(3, 4096): refused(os.fstat, fd)"),
-    Attack("descriptor_of_a_folder", "for fd in range(0, 64): refused(os.open, '..', os.O_RDONLY, 0o777) if False else refused(lambda: os.open('etc', os.O_RDONLY, dir_fd=fd))"),
+    Attack("descriptor_of_a_folder", "for fd in range(64): refused(lambda: os.open('..', os.O_RDONLY, dir_fd=fd)); refused(os.fchdir, fd)"),
     Attack("write_to_stdin", "refused(os.write, 0, b'x')"),
     Attack("seek_in_stdin", "refused(os.lseek, 0, 0, os.SEEK_SET)"),
     Attack("packages_of_the_caller", "for name in ('numpy', 'torch', 'megarl', 'pyseccomp', 'pip'):\n    refused(__import__, name, only=(ImportError,))"),
@@ -106,13 +108,10 @@ ATTACKS = [
     Attack("new_privileges", "ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1 or breach('no_new_privs is off')"),
     Attack(
         "setuid_binary",
-        "import shutil\nshutil.copy(sys.executable, 'root'); os.chmod('root', 0o6755)\n"
-        "out = subprocess.run(['./root', '-c', 'import os; print(os.geteuid())'], capture_output=True, text=True).stdout\n"
-        "out.strip() in ('0', '') and breach(out)" if False else
         "os.close(os.open('root', os.O_CREAT | os.O_WRONLY, 0o755)); os.chmod('root', 0o6755)\n"
         "os.statvfs('.').f_flag & os.ST_NOSUID or breach('setuid counts in the scratch folder')",
     ),
-    Attack("programs_of_the_machine", "for path in ('/bin/sh', '/usr/bin/su', '/bin/mount', '/usr/bin/env'): refused(subprocess.run, [path])\nos.system('true') == 0 and breach('a shell')"),
+    Attack("programs_of_the_machine", "for path in ('/bin/bash', '/usr/bin/su', '/bin/mount', '/usr/bin/env'): refused(subprocess.run, [path])\n'root' in subprocess.run(['/bin/sh', '-c', 'id; whoami; echo /etc/* /home/*'], capture_output=True, text=True).stdout and breach('a shell')"),
     Attack(
         "tools_of_the_sandbox",
         "for tool in ('/bin/setpriv', '/bin/prlimit'):\n"
@@ -141,7 +140,7 @@ ATTACKS = [
     Attack(
         "kill_everybody",
         "if os.fork() == 0:\n    with contextlib.suppress(OSError): os.kill(-1, signal.SIGKILL)\n    os._exit(0)\ntime.sleep(0.2)",
-        "killed",
+        "crash",
     ),
     Attack("kill_the_init", "for number in (signal.SIGTERM, signal.SIGSTOP, signal.SIGKILL, signal.SIGHUP):\n    with contextlib.suppress(OSError): os.kill(1, number)\ntime.sleep(0.1)"),
     Attack("kill_by_thread", "libc = ctypes.CDLL(None)\nfor pid in (T['caller'], T['victim']): libc.tgkill(pid, pid, 9) == 0 and breach(pid)"),
@@ -152,6 +151,11 @@ ATTACKS = [
     Attack("child_keeps_the_output_open", "if os.fork() == 0:\n    time.sleep(1000)"),
     Attack("deaf_children", "for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT): signal.signal(number, signal.SIG_IGN)\nfor _ in range(3):\n    if os.fork() == 0:\n        os.setsid()\n        while True: time.sleep(10)"),
     Attack("closed_streams", "if os.fork() == 0:\n    os.closerange(0, 64); time.sleep(1000)\nos.closerange(0, 64)\ntime.sleep(1000)", "wall"),
+    Attack(
+        "outlive_the_caller",  # by asking the kernel not to be told of its death
+        "libc = ctypes.CDLL(None)\nfor option in (1, (1 << 32) + 1, -(1 << 32) + 1):\n    for number in (0, 17):\n"
+        "        libc.syscall({'x86_64': 157, 'aarch64': 167}[os.uname().machine], ctypes.c_long(option), number) == 0 and breach(option)",
+    ),
     Attack("orphans_of_orphans", "def go(depth):\n    if depth and os.fork() == 0:\n        os.setsid(); go(depth - 1); time.sleep(1000)\ngo(5)\ntime.sleep(0.2)"),
     # Time
     Attack("busy_loop", "while True: pass", "cpu"),
@@ -168,7 +172,7 @@ ATTACKS = [
     Attack("process_count", "made = until_refused(lambda _: os.fork() or time.sleep(1000), 100)\nmade > 8 and breach(made)"),
     Attack("thread_bomb", "threading.stack_size(1 << 16)\nmade = until_refused(lambda _: threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(), 100)\nmade > 8 and breach(made); os.write(1, b'held\\n'); os._exit(0)"),
     Attack("zombies", "def go(_):\n    if os.fork() == 0: os._exit(0)\nmade = until_refused(go, 100)\nmade > 8 and breach(made)"),
-    Attack("exec_bomb", "os.environ['N'] = str(int(os.environ.get('N', 0)) + 1)\nos.execv(sys.executable, [sys.executable, '-S', '-c', 'import os, sys\\nwhile True:\\n  os.fork() if 0 else None\\n  os.execv(sys.executable, sys.orig_argv)'])", "cpu"),
+    Attack("exec_bomb", "again = 'import os, sys; os.execv(sys.executable, sys.orig_argv)'\nos.execv(sys.executable, [sys.executable, '-S', '-c', again])", "cpu"),
     # Memory
     Attack("memory_bomb", "refused(bytearray, 1 << 30)\nhold = []\nmade = until_refused(lambda _: hold.append(bytearray(1 << 20)), 1000)\ndel hold\nmade > 200 and breach(made)"),
     Attack("memory_of_many", "for _ in range(5):\n    if os.fork() == 0:\n        hold = bytearray(os.urandom(1)) * (120 << 20); time.sleep(100)\ntime.sleep(100)", "memory"),
@@ -190,7 +194,7 @@ ATTACKS = [
     Attack("deleted_files", "hold = []\ndef go(n):\n    hold.append(open('x', 'wb')); os.remove('x'); hold[-1].write(bytes(1 << 20)); hold[-1].flush()\nmade = until_refused(go, 40)\nmade > 8 and breach(made)"),
     Attack("many_files", "for n in range(10**7): os.close(os.open(f'x{n}', os.O_CREAT | os.O_WRONLY))", "files"),
     Attack("many_folders", "while True:\n    os.mkdir('x'); os.chdir('x')", "files"),
-    Attack("many_links", "for n in range(10**7): os.symlink('x' * 200, f'x{n}')", "files"),
+    Attack("many_links", "for n in range(10**7): os.symlink('x', f'x{n}')", "files"),
     Attack("attributes", "open('x', 'w').close(); refused(os.setxattr, 'x', 'user.x', bytes(1 << 15))"),
     # Output
     Attack("endless_output", "while True: print('x' * 10000)", "output"),

@@ -23,6 +23,11 @@ OPEN_FILES = 64  # descriptors of a process
 EPHEMERAL = range(61184, 65520)  # user ids that systemd, too, hands out for a while: nobody's
 STACK = 8 << 20  # bytes; a program may raise its own up to the memory's limit
 
+# The first process of the namespace, out of the program's reach: it waits for the program, whose end is its own, and with
+# it the kernel ends the rest. Unlike bubblewrap's own one it is waited for in its turn, and leaves its account. Its user is
+# bubblewrap's, without whose privileges the news of bubblewrap's death would not get through.
+INIT = ("/bin/sh", "-c", '"$@"; exit', "init")
+
 ENVIRONMENT = {
     "PATH": "/bin",
     "HOME": SCRATCH,
@@ -61,10 +66,11 @@ def command(
 
     `packages` are shown under their names in /packages. The others are descriptors: `status` is written to, `filters`
     and `program` are read. As root, bubblewrap needs no user namespace, and setpriv becomes a user that owns nothing:
-    root's processes are exempt from the limit on their number, in whatever namespace. Others map themselves.
+    root's processes are exempt from the limit on their number, in whatever namespace. Others map themselves, and the
+    init counts as one of theirs.
     """
     scratch = ["--size", str(limits.scratch_mb << 20), "--perms", "1777", "--tmpfs", SCRATCH]
-    tools = {"/bin/prlimit": tool("prlimit"), **({"/bin/setpriv": tool("setpriv")} if as_root else {})}
+    tools = {f"/bin/{name}": tool(name) for name in ("sh", "prlimit", *(["setpriv"] if as_root else []))}
     namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     if as_root:
         privileges = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -74,14 +80,15 @@ def command(
         inside = []
     return [
         *(tool("choom"), "-n", "1000", "--"),  # where memory runs out, the kernel ends these first
-        *(tool("bwrap"), "--die-with-parent", "--new-session", *namespaces, *privileges, "--hostname", "sandbox"),
+        *(tool("bwrap"), "--die-with-parent", "--new-session", "--as-pid-1", *namespaces, *privileges, "--hostname", "sandbox"),
         *_view({**_interpreter(), **tools, **{f"{PACKAGES}/{name}": str(path) for name, path in packages.items()}}),
         *scratch,
         *("--perms", "0444", "--ro-bind-data", str(program), PROGRAM),
         *("--remount-ro", "/", "--chdir", SCRATCH),
         *("--json-status-fd", str(status), "--seccomp", str(filters), "--"),
+        *INIT,
         *inside,
-        *_limited(limits),
+        *_limited(limits, processes=limits.processes + (not as_root)),
         *(_python(), "-B", "-s", PROGRAM),
     ]
 
@@ -93,11 +100,11 @@ def _become(user: int) -> list[str]:
     ]
 
 
-def _limited(limits: Limits) -> list[str]:
+def _limited(limits: Limits, processes: int) -> list[str]:
     memory, cpu = limits.memory_mb << 20, math.ceil(limits.cpu_seconds)
     return [
         *("/bin/prlimit", f"--as={memory}:{memory}", f"--cpu={cpu}:{cpu + 1}", "--core=0:0"),
-        *(f"--fsize={limits.scratch_mb << 20}", f"--nproc={limits.processes}:{limits.processes}"),
+        *(f"--fsize={limits.scratch_mb << 20}", f"--nproc={processes}:{processes}"),
         *(f"--nofile={OPEN_FILES}:{OPEN_FILES}", f"--stack={min(STACK, memory)}:{memory}", "--memlock=0:0"),
         "--",
     ]

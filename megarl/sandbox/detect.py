@@ -17,6 +17,7 @@ from megarl.sandbox.syscalls import filter_program
 INSTALL = {
     "bwrap": "apt-get install bubblewrap (Debian 12, Ubuntu 24.04 and later), dnf install bubblewrap, or "
     "conda install -c conda-forge bubblewrap",
+    "sh": "any POSIX shell as sh",
     "prlimit": "apt-get install util-linux",
     "choom": "apt-get install util-linux (2.33 or later)",
     "setpriv": "apt-get install util-linux",
@@ -58,7 +59,7 @@ def require() -> None:
 
 def _tools() -> list[str]:
     lacking = []
-    for name in ["bwrap", "prlimit", "choom"] + ["setpriv"] * (os.geteuid() == 0):
+    for name in ["bwrap", "prlimit", "choom", "sh"] + ["setpriv"] * (os.geteuid() == 0):
         try:
             path = tool(name)
         except SandboxUnavailable as error:

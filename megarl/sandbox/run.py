@@ -102,8 +102,9 @@ class _Run:
             raise SandboxError(
                 f"bubblewrap ended with {self.process.returncode} before the program did: {stderr.strip()[-2000:]}"
             )
-        if self.limit is None and codes == [128 + signal.SIGXCPU]:
-            self.limit = "cpu"
+        if self.limit is None and codes[0] in (128 + signal.SIGXCPU, 128 + signal.SIGKILL):
+            # The kernel, too, holds it, process by process, and counts in ticks.
+            self.limit = "cpu" if self.cpu_seconds >= 0.9 * self.limits.cpu_seconds else None
         return Result(stdout, stderr, None if self.limit else codes[0], self.limit, wall, self.cpu_seconds)
 
     def _watch(self) -> None:
@@ -118,9 +119,7 @@ class _Run:
         look, end = time.monotonic() + LOOK, self.started + self.limits.wall_seconds
         while self.selector.get_map() and self.limit is None:
             for key, _ in self.selector.select(max(0.0, min(look, end) - time.monotonic())):
-                if key.data == "init":
-                    self._release()
-                elif key.data == "stdin":
+                if key.data == "stdin":
                     self._write(self.process.stdin)
                 else:
                     self._read(key.fd, key.data)
@@ -162,19 +161,15 @@ class _Run:
                 os.close(handle)
                 return
             self.init, self.init_handle = numbers[0], handle
-            self.selector.register(handle, selectors.EVENT_READ, "init")
 
     def _messages(self) -> list[dict[str, int]]:
         return [json.loads(line) for line in self.received["status"].splitlines() if line.rstrip().endswith(b"}")]
 
     def _look(self) -> None:
-        if self.init is None or self.init_handle is None or not usage.sees(self.init, PROGRAM):
-            return  # it is not set up yet, or has ended
-        # Bubblewrap would be gone as soon as its child is, and with it the account of the CPU time: it has nothing to do
-        # until then, and is stopped.
-        self.process.send_signal(signal.SIGSTOP)
-        self.cpu_seconds, memory = usage.cpu_and_memory(self.init)
-        if self.cpu_seconds > self.limits.cpu_seconds:
+        if self.init is None or not usage.sees(self.init, PROGRAM):
+            return  # it is not set up yet, or ending
+        cpu_seconds, memory = usage.cpu_and_memory(self.init)
+        if cpu_seconds > self.limits.cpu_seconds:
             self._stop("cpu")
         elif memory > self.limits.memory_mb << 20:
             self._stop("memory")
@@ -193,18 +188,12 @@ class _Run:
                 signal.pidfd_send_signal(self.init_handle, signal.SIGKILL)
             if not select.select([self.init_handle], [], [], DEATH)[0]:
                 raise SandboxError(f"process {self.init} was killed {DEATH:g} s ago and has not ended")
-            self._release()
-        self.process.wait()
+            os.close(self.init_handle)
+        # Bubblewrap waits for the init, and the init's account has all that it or the kernel waited for in its stead.
+        _, code, used = os.wait4(self.process.pid, 0)
+        self.process.returncode = os.waitstatus_to_exitcode(code)
+        self.cpu_seconds = used.ru_utime + used.ru_stime
         self.selector.close()
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream:
                 stream.close()
-
-    def _release(self) -> None:
-        """The init has ended, and so has everything in its namespace: note what it used, and let bubblewrap end."""
-        assert self.init is not None and self.init_handle is not None
-        self.cpu_seconds = max(self.cpu_seconds, usage.cpu_and_memory(self.init)[0])
-        self.process.send_signal(signal.SIGCONT)
-        self.selector.unregister(self.init_handle)
-        os.close(self.init_handle)
-        self.init_handle = None

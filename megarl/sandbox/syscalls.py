@@ -24,7 +24,7 @@ write writev
 MEMORY = "brk madvise membarrier mmap mprotect mremap msync munmap"
 PROCESSES = """
 arch_prctl execve exit exit_group fork futex get_robust_list getcpu getegid geteuid getgid getgroups getpgid getpgrp
-getpid getppid getpriority getresgid getresuid getrlimit getrusage getsid gettid getuid prctl prlimit64 rseq
+getpid getppid getpriority getresgid getresuid getrlimit getrusage getsid gettid getuid prlimit64 rseq
 sched_getaffinity sched_getparam sched_getscheduler sched_yield set_robust_list set_tid_address setpgid setrlimit setsid
 sysinfo times uname vfork wait4 waitid
 """
@@ -38,7 +38,20 @@ TIME = "clock_getres clock_gettime clock_nanosleep getrandom gettimeofday nanosl
 PAIRS = "getpeername getsockname getsockopt recvfrom sendto shutdown"  # of what socketpair made
 
 NEW_NAMESPACES = 0x7E020000  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} of linux/sched.h
+LOW = 0xFFFFFFFF
 AF_UNIX = 1
+PRCTLS = {  # linux/prctl.h; those of capabilities are setpriv's
+    "PR_GET_PDEATHSIG": 2,
+    "PR_GET_KEEPCAPS": 7,
+    "PR_SET_KEEPCAPS": 8,
+    "PR_SET_NAME": 15,
+    "PR_GET_NAME": 16,
+    "PR_CAPBSET_READ": 23,
+    "PR_GET_SECUREBITS": 27,
+    "PR_GET_NO_NEW_PRIVS": 39,
+    "PR_CAP_AMBIENT": 47,
+    "PR_SET_VMA": 0x53564D41,
+}
 IOCTLS = {  # asm-generic/ioctls.h
     "TCGETS": 0x5401,
     "TIOCGWINSZ": 0x5413,
@@ -62,9 +75,12 @@ def filter_program() -> bytes:
     for name in " ".join((FILES, MEMORY, PROCESSES, IDENTITY, SIGNALS, TIME, PAIRS)).split():
         rules.add_rule(seccomp.ALLOW, name)
     rules.add_rule(seccomp.ALLOW, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, NEW_NAMESPACES, 0))
-    rules.add_rule(seccomp.ALLOW, "socketpair", seccomp.Arg(0, seccomp.EQ, AF_UNIX))
+    # The kernel takes the low half of these arguments: to compare the whole would let others pass for them.
+    for option in PRCTLS.values():
+        rules.add_rule(seccomp.ALLOW, "prctl", seccomp.Arg(0, seccomp.MASKED_EQ, LOW, option))
     for request in IOCTLS.values():
-        rules.add_rule(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, request))
+        rules.add_rule(seccomp.ALLOW, "ioctl", seccomp.Arg(1, seccomp.MASKED_EQ, LOW, request))
+    rules.add_rule(seccomp.ALLOW, "socketpair", seccomp.Arg(0, seccomp.EQ, AF_UNIX))
     rules.add_rule(seccomp.ERRNO(errno.EACCES), "socket")  # what people will try, and should be told plainly
     with tempfile.TemporaryFile() as file:
         rules.export_bpf(file)
