@@ -30,3 +30,12 @@ done
 if ! "$venv/bin/python" -c 'import megarl' 2>/dev/null; then
   "$venv/bin/python" -m pip install --quiet --no-deps -e "$root"
 fi
+if ! command -v bwrap > /dev/null; then
+  if [ "$extra" = dev ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
+    echo "installing bubblewrap, which the sandbox for generated code is tested with"
+    { apt-get update && apt-get install -y --no-install-recommends bubblewrap; } > /dev/null ||
+      echo "apt-get could not install bubblewrap: the sandbox's tests are skipped" >&2
+  else
+    echo "bubblewrap is not installed; only the scoring of generated code needs it (docs/sandbox.md)"
+  fi
+fi

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "megarl"
 
 # A module may import from its own layer and from those before it.
 LAYERS = [
-    ["registry", "types", "config", "model_config", "platform", "durable", "manifest"],
+    ["registry", "types", "config", "model_config", "platform", "durable", "manifest", "sandbox"],
     ["algorithms", "rewards", "data", "flops", "schedule", "padded_schedule"],
     ["shards", "engines", "megatron", "exchange"],
     ["worker", "actor_worker", "critic_worker"],
@@ -42,6 +42,7 @@ HOMES = {
     "plotly": ("observe",),
     "tensorboard": ("observe",),
     "pyarrow": ("data",),
+    "pyseccomp": ("sandbox",),
 }
 
 

@@ -80,7 +80,16 @@ def command(
         inside = []
     return [
         *(tool("choom"), "-n", "1000", "--"),  # where memory runs out, the kernel ends these first
-        *(tool("bwrap"), "--die-with-parent", "--new-session", "--as-pid-1", *namespaces, *privileges, "--hostname", "sandbox"),
+        *(
+            tool("bwrap"),
+            "--die-with-parent",
+            "--new-session",
+            "--as-pid-1",
+            *namespaces,
+            *privileges,
+            "--hostname",
+            "sandbox",
+        ),
         *_view({**_interpreter(), **tools, **{f"{PACKAGES}/{name}": str(path) for name, path in packages.items()}}),
         *scratch,
         *("--perms", "0444", "--ro-bind-data", str(program), PROGRAM),
@@ -102,8 +111,9 @@ def _become(user: int) -> list[str]:
 
 def _limited(limits: Limits, processes: int) -> list[str]:
     memory, cpu = limits.memory_mb << 20, math.ceil(limits.cpu_seconds)
+    # Where cores go to a program of the machine (systemd-coredump, apport), 0 does not keep them from it, but 1 does: core(5).
     return [
-        *("/bin/prlimit", f"--as={memory}:{memory}", f"--cpu={cpu}:{cpu + 1}", "--core=0:0"),
+        *("/bin/prlimit", f"--as={memory}:{memory}", f"--cpu={cpu}:{cpu + 1}", "--core=1:1"),
         *(f"--fsize={limits.scratch_mb << 20}", f"--nproc={processes}:{processes}"),
         *(f"--nofile={OPEN_FILES}:{OPEN_FILES}", f"--stack={min(STACK, memory)}:{memory}", "--memlock=0:0"),
         "--",

@@ -26,7 +26,9 @@ def folders_of(names: tuple[str, ...]) -> dict[str, Path]:
         try:
             package = importlib.metadata.distribution(requirement.name)
         except importlib.metadata.PackageNotFoundError as error:
-            raise ValueError(f"the sandbox is to show the package {requirement.name!r}, which is not installed") from error
+            raise ValueError(
+                f"the sandbox is to show the package {requirement.name!r}, which is not installed"
+            ) from error
         tops = {file.parts[0] for file in package.files or ()} - {"..", "__pycache__", "bin"}
         shown = {top: Path(str(package.locate_file(top))) for top in tops if not top.endswith(".pth")}
         if not any(not top.endswith(".dist-info") for top in shown):

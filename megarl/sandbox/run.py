@@ -182,11 +182,13 @@ class _Run:
     def _end(self) -> None:
         """Nothing is left of the run: the init is killed where it lives, and the kernel ends all that is in its namespace."""
         if self.init_handle is None:
-            self.process.kill()
+            os.kill(self.process.pid, signal.SIGKILL)  # Popen.kill might wait for it, and take its account
         else:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.init_handle, signal.SIGKILL)
-            if not select.select([self.init_handle], [], [], DEATH)[0]:
+            ended = select.poll()
+            ended.register(self.init_handle, select.POLLIN)
+            if not ended.poll(DEATH * 1000):
                 raise SandboxError(f"process {self.init} was killed {DEATH:g} s ago and has not ended")
             os.close(self.init_handle)
         # Bubblewrap waits for the init, and the init's account has all that it or the kernel waited for in its stead.

@@ -3,7 +3,7 @@
 A list of what is allowed, so that what a later kernel adds is refused until somebody asks for it. Left out on purpose:
 sockets (but for a pair within the sandbox), ptrace and process_vm_*, mount, namespaces, chroot, keyctl, bpf, io_uring,
 perf_event_open, userfaultfd, memfd_create (memory that no limit counts), System V and POSIX message queues and shared
-memory, setxattr, mknod, splice and vmsplice, personality, and everything for administrators.
+memory, setxattr, mknod, flock (which would lock what others share), splice and vmsplice, personality, and everything for administrators.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 FILES = """
 access chdir chmod close close_range copy_file_range dup dup2 dup3 epoll_create epoll_create1 epoll_ctl epoll_pwait
-epoll_wait eventfd2 faccessat faccessat2 fallocate fchdir fchmod fchmodat fcntl fdatasync flock fstat fstatfs fsync
+epoll_wait eventfd2 faccessat faccessat2 fallocate fchdir fchmod fchmodat fcntl fdatasync fstat fstatfs fsync
 ftruncate futimesat getcwd getdents getdents64 link linkat lseek lstat mkdir mkdirat newfstatat open openat pipe pipe2
 poll ppoll pread64 preadv preadv2 pselect6 pwrite64 pwritev pwritev2 read readlink readlinkat readv rename renameat
 renameat2 rmdir select sendfile stat statfs statx symlink symlinkat truncate umask unlink unlinkat utime utimensat utimes
