@@ -143,8 +143,8 @@ def test_an_ordinary_user_has_the_sandbox_too(tmp_path: Path) -> None:
         "import os, sys; print(os.getuid(), os.listdir('/tmp'), os.path.exists('/etc'), flush=True)\n"
         "made = 0\ntry:\n    while made < 100:\n        os.fork() or __import__('time').sleep(9)\n        made += 1\n"
         "except OSError: print(made, flush=True)\n"
-        "for path in ('/program.py', '/x', os.__file__):\n    try: open(path, 'a'); print('BREACH', path)\n    except OSError: pass\n"
-        "try: os.setuid(0); print('BREACH')\nexcept OSError: pass\n"
+        "for path in ('/program.py', '/x', os.__file__):\n    try: open(path, 'a'); print('BREACH', path, flush=True)\n    except OSError: pass\n"
+        "try: os.setuid(0); print('BREACH', flush=True)\nexcept OSError: pass\n"
         "for n in range(1000): os.mkdir(str(n))\n__import__('time').sleep(60)"
     )
     caller = f"""
