@@ -59,13 +59,13 @@ class Test:
     right: Callable[[str], bool]
 
 
-@scorer("code", sources=("codecontests", "apps", "codeforces", "taco"))
+@scorer("code", sources=("codecontests", "apps", "codeforces", "taco"), prepare=sandbox.require)
 def code(request: ScoreRequest) -> dict[str, float]:
     """The share of tests that the last ```python block passes."""
     return grade(request, all_or_nothing=False)
 
 
-@scorer("code_all")
+@scorer("code_all", prepare=sandbox.require)
 def code_all(request: ScoreRequest) -> dict[str, float]:
     """1 where the last ```python block passes all tests, else 0; it stops at the first that fails."""
     return grade(request, all_or_nothing=True)
