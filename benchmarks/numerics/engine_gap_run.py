@@ -9,7 +9,6 @@ import fnmatch
 import json
 import re
 import sys
-import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,31 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.numerics.engine_gap import Case, Gap
+from benchmarks.numerics.engine_gap import Case, Gap, score
 from megarl import platform as platforms
 from megarl.actor_worker import ActorWorker
 from megarl.algorithms.correction import total_mismatch
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
-from megarl.config.schema import Recipe
+from megarl.config.schema import Recipe, RewardConfig
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
 from megarl.exchange.session import ExchangeSession
 from megarl.placement import publish
-from megarl.rewards import ScoreRequest
 from megarl.rollout.calls import attach, wait
-from megarl.run import ROLLOUT_SERVER
 from megarl.shards import plan_step
+from megarl.start_engines import ROLLOUT_SERVER
 from megarl.types import GenerationRequest, Group, Prompt, Sampling
 
 SOURCE = "benchmark"
 PROMPTS = 6
 LONGEST_PROMPT = 48
-
-
-def score(request: ScoreRequest) -> float:
-    """Anything that differs between samples: the update has to move the weights, not to teach."""
-    return zlib.crc32(request.response.encode()) / 2**32
 
 
 class DisturbingWorker(ActorWorker):
@@ -195,7 +188,7 @@ def main() -> None:
     with connect(recipe, platform) as cluster:
         service = cluster.start_service(
             ROLLOUT_SERVER,
-            ("vllm", spec, recipe.model.path, f"{__spec__.name}:score", [SOURCE]),
+            ("vllm", spec, recipe.model.path, RewardConfig(function=f"{score.__module__}:score"), [SOURCE]),
             name=spec.name,
             devices=1,
             env=engine_env("vllm", platform.rollout_env(), recipe.cluster.threads),
