@@ -76,13 +76,14 @@ def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [8, 12, 16])
 def test_sigterm_ends_a_run_that_starts(started, seconds: int) -> None:
-    """Whichever of Ray, the engine and the trainers is starting."""
+    """Whichever of Ray, the engine and the trainers is starting. For a moment of its own start Ray's compiled part handles
+    the signal: it writes where it was, and leaves the rest to us."""
     one = started("starting")
     time.sleep(seconds)
     processes = descendants(one.process.pid)
     one.process.send_signal(signal.SIGTERM)
     status, errors = one.end(20)
-    assert (status, errors.strip()) == (143, "stopped by SIGTERM")
+    assert (status, errors.strip().splitlines()[-1]) == (143, "stopped by SIGTERM") and "Traceback" not in errors
     assert_ended(processes)
 
 
