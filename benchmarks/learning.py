@@ -1,4 +1,5 @@
-"""Runs the recipes of recipes/tiny as they are, and notes what they learned in docs/learned.json.
+"""Runs the recipes of recipes/tiny, as they are but for what the command line says, and notes what they learned in
+docs/learned.json.
 
     bash launch/quickstart.sh                                # makes the model and the data that they begin with
     python -m benchmarks.learning [NAME ...] [key=value ...]

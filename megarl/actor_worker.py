@@ -174,7 +174,7 @@ class ActorWorker(Worker):
             outcomes = TokenOutcomes(
                 rewards=np.array([self.rewards[number] for number in members]),
                 step_rewards=self._step_rewards(members, batch.lengths, mask),
-                penalties=self._penalties(members, self.token_kl, kl_weight),
+                penalties=self._penalties(members, batch.lengths, self.token_kl, kl_weight),
                 mask=mask,
                 lengths=batch.lengths,
             )

@@ -58,7 +58,7 @@ class CriticWorker(Worker):
         on_host = values.cpu().numpy()
         rewards = np.array([self.rewards[number] for number in numbers])
         step_rewards = self._step_rewards(numbers, batch.lengths, mask)
-        token_rewards = sum_of(step_rewards, self._penalties(numbers, kl, kl_weight))
+        token_rewards = sum_of(step_rewards, self._penalties(numbers, batch.lengths, kl, kl_weight))
         discounts = {"gamma": settings.gamma, "lam": settings.lam}
         advantages, returns = gae(rewards, on_host, mask, batch.lengths, **discounts, token_rewards=token_rewards)
         batch.vectors["old_values"] = values

@@ -86,12 +86,15 @@ class Worker:
         parts = np.split(mask, np.cumsum(lengths)[:-1])
         return np.concatenate([placed(self.steps[number], own) for number, own in zip(members, parts, strict=True)])
 
-    def _penalties(self, members: list[int], kl: dict[int, np.ndarray], kl_weight: float) -> np.ndarray | None:
+    def _penalties(
+        self, members: list[int], lengths: list[int], kl: dict[int, np.ndarray], kl_weight: float
+    ) -> np.ndarray | None:
         """What the KL takes from the tokens of a micro batch, -`kl_weight` times `kl`, which is by number in the shard:
-        float64 [T]; None: there is none."""
+        float64 [T], 0 for samples that `kl` does not have, since they count nowhere; None: there is none."""
         if not kl:
             return None
-        return -kl_weight * np.concatenate([kl[number] for number in members]).astype(np.float64)
+        parts = [kl.get(number, np.zeros(length)) for number, length in zip(members, lengths, strict=True)]
+        return -kl_weight * np.concatenate(parts).astype(np.float64)
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
         import torch

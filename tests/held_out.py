@@ -43,4 +43,4 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
 def rows(case: dict[str, Any]) -> SFTDataset | PreferenceDataset:
     kind = SFTDataset if case["source"] == "sft" else PreferenceDataset
     recipe = recipe_of(case)
-    return kind([case["rows"]], load_tokenizer(recipe.model.path), recipe.data, max_length=128)
+    return kind([case["rows"]], load_tokenizer(recipe.model.path), recipe.data, limit=128)

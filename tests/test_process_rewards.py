@@ -163,6 +163,20 @@ def test_the_critic_learns_of_steps(recipe: Recipe) -> None:
     assert {number: own.tolist() for number, own in found.items()} == given(recipe, groups)
 
 
+def test_the_critic_is_given_no_kl_of_samples_that_count_nowhere(recipe: Recipe) -> None:
+    """Fillers, and those that are left out of the loss: they are in none of the parts that the actor hands over."""
+    recipe.algorithm.advantage, recipe.algorithm.lam = "gae", 1.0
+    shard = plan_step(batch([[(), ()]], [[4.0, 0.0]], {}), recipe, 1, 1).shards[0]
+    critic = worker(CriticWorker, recipe)
+    critic.load_shard(shard)
+    critic.trainer.values = lambda batches: [torch.zeros(len(one.tokens)) for one in batches]
+    known = next(number for number, sample in enumerate(shard.samples) if sample.number == 0)
+    critic.compute_values([(InlineData([np.append(0.0, np.ones(7)).astype(np.float32)]), [known])], 0.5)
+    found = {shard.samples[number].number: advantages[mask] for number, (advantages, mask) in critic.advantages.items()}
+    # Seven tokens, each a penalty of 1/2, and an outcome of 4 at the end; the other sample earns nothing.
+    assert found[0].tolist() == [0.5, 1, 1.5, 2, 2.5, 3, 3.5] and found[1].tolist() == [0] * 7
+
+
 class TestGrpoProcess:
     def test_by_hand(self, recipe: Recipe) -> None:
         """Without outcomes, as in the paper. Steps of the group: 1, 3 and 5: mean 3, squares 4 + 0 + 4 = 8 over 3 - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -117,7 +117,7 @@ def _expect(
         _refuse(key, settings, function, f"returned {what}{said}: one number for each of {count} {of} is wanted")
 
 
-def _refuse(key: str, settings: AlgorithmConfig, function: Callable[..., Any], what: str) -> None:
+def _refuse(key: str, settings: AlgorithmConfig, function: Callable[..., Any], what: str) -> NoReturn:
     name, place = getattr(settings, key), f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"
     raise RecipeError(
         f"algorithm.{key}",

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
-import tempfile
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +21,7 @@ import numpy as np
 
 from megarl.config.schema import DataConfig
 from megarl.data.tokenizer import Tokenizer
+from megarl.durable import write_durably
 
 _PACKAGES = ("transformers", "tokenizers", "sentencepiece", "jinja2", "safetensors")
 _DIGEST = hashlib.sha256().digest_size
@@ -68,20 +68,15 @@ class TokenCache:
     def store(self, key: str, encoded: Sequence[Encoded]) -> None:
         """Write an entry whole, or not at all (which is told)."""
         path, data = self._path(key), _pack(encoded)
-        partial = None
+        partial = path.with_name(f".{uuid.uuid4().hex}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".partial", delete=False) as file:
-                partial = Path(file.name)
-                file.write(hashlib.sha256(data).digest() + data)
-                file.flush()
-                os.fsync(file.fileno())
+            write_durably(partial, hashlib.sha256(data).digest() + data)
             partial.rename(path)
         except OSError as error:
             self.notice(f"tokenised rows could not be kept in {self.directory} ({error.strerror}): set data.cache")
-            if partial is not None:
-                with contextlib.suppress(OSError):
-                    partial.unlink()
+            with contextlib.suppress(OSError):
+                partial.unlink()
 
     def _path(self, key: str) -> Path:
         return self.directory / "tokens" / key[:2] / f"{key}.bin"

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config.schema import DataConfig
 from megarl.data.cache import Encoded
-from megarl.data.dataset import Files, RowDataset
+from megarl.data.dataset import RowDataset
 from megarl.data.encode import Encode
 from megarl.data.rows import Row, messages_of
 from megarl.data.sft import Conversation, Example, encode_conversations, example_of
@@ -26,7 +26,7 @@ class PreferenceDataset(RowDataset[Pair]):
 
     Raises:
         ValueError: a file, column or conversation is wrong, the two prompts of a row differ, its answers do not, or one
-            is longer than `max_length` tokens and the recipe does not filter (or all of them are).
+            is longer than the limit and the recipe does not filter (or all of them are).
     """
 
     layouts = (("chosen", "rejected"),)
@@ -34,16 +34,6 @@ class PreferenceDataset(RowDataset[Pair]):
     source = "preferences"
     per_row = 2
     too_long = "pairs have an answer that is longer than data.max_prompt_length + rollout.max_response_length"
-
-    def __init__(
-        self,
-        files: Files,
-        tokenizer: Tokenizer,
-        config: DataConfig,
-        max_length: int,
-        difficulty: str | None = None,
-    ) -> None:
-        super().__init__(files, tokenizer, config, max_length, difficulty)
 
     @staticmethod
     def encode() -> Encode:

@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.config.schema import DataConfig
 from megarl.data.cache import Encoded
-from megarl.data.dataset import Files, RowDataset
+from megarl.data.dataset import RowDataset
 from megarl.data.encode import Encode
 from megarl.data.rows import Row, messages_of
 from megarl.data.tokenizer import Tokenizer
@@ -69,23 +69,13 @@ class SFTDataset(RowDataset[Example]):
 
     Raises:
         ValueError: a file, column or conversation is wrong, or an example is longer than
-            `max_length` tokens and the recipe does not filter (or all of them are).
+            the limit and the recipe does not filter (or all of them are).
     """
 
     layouts = (("messages",), ("prompt", "response"))
     optional = ("data_source", "extra_info", "tools")
     source = "sft"
     too_long = "examples are longer than data.max_prompt_length + rollout.max_response_length"
-
-    def __init__(
-        self,
-        files: Files,
-        tokenizer: Tokenizer,
-        config: DataConfig,
-        max_length: int,
-        difficulty: str | None = None,
-    ) -> None:
-        super().__init__(files, tokenizer, config, max_length, difficulty)
 
     @staticmethod
     def encode() -> Encode:

@@ -17,9 +17,8 @@ class SampleRecord(TypedDict, total=False):
     response: str
     reward: float
     parts: dict[str, float]  # what the reward is made of
-    steps: list[
-        tuple[int, float]
-    ]  # within the response: the token of it that ends the step, counted from 0, and reward
+    # Within the response: the token of it that ends the step, counted from 0, and the step's reward.
+    steps: list[tuple[int, float]]
     prompt_length: int  # tokens
     response_length: int  # tokens
     finish_reason: str

@@ -18,9 +18,14 @@ def last_boxed(text: str) -> str | None:
         pass
     if last is None:
         return None
+    return in_braces(text, last.end())
+
+
+def in_braces(text: str, start: int) -> str | None:
+    """What stands from `start`, right behind an opening brace, to the brace that closes it; None: none does."""
     depth = 1
-    for brace in _BRACE.finditer(text, last.end()):
+    for brace in _BRACE.finditer(text, start):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0:
-            return text[last.end() : brace.start()]
+            return text[start : brace.start()]
     return None

@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.data.prepare.source import problem_row, rows_of
 from megarl.data.rows import Row, write_parquet
+from megarl.rewards.boxes import in_braces
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
 DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
@@ -38,18 +39,10 @@ def boxed(text: str) -> str | None:
     starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]
     if not starts:
         return None
-    rest = text[starts[-1] :]
-    if not rest.startswith("{"):
-        word = re.match(r"[^\s$]+", rest)
-        return word.group() if word else None
-    depth = 0
-    for place, character in enumerate(rest):
-        escaped = place > 0 and rest[place - 1] == "\\"
-        if character in "{}" and not escaped:
-            depth += 1 if character == "{" else -1
-            if depth == 0:
-                return rest[1:place]
-    return None
+    if text.startswith("{", starts[-1]):
+        return in_braces(text, starts[-1] + 1)
+    word = re.match(r"[^\s$]+", text[starts[-1] :])
+    return word.group() if word else None
 
 
 def _prompt_row(row: Row, split: str, index: int) -> dict[str, Any]:
