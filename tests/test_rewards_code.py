@@ -10,9 +10,7 @@ import pytest
 from megarl import rewards, sandbox
 from megarl.rewards.base import ScoreRequest
 from megarl.rewards.code import grade, same_output, same_value
-
-LACKING = sandbox.missing()
-needs_sandbox = pytest.mark.skipif(bool(LACKING), reason=f"this machine has no sandbox: {LACKING}")
+from tests.sandbox_machine import needs_sandbox
 
 SUMS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n", "10 20\n"], "outputs": ["3\n", "7\n", "0\n", "30\n"]}
 CALLS = {"inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["6", "0"], "fn_name": "total"}

@@ -15,10 +15,9 @@ import pytest
 
 from megarl import sandbox
 from megarl.sandbox import detect
+from tests.sandbox_machine import LACKING, needs_sandbox
 
 ROOT = Path(__file__).parent.parent
-LACKING = sandbox.missing()
-needs_sandbox = pytest.mark.skipif(bool(LACKING), reason=f"this machine has no sandbox: {LACKING}")
 
 
 @needs_sandbox

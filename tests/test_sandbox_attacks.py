@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from megarl import sandbox
-from tests.sandbox_attacks import ATTACKS, CALL_THEM, CALLS, PREAMBLE, Attack
+from tests.sandbox_attacks import ATTACKS, PREAMBLE, Attack
+from tests.sandbox_calls import CALL_THEM, CALLS
+from tests.sandbox_machine import needs_sandbox
 
-LACKING = sandbox.missing()
-pytestmark = pytest.mark.skipif(bool(LACKING), reason=f"this machine has no sandbox: {LACKING}")
+pytestmark = needs_sandbox
 LIMITS = sandbox.Limits(
     cpu_seconds=20, wall_seconds=30, memory_mb=200, scratch_files=300, output_kb=64, scratch_mb=8, processes=8
 )

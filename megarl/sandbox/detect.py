@@ -43,10 +43,14 @@ def missing() -> list[str]:
 
     The last word has a trial run, so this takes some 50 ms.
     """
+    return lacking_parts() or _trial()
+
+
+def lacking_parts() -> list[str]:
+    """As `missing`, without the trial run: what is not installed, or not allowed as far as that is written down."""
     if sys.platform != "linux":
         return [f"the sandbox is made of what Linux offers, and this is {sys.platform}: run where there is Linux"]
-    lacking = [*_tools(), *_filters(), *(_root() if os.geteuid() == 0 else _user())]
-    return lacking or _trial()
+    return [*_tools(), *_filters(), *(_root() if os.geteuid() == 0 else _user())]
 
 
 @functools.cache
