@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 
 from megarl.config.schema import RewardConfig
-from megarl.rewards import Score, ScoreRequest, resolve, score
+from megarl.killable.pool import ProcessPool
+from megarl.killable.work import Answered, Outcome
+from megarl.rewards import ScoreRequest, resolve, score
 from megarl.rewards.weighted import terms_of
-from megarl.scoring.pool import Outcome, ProcessPool
-from megarl.scoring.scoring import Scoring
+from megarl.scoring.scoring import Scoring, scorer_pool
 
 GROUP = 8  # samples that come to be scored together
 ENDLESS = "9^{9^{9^{9}}}"  # sympy sets out to compute it, and hears nothing until it is done
@@ -72,7 +73,7 @@ def cheap(count: int, rounds: int) -> None:
     async def groups() -> None:
         await asyncio.gather(*(scoring.score(rows[start : start + GROUP]) for start in range(0, count, GROUP)))
 
-    pool = ProcessPool(["gsm8k"], 1, 10.0, 0)
+    pool = scorer_pool(["gsm8k"], RewardConfig(processes=1))
     pool.start()
 
     def over_a_pipe() -> None:
@@ -112,12 +113,12 @@ def math(count: int, rounds: int) -> None:
     times: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
     for _ in range(rounds):
         for processes, values in times.items():
-            pool = ProcessPool(["math"], processes, 60.0, 0)
+            pool = scorer_pool(["math"], RewardConfig(processes=processes, timeout=60.0, retries=0))
             pool.start()
             seconds, outcomes = scored(pool, rows)
             values.append((seconds, busiest(pool)))
             pool.close()
-            assert all(isinstance(result, Score) for result, _ in outcomes)
+            assert all(isinstance(outcome, Answered) for outcome in outcomes)
     print(f"\n{count} math answers, {os.cpu_count()} cores\n")
     print("| processes | s | throughput | CPU s of the busiest | throughput by these |\n|---|---|---|---|---|")
     for processes, values in times.items():
@@ -131,12 +132,12 @@ def hanging(count: int, every: int, timeout: float) -> None:
     rows = math_rows(count)
     for number in range(0, count, every):
         rows[number] = ScoreRequest(rf"\boxed{{{ENDLESS}}}", "2", "lighteval/MATH", uid=str(number))
-    pool = ProcessPool(["math"], 2, timeout, 0)
+    pool = scorer_pool(["math"], RewardConfig(processes=2, timeout=timeout, retries=0))
     pool.start()
     seconds, _ = scored(pool, [row for row in rows if ENDLESS not in row.response])
     with_them, found = scored(pool, rows)
     pool.close()
-    ended = sum(not isinstance(result, Score) for result, _ in found)
+    ended = sum(not isinstance(outcome, Answered) for outcome in found)
     least = ended * timeout / 2 + seconds
     print(f"\n{count} math answers, {ended} of them ended at the limit, two processes, reward.timeout {timeout:g} s\n")
     print("| | s |\n|---|---|")

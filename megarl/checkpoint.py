@@ -23,7 +23,7 @@ import numpy as np
 from megarl.durable import sync, write_durably
 from megarl.manifest import FileSum, find_damage, write_manifest
 from megarl.rollout.admission import TriedGroup
-from megarl.types import Group, InlineData, Sample, SampleImages, SampleTokens, ScoringFailure
+from megarl.types import Group, InlineData, Sample, SampleFailure, SampleImages, SampleTokens, ToolUse, Turn
 
 _NAME = re.compile(r"step_(\d{6,})$")
 _VECTORS = ("tokens", "loss_mask", "rollout_log_probs", "routed_experts")
@@ -189,9 +189,9 @@ def _write_state(folder: Path, state: dict[str, Any]) -> None:
 
 def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, Any]:
     group = item.group
-    texts = []
+    words = []
     for index, sample in enumerate(group.samples[0].data.get()):
-        texts.append(sample.text)
+        words.append({"text": sample.text, "reason": sample.reason, "turns": [asdict(turn) for turn in sample.turns]})
         for name in _VECTORS:
             if (vector := getattr(sample, name)) is not None:
                 vectors[f"{group.number}.{index}.{name}"] = vector
@@ -200,7 +200,7 @@ def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, 
     samples = [{**asdict(_without_data(sample)), "data": None} for sample in group.samples]
     return {
         "accepted": item.accepted,
-        "texts": texts,  # none where the vectors of a filtered group were let go
+        "words": words,  # none where the vectors of a filtered group were let go
         "number": group.number,
         "prompt_uid": group.prompt_uid,
         "data_source": group.data_source,
@@ -209,34 +209,44 @@ def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, 
         "greedy": {**asdict(_without_data(group.greedy)), "data": None} if group.greedy is not None else None,
         "failures": [asdict(failure) for failure in group.failures],
         "scoring_retries": group.scoring_retries,
+        "judge_seconds": group.judge_seconds,
     }
 
 
 def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
     number, images = item["number"], None
+    if "words" not in item:
+        raise ValueError(
+            "groups that wait in this checkpoint were written by an earlier megarl, which kept their texts otherwise: resume "
+            "with that version, or start a new run from its exported weights"
+        )
     if f"{number}.images.{_IMAGES[0]}" in vectors:
         images = SampleImages(**{name: vectors[f"{number}.images.{name}"] for name in _IMAGES})
     data = InlineData(
         [
             SampleTokens(
-                text=text,
+                text=words["text"],
+                reason=words["reason"],
+                turns=tuple(Turn(**turn) for turn in words["turns"]),
                 images=images,
                 **{name: vectors[key] for name in _VECTORS if (key := f"{number}.{index}.{name}") in vectors},
             )
-            for index, text in enumerate(item["texts"])
+            for index, words in enumerate(item["words"])
         ]
     )
     samples = [_read_sample(values, data) for values in item["samples"]]
     greedy = _read_sample(item["greedy"], InlineData([])) if item.get("greedy") else None
-    failures = tuple(ScoringFailure(**failure) for failure in item.get("failures", ()))
+    failures = tuple(SampleFailure(**failure) for failure in item.get("failures", ()))
     row = item["prompt_uid"], item["data_source"], item["version"]
-    group = Group(number, *row, samples, greedy, failures, item.get("scoring_retries", 0))
+    counts = item.get("scoring_retries", 0), item.get("judge_seconds", 0.0)
+    group = Group(number, *row, samples, greedy, failures, *counts)
     return TriedGroup(group, item["accepted"])
 
 
 def _read_sample(values: dict[str, Any], data: InlineData) -> Sample:
     steps = tuple((token, reward) for token, reward in values.get("steps", ()))  # JSON knows lists alone
-    return Sample(**{**values, "data": data, "steps": steps})
+    tool_use = ToolUse(**values["tool_use"]) if values.get("tool_use") else None
+    return Sample(**{**values, "data": data, "steps": steps, "tool_use": tool_use})
 
 
 def _without_data(sample: Sample) -> Sample:

@@ -1,6 +1,7 @@
 """The command line: ``python -m megarl COMMAND`` (or ``megarl COMMAND``).
 
-Exit status: 0 success; 1 the run failed; 2 a recipe or other input is wrong; 130 after Ctrl-C; 143 after SIGTERM.
+Exit status: 0 success; 1 the run failed (compare: the runs differ); 2 a recipe or other input is wrong; 130 after
+Ctrl-C; 143 after SIGTERM.
 Errors are one block on stderr; --debug adds the traceback.
 """
 
@@ -79,6 +80,84 @@ def report(
     with blaming_input():
         path = write(run_path)
     typer.echo(path)
+
+
+LogPath = typer.Argument(help="A run's directory, or a log of verl: console output, JSONL, TensorBoard events.")
+
+
+@app.command()
+def compare(
+    run_a: Annotated[Path, LogPath],
+    run_b: Annotated[Path, LogPath],
+    metric: Annotated[
+        Optional[str], typer.Option(help="What to compare; unset: the reward, or the loss of SFT.")
+    ] = None,
+    metric_b: Annotated[Optional[str], typer.Option(help="What RUN_B calls it; unset: the same.")] = None,
+    max_error: Annotated[
+        Optional[str],
+        typer.Option(help="Mean absolute error allowed, in percent: 4 is 0.04. Unset: the rule's (reward 4, loss 2)."),
+    ] = None,
+    steps: Annotated[str, typer.Option(metavar="FROM:TO", help="Steps to compare, both included.")] = ":",
+    throughput_steps: Annotated[int, typer.Option(min=1, help="First steps whose throughput counts.")] = 4,
+    min_throughput_ratio: Annotated[
+        Optional[float], typer.Option(min=0.0, help="Least throughput of RUN_A over RUN_B's; unset: only told.")
+    ] = None,
+    html: Annotated[Optional[Path], typer.Option(help="Write the comparison as a page, too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Hold RUN_A against RUN_B: reward or loss, and throughput. Exit status 0 within the rules, 1 outside, 2 bad input."""
+    from megarl.observe.compare_command import compare as run_compare
+    from megarl.observe.compare_command import percentage, step_range
+    from megarl.observe.compare_rules import Options
+
+    with blaming_input():
+        first, last = step_range(steps)
+        error = None if max_error is None else percentage(max_error)
+        options = Options(metric, metric_b, error, first, last, throughput_steps, min_throughput_ratio)
+        within = run_compare(run_a, run_b, options, html=html, as_json=as_json)
+    if not within:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[
+        Optional[str], typer.Argument(metavar="[RECIPE]", help="Recipe, a YAML file: also what it needs.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A list of objects in place of lines.")] = False,
+    nodes: Annotated[
+        Optional[bool],
+        typer.Option("--nodes/--no-nodes", help="Every node of the Ray cluster; unset: where an address is known."),
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """Look at this machine, or a Ray cluster's: versions, devices, network, limits. Exit status 1 where a check fails."""
+    from megarl.doctor.command import doctor as look
+
+    return look(Path(recipe) if recipe else None, overrides or [], as_json=as_json, nodes=nodes)
+
+
+@app.command(name="convert-config")
+def convert_config(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A verl script or command line; - reads standard input.")],
+    settings: Annotated[
+        Optional[list[str]],
+        typer.Argument(
+            metavar="[NAME=VALUE]...",
+            help="Values of the script's shell variables, where it sets none (1=8 is $1); with a dot, settings of the recipe.",
+        ),
+    ] = None,
+    out: Annotated[Optional[Path], typer.Option(help="Recipe to write; unset: standard output.")] = None,
+    rows: Annotated[Optional[int], typer.Option(min=1, help="Rows of the training data: makes epochs steps.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write the recipe of a verl script, which is read and not run; stderr says what was not carried over."""
+    from megarl.convert.command import convert_file
+
+    with blaming_input():
+        convert_file(file, settings or [], out=out, rows=rows)
 
 
 def main() -> None:

@@ -27,11 +27,11 @@ from megarl.critic import Critic, KLPenalty, Part
 from megarl.data.tokenizer import Tokenizer
 from megarl.flops import FORWARD, ModelFlops
 from megarl.observe.log import RunLog
+from megarl.observe.samples import records_of
 from megarl.placement import Placement
 from megarl.rollout.evaluate import EvaluationResult
 from megarl.rollout.source import Batch, Source
 from megarl.saver import Saver
-from megarl.schedule import split_evenly
 from megarl.shards import StepPlan, plan_step, spread
 from megarl.skipped import SkippedSteps
 from megarl.teacher import Teacher
@@ -167,7 +167,8 @@ class Controller:
             self._adapt_kl_weight(len(plan.outcomes.rewards), still=warming_up)
         log.add({**plan.metrics, **staleness(batch.groups, step - 1)})
         if recipe.train.source == "rollout":
-            log.samples(step, self._records(batch.groups, step))
+            wanted = -(-recipe.observe.samples_per_step // recipe.rollout.samples_per_prompt)
+            log.samples(step, records_of(batch.groups, step, wanted, self.tokenizer))
 
     def _add_speed(self, name: str, phase: str, flops: float) -> None:
         """What the trainers made of a phase that has just ended: `flops` on all devices together."""
@@ -337,33 +338,6 @@ class Controller:
     @staticmethod
     def _due(step: int, every: int) -> bool:
         return every > 0 and step % every == 0
-
-    def _records(self, groups: Sequence[Group], step: int) -> list[dict[str, object]]:
-        """What samples/ keeps: `observe.samples_per_step`, as whole groups spread over the batch. Others' vectors stay where they are."""
-        wanted = -(-self.recipe.observe.samples_per_step // self.recipe.rollout.samples_per_prompt)
-        records: list[dict[str, object]] = []
-        for run in split_evenly(len(groups), wanted) if wanted else []:
-            group = groups[run.start]
-            vectors = group.samples[0].data.get()
-            prompt = self.tokenizer.decode(vectors[0].tokens[: group.samples[0].prompt_length].tolist())
-            records += [
-                {
-                    "prompt": prompt,
-                    "response": vectors[sample.index].text,
-                    "reward": sample.reward,
-                    "parts": sample.reward_parts,
-                    "steps": [(token - sample.prompt_length, reward) for token, reward in sample.steps],
-                    "prompt_length": sample.prompt_length,
-                    "response_length": sample.response_length,
-                    "finish_reason": sample.finish_reason,
-                    "version": sample.version,
-                    "staleness": step - 1 - sample.version,
-                    "data_source": group.data_source,
-                    "group": group.number,
-                }
-                for sample in group.samples
-            ]
-        return records
 
 
 def correction_scales(totals: Sequence[np.ndarray | None]) -> list[float]:

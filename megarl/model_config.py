@@ -24,3 +24,13 @@ def number_of_experts(config: dict[str, Any]) -> int:
         if config.get(name):
             return int(config[name])
     return 0
+
+
+def context_length(hf_config: dict[str, Any]) -> int | None:
+    """Tokens that a model was made for; None where its config.json does not say: with scaled rotary embeddings the engine
+    knows."""
+    fields = text_fields(hf_config)
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    known = fields.get("max_position_embeddings")
+    return None if scaled or known is None else int(known)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl import engines
+from megarl.agents.build import AgentSetup, check_tools
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.algorithms.trial import try_own_functions
@@ -20,8 +22,11 @@ from megarl.cluster import transport
 from megarl.config.critic import ONE_LAYOUT, critic_view
 from megarl.config.data import training_sets
 from megarl.config.errors import RecipeError, plain
+from megarl.config.judge import uses_judge
 from megarl.config.load import flat_settings, to_yaml
+from megarl.config.remote import remote_notices
 from megarl.config.schema import Recipe
+from megarl.data.images import ImageReader
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
@@ -32,8 +37,11 @@ from megarl.megatron.config_fields import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
+from megarl.model_config import context_length
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
+from megarl.preflight_judge import check_judge
+from megarl.rewards import ScorerSettings
 from megarl.rewards.weighted import terms_of
 
 _LEAST_FREE_BYTES = 64 << 20
@@ -67,13 +75,26 @@ class Prepared:
         return sorted({source for data in sets for source in data.data_sources})
 
 
-def prepare_training(recipe: Recipe) -> Prepared:
-    """Check and read everything that `train` needs. Raises ValueError (RecipeError where one key is to blame)."""
+# What preparing goes through, in order, and what it reads there.
+STAGES = {
+    "settings": "names of engines, their arguments, functions of the recipe's own",
+    "model": "config.json, weights' files, tokenizer, layout; of the critic and the teacher as well",
+    "data": "every row, through the tokenizer; tools",
+    "rewards": "scorers, prepared; the judge and its question",
+}
+
+
+def prepare_training(recipe: Recipe, begin: Callable[[str], None] = lambda stage: None) -> Prepared:
+    """Check and read everything that `train` needs. Raises ValueError (RecipeError where one key is to blame).
+
+    `begin` is called with each of `STAGES` before it."""
+    begin("settings")
     if not recipe.data.train_files and not recipe.data.mix:
         raise RecipeError("data.train_files", "there is nothing to train on", "name .parquet or .jsonl files", value=[])
     engines.check_known(recipe.rollout.engine)
     engines.check_args(recipe.rollout.engine, recipe.rollout.engine_args, "rollout")
     try_own_functions(recipe.algorithm)
+    begin("model")
     tokenizer, config = _read_model(recipe)
     check_model(config)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
@@ -82,7 +103,16 @@ def prepare_training(recipe: Recipe) -> Prepared:
     critic = _read_critic(recipe, tokenizer) if uses_critic(recipe.algorithm) else None
     if needs_teacher(recipe.algorithm):
         _check_teacher(recipe, tokenizer)
-    prepared = _with_rewards(recipe, _read_data(recipe, tokenizer, training=True))
+    begin("data")
+    prepared = _read_data(recipe, tokenizer, training=True)
+    begin("rewards")
+    prepared = _with_rewards(recipe, prepared)
+    if uses_judge(recipe):
+        check_judge(
+            recipe,
+            read_weights_config(str(recipe.judge.path), "judge.path"),
+            [data for data in (prepared.prompts, prepared.evaluation) if data is not None],
+        )
     prepared.model, prepared.flops = config, model_flops(config)
     if critic is not None:
         prepared.critic_model, prepared.critic_flops = critic, model_flops(critic)
@@ -100,8 +130,9 @@ def check_device(recipe: Recipe, device: str) -> None:
         )
 
 
-def prepare_evaluation(recipe: Recipe) -> Prepared:
-    """Check and read everything that `eval` needs."""
+def prepare_evaluation(recipe: Recipe, begin: Callable[[str], None] = lambda stage: None) -> Prepared:
+    """Check and read everything that `eval` needs. `begin`: as of `prepare_training`."""
+    begin("settings")
     if recipe.train.source != "rollout":
         raise RecipeError(
             "train.source",
@@ -114,8 +145,16 @@ def prepare_evaluation(recipe: Recipe) -> Prepared:
             "data.eval_files", "there is nothing to evaluate on", "name .parquet or .jsonl files", value=[]
         )
     engines.check_known(recipe.rollout.engine)
+    begin("model")
     tokenizer, _ = _read_model(recipe)
-    return _with_rewards(recipe, _read_data(recipe, tokenizer, training=False))
+    begin("data")
+    prepared = _read_data(recipe, tokenizer, training=False)
+    begin("rewards")
+    prepared = _with_rewards(recipe, prepared)
+    if uses_judge(recipe):
+        assert prepared.evaluation is not None
+        check_judge(recipe, read_weights_config(str(recipe.judge.path), "judge.path"), [prepared.evaluation])
+    return prepared
 
 
 @dataclass
@@ -194,13 +233,14 @@ def read_hf_config(path: str, key: str = "model.path") -> dict[str, Any]:
 
 
 def _read_model(recipe: Recipe) -> tuple[Tokenizer, dict[str, Any]]:
-    config = _read_weights_config(recipe.model.path, "model.path")
+    config = read_weights_config(recipe.model.path, "model.path")
     tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, recipe.model.path)
     check_vocabulary(tokenizer, config)
+    _check_context(recipe, config)
     return tokenizer, config
 
 
-def _read_weights_config(path: str, key: str) -> dict[str, Any]:
+def read_weights_config(path: str, key: str) -> dict[str, Any]:
     config = read_hf_config(path, key)
     if not any(Path(path).glob("*.safetensors")):
         remedy = "convert the weights to safetensors (save_pretrained does)"
@@ -215,7 +255,7 @@ def _read_critic(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
     view = critic_view(recipe)
     check_extra(view.megatron.extra, "critic.megatron")
     key = "critic.model_path" if recipe.critic.model_path else "model.path"
-    config = _read_weights_config(view.model.path, key)
+    config = read_weights_config(view.model.path, key)
     check_vocabulary(tokenizer, config)
     check_model(config)
     if "vision_config" in config:
@@ -237,13 +277,28 @@ def _check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
     assert teacher.path is not None
     engines.check_known(teacher.engine, "teacher.engine")
     engines.check_args(teacher.engine, teacher.engine_args, "teacher")
-    config = _read_weights_config(teacher.path, "teacher.path")
+    config = read_weights_config(teacher.path, "teacher.path")
     check_same_tokens(tokenizer, load_tokenizer(teacher.path))
     check_vocabulary(tokenizer, config)
     top_k = teacher_top_k(recipe.algorithm)
     if top_k > tokenizer.vocab_size:
         what = f"the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens"
         raise RecipeError("algorithm.distill_top_k", what, "ask for no more", value=top_k)
+
+
+def _check_context(recipe: Recipe, config: dict[str, Any]) -> None:
+    """Refuse samples longer than the policy was made for, which its engine would refuse once it loads."""
+    known, data, rollout = context_length(config), recipe.data, recipe.rollout
+    longest = data.max_prompt_length + rollout.max_response_length
+    if recipe.train.source != "rollout" or known is None or "hf_overrides" in rollout.engine_args or longest <= known:
+        return
+    raise RecipeError(
+        "rollout.max_response_length",
+        f"with data.max_prompt_length = {data.max_prompt_length} a sample may have {longest} tokens, and the model was made "
+        f"for {known} (max_position_embeddings of its config.json)",
+        "lower the two together to that",
+        value=rollout.max_response_length,
+    )
 
 
 def _read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool) -> Prepared:
@@ -257,14 +312,26 @@ def _read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool) -> Prepa
         if data.eval_files:
             prepared.held_out = kind(data.eval_files, tokenizer, data, longest)
             _note(prepared, "evaluation examples", prepared.held_out)
+        _check_pixels(recipe, has_images=False)
         return prepared
+    setup = AgentSetup.of(recipe)
+    tools = check_tools(setup, tokenizer) if setup is not None else []
+    images = ImageReader.of(recipe.model.path, data)
     if training:
-        prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum)
+        prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum, tools, images)
         _note(prepared, "training prompts", prepared.prompts)
     if data.eval_files:
-        prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data)
+        prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data, tools=tools, images=images)
         _note(prepared, "evaluation prompts", prepared.evaluation)
+    _check_pixels(recipe, any(one is not None and one.has_images for one in (prepared.prompts, prepared.evaluation)))
     return prepared
+
+
+def _check_pixels(recipe: Recipe, has_images: bool) -> None:
+    """Refuse limits to images where there are none."""
+    for key, value in (("data.min_pixels", recipe.data.min_pixels), ("data.max_pixels", recipe.data.max_pixels)):
+        if value is not None and not has_images:
+            raise RecipeError(key, "no row has an image that it would apply to", "leave it out", value=value)
 
 
 def _note(prepared: Prepared, what: str, data: PromptDataset | SFTDataset | PreferenceDataset) -> None:
@@ -277,7 +344,9 @@ def _note(prepared: Prepared, what: str, data: PromptDataset | SFTDataset | Pref
 
 
 def _with_rewards(recipe: Recipe, prepared: Prepared) -> Prepared:
-    terms = terms_of(recipe.reward.function, recipe.reward.functions, prepared.data_sources)
+    reward, settings = recipe.reward, ScorerSettings(recipe.reward.remote, recipe.sandbox)
+    terms = terms_of(reward.function, reward.functions, prepared.data_sources, settings)
+    prepared.notices += remote_notices(reward)
     for scorer in {term.scorer.name: term.scorer for row in terms.values() for term in row}.values():
         try:
             if scorer.prepare is not None:

@@ -14,13 +14,14 @@ from typing import Any
 
 from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
-from megarl.algorithms.objective import needs_teacher
 from megarl.checkpoint import check_whole, checkpoint_name, list_checkpoints
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
+from megarl.cluster.placement import Demand
 from megarl.config import Recipe, load_recipe
 from megarl.config.critic import critic_view
 from megarl.config.errors import blaming_input
+from megarl.config.judge import JUDGE
 from megarl.controller import Controller, Layout
 from megarl.critic import Critic
 from megarl.flops import ModelFlops
@@ -30,14 +31,16 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.placement import Colocated, Disaggregated, Placement, Tenant, TrainersOnly, wait_for_engines
 from megarl.platform.peaks import peak_flops
 from megarl.preflight import Prepared, RunPlace, check_device, open_run_directory, prepare_evaluation, prepare_training
+from megarl.rollout.calls import Service as RolloutService
 from megarl.rollout.calls import wait_for_all
 from megarl.rollout.data_source import DataSource
 from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.held_out import HeldOut
+from megarl.rollout.judged import with_judge
 from megarl.rollout.source import Source
 from megarl.saver import Saver
-from megarl.start_engines import start_engines, start_teacher
+from megarl.start_engines import fixed_models, start_engines, start_judge, start_teacher
 from megarl.teacher import Teacher
 
 TRAINER = "megarl.actor_worker:ActorWorker"
@@ -50,7 +53,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     def absolute(path: str) -> str:
         return os.path.abspath(os.path.expanduser(path))
 
-    data, model, critic, teacher = recipe.data, recipe.model, recipe.critic, recipe.teacher
+    data, model, critic, teacher, judge = recipe.data, recipe.model, recipe.critic, recipe.teacher, recipe.judge
     return dataclasses.replace(
         recipe,
         runs_dir=absolute(recipe.runs_dir),
@@ -59,6 +62,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         ),
         critic=dataclasses.replace(critic, model_path=absolute(critic.model_path) if critic.model_path else None),
         teacher=dataclasses.replace(teacher, path=absolute(teacher.path) if teacher.path else None),
+        judge=dataclasses.replace(judge, path=absolute(judge.path) if judge.path else None),
         data=dataclasses.replace(
             data,
             train_files=[absolute(file) for file in data.train_files],
@@ -73,11 +77,11 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 @contextlib.contextmanager
 def connected(
-    recipe: Recipe, platform: Any, *, trainers: bool, engines: bool, critic: bool = False, teacher: bool = False
+    recipe: Recipe, platform: Any, *, trainers: bool, engines: bool, critic: bool = False, fixed: Sequence[str] = ()
 ) -> Iterator[Cluster]:
     """The cluster that the recipe asks for, with room for what will be started; a ValueError is the recipe's fault."""
     with blaming_input():
-        cluster = connect(recipe, platform, trainers=trainers, engines=engines, critic=critic, teacher=teacher)
+        cluster = connect(recipe, platform, trainers=trainers, engines=engines, critic=critic, fixed=fixed)
     with cluster:
         yield cluster
 
@@ -109,8 +113,8 @@ def train(recipe: Recipe) -> Path:
         for notice in [*prepared.notices, *place.notices]:
             log.notice(notice)
         rl = recipe.train.source == "rollout"
-        critic, teacher = uses_critic(recipe.algorithm), needs_teacher(recipe.algorithm)
-        with connected(recipe, platform, trainers=True, engines=rl, critic=critic, teacher=teacher) as cluster:
+        critic, fixed = uses_critic(recipe.algorithm), fixed_models(recipe)
+        with connected(recipe, platform, trainers=True, engines=rl, critic=critic, fixed=fixed) as cluster:
             with log.phase("start"):
                 controller = _assemble(recipe, prepared, platform, cluster, log, place)
             controller.fit(place.checkpoint)
@@ -134,11 +138,14 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         prepared = prepare_evaluation(recipe)
         platform = platforms.select(recipe.cluster.device)
     assert prepared.evaluation is not None
-    with connected(recipe, platform, trainers=False, engines=True) as cluster:
+    judge = [section for section in fixed_models(recipe) if section == JUDGE]  # no teacher is asked
+    with connected(recipe, platform, trainers=False, engines=True, fixed=judge) as cluster:
         services = start_engines(recipe, prepared, platform, cluster, load_weights=True)
-        starting = [service.call("start") for service in services]
-        wait_for_engines(services, starting, doing="load", limit=recipe.rollout.start_timeout)
-        result = evaluate(recipe, prepared.evaluation, services, prepared.tokenizer.stop_ids, cluster.check)
+        judges = start_judge(recipe, platform, cluster)
+        starting = [service.call("start") for service in [*services, *judges]]
+        wait_for_engines([*services, *judges], starting, doing="load", limit=recipe.rollout.start_timeout)
+        samplers, check = with_judge(recipe, services, judges, cluster.check)
+        result = evaluate(recipe, prepared.evaluation, samplers, prepared.tokenizer.stop_ids, check)
     for notice in result.notices:
         print(notice, file=sys.stderr)
     print(json.dumps(result.metrics))
@@ -217,8 +224,9 @@ def _assemble(
     rl, patience = recipe.train.source == "rollout", recipe.rollout.start_timeout
     services = start_engines(recipe, prepared, platform, cluster, load_weights=False) if rl else []
     starting = [service.call("start") for service in services]
-    readers = start_teacher(recipe, platform, cluster) if needs_teacher(recipe.algorithm) else []
-    readers_starting = [service.call("start") for service in readers]
+    readers = start_teacher(recipe, platform, cluster) if "teacher" in fixed_models(recipe) else []
+    fixed = [*readers, *(judges := start_judge(recipe, platform, cluster))]
+    fixed_starting = [service.call("start") for service in fixed]
     engines: list[dict[str, Any]] = []
     take_turns = rl and recipe.cluster.placement == "colocated" and platform.ray_resource is not None
     if take_turns:  # an engine measures free memory when it loads: nothing else may take any then
@@ -230,7 +238,8 @@ def _assemble(
     actor = Tenant(trainers, offload=recipe.megatron.offload)
     critic, critic_tenant = _start_critic(recipe, prepared.critic_flops, cluster, actor, run_dir)
     engines = engines or wait_for_engines(services, starting, doing="load", limit=patience)
-    wait_for_engines(readers, readers_starting, doing="load", limit=patience)
+    wait_for_engines(fixed, fixed_starting, doing="load", limit=patience)
+    samplers, check = with_judge(recipe, services, judges, cluster.check)
     placement = _placement(recipe, actor, critic_tenant, services, engines, asleep=take_turns)
     layout = _layout(recipe, prepared.flops, trainers.call("describe"))
     return Controller(
@@ -239,11 +248,11 @@ def _assemble(
         critic=critic,
         teacher=Teacher(readers, recipe.teacher.timeout) if readers else None,
         layout=layout,
-        source=_source(recipe, prepared, services, cluster),
+        source=_source(recipe, prepared, samplers, check),
         placement=placement,
         log=log,
         tokenizer=prepared.tokenizer,
-        evaluate=_evaluation(recipe, prepared, services, trainers, layout, cluster),
+        evaluate=_evaluation(recipe, prepared, samplers, trainers, layout, check),
         saver=_saver(recipe, run_dir, trainers, critic, placement, cluster),
         identity=place.identity,
     )
@@ -252,10 +261,10 @@ def _assemble(
 def _evaluation(
     recipe: Recipe,
     prepared: Prepared,
-    services: Sequence[Service],
+    services: Sequence[RolloutService],
     trainers: WorkerGroup,
     layout: Layout,
-    cluster: Cluster,
+    check: Callable[[], None],
 ) -> Callable[[], EvaluationResult] | None:
     """What evaluates the policy of now: engines on held-out problems, or trainers on held-out rows. None: neither."""
     problems, rows = prepared.evaluation, prepared.held_out
@@ -264,7 +273,7 @@ def _evaluation(
         return HeldOut(recipe, rows, trainers, *place, layout.model_flops).evaluate
     if problems is None:
         return None
-    return lambda: evaluate(recipe, problems, services, prepared.tokenizer.stop_ids, cluster.check)
+    return lambda: evaluate(recipe, problems, services, prepared.tokenizer.stop_ids, check)
 
 
 def _saver(
@@ -288,11 +297,13 @@ def _saver(
     )
 
 
-def _source(recipe: Recipe, prepared: Prepared, services: Sequence[Service], cluster: Cluster) -> Source:
+def _source(
+    recipe: Recipe, prepared: Prepared, services: Sequence[RolloutService], check: Callable[[], None]
+) -> Source:
     if prepared.examples is not None:
         return DataSource(recipe, prepared.examples)
     assert prepared.prompts is not None
-    return EnginesSource(recipe, prepared.prompts, services, prepared.tokenizer.stop_ids, cluster.check)
+    return EnginesSource(recipe, prepared.prompts, services, prepared.tokenizer.stop_ids, check)
 
 
 def _start_critic(
@@ -338,13 +349,13 @@ def _layout(recipe: Recipe, flops: ModelFlops | None, ranks: Sequence[dict[str, 
     engine_devices = recipe.rollout.engines * recipe.rollout.tensor_parallel
     own_devices = recipe.train.source == "rollout" and recipe.cluster.placement == "disaggregated"
     critic_devices = recipe.critic.trainers if uses_critic(recipe.algorithm) else 0
-    teacher_devices = recipe.teacher.engines * recipe.teacher.tensor_parallel if needs_teacher(recipe.algorithm) else 0
+    fixed = Demand.of(recipe, trainers=False, engines=False, fixed=fixed_models(recipe)).fixed_devices
     return Layout(
         data_parallel_rank=[rank["dp_rank"] for rank in ranks],
         reports=[rank["reports"] for rank in ranks],
         data_parallel=ranks[0]["dp_size"],
         micro_batches_multiple_of=recipe.megatron.pipeline_parallel if recipe.megatron.virtual_pipeline else 1,
-        devices=len(ranks) + (engine_devices + critic_devices if own_devices else 0) + teacher_devices,
+        devices=len(ranks) + (engine_devices + critic_devices if own_devices else 0) + fixed,
         model_flops=flops,
         device_peak=by_hand * 1e12 if by_hand else peak_flops(ranks[0]["device_name"]),
     )

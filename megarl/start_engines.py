@@ -1,18 +1,22 @@
-"""Starting the engines of a run: the policy's, which sample, and the teacher's, which read."""
+"""Starting the engines of a run: the policy's, which sample, the teacher's, which read, and the judge's, which judge."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megarl.algorithms.objective import teacher_top_k
+from megarl.agents.build import AgentSetup
+from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.cluster.base import Cluster, Service
+from megarl.config.judge import JUDGE, uses_judge
 from megarl.config.schema import Recipe
+from megarl.data.images import ImageReader
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
 from megarl.preflight import Prepared
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
 TEACHER_SERVER = "megarl.rollout.teacher_server:TeacherServer"
+JUDGE_SERVER = "megarl.rollout.judge_server:JudgeServer"
 
 
 def start_engines(
@@ -38,31 +42,56 @@ def start_engines(
             return_routed_experts=recipe.megatron.routing_replay == "rollout" and not load_weights,
         )
         tokenizer = recipe.model.tokenizer or recipe.model.path
-        args = (rollout.engine, spec, tokenizer, recipe.reward, prepared.data_sources)
+        images = ImageReader.of(recipe.model.path, recipe.data)
+        scoring = (recipe.reward, prepared.data_sources, recipe.sandbox)
+        args = (rollout.engine, spec, tokenizer, *scoring, images, AgentSetup.of(recipe), uses_judge(recipe))
         services.append(_start(ROLLOUT_SERVER, rollout.engine, spec, args, recipe, platform, cluster))
     return services
 
 
+def fixed_models(recipe: Recipe) -> list[str]:
+    """The recipe's sections of fixed models that training starts engines of, in the order in which devices are claimed."""
+    wanted = {"teacher": needs_teacher(recipe.algorithm), JUDGE: uses_judge(recipe)}
+    return [section for section, needed in wanted.items() if needed]
+
+
 def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Service]:
     """The teacher's engines, beginning to load. After the policy's: devices are claimed in this order."""
-    teacher = recipe.teacher
-    assert teacher.path is not None
+    longest = _longest(recipe) + 1  # an engine that reads a whole sample samples one token more
     services = []
-    for number in range(teacher.engines):
-        spec = EngineSpec(
-            name=f"teacher{number}",
-            model_path=teacher.path,
-            dtype=teacher.dtype or recipe.model.dtype,
-            max_model_len=_longest(recipe) + 1,  # an engine that reads a whole sample samples one token more
-            tensor_parallel=teacher.tensor_parallel,
-            seed=recipe.train.seed,
-            engine_args=teacher.engine_args,
-            prompt_top_k=teacher_top_k(recipe.algorithm),
-            recipe_section="teacher",
-        )
-        args = (teacher.engine, spec)
-        services.append(_start(TEACHER_SERVER, teacher.engine, spec, args, recipe, platform, cluster))
+    for number in range(recipe.teacher.engines):
+        spec = _fixed_spec(recipe, "teacher", number, longest, prompt_top_k=teacher_top_k(recipe.algorithm))
+        args = (recipe.teacher.engine, spec)
+        services.append(_start(TEACHER_SERVER, recipe.teacher.engine, spec, args, recipe, platform, cluster))
     return services
+
+
+def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Service]:
+    """The judge's engines, beginning to load; none where nobody asks one. After the teacher's, as `fixed_models` says."""
+    judge = recipe.judge
+    services = []
+    for number in range(judge.engines if uses_judge(recipe) else 0):
+        spec = _fixed_spec(recipe, JUDGE, number, judge.max_prompt_length + judge.max_tokens)
+        args = (judge.engine, spec, judge, recipe.train.seed)
+        services.append(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster))
+    return services
+
+
+def _fixed_spec(recipe: Recipe, section: str, number: int, longest: int, prompt_top_k: int | None = None) -> EngineSpec:
+    """The spec of engine `number` of a fixed model, from its section of the recipe."""
+    settings = recipe.judge if section == JUDGE else recipe.teacher
+    assert settings.path is not None
+    return EngineSpec(
+        name=f"{section}{number}",
+        model_path=settings.path,
+        dtype=settings.dtype or recipe.model.dtype,
+        max_model_len=longest,
+        tensor_parallel=settings.tensor_parallel,
+        seed=recipe.train.seed,
+        engine_args=settings.engine_args,
+        prompt_top_k=prompt_top_k,
+        recipe_section=section,
+    )
 
 
 def _longest(recipe: Recipe) -> int:

@@ -20,6 +20,17 @@ import numpy as np
 
 
 @dataclass(frozen=True)
+class PromptImage:
+    """One image of a prompt as its row gives it, encoded: what is kept and moved until the prompt is sampled."""
+
+    where: str  # "train.parquet, row 17, image 0": for errors
+    data: bytes | None = field(repr=False)  # a whole PNG, JPEG, ...; None: the file at `path` is
+    path: str  # "" where `data` counts
+    tokens: int  # placeholders that it takes in the prompt
+    start: int = 0  # index of the first of them
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One row of a prompt data set, ready to be sampled from.
 
@@ -33,6 +44,8 @@ class Prompt:
     data_source: str  # selects the scorer
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
+    question: str = ""  # what the row's messages say, without the chat template's own
+    images: tuple[PromptImage, ...] = ()  # in the order of their placeholders, which `tokens` holds expanded
 
 
 @dataclass(frozen=True)
@@ -68,7 +81,7 @@ class GenerationRequest:
     prompt: Prompt
     sampling: Sampling
     seed: int
-    images: SampleImages | None = None  # of the prompt, whose tokens hold their placeholders, expanded
+    images: SampleImages | None = None  # those of the prompt, once the rollout process has prepared them
     with_greedy: bool = False  # also one greedy sample, for the group's baseline
     prompt_top_k: int | None = None  # also `Completion.prompt`, with so many likeliest tokens a place; None: not
 
@@ -102,6 +115,25 @@ class Completion:
     prompt: TokenScores | None = None  # of the prompt's tokens; None: not asked for
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a response: the policy's, or a tool's answer to a call in the policy's turn before it.
+
+    Example: ``Turn("tool", "4\\n", tokens=9, name="code_interpreter", arguments={"code": "print(2 + 2)"})``.
+    """
+
+    role: Literal["assistant", "tool"]
+    text: str  # special tokens left out; of a tool, what it answered
+    tokens: int = 0  # of the sample that are this turn's, the template's own around it included
+    name: str = ""  # of the tool
+    arguments: dict[str, Any] = field(default_factory=dict)  # that the policy called it with
+    failure: Literal["", "refused", "error", "timeout", "crash"] = (
+        ""  # why `text` is not the tool's answer but of a failure
+    )
+    seconds: float = 0.0  # that the tool ran
+    reward: float = 0.0  # that the tool gave
+
+
 @dataclass
 class SampleTokens:
     """The token vectors of one sample, prompt and response in one piece (all of length L)."""
@@ -113,6 +145,8 @@ class SampleTokens:
     routed_experts: np.ndarray | None = None  # int16 [L, layers, topk]: see `Completion`
     images: SampleImages | None = None  # siblings of a group share one object
     teacher: TokenScores | None = None  # what a teacher says of `tokens`
+    turns: tuple[Turn, ...] = ()  # where an agent loop made the response: what `text` is made of, for people
+    reason: str = ""  # why the scorer gave what it gave, in its words
 
 
 class DataRef(Protocol):
@@ -138,6 +172,17 @@ Steps = tuple[tuple[int, float], ...]
 """Rewards of steps within a response: (index of the token that ends the step, in the whole sample; reward)."""
 
 
+@dataclass(frozen=True)
+class ToolUse:
+    """What an agent loop did for one sample."""
+
+    turns: int = 1  # the policy's
+    calls: int = 0  # of tools
+    failures: int = 0  # of these calls: refused, raised, too slow or crashed
+    timeouts: int = 0  # of these failures
+    seconds: float = 0.0  # that tools ran, calls of one turn one after another
+
+
 @dataclass
 class Sample:
     """What the controller knows of one sample. Its vectors are ``data.get()[index]``."""
@@ -151,9 +196,12 @@ class Sample:
     reward: float = 0.0  # all of it: the outcome, and what `steps` earn
     reward_parts: dict[str, float] = field(default_factory=dict)
     answer: str | None = None  # what the scorer took for the answer: majority votes count it
+    # "stop" | "length"; of an agent loop also "turns" or "tool_time": its limit came before the policy was done; "failed": it
+    # could not be finished, and its group is left out
     finish_reason: str = "stop"
     version: int = 0  # of the weights that sampled it
     steps: Steps = ()
+    tool_use: ToolUse | None = None  # None: no agent loop
 
     @property
     def length(self) -> int:
@@ -170,11 +218,11 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class ScoringFailure:
-    """Why no reward is known of a sample, after all retries. `kind` is that of the last attempt: the scorer raised or
-    broke its contract, it ran for too long and was killed, or its process ended."""
+class SampleFailure:
+    """Why a sample has no reward, after all retries: its scorer failed, or a tool could not be used. `kind` is that of the
+    last attempt: what was called raised or broke its contract, it ran for too long and was killed, or its process ended."""
 
-    scorer: str
+    source: str  # "scorer 'gsm8k'", "tool 'search'"
     uid: str  # of the row
     kind: Literal["error", "timeout", "crash"]
     cause: str
@@ -182,14 +230,14 @@ class ScoringFailure:
 
     def __str__(self) -> str:
         times = f" ({self.attempts} attempts)" if self.attempts > 1 else ""
-        return f"scorer {self.scorer!r} failed on row {self.uid!r}: {self.cause}{times}"
+        return f"{self.source} failed on row {self.uid!r}: {self.cause}{times}"
 
 
 @dataclass
 class Group:
     """Samples of one prompt, in the order of their seeds. Groups are numbered in admission order.
 
-    A sample that could not be scored has the reward NaN and is among `failures`: nobody trains on such a group.
+    A sample that could not be finished or scored has the reward NaN and is among `failures`: nobody trains on such a group.
     """
 
     number: int
@@ -198,8 +246,9 @@ class Group:
     version: int
     samples: list[Sample]
     greedy: Sample | None = None  # scored, not trained on: a baseline; it has no vectors
-    failures: tuple[ScoringFailure, ...] = ()
+    failures: tuple[SampleFailure, ...] = ()
     scoring_retries: int = 0  # attempts that failed and were made again, over all samples
+    judge_seconds: float = 0.0  # that it waited for its verdicts; 0: there is no judge
 
 
 @dataclass(frozen=True)

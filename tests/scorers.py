@@ -82,6 +82,20 @@ async def awaited(request: ScoreRequest) -> dict[str, object]:
     return {"score": 0.5, "answer": request.response}
 
 
+_crowd = 0
+
+
+async def crowd(request: ScoreRequest) -> float:
+    """How many samples are with it in its process."""
+    global _crowd
+    _crowd += 1
+    await asyncio.sleep(0.2)
+    found = _crowd
+    await asyncio.sleep(0.2)
+    _crowd -= 1
+    return float(found)
+
+
 def modules(request: ScoreRequest) -> dict[str, object]:
     """Which heavy packages the process that scores has imported."""
     heavy = {"torch", "vllm", "ray", "transformers", "megatron", "pyarrow"} & set(sys.modules)
@@ -91,3 +105,10 @@ def modules(request: ScoreRequest) -> dict[str, object]:
 def brevity(request: ScoreRequest) -> dict[str, float]:
     """1 for nothing, falling to 0 at 100 characters."""
     return {"score": max(0.0, 1 - len(request.response) / 100)}
+
+
+def last_turn(request: ScoreRequest) -> dict[str, float | str]:
+    """Whether the policy's last turn is the ground truth."""
+    said = [turn.text for turn in request.turns if turn.role == "assistant"][-1]
+    right = float(said == request.ground_truth)
+    return {"score": right, "accuracy": right, "reason": f"it said {said!r}"}

@@ -43,13 +43,11 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+TIMES = (
+    "timing_s/", "perf/throughput", "perf/tflops", "perf/max_memory", "checkpoint/", "rollout/judge_seconds",
+)  # fmt: skip
+
+
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What must repeat to the last bit: everything that is no time, no rate and no memory."""
-    return [
-        {
-            name: value
-            for name, value in line.items()
-            if not name.startswith(("timing_s/", "perf/throughput", "perf/tflops", "perf/max_memory", "checkpoint/"))
-        }
-        for line in lines
-    ]
+    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]

@@ -13,16 +13,30 @@ PACKAGE = ROOT / "megarl"
 
 # A module may import from its own layer and from those before it.
 LAYERS = [
-    ["registry", "types", "config", "model_config", "platform", "durable", "manifest", "sandbox"],
-    ["algorithms", "rewards", "data", "flops", "schedule", "padded_schedule"],
+    ["registry", "types", "config", "model_config", "model_configs", "platform", "durable", "manifest", "sandbox"],
+    ["algorithms", "rewards", "tools", "data", "flops", "schedule", "padded_schedule"],
     ["shards", "engines", "megatron", "exchange"],
     ["worker", "actor_worker", "critic_worker"],
     ["cluster"],
-    ["scoring"],
+    ["killable"],
+    ["scoring", "agents"],
     ["rollout"],
-    ["checkpoint", "skipped", "saver", "placement", "critic", "teacher", "observe", "identity", "preflight"],
+    [
+        "checkpoint",
+        "skipped",
+        "saver",
+        "placement",
+        "critic",
+        "teacher",
+        "observe",
+        "identity",
+        "preflight",
+        "preflight_judge",
+        "convert",
+    ],
     ["controller", "start_engines"],
     ["run"],
+    ["doctor"],
     ["cli", "quickstart", "__main__", "__init__"],
 ]
 
@@ -42,7 +56,9 @@ HOMES = {
     "plotly": ("observe",),
     "tensorboard": ("observe",),
     "pyarrow": ("data",),
+    "PIL": ("data",),
     "pyseccomp": ("sandbox",),
+    "mcp": ("agents",),
 }
 
 
@@ -125,6 +141,12 @@ def test_recipes_page_is_up_to_date() -> None:
     from megarl.config.document import document
 
     assert (ROOT / "docs" / "recipes.md").read_text() == document(), "run python -m megarl.config.document"
+
+
+def test_doctors_page_is_up_to_date() -> None:
+    from megarl.doctor.document import PAGE, document
+
+    assert PAGE.read_text() == document(), "run python -m megarl.doctor.document"
 
 
 def test_algorithms_page_is_up_to_date() -> None:

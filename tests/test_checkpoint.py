@@ -18,7 +18,7 @@ from megarl.identity import check_base, identity_of, weights_digest
 from megarl.manifest import MANIFEST, find_damage
 from megarl.preflight import open_run_directory
 from megarl.rollout.admission import TriedGroup
-from megarl.types import InlineData, SampleImages, ScoringFailure
+from megarl.types import InlineData, SampleFailure, SampleImages, ToolUse, Turn
 from tests.checkpoint_parts import Trainers, names, saver, spoil, state, tried
 
 
@@ -35,8 +35,12 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     saved = state([tried(3, True), tried(4, False)], [tried(5, True)])
     first = flat(saved)[0].group
     first.greedy = replace(first.samples[0], reward=0.25, data=InlineData([]))
-    first.failures = (ScoringFailure("mine", "row/7", "timeout", "it ran for too long", 2),)
+    first.failures = (SampleFailure("scorer 'mine'", "row/7", "timeout", "it ran for too long", 2),)
     first.scoring_retries = 3
+    first.samples[0].tool_use = ToolUse(turns=2, calls=1, seconds=0.5)
+    spoken = first.samples[0].data.get()[0]
+    spoken.reason = "off by one"
+    spoken.turns = (Turn("assistant", "one?", 3), Turn("tool", "2", 5, "add", {"a": 1}, seconds=0.5, reward=0.25))
     assert saver(tmp_path).save(4, saved) == {"checkpoint/write_seconds": 1.5, "checkpoint/bytes": 16.0}
     path = tmp_path / "step_000004"
     assert (path / "trainer" / "tensors_1").read_bytes() == b"weights\1"
@@ -59,7 +63,7 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
             for name in ("tokens", "loss_mask", "rollout_log_probs"):
                 left, right = getattr(before, name), getattr(after, name)
                 assert left.dtype == right.dtype and np.array_equal(left, right)
-            assert before.text == after.text
+            assert (before.text, before.reason, before.turns) == (after.text, after.reason, after.turns)
 
 
 def test_a_failed_save_leaves_the_older_one_and_no_rest(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from megarl.cluster import connect, ray_env
-from megarl.cluster.placement import Demand, place, place_on_cpus
+from megarl.cluster.placement import Demand, FixedEngines, place, place_on_cpus
 from megarl.config.schema import Recipe
 
 
@@ -91,26 +91,39 @@ def test_a_critic_beyond_the_trainers_devices_is_refused():
 @pytest.mark.parametrize(
     ("free", "demand", "teachers"),
     [
-        ([8], Demand(4, 2, shared=True, teachers=2, teacher_tensor_parallel=2), [[(0, 4), (0, 5)], [(0, 6), (0, 7)]]),
-        ([8, 4], Demand(8, 2, shared=True, teachers=1, teacher_tensor_parallel=4), [[(1, 0), (1, 1), (1, 2), (1, 3)]]),
+        ([8], Demand(4, 2, shared=True, fixed=(FixedEngines("teacher", 2, 2),)), [[(0, 4), (0, 5)], [(0, 6), (0, 7)]]),
+        ([8, 4], Demand(8, 2, shared=True, fixed=(FixedEngines("teacher", 1, 4),)), [[(1, 0), (1, 1), (1, 2), (1, 3)]]),
         # What trainers take first would leave no machine with four; so the teacher comes first.
-        ([4, 4], Demand(3, 1, teachers=1, teacher_tensor_parallel=4), [[(1, 0), (1, 1), (1, 2), (1, 3)]]),
-        ([4], Demand(1, 1, critics=1, teachers=1), [[(0, 3)]]),
+        ([4, 4], Demand(3, 1, fixed=(FixedEngines("teacher", 1, 4),)), [[(1, 0), (1, 1), (1, 2), (1, 3)]]),
+        ([4], Demand(1, 1, critics=1, fixed=(FixedEngines("teacher", 1),)), [[(0, 3)]]),
     ],
 )
 def test_a_teachers_engines_have_devices_of_their_own(free, demand, teachers):
     plan = place([(f"10.0.0.{i}", count) for i, count in enumerate(free)], demand, "NPU")
-    assert plan.teachers == teachers
+    assert plan.fixed == teachers
     others = {*plan.trainers, *plan.critics, *(slot for engine in plan.engines for slot in engine)}
-    own = [slot for engine in plan.teachers for slot in engine]
+    own = [slot for engine in plan.fixed for slot in engine]
     assert not others & set(own) and len(others) + len(own) == demand.devices
     assert plan.per_machine(len(free)) == [sum(m == i for m, _ in {*others, *own}) for i in range(len(free))]
+
+
+def test_engines_of_several_fixed_models_lie_apart_in_their_order():
+    """The teacher of two devices an engine comes first, the judge's engine of four chooses first: it alone needs a machine."""
+    both = (FixedEngines("teacher", 1, 2), FixedEngines("judge", 1, 4))
+    plan = place([("a", 4), ("b", 6)], Demand(2, 1, 2, fixed=both), "NPU")
+    assert [len(engine) for engine in plan.fixed] == [2, 4]
+    devices = [*plan.trainers, *(slot for engine in [*plan.engines, *plan.fixed] for slot in engine)]
+    assert len(set(devices)) == len(devices) == 10
+    assert all(len({machine for machine, _ in engine}) == 1 for engine in plan.fixed)
+    says = r"teacher\.tensor_parallel = 1 x 2 .* and judge\.engines x judge\.tensor_parallel = 1 x 4 .*need 10 of NPU"
+    with pytest.raises(ValueError, match=says):
+        place([("a", 4), ("b", 5)], Demand(2, 1, 2, fixed=both), "NPU")
 
 
 def test_devices_that_a_teacher_lacks_are_named():
     says = r"teacher\.engines x teacher\.tensor_parallel = 1 x 2 .* need 6 of NPU.*: 5 on a"
     with pytest.raises(ValueError, match=says):
-        place([("a", 5)], Demand(4, 1, shared=True, teachers=1, teacher_tensor_parallel=2), "NPU")
+        place([("a", 5)], Demand(4, 1, shared=True, fixed=(FixedEngines("teacher", 1, 2),)), "NPU")
 
 
 def test_processes_without_devices_always_find_a_place():
@@ -122,7 +135,7 @@ def test_processes_without_devices_always_find_a_place():
     assert place_on_cpus([0], Demand(1, 1, 4)).engines == [[(0, number) for number in range(1, 5)]]
     shared = place_on_cpus([1, 1], Demand(2, 5, 1, shared=True))
     assert [engine[0][0] for engine in shared.engines] == [0, 1, 0, 1, 0]  # beside the trainers
-    assert len(place_on_cpus([2], Demand(2, 1, shared=True, teachers=3)).teachers) == 3
+    assert len(place_on_cpus([2], Demand(2, 1, shared=True, fixed=(FixedEngines("teacher", 3),))).fixed) == 3
 
 
 def npus():

@@ -161,7 +161,7 @@ def test_every_key_is_documented() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    sorted(path for path in RECIPES.rglob("*.yaml") if path.parent.name != "base"),
+    sorted(path for path in RECIPES.rglob("*.yaml") if "base" not in path.parts),
     ids=lambda path: str(path.relative_to(RECIPES)),
 )
 def test_shipped_recipes_load(path: Path) -> None:

@@ -41,6 +41,7 @@ def ppo(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return runs / "ppo"
 
 
+@pytest.mark.slow  # PPO itself is in tests/test_tiny_recipes.py
 def test_only_the_critic_learns_in_the_warm_up(ppo: Path, quickstart_data: Path, tmp_path: Path) -> None:
     first, second, third = metrics(ppo)
     for line in (first, second, third):

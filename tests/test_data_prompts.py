@@ -39,6 +39,7 @@ def test_messages_go_through_the_chat_template(dataset, tokenizer):
     prompts = dataset([row([{"role": "user", "content": "2+2?"}], index=17)])
     prompt = prompts[0]
     assert prompt.text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.question == "2+2?", "without the template's own"
     assert prompt.tokens == tuple(tokenizer.encode(prompt.text))
     assert (prompt.uid, prompt.data_source, prompt.ground_truth) == ("openai/gsm8k/17", "openai/gsm8k", "4")
     assert prompt.extra_info == {"index": 17, "split": "train"}

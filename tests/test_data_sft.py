@@ -81,7 +81,7 @@ def test_turns_without_a_template_end_with_the_end_token(tmp_path, tokenizer):
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path):
     forgetful = CHAT_TEMPLATE.replace(
-        "{{ message.content }}", "{{ message.content if loop.last or message.role != 'assistant' else '...' }}"
+        "{{ message.content or '' }}", "{{ message.content if loop.last or message.role != 'assistant' else '...' }}"
     )
     tokenizer = tokenizer_with(tmp_path / "tokenizer", forgetful)
     assert len(build(tmp_path, tokenizer, [{"messages": TALK[:3]}])) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import types
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from megarl.config.schema import DataConfig
 from megarl.data import SFTDataset, load_tokenizer
 from megarl.data.command import app
-from megarl.data.prepare import aime, dapo_math, math, retool_sft
+from megarl.data.prepare import aime, dapo_math, geo3k, math, retool_sft
 from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data.rows import read_rows, write_parquet
 
@@ -61,6 +62,63 @@ def test_math_keeps_levels_as_numbers(tmp_path: Path) -> None:
     assert first["reward_model"] == {"style": "rule", "ground_truth": "2"}
     assert (first["extra_info"]["level"], first["extra_info"]["type"]) == (3, "Algebra")
     assert second["extra_info"]["level"] is None and second["extra_info"]["index"] == 1
+
+
+@pytest.mark.parametrize("given", ["hub", "jsonl", "decoded"])
+def test_geo3k_keeps_drawings_as_they_are(tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the hub's files have them, as files beside JSONL, and decoded, as the package `datasets` gives them."""
+    from PIL import Image
+
+    drawing = Image.new("RGBA", (30, 20), (10, 20, 30, 128))
+    file = io.BytesIO()
+    drawing.save(file, format="PNG")
+    problem: dict[str, Any] = {"problem": "<image>Find x.", "answer": "2 \\sqrt { 2 }"}
+    for split in ("train", "test"):
+        if given == "hub":
+            image = {"bytes": file.getvalue(), "path": None}
+            write_parquet(
+                tmp_path / "in" / "data" / f"{split}-00000-of-00001.parquet", [{**problem, "images": [image]}]
+            )
+        elif given == "jsonl":
+            write_jsonl(tmp_path / "in" / f"{split}.jsonl", [{**problem, "images": ["a.png"]}])
+            (tmp_path / "in" / "a.png").write_bytes(file.getvalue())
+        else:
+            rows = HubRows([{**problem, "images": [drawing]}])
+            hub = types.SimpleNamespace(load_dataset=lambda *_, rows=rows, **__: rows)
+            monkeypatch.setitem(sys.modules, "datasets", hub)
+    source = "hiyouga/geometry3k" if given == "decoded" else str(tmp_path / "in")
+    made = geo3k.prepare(source, tmp_path / "out")
+    assert made == {tmp_path / "out" / "train.parquet": 1, tmp_path / "out" / "test.parquet": 1}
+    (row,) = rows_in(tmp_path / "out" / "test.parquet", *VERL, "images")
+    (image,) = row.pop("images")
+    assert image["path"] is None and list(Image.open(io.BytesIO(image["bytes"])).getdata()) == list(drawing.getdata())
+    assert image["bytes"] == file.getvalue()
+    assert row == {
+        "data_source": "hiyouga/geometry3k",
+        "prompt": [{"role": "user", "content": f"<image>Find x. {geo3k.INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2 \\sqrt { 2 }"},
+        "extra_info": {"split": "test", "index": 0, "answer": "2 \\sqrt { 2 }", "question": "<image>Find x."},
+    }
+    assert "<think> </think>" in geo3k.INSTRUCTION and r"\boxed{}" in geo3k.INSTRUCTION
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"problem": "Find x.", "answer": "2", "images": ["a.png"]}, "line 1: 1 images, 0 <image>"),
+        ({"problem": "<image>", "answer": " ", "images": ["a.png"]}, "the answer ' '"),
+        ({"problem": "Find x.", "answer": "2", "images": []}, "line 1: 0 images"),
+        ({"problem": "<image>", "answer": "2", "images": ["b.png"]}, "neither bytes nor a file in .*: 'b.png'"),
+        ({"problem": "<image>", "answer": "2", "images": [7]}, "neither bytes nor a file in .*: '7'"),
+    ],
+)
+def test_geo3k_rows_that_lack_something(tmp_path: Path, row: dict[str, Any], said: str) -> None:
+    (tmp_path / "a.png").write_bytes(b"a drawing")
+    write_jsonl(tmp_path / "train.jsonl", [row])
+    with pytest.raises(ValueError, match=said):
+        geo3k.prepare(str(tmp_path), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def dapo(prompt: str, truth: str, index: str) -> dict[str, Any]:
@@ -205,7 +263,7 @@ def test_a_hub_name_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest
         retool_sft.prepare("math-ai/aime25", tmp_path)
 
 
-@pytest.mark.parametrize("command", ["math", "dapo_math", "aime", "retool_sft"])
+@pytest.mark.parametrize("command", ["math", "dapo_math", "aime", "geo3k", "retool_sft"])
 def test_sources_that_cannot_be_read(tmp_path: Path, command: str) -> None:
     def message(source: Path) -> str:
         failed = CliRunner().invoke(app, [command, "--source", str(source), "--out", str(tmp_path / "out")])
@@ -215,7 +273,7 @@ def test_sources_that_cannot_be_read(tmp_path: Path, command: str) -> None:
     assert "neither a file, nor a folder, nor a hub name" in message(tmp_path / "no" / "such")
     (tmp_path / "empty").mkdir()
     assert "has neither train.jsonl nor train.parquet, but nothing" in message(tmp_path / "empty")
-    if command != "math":  # which has two splits, so it takes no single file
+    if command not in ("math", "geo3k"):  # which have two splits, so they take no single file
         assert "no column" in message(write_jsonl(tmp_path / "rows.jsonl", [{"a": 1}]))
         (tmp_path / "rows.csv").write_text("question,answer\n1,2\n")
         assert "docs/data.md" in message(tmp_path / "rows.csv")

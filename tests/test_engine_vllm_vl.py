@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.agents.trajectory import Trajectory
 from megarl.engines.base import EngineSpec
-from megarl.rollout.server import _join
+from megarl.rollout.assemble import vectors
 from megarl.types import GenerationRequest, Prompt, SampleImages, Sampling
 from tests.megatron_runs import launch
 from tests.test_engine_vllm import EngineProcess, exchange
@@ -80,7 +81,11 @@ def test_log_probs_are_the_actors_at_start_and_after_each_update(directory: Path
             report = sender.send(version, iter(weights.items()))
             assert updating.result(120).agrees_with(report)
         _, completions = process.generate(wave)
-        samples = [_join(r, completion, "") for r in wave for completion in completions[r.group]]
+        samples = [
+            vectors(r, Trajectory.of(completion, ""), "", "", with_tools=False)
+            for r in wave
+            for completion in completions[r.group]
+        ]
         assert all(
             np.array_equal(s.tokens[: len(r.prompt.tokens)], r.prompt.tokens)
             for r, s in zip(wave, samples[::2], strict=True)

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.schema import Recipe
 from megarl.rollout.evaluate import accuracy_metrics, evaluate, majority_is_correct, pass_at_k
-from megarl.types import Group, InlineData, Prompt, Sample, ScoringFailure
+from megarl.types import Group, InlineData, Prompt, Sample, SampleFailure
 
 
 def test_pass_at_k_by_hand() -> None:
@@ -69,7 +69,9 @@ class Engine:
         self.collected += 1
         failed = self.collected <= self.unscored
         sample = Sample(number, 0, InlineData([]), 1, 2, 2, reward=math.nan if failed else 1.0)
-        failures = (ScoringFailure("mine", f"row/{number}", "crash", "its process was killed"),) if failed else ()
+        failures = (
+            (SampleFailure("scorer 'mine'", f"row/{number}", "crash", "its process was killed"),) if failed else ()
+        )
         group = Group(number, "row", "test", 0, [sample], failures=failures)
         return self._later((group, InlineData([])), after=self.collected)
 

@@ -167,3 +167,21 @@ def test_full_disk(megarl: CommandLine, tmp_path: Path) -> None:
 )
 def test_command_lines(megarl: CommandLine, arguments: list[str], words: str) -> None:
     megarl.refuses(*arguments, words=(words,))
+
+
+def test_samples_that_the_model_was_not_made_for(megarl: CommandLine) -> None:
+    megarl.refuses_training(
+        "data.max_prompt_length=256",
+        "rollout.max_response_length=512",
+        words=("rollout.max_response_length = 512", "data.max_prompt_length = 256", "768 tokens", "lower the two"),
+    )
+
+
+def test_tools_that_cannot_be_had(megarl: CommandLine) -> None:
+    megarl.refuses_training(
+        "data.chat_template=true", "agent.tools=[code_interpretr]", words=("did you mean 'code_interpreter'",)
+    )
+    dies = "agent.mcp.s.command=[python, -c, 'import sys; sys.exit(3)']"
+    megarl.refuses_training("data.chat_template=true", dies, words=("MCP server 's' cannot be reached",))
+    given = "agent.tools=['tests.agent_tools:not_a_tool']"
+    megarl.refuses_training("data.chat_template=true", given, words=("is not decorated with megarl.tools.tool",))

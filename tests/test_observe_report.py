@@ -16,9 +16,10 @@ from megarl.config.schema import Recipe
 from megarl.observe import report_data
 from megarl.observe.charts import present
 from megarl.observe.command import report
+from megarl.observe.curves import thin
 from megarl.observe.log import RunLog
 from megarl.observe.report import script_json, write_report
-from megarl.observe.report_data import collect, phase_times, thin, timeline
+from megarl.observe.report_data import collect, phase_times, timeline
 from megarl.observe.run_dir import RunDirectory
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- </pre>"

@@ -125,9 +125,7 @@ class TestMetrics:
 
 def metrics_in_the_code() -> set[str]:
     """Metrics as the modules that report them name them, what varies in angle brackets."""
-    areas = (
-        r"(?:actor|critic|data/rows|data/epochs|rollout|eval|exchange|checkpoint|perf|response_length|prompt_length)"
-    )
+    areas = r"(?:actor|critic|data/rows|data/epochs|source|agent|rollout|eval|exchange|checkpoint|perf|response_length|prompt_length)"
     names, stems = {"timing_s/step"}, set()  # the one time that is no phase
     for path in (ROOT / "megarl").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

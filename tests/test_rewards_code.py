@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 
 from megarl import rewards, sandbox
+from megarl.config.sandbox import SandboxConfig
+from megarl.config.schema import RewardConfig
 from megarl.rewards.base import ScoreRequest
 from megarl.rewards.code import grade, same_output, same_value
+from megarl.rewards.weighted import terms_of
+from megarl.scoring.scoring import Scoring
 from tests.sandbox_machine import needs_sandbox
 
 SUMS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n", "10 20\n"], "outputs": ["3\n", "7\n", "0\n", "30\n"]}
@@ -101,6 +106,43 @@ def test_after_three_timeouts_the_rest_is_not_run() -> None:
     limits = sandbox.Limits(cpu_seconds=0.2, wall_seconds=20)
     got = grade(request("while True: pass", {"inputs": [""] * 40, "outputs": [""] * 40}), False, limits)
     assert (got["timeouts"], got["tests"], got["score"]) == (4, 40, 0)
+
+
+@needs_sandbox
+def test_the_recipes_limits_and_packages_hold_in_a_run() -> None:
+    """From the recipe's section to the program, through the processes that score."""
+    settings = RewardConfig(function="code", processes=1, timeout=60)
+    limited = SandboxConfig(cpu_seconds=0.2, output_kb=1, packages=["packaging"])
+    scoring = Scoring(terms_of("code", {}, ["apps"]), settings, limited)
+    scoring.start()
+    truth = {"inputs": [""], "outputs": ["1.5"]}
+    programs = (
+        "import packaging.version as v\nprint(v.Version('1.5'))",
+        "while True: pass",
+        "print('1.5' + ' ' * 2000)",
+    )
+    try:
+        found = asyncio.run(scoring.score([request(program, truth) for program in programs]))
+    finally:
+        scoring.close()
+    scores = [result for result, _ in found if isinstance(result, rewards.Score)]
+    assert [(one.value, one.parts["timeouts"]) for one in scores] == [(1, 0), (0, 1), (0, 0)]
+    assert score(programs[0], truth).value == 0 and score(programs[2], truth).value == 1  # by the defaults
+
+
+@needs_sandbox
+def test_a_package_that_is_not_there_is_refused_before_a_run_starts() -> None:
+    scorer = rewards.find("code_all", rewards.ScorerSettings(sandbox=SandboxConfig(packages=["no-such-package"])))
+    assert scorer.prepare is not None
+    with pytest.raises(ValueError, match="'no-such-package', which is not installed"):
+        scorer.prepare()
+
+
+def test_the_recipes_limits_are_the_sandboxs() -> None:
+    """Each reaches its own, and a recipe that says nothing means the sandbox's defaults."""
+    assert sandbox.limits_of(SandboxConfig()) == sandbox.Limits()
+    given = SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=3, output_kb=4, processes=5)
+    assert sandbox.limits_of(given) == sandbox.Limits(1, 2, 3, output_kb=4, processes=5)
 
 
 @needs_sandbox

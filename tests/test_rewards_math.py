@@ -6,11 +6,12 @@ import time
 
 import pytest
 
+from megarl.config.schema import RewardConfig
+from megarl.killable.work import Answered, Failed
 from megarl.rewards import RewardError, Score, ScoreRequest, resolve, score
 from megarl.rewards.boxes import last_boxed
 from megarl.rewards.math_dapo import normalize
-from megarl.scoring.pool import ProcessPool
-from megarl.types import ScoringFailure
+from megarl.scoring.scoring import scorer_pool
 
 SOURCES = {
     "lighteval/MATH": "math",
@@ -137,15 +138,15 @@ def test_a_row_without_a_usable_answer_is_an_error_not_a_zero(name: str, truth: 
 def test_a_number_without_end_is_ended() -> None:
     """What froze whole jobs elsewhere: sympy sets out to compute 9^9^9^9, in C, where no signal is heard. It costs its
     own sample; a wrong answer it is not, since nobody found out."""
-    pool = ProcessPool(["math"], 1, 1.0, 0)
+    pool = scorer_pool(["math"], RewardConfig(processes=1, timeout=1.0, retries=0))
     pool.start()
     try:
         rows = [ScoreRequest(rf"\boxed{{{box}}}", "2", "x", uid="row") for box in ("9^{9^{9^{9}}}", "2")]
-        (endless, _), (right, _) = [future.result(20) for future in [pool.submit("math", row) for row in rows]]
+        endless, right = [future.result(20) for future in [pool.submit("math", row) for row in rows]]
     finally:
         pool.close()
-    assert isinstance(endless, ScoringFailure) and endless.kind == "timeout"
-    assert right == Score(1.0, {"accuracy": 1.0}, "2")
+    assert isinstance(endless, Failed) and endless.kind == "timeout"
+    assert isinstance(right, Answered) and right.value == Score(1.0, {"accuracy": 1.0}, "2")
 
 
 # (ground truth, end of the response, right?, the answer that was compared)

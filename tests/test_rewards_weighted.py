@@ -78,17 +78,19 @@ def test_what_a_recipe_may_not_ask_for(tmp_path: Path, overrides: list[str], key
 
 def test_a_scorer_that_lacks_what_it_needs_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def prepare() -> None:
-        raise ModuleNotFoundError("No module named 'judge'")
+        raise ModuleNotFoundError("No module named 'checker'")
 
     from megarl.rewards import base
 
-    monkeypatch.setattr(base, "_scorers", {"judge": Scorer("judge", lambda request: 0.0, prepare=prepare)})
+    monkeypatch.setattr(base, "_scorers", {"checker": Scorer("checker", lambda request: 0.0, prepare=prepare)})
     recipe = Recipe()
-    recipe.reward.function = "judge"
+    recipe.reward.function = "checker"
 
     class Rows:
         data_sources = ("x",)
 
     prepared = Prepared(None, Rows(), None, None, None, [])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'judge' cannot be used here: ModuleNotFoundError: No module named 'judge'"):
+    with pytest.raises(
+        ValueError, match="'checker' cannot be used here: ModuleNotFoundError: No module named 'checker'"
+    ):
         _with_rewards(recipe, prepared)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from megarl.config.sandbox import SandboxConfig
 from megarl.config.schema import RewardConfig
+from megarl.data.images import ImageReader
 from megarl.rewards.weighted import Term
 from megarl.rollout import server as module
 from megarl.rollout.server import RolloutServer
-from megarl.types import Completion, GenerationRequest, Group, Prompt, Sampling
+from megarl.types import Completion, GenerationRequest, Group, Prompt, PromptImage, SampleTokens, Sampling
+from tests.vl_model import PATCH_VALUES, write_processor, write_vl_model
 
 
 class Engine:
@@ -36,7 +42,7 @@ class Engine:
 def serve(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], RolloutServer]:
     def made(engine: Engine) -> RolloutServer:
         monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
-        server = RolloutServer("fake", None, str(quickstart_data / "model"), RewardConfig(), [])  # type: ignore[arg-type]
+        server = RolloutServer("fake", None, str(quickstart_data / "model"), RewardConfig(), [], SandboxConfig())  # type: ignore[arg-type]
         score_with(server, lambda request: float(len(request.response)))
         return server
 
@@ -82,7 +88,7 @@ def test_a_sample_without_a_score_has_no_number_and_is_named(serve: Callable[[En
         assert [sample.reward for sample in group.samples] == [0.25, 0.25]
         assert group.greedy is not None and math.isnan(group.greedy.reward)
         (failure,) = group.failures
-        assert (failure.scorer, failure.uid, failure.kind, failure.attempts) == ("mine", "row", "error", 2)
+        assert (failure.source, failure.uid, failure.kind, failure.attempts) == ("scorer 'mine'", "row", "error", 2)
         assert "ZeroDivisionError: no such luck" in failure.cause and group.scoring_retries == 1
 
 
@@ -91,15 +97,15 @@ def test_a_scorer_in_processes_of_its_own(quickstart_data: Path, monkeypatch: py
     engine = Engine()
     monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
     reward = RewardConfig(function="tests.scorers:brevity", processes=2)
-    server = RolloutServer("fake", None, str(quickstart_data / "model"), reward, ["test"])  # type: ignore[arg-type]
-    assert server.scoring.pool is not None
+    server = RolloutServer("fake", None, str(quickstart_data / "model"), reward, ["test"], SandboxConfig())  # type: ignore[arg-type]
+    (pool,) = server.scoring.pools.values()
     server.scoring.start()
     try:
         groups = run(server, requests(with_greedy=False))
     finally:
         server.scoring.close()
     assert [sample.reward for group in groups for sample in group.samples] == [0.97] * 6  # of three characters
-    assert server.scoring.pool._nursery.poll() == 0
+    assert pool._nursery.poll() == 0
 
 
 def requests(with_greedy: bool) -> list[GenerationRequest]:
@@ -115,6 +121,56 @@ def run(server: RolloutServer, wave: list[GenerationRequest]) -> list[Group]:
         return [(await result)[0] for result in collected]
 
     return asyncio.run(asyncio.wait_for(all_of_it(), timeout=20))
+
+
+def test_images_are_prepared_here(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A prompt comes with the file; the engine is asked with pixels, the greedy sample, too, and siblings share them."""
+    write_vl_model(tmp_path)
+    write_processor(tmp_path)
+    picture = io.BytesIO()
+    Image.new("RGB", (56, 56), "white").save(picture, format="PNG")
+    engine = Engine()
+    monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
+    model, reader = str(quickstart_data / "model"), ImageReader(str(tmp_path))
+    server = RolloutServer("fake", None, model, RewardConfig(), [], SandboxConfig(), reader)  # type: ignore[arg-type]
+    score_with(server, lambda request: 1.0)
+    first, *others = requests(with_greedy=True)
+    image = PromptImage("row, image 0", picture.getvalue(), "", tokens=4, start=1)
+    seen = replace(first.prompt, tokens=(3, 250, 250, 250, 250, 4), images=(image,))
+
+    async def vectors() -> list[list[SampleTokens]]:
+        collected = [asyncio.ensure_future(server.collect(number)) for number in range(3)]
+        await server.submit([replace(first, prompt=seen), *others])
+        return [(await result)[1] for result in collected]
+
+    (one, other), *rest = asyncio.run(asyncio.wait_for(vectors(), timeout=60))
+    assert one.images is not None and one.images is other.images and one.images.starts.tolist() == [1]
+    assert one.images.pixels.shape == (16, PATCH_VALUES) and one.images.grids.tolist() == [[1, 4, 4]]
+    assert all(sample.images is None for group in rest for sample in group)
+    asked = {request.group: request.images for request in engine.asked}
+    assert asked[0] is one.images and asked[-1] is one.images and asked[1] is None
+
+
+def test_an_image_that_cannot_be_decoded_fails_its_group_alone(
+    quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a file that was cut short the header can be read, and the rest is missed once it is sampled from."""
+    write_vl_model(tmp_path)
+    write_processor(tmp_path)
+    picture = io.BytesIO()
+    Image.effect_noise((56, 56), 50).convert("RGB").save(picture, format="PNG")
+    engine = Engine()
+    monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
+    reader = ImageReader(str(tmp_path))
+    server = RolloutServer("fake", None, str(quickstart_data / "model"), RewardConfig(), [], SandboxConfig(), reader)  # type: ignore[arg-type]
+    score_with(server, lambda request: 1.0)
+    first, *others = requests(with_greedy=True)
+    image = PromptImage("row 7, image 0", picture.getvalue()[:2000], "", tokens=4, start=1)
+    damaged = replace(first.prompt, tokens=(3, 250, 250, 250, 250, 4), images=(image,))
+    bad, *good = run(server, [replace(first, prompt=damaged), *others])
+    assert "row 7, image 0 cannot be decoded" in str(bad.failures[0])
+    assert all(math.isnan(sample.reward) for sample in [*bad.samples, bad.greedy] if sample)
+    assert not any(group.failures for group in good) and 0 not in {request.group for request in engine.asked}
 
 
 def test_groups_come_back_scored(serve: Callable[[Engine], RolloutServer]) -> None:

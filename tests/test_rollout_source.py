@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config.schema import Recipe
 from megarl.rollout.engines_source import EnginesSource
-from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, ScoringFailure
+from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, SampleFailure
 
 
 class FakeService:
@@ -47,10 +47,10 @@ class FakeService:
             return
         rewards = (0.0, 1.0) if self.spread(number) else (1.0, 1.0)
         samples = [Sample(number, i, InlineData([]), 3, 10 + i, 10 + i, reward=rewards[i]) for i in range(2)]
-        failures: tuple[ScoringFailure, ...] = ()
+        failures: tuple[SampleFailure, ...] = ()
         if self.unscored(number):
             samples[1].reward = math.nan
-            failures = (ScoringFailure("mine", f"row/{number}", "timeout", "it ran for longer than 5 s", 2),)
+            failures = (SampleFailure("scorer 'mine'", f"row/{number}", "timeout", "it ran for longer than 5 s", 2),)
         group = Group(number, f"row/{number}", "test", 0, samples, None, failures, scoring_retries=len(failures))
         done.set_result((group, InlineData([])))
 
@@ -133,8 +133,17 @@ def test_groups_that_could_not_be_scored_are_replaced_counted_and_named(dynamic:
     batch = made.take(4)
     assert [group.number for group in batch.groups] == [1, 3, 4, 7]
     expected = {"prompts_tried": 8, "groups_unscored": 4, "groups_filtered": 0, "groups_missing": 0}
-    expected |= {"scoring_failed": 4, "scoring_timeouts": 4, "scoring_crashes": 0, "scoring_retries": 4}
+    scoring = {
+        "scoring_failed": 4,
+        "scoring_timeouts": 4,
+        "scoring_crashes": 0,
+        "scoring_errors": 0,
+        "scoring_retries": 4,
+    }
+    expected |= scoring
     assert {name: batch.metrics[f"rollout/{name}"] for name in expected} == expected
+    of_source = {"groups_tried": 8, "groups_accepted": 4, "samples": 16, **scoring}
+    assert {name: batch.metrics[f"source/test/{name}"] for name in of_source} == of_source
     assert batch.metrics["rollout/rewards/mean"] == pytest.approx(4 / 12)  # four groups of 0 and 1, four of 0 alone
     (notice,) = batch.notices
     assert "4 samples of 4 groups" in notice and "'mine' failed on row 'row/0'" in notice and "and 1 more" in notice

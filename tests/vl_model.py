@@ -16,6 +16,12 @@ GRIDS = {1: [(2, (4, 6))], 2: [(3, (8, 4)), (14, (6, 10))], 5: [(8, (4, 4))]}
 VL_MODELS: dict[str, dict[str, Any]] = {"vl": {}, "vl_tied": {"tie_word_embeddings": True}}
 """Tiny models, and what differs in their configuration."""
 MERGE, WINDOW, PATCH_VALUES = 2, 56, 3 * 2 * 14 * 14
+CHAT_TEMPLATE = (  # Qwen2.5-VL's, in words that the tiny tokenizer has
+    "{% for message in messages %}w3 {% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' or 'image' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %} w4 {% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
+)
 
 
 def config(**fields: Any) -> Any:
@@ -175,6 +181,7 @@ def write_processor(path: Path) -> None:
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=words, eos_token="w2", pad_token="w0", additional_special_tokens=list(special)
     )
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(path)
     processor = {
         "image_processor_type": "Qwen2VLImageProcessor",

@@ -188,7 +188,14 @@ def main() -> None:
     with connect(recipe, platform) as cluster:
         service = cluster.start_service(
             ROLLOUT_SERVER,
-            ("vllm", spec, recipe.model.path, RewardConfig(function=f"{score.__module__}:score"), [SOURCE]),
+            (
+                "vllm",
+                spec,
+                recipe.model.path,
+                RewardConfig(function=f"{score.__module__}:score"),
+                [SOURCE],
+                recipe.sandbox,
+            ),
             name=spec.name,
             devices=1,
             env=engine_env("vllm", platform.rollout_env(), recipe.cluster.threads),

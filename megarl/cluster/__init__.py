@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,12 +81,12 @@ def connect(
     trainers: bool = True,
     engines: bool | None = None,
     critic: bool = False,
-    teacher: bool = False,
+    fixed: Sequence[str] = (),
 ) -> Cluster:
     """The cluster that the recipe asks for; nothing of ours runs on it yet.
 
-    trainers, engines, critic, teacher: whether these will be started, and so need devices; engines None: where the
-    recipe trains on rollouts.
+    trainers, engines, critic: whether these will be started, and so need devices; engines None: where the
+    recipe trains on rollouts. fixed: the recipe's sections (teacher, judge) whose engines will be started after these.
     Raises ValueError, with the remedy, where there is no such cluster, where it was not started as the
     recipe expects, and where it has not the devices.
     """
@@ -94,7 +95,7 @@ def connect(
         trainers=trainers,
         engines=recipe.train.source == "rollout" if engines is None else engines,
         critic=critic,
-        teacher=teacher,
+        fixed=fixed,
     )
     if platform.ray_resource is not None:  # on a CPU there are no devices to run out of
         demand.require_trainers_devices_suffice()
@@ -108,9 +109,9 @@ def connect(
         from megarl.cluster.torchrun import TorchrunCluster
 
         engines_first = 0 if demand.shared else demand.trainers
-        teachers_first = demand.trainers if demand.shared else demand.trainers + demand.engine_devices
+        fixed_first = demand.trainers if demand.shared else demand.trainers + demand.engine_devices
         numbers = [*range(engines_first, engines_first + demand.engine_devices)]
-        numbers += range(teachers_first, teachers_first + demand.teacher_devices)
+        numbers += range(fixed_first, fixed_first + demand.fixed_devices)
         local = LocalDevices(platform.visible_devices_env, numbers)
         return TorchrunCluster(recipe.cluster.trainers if trainers else None, log_dir(recipe), local, **role_env)
     if importlib.util.find_spec("ray") is None:

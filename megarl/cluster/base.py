@@ -98,7 +98,8 @@ class Cluster(Protocol):
         """A process with `devices` devices of one machine visible, that constructs ``class_path(*args)``.
 
         Services are the engines that were connected for, in order: rollout.engines, of rollout.tensor_parallel
-        devices each, which spread over the trainers' devices where they share these; then the teacher's.
+        devices each, which spread over the trainers' devices where they share these; then the teacher's
+        and the judge's.
         """
         ...
 

@@ -30,7 +30,7 @@ class LocalDevices:
         if needed > len(ids):
             raise ValueError(
                 f"{needed} devices are needed on this machine, and {self._variable}={visible} names {len(ids)}: "
-                "make more devices visible, or ask for fewer engines (rollout.engines, rollout.tensor_parallel; "
-                "teacher.engines, teacher.tensor_parallel)."
+                "make more devices visible, or ask for fewer engines (engines and tensor_parallel of "
+                "rollout, teacher and judge)."
             )
         return {self._variable: ",".join(ids[number] for number in numbers)}

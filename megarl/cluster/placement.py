@@ -15,6 +15,31 @@ from megarl.config.schema import Recipe
 
 
 @dataclass(frozen=True)
+class FixedEngines:
+    """Engines of a model that stays as it is, on devices of their own. `section`: the recipe's (teacher, judge);
+    `tensor_parallel`: devices of an engine."""
+
+    section: str
+    engines: int
+    tensor_parallel: int = 1
+
+    @classmethod
+    def of(cls, recipe: Recipe, section: str) -> FixedEngines:
+        settings = getattr(recipe, section)
+        return cls(section, settings.engines, settings.tensor_parallel)
+
+    @property
+    def devices(self) -> int:
+        return self.engines * self.tensor_parallel
+
+    def __str__(self) -> str:
+        return (
+            f"{self.section}.engines x {self.section}.tensor_parallel = {self.engines} x {self.tensor_parallel} "
+            "(each engine in one machine)"
+        )
+
+
+@dataclass(frozen=True)
 class Demand:
     """What a run places.
 
@@ -23,7 +48,7 @@ class Demand:
     trainer_block: neighbours in rank that should share a machine (megatron.tensor_parallel).
     critics, critic_block: the same of the critic.
     shared: engines, trainers and critic take turns on the same devices.
-    teachers, teacher_tensor_parallel: engines of a teacher and the devices of one, which are always its own.
+    fixed: engines of a teacher and of a judge, whose devices are always their own; started in this order.
     """
 
     trainers: int
@@ -33,14 +58,14 @@ class Demand:
     shared: bool = False
     critics: int = 0
     critic_block: int = 1
-    teachers: int = 0
-    teacher_tensor_parallel: int = 1
+    fixed: tuple[FixedEngines, ...] = ()
 
     @classmethod
     def of(
-        cls, recipe: Recipe, *, trainers: bool, engines: bool, critic: bool = False, teacher: bool = False
+        cls, recipe: Recipe, *, trainers: bool, engines: bool, critic: bool = False, fixed: Sequence[str] = ()
     ) -> Demand:
-        """What `recipe` places, of trainers and engines those that are started at all."""
+        """What `recipe` places, of trainers and engines those that are started at all. `fixed`: sections of the recipe
+        that describe engines of fixed models."""
         return cls(
             trainers=recipe.cluster.trainers if trainers else 0,
             engines=recipe.rollout.engines if engines else 0,
@@ -49,8 +74,7 @@ class Demand:
             shared=trainers and recipe.cluster.placement == "colocated",
             critics=recipe.critic.trainers if critic else 0,
             critic_block=recipe.critic.megatron.tensor_parallel if critic else 1,
-            teachers=recipe.teacher.engines if teacher else 0,
-            teacher_tensor_parallel=recipe.teacher.tensor_parallel if teacher else 1,
+            fixed=tuple(FixedEngines.of(recipe, section) for section in fixed),
         )
 
     @property
@@ -58,14 +82,14 @@ class Demand:
         return self.engines * self.tensor_parallel
 
     @property
-    def teacher_devices(self) -> int:
-        return self.teachers * self.teacher_tensor_parallel
+    def fixed_devices(self) -> int:
+        return sum(kind.devices for kind in self.fixed)
 
     @property
     def devices(self) -> int:
         """How many devices all of it takes."""
         apart = 0 if self.shared else self.critics + self.engine_devices
-        return self.trainers + apart + self.teacher_devices
+        return self.trainers + apart + self.fixed_devices
 
     def require_trainers_devices_suffice(self) -> None:
         """Raise ValueError where engines or critics that share the trainers' devices are more than these."""
@@ -96,11 +120,7 @@ class Demand:
                 f"rollout.engines x rollout.tensor_parallel = {self.engines} x {self.tensor_parallel} "
                 f"({'on the same devices, ' if self.shared else ''}each engine in one machine)"
             )
-        if self.teachers:
-            parts.append(
-                f"teacher.engines x teacher.tensor_parallel = {self.teachers} x {self.teacher_tensor_parallel} "
-                "(each engine in one machine)"
-            )
+        parts += [str(kind) for kind in self.fixed]
         return " and ".join(parts)
 
 
@@ -114,11 +134,11 @@ class Plan:
     trainers: list[Slot]  # in rank order
     engines: list[list[Slot]]  # the devices of each engine
     critics: list[Slot] = field(default_factory=list)  # in rank order
-    teachers: list[list[Slot]] = field(default_factory=list)  # the devices of each of the teacher's engines
+    fixed: list[list[Slot]] = field(default_factory=list)  # the devices of each engine of a fixed model, in their order
 
     def per_machine(self, machines: int) -> list[int]:
         """How many devices are taken of each machine."""
-        engines = [slot for engine in [*self.engines, *self.teachers] for slot in engine]
+        engines = [slot for engine in [*self.engines, *self.fixed] for slot in engine]
         slots = {*self.trainers, *self.critics, *engines}
         return [sum(machine == number for machine, _ in slots) for number in range(machines)]
 
@@ -150,12 +170,7 @@ def place_on_cpus(cpus: Sequence[int], demand: Demand) -> Plan:
     slots = list(cpus) if any(cpus) else [1] * len(cpus)  # a machine that offers none wants no processes
     alone = demand
     if demand.shared:
-        alone = Demand(
-            demand.trainers,
-            0,
-            teachers=demand.teachers,
-            teacher_tensor_parallel=demand.teacher_tensor_parallel,
-        )
+        alone = Demand(demand.trainers, 0, fixed=demand.fixed)
     rounds = 1
     while (plan := _place([count * rounds for count in slots], alone)) is None:
         rounds += 1
@@ -163,25 +178,50 @@ def place_on_cpus(cpus: Sequence[int], demand: Demand) -> Plan:
         return plan
     turns = [number * demand.tensor_parallel % demand.trainers for number in range(demand.engines)]
     critics = [plan.trainers[rank % demand.trainers] for rank in range(demand.critics)]
-    return Plan(plan.trainers, [[plan.trainers[turn]] for turn in turns], critics, plan.teachers)
+    return Plan(plan.trainers, [[plan.trainers[turn]] for turn in turns], critics, plan.fixed)
 
 
 def _place(free: Sequence[int], demand: Demand) -> Plan | None:
-    """The rest first and the teacher's engines on what is left, or the other way round; None where neither fits."""
-    rest = replace(demand, teachers=0)
-    if not demand.teachers:
+    """The rest first and fixed models' engines on what is left, or the other way round; None where neither fits."""
+    rest = replace(demand, fixed=())
+    if not demand.fixed:
         return _place_rest(free, rest)
-    order = _largest_first(free)[::-1]
-    for teachers_first in (False, True):
-        plan = None if teachers_first else _place_rest(free, rest)
+    for fixed_first in (False, True):
+        plan = None if fixed_first else _place_rest(free, rest)
         left = _minus(free, plan.per_machine(len(free))) if plan else list(free)
-        taken = _fill(left, demand.teacher_devices, demand.teacher_tensor_parallel, order)
-        if taken is not None and teachers_first:
-            plan = _place_rest(_minus(free, taken), rest)
+        taken = _fill_all(left, demand.fixed)
+        if taken is not None and fixed_first:
+            plan = _place_rest(_minus(free, _sums(taken)), rest)
         if taken is not None and plan is not None:
-            slots = _slots(taken, after=plan.per_machine(len(free)))
-            return replace(plan, teachers=_chunks(slots, demand.teacher_tensor_parallel))
+            return replace(plan, fixed=_slots_of_kinds(taken, demand.fixed, plan.per_machine(len(free))))
     return None
+
+
+def _fill_all(free: Sequence[int], kinds: Sequence[FixedEngines]) -> list[list[int]] | None:
+    """How many devices each of `kinds` takes of each machine; None where they do not fit. The largest engines choose
+    first: smaller ones fit into what these leave."""
+    order, left = _largest_first(free)[::-1], list(free)
+    taken: dict[int, list[int]] = {}
+    for number in sorted(range(len(kinds)), key=lambda number: -kinds[number].tensor_parallel):
+        counts = _fill(left, kinds[number].devices, kinds[number].tensor_parallel, order)
+        if counts is None:
+            return None
+        taken[number], left = counts, _minus(left, counts)
+    return [taken[number] for number in range(len(kinds))]
+
+
+def _slots_of_kinds(
+    taken: Sequence[Sequence[int]], kinds: Sequence[FixedEngines], after: Sequence[int]
+) -> list[list[Slot]]:
+    engines: list[list[Slot]] = []
+    for counts, kind in zip(taken, kinds, strict=True):
+        engines += _chunks(_slots(counts, after=after), kind.tensor_parallel)
+        after = _sums([after, counts])
+    return engines
+
+
+def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip(*counts, strict=True)]
 
 
 def _minus(free: Sequence[int], taken: Sequence[int]) -> list[int]:
@@ -189,7 +229,7 @@ def _minus(free: Sequence[int], taken: Sequence[int]) -> list[int]:
 
 
 def _place_rest(free: Sequence[int], demand: Demand) -> Plan | None:
-    """All but the teacher's engines."""
+    """All but the engines of fixed models."""
     largest = max(free, default=0)
     block, critic_block = (size if largest >= size else 1 for size in (demand.trainer_block, demand.critic_block))
     if not demand.shared:

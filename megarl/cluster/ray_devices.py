@@ -45,7 +45,7 @@ class RayDevices:
         self._group: PlacementGroup | None = None
         self.trainers: list[Device] = []  # in rank order
         self._critics: list[Device] = []  # in rank order
-        self._engines: list[list[Device]] = []  # those that no engine has taken yet, the teacher's last
+        self._engines: list[list[Device]] = []  # those that no engine has taken yet, those of fixed models last
 
     def reserve(self) -> None:
         """Take what the run needs. Raises ValueError where the cluster does not have it."""
@@ -66,7 +66,7 @@ class RayDevices:
             places = self._take(nodes, plan)
         self.trainers = [places[node][number] for node, number in plan.trainers]
         self._critics = [places[node][number] for node, number in plan.critics]
-        self._engines = [[places[node][number] for node, number in slots] for slots in [*plan.engines, *plan.teachers]]
+        self._engines = [[places[node][number] for node, number in slots] for slots in [*plan.engines, *plan.fixed]]
 
     def of_group(self, name: str) -> list[Device]:
         """The devices of "trainer" or "critic", in rank order."""

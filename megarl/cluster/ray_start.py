@@ -33,7 +33,7 @@ def start(address: str | None, guard: Guard) -> None:
     """
     with termination_stays_ours():
         if address:
-            _join(address)
+            join(address)
         else:
             _start_private(guard)
 
@@ -61,7 +61,8 @@ def object_store_bytes(shared_memory: int, memory: int) -> int:
     return max(STORE_LEAST, int(STORE_SHARE * min(shared_memory, memory)))
 
 
-def _join(address: str) -> None:
+def join(address: str) -> None:
+    """Connect to the cluster at `address`; raises as `start`."""
     remedy = (
         "(cluster.ray_address or RAY_ADDRESS): start it (launch/multinode.sh does), correct the address, or unset "
         "both for a private one on this machine."

@@ -47,7 +47,7 @@ async def answer(target: Any, method: str, args: tuple[Any, ...]) -> Returned | 
     try:
         value = getattr(target, method)(*args)
         return Returned(await value if inspect.isawaitable(value) else value)
-    except Exception as error:  # noqa: BLE001 -- it is told to the controller
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- it is told to the controller
         return Raised.of(error)
 
 

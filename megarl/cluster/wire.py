@@ -8,7 +8,13 @@ import struct
 import threading
 from typing import Any
 
-_LENGTH = struct.Struct("!Q")
+LENGTH = struct.Struct("!Q")
+
+
+def packed(message: Any) -> bytes:
+    """A message as it is sent. Raises what pickle raises for what it cannot take."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(data)) + data
 
 
 class Wire:
@@ -24,14 +30,13 @@ class Wire:
 
     def send(self, message: Any) -> None:
         """Raises OSError when the other end is gone, and what pickle raises for what it cannot take."""
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        data = packed(message)
         with self._lock:
-            self._socket.sendall(_LENGTH.pack(len(data)))
             self._socket.sendall(data)
 
     def receive(self) -> Any:
         """The next message. Raises EOFError when the other end is gone."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        (length,) = LENGTH.unpack(self._read(LENGTH.size))
         return pickle.loads(self._read(length))  # noqa: S301 -- see the class
 
     def _read(self, count: int) -> bytearray:

@@ -53,7 +53,18 @@ class DataConfig:
         True,
         "Apply the tokenizer's chat template to `prompt`'s messages. Off: their contents are joined as they stand.",
     )
+    prompt_suffix: str = key(
+        "", "Text behind the last user message of every prompt (not of demonstrations), e.g. the form of the answer."
+    )
     chat_template_args: dict[str, Any] = key({}, "Arguments of the chat template, e.g. {enable_thinking: false}.")
+    min_pixels: Optional[int] = key(
+        None, "Smaller images are enlarged to so many pixels. Unset: what the model's image processor says.", at_least=1
+    )
+    max_pixels: Optional[int] = key(
+        None,
+        "Larger images are shrunk to so many pixels; of Qwen2.5-VL a token shows 28 x 28 of them. Unset: what the model's image processor says.",
+        at_least=1,
+    )
     workers: Optional[int] = key(
         None,
         "Processes that render and tokenise rows. Unset: one for every 20,000 rows that are not in the cache, at most one a core.",
@@ -76,6 +87,9 @@ def check_data(recipe: Recipe) -> None:
     if data.mix and data.train_files:
         what = "data.mix names the training sets, so these files would be read by nothing"
         raise RecipeError("data.train_files", what, "make them a set of data.mix", value=data.train_files)
+    if data.min_pixels is not None and data.max_pixels is not None and data.min_pixels > data.max_pixels:
+        what = f"it is above data.max_pixels={data.max_pixels}"
+        raise RecipeError("data.min_pixels", what, "set it to no more than that", value=data.min_pixels)
     if data.curriculum_epochs is not None and data.curriculum is None:
         what = "there is no order of which these would be the epochs"
         raise RecipeError(

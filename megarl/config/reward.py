@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megarl.config.errors import RecipeError
+from megarl.config.remote import check_remote
 
 if TYPE_CHECKING:
     from megarl.config.schema import Recipe
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 def check_reward(recipe: Recipe) -> None:
     """Raise RecipeError for the first thing that cannot be had as asked."""
     reward = recipe.reward
+    check_remote(recipe)
     if not reward.functions:
         return
     if reward.function is not None:

@@ -10,9 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
+from megarl.config.agent import AgentConfig
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.data import DataConfig
+from megarl.config.judge import JudgeConfig
 from megarl.config.key import key
+from megarl.config.remote import RemoteConfig
+from megarl.config.sandbox import SandboxConfig
 from megarl.config.training import ActorConfig, CriticConfig, LoraConfig, MegatronConfig, ModelConfig
 
 
@@ -23,17 +27,25 @@ class RewardConfig:
 
     function: Optional[str] = key(
         None,
-        "A scorer for every row: a registered name, or `module:function`. Unset: chosen by each row's `data_source`.",
+        "A scorer for every row: a registered name, `judge` (section `judge`), or `module:function`. Unset: chosen by each row's `data_source`.",
     )
     functions: dict[str, float] = key(
         {},
         "Several scorers for every row, named as in `reward.function`, each with its weight in the sum that is the reward, e.g. {gsm8k: 1.0, 'my_module:brevity': 0.1}. Instead of `reward.function`.",
     )
-    processes: int = key(4, "Processes that score, beside each engine.", at_least=1)
+    processes: int = key(
+        4, "Processes that score, beside each engine; and as many again for scorers that are async.", at_least=1
+    )
+    concurrent: int = key(64, "Samples that an async scorer has under way at a time, in each process.", at_least=1)
     timeout: float = key(
         10.0,
         "Seconds that a scorer may take for one sample, waiting not counted. A process that takes longer is killed and replaced.",
         above=0,
+    )
+    memory_mb: Optional[int] = key(
+        None,
+        "MiB of memory of its own that a process which scores may have, and each that it starts; past it, allocating fails (RLIMIT_DATA). Unset: no limit.",
+        at_least=1,
     )
     retries: int = key(
         1,
@@ -46,6 +58,7 @@ class RewardConfig:
         at_least=0,
         at_most=1,
     )
+    remote: RemoteConfig = key(RemoteConfig, "")
 
 
 @dataclass
@@ -219,7 +232,10 @@ class Recipe:
     data: DataConfig = key(DataConfig, "")
     reward: RewardConfig = key(RewardConfig, "")
     rollout: RolloutConfig = key(RolloutConfig, "")
+    agent: AgentConfig = key(AgentConfig, "")
+    sandbox: SandboxConfig = key(SandboxConfig, "")
     teacher: TeacherConfig = key(TeacherConfig, "")
+    judge: JudgeConfig = key(JudgeConfig, "")
     algorithm: AlgorithmConfig = key(AlgorithmConfig, "")
     actor: ActorConfig = key(ActorConfig, "")
     lora: LoraConfig = key(LoraConfig, "")

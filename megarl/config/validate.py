@@ -81,13 +81,17 @@ def check_betas(section: str, optimizer: OptimizerConfig) -> None:
 
 @check
 def _sections_fit(recipe: Recipe) -> None:
+    from megarl.config.agent import check_agent
     from megarl.config.critic import check_critic
+    from megarl.config.judge import check_judge
     from megarl.config.reward import check_reward
     from megarl.config.teacher import check_teacher
 
     check_critic(recipe)
     check_teacher(recipe)
     check_reward(recipe)
+    check_judge(recipe)
+    check_agent(recipe)
 
 
 @check
@@ -351,11 +355,11 @@ def _extra_is_left_over(recipe: Recipe) -> None:
     """What megarl sets keeps the loss independent of micro batches and layout; Megatron's router losses are not."""
     for section, megatron in (("megatron", recipe.megatron), ("critic.megatron", recipe.critic.megatron)):
         for name, value in megatron.extra.items():
-            if refusal := _refusal_of_extra(name, section):
+            if refusal := refusal_of_extra(name, section):
                 raise RecipeError(f"{section}.extra.{name}", *refusal, value=value)
 
 
-def _refusal_of_extra(name: str, section: str) -> tuple[str, str] | None:
+def refusal_of_extra(name: str, section: str) -> tuple[str, str] | None:
     """(what is wrong, what to do), or None."""
     if instead := _OWNED_BY_MEGATRON_KEYS.get(name):
         return f"{section}.{instead} decides it", f"set {section}.{instead}"

@@ -83,6 +83,22 @@ def aime(
     _tell(prepared, notices)
 
 
+@app.command()
+def geo3k(
+    source: Annotated[
+        str,
+        typer.Option(help="Folder with train and test (.jsonl or .parquet of images, problem, answer), or a hub name."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
+) -> None:
+    """Geometry3K's problems with their drawings (hiyouga/geometry3k), for vision-language models."""
+    from megarl.data.prepare.geo3k import prepare
+
+    with blaming_input():
+        prepared = prepare(source, out)
+    _tell(prepared, [])
+
+
 @app.command(name="retool_sft")
 def retool_sft(
     source: Annotated[str, typer.Option(help="File or folder of messages, or a hub name.")],

@@ -16,11 +16,12 @@ import numpy as np
 from megarl.config.schema import DataConfig
 from megarl.data.cache import Encoded
 from megarl.data.encode import Encode, encode_files
-from megarl.data.rows import Row, read_rows, unique_uids
+from megarl.data.rows import Row, iterate_rows, unique_uids
 from megarl.data.sampler import MixedSampler, Sampler
 from megarl.data.tokenizer import Tokenizer
 
 Item = TypeVar("Item")
+_PICTURES = ("images", "videos")  # columns
 Files = Sequence[str | Path] | Mapping[str, Sequence[str | Path]]
 """Files of one set, or of several by name."""
 
@@ -47,6 +48,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
     optional: ClassVar[Sequence[str]]  # columns that are read where they are there
     source: ClassVar[str]  # data source of a row that names none
     per_row: ClassVar[int] = 1  # texts that `encode` makes of a row
+    text_alone: ClassVar[str] = "demonstrations and preferences are text alone: train.source: rollout reads images"
     too_long: ClassVar[str]  # "prompts are longer than data.max_prompt_length"
 
     def __init__(
@@ -61,11 +63,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         self.notices: list[str] = []
         if not all(named.values()):
             raise ValueError("no data files were named: set data.train_files (or data.eval_files)")
-        parts = [
-            (name, Path(file), read_rows([file], *self.layouts, optional=self.optional))
-            for name, group in named.items()
-            for file in group
-        ]
+        parts = [(name, Path(file), self.read(Path(file))) for name, group in named.items() for file in group]
         uids = iter(unique_uids([row for _, _, rows in parts for row in rows], self.source))
         encoded = encode_files(
             [(file, rows) for _, file, rows in parts],
@@ -83,7 +81,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         for (name, file, rows), texts in zip(parts, encoded, strict=True):
             kept = 0
             for number, (row, uid) in enumerate(zip(rows, uids)):  # noqa: B905 - uids go on with the next file
-                own = texts[number * self.per_row : (number + 1) * self.per_row]
+                own = self.whole(row, texts[number * self.per_row : (number + 1) * self.per_row])
                 length = max(len(text.tokens) for text in own)
                 if length > longest:
                     longest, longest_row = length, row.where
@@ -96,9 +94,24 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         self._check_lengths(config, limit, longest, longest_row)
         self.difficulty = None if difficulty is None else self._difficulties(rows_kept, difficulty)
 
-    @staticmethod
+    def read(self, file: Path) -> list[Row]:
+        """The rows of one file."""
+        rows = []
+        for row in iterate_rows(file, *self.layouts, optional=(*self.optional, *_PICTURES)):
+            for column in _PICTURES:
+                if row.values.get(column):
+                    raise ValueError(f"{row.where}: column {column!r} is not empty, and {self.text_alone}")
+            rows.append(row)
+        if not rows:
+            raise ValueError(f"{file}: the file has no rows")
+        return rows
+
+    def whole(self, row: Row, texts: Sequence[Encoded]) -> Sequence[Encoded]:
+        """A row's texts as a model reads them: what does not come from the text alone is added here."""
+        return texts
+
     @abstractmethod
-    def encode() -> Encode:
+    def encode(self) -> Encode:
         """The function that makes texts of rows."""
 
     @abstractmethod

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from megarl.config.schema import DataConfig
@@ -16,7 +17,7 @@ from megarl.data.rows import Row
 from megarl.data.tokenizer import Tokenizer
 
 Encode = Callable[[Sequence[Row], Tokenizer, DataConfig], list[Encoded]]
-"""Renders and tokenises rows: the same number of texts from each. A function of a module, which a process can import."""
+"""Renders and tokenises rows: the same number of texts from each. A function of a module, or a partial of one, which a process can import."""
 
 CHUNK = 512  # rows at a time: what the progress bar moves by, and what a process is given
 ROWS_PER_PROCESS = 20_000  # a process needs seconds to start; fewer rows are made sooner than that
@@ -39,7 +40,7 @@ def encode_files(
         ValueError: whatever `encode` finds wrong with a row.
     """
     cache = TokenCache(Path(config.cache).expanduser(), notice) if config.cache else None
-    kind = f"{encode.__module__}.{encode.__qualname__}"
+    kind = _name_of(encode)
     found: list[list[Encoded] | None] = [None] * len(files)
     keys: dict[int, str] = {}
     for number, (file, rows) in enumerate(files):
@@ -54,6 +55,13 @@ def encode_files(
         if cache is not None and number in keys:
             cache.store(keys[number], texts)
     return [texts for texts in found if texts is not None]
+
+
+def _name_of(encode: Encode) -> str:
+    """What tells it from others: where it is, and what it was given besides."""
+    if isinstance(encode, partial):
+        return f"{_name_of(encode.func)}{encode.args!r}{sorted(encode.keywords.items())!r}"
+    return f"{encode.__module__}.{encode.__qualname__}"
 
 
 def encode_rows(

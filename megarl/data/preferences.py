@@ -35,8 +35,7 @@ class PreferenceDataset(RowDataset[Pair]):
     per_row = 2
     too_long = "pairs have an answer that is longer than data.max_prompt_length + rollout.max_response_length"
 
-    @staticmethod
-    def encode() -> Encode:
+    def encode(self) -> Encode:
         return encode_pairs
 
     def item(self, row: Row, uid: str, texts: Sequence[Encoded]) -> Pair:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,35 +13,72 @@ from megarl.config.schema import DataConfig
 from megarl.data.cache import Encoded
 from megarl.data.dataset import Files, RowDataset
 from megarl.data.encode import Encode
-from megarl.data.rows import Row, messages_of
+from megarl.data.images import ImageReader, expanded, images_of, with_image_parts
+from megarl.data.rows import Row, iterate_rows, messages_of, text_of
 from megarl.data.tokenizer import Tokenizer
-from megarl.types import Prompt
+from megarl.types import Prompt, PromptImage
 
 
 class PromptDataset(RowDataset[Prompt]):
     """Rows with the columns ``prompt``, ``data_source``, ``reward_model.ground_truth`` and, where
-    present, ``extra_info``, rendered and tokenised once.
+    present, ``extra_info`` and ``images``, rendered and tokenised once.
 
     Attributes:
         data_sources: those of the rows that stayed, sorted.
+        has_images: whether a row that stayed has one.
 
     Raises:
-        ValueError: a file or column is wrong, or a prompt is longer than `data.max_prompt_length`
+        ValueError: a file, column or image is wrong, or a prompt is longer than `data.max_prompt_length`
             and the recipe does not filter (or all of them are).
     """
 
     layouts = (("prompt", "data_source", "reward_model"),)
-    optional = ("extra_info",)
+    optional = ("extra_info", "images", "videos")
     source = "row"
     too_long = "prompts are longer than data.max_prompt_length"
 
-    def __init__(self, files: Files, tokenizer: Tokenizer, config: DataConfig, difficulty: str | None = None) -> None:
+    def __init__(
+        self,
+        files: Files,
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        difficulty: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        images: ImageReader | None = None,
+    ) -> None:
+        """`tools`: schemas that the chat template shows the policy. `images`: of the model that is to read them; None:
+        rows have none."""
+        self._tools = tuple(tools)
+        self._reader = images
+        self._images: dict[str, tuple[PromptImage, ...]] = {}  # of each row by its place, while rows are read
         super().__init__(files, tokenizer, config, config.max_prompt_length, difficulty)
+        self._images.clear()
         self.data_sources = sorted({prompt.data_source for prompt in self._items})
+        self.has_images = any(prompt.images for prompt in self._items)
 
-    @staticmethod
-    def encode() -> Encode:
-        return encode_prompts
+    def read(self, file: Path) -> list[Row]:
+        """In `images`, where the file has the column, the number of images: processes that tokenise need no more."""
+        rows = []
+        for row in iterate_rows(file, *self.layouts, optional=self.optional):
+            found = images_of(row, file, self._reader)
+            if found:
+                self._images[row.where] = found
+            counted = {"images": len(found)} if "images" in row.values else {}
+            rows.append(Row(row.where, {**row.values, **counted}))
+        if not rows:
+            raise ValueError(f"{file}: the file has no rows")
+        return rows
+
+    def whole(self, row: Row, texts: Sequence[Encoded]) -> Sequence[Encoded]:
+        if row.where not in self._images:
+            return texts
+        assert self._reader is not None
+        (text,) = texts
+        text, self._images[row.where] = expanded(row, text, self._images[row.where], self._reader.token)
+        return [text]
+
+    def encode(self) -> Encode:
+        return functools.partial(encode_prompts, tools=self._tools) if self._tools else encode_prompts
 
     def item(self, row: Row, uid: str, texts: Sequence[Encoded]) -> Prompt:
         reward_model = row.need("reward_model", dict)
@@ -54,12 +94,16 @@ class PromptDataset(RowDataset[Prompt]):
             data_source=row.need("data_source", str),
             ground_truth=reward_model["ground_truth"],
             extra_info=row.get("extra_info", dict) or {},
+            question=text_of(messages_of(row, "prompt")),
+            images=self._images.get(row.where, ()),
         )
 
 
-def encode_prompts(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig) -> list[Encoded]:
-    """Each row's prompt, with the head of the answer that is to be sampled."""
-    texts = [_render(row, tokenizer, config) for row in rows]
+def encode_prompts(
+    rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, tools: Sequence[dict[str, Any]] = ()
+) -> list[Encoded]:
+    """Each row's prompt, with the tools that it is shown and the head of the answer that is to be sampled."""
+    texts = [_render(row, tokenizer, config, tools) for row in rows]
     leading = tokenizer.leading_ids(config.chat_template)
     encoded = []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
@@ -68,9 +112,21 @@ def encode_prompts(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig
     return encoded
 
 
-def _render(row: Row, tokenizer: Tokenizer, config: DataConfig) -> str:
+def _render(row: Row, tokenizer: Tokenizer, config: DataConfig, tools: Sequence[dict[str, Any]]) -> str:
     messages = messages_of(row, "prompt")
+    if config.prompt_suffix:
+        messages = _with_suffix(row, messages, config.prompt_suffix)
+    messages = with_image_parts(row, messages, config.chat_template)
     try:
-        return tokenizer.render_text(messages, config.chat_template, config.chat_template_args)
+        return tokenizer.render_text(messages, config.chat_template, config.chat_template_args, tools=tools)
     except ValueError as error:
         raise ValueError(f"{row.where}: {error}") from error
+
+
+def _with_suffix(row: Row, messages: list[dict[str, Any]], suffix: str) -> list[dict[str, Any]]:
+    users = [place for place, message in enumerate(messages) if message["role"] == "user"]
+    if not users or not isinstance(messages[users[-1]]["content"], str):
+        raise ValueError(f"{row.where}: data.prompt_suffix goes behind a user's text, and the prompt has none")
+    last = users[-1]
+    changed = {**messages[last], "content": messages[last]["content"] + suffix}
+    return [*messages[:last], changed, *messages[last + 1 :]]

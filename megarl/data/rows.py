@@ -12,6 +12,7 @@ from typing import Any
 Layouts = Sequence[Sequence[str]]
 
 _BATCH = 4096  # rows of a parquet file that are Python objects at a time, where the reader does not keep them
+_BATCH_OF_IMAGES = 64  # the same of rows with images, which are large
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,19 @@ def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
     return messages
 
 
+def text_of(messages: Sequence[dict[str, Any]]) -> str:
+    """What `messages` say, for one who reads the conversation: the text of a single one, else each under its role."""
+    said = [(message["role"], _content_text(message["content"])) for message in messages]
+    return said[0][1] if len(said) == 1 else "\n\n".join(f"{role}: {text}" for role, text in said)
+
+
+def _content_text(content: Any) -> str:
+    """A message's content, of which parts that are no text (images) are left out."""
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return "" if content is None else str(content)
+
+
 def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write rows to one parquet file; the same rows give the same bytes."""
     import pyarrow
@@ -142,7 +156,8 @@ def _parquet_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iter
             there = opened.schema_arrow.names
             _check_columns(file, layouts, there)
             wanted = [name for name in there if name in _columns(layouts, optional)]
-            for batch in opened.iter_batches(batch_size=_BATCH, columns=wanted):
+            size = _BATCH_OF_IMAGES if "images" in wanted else _BATCH
+            for batch in opened.iter_batches(batch_size=size, columns=wanted):
                 for values in batch.to_pylist():
                     yield Row(f"{file}, row {number}", values)
                     number += 1

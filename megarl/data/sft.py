@@ -77,8 +77,7 @@ class SFTDataset(RowDataset[Example]):
     source = "sft"
     too_long = "examples are longer than data.max_prompt_length + rollout.max_response_length"
 
-    @staticmethod
-    def encode() -> Encode:
+    def encode(self) -> Encode:
         return encode_demonstrations
 
     def item(self, row: Row, uid: str, texts: Sequence[Encoded]) -> Example:

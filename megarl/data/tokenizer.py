@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ class Tokenizer(ABC):
             generation_config.json adds.
         bos_ids: what plain text begins with, () or (bos,). A chat template writes its own.
         end_ids: every token that may close a turn of a chat template: the special ones.
+        chat_template: as the tokenizer has it; None: it has none.
     """
 
     directory: Path
@@ -35,14 +36,15 @@ class Tokenizer(ABC):
     stop_ids: tuple[int, ...]
     bos_ids: tuple[int, ...] = ()
     end_ids: frozenset[int]
+    chat_template: Any = None
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text as it stands: no token is added."""
 
     @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, special tokens left out."""
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of `ids`, special tokens left out, or with them."""
 
     @abstractmethod
     def tokens(self) -> dict[str, int]:
@@ -51,6 +53,17 @@ class Tokenizer(ABC):
     @abstractmethod
     def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool, tools: Tools) -> str:
         """`messages` as the chat template writes them, with the head of a new answer where `generate`."""
+
+    def added_tokens(self) -> frozenset[str]:
+        """Texts that become one token of the tokenizer's own wherever they stand, special or not."""
+        return frozenset()
+
+    def broken_up(self, text: str) -> str:
+        """`text` with a space within whatever spells one of the tokenizer's own tokens: who wrote it cannot end a turn with
+        <|im_end|>, and go on in somebody else's name."""
+        own = sorted(self.added_tokens(), key=len, reverse=True)
+        pattern = "|".join(re.escape(token) for token in own if len(token) > 1)
+        return re.sub(pattern, lambda found: f"{found[0][0]} {found[0][1:]}", text) if pattern else text
 
     def today(self) -> str:
         """The date, where the chat template writes it; else "". What it renders is then another text tomorrow."""
@@ -116,6 +129,11 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
     )
 
 
+def unread(chat_template: Any, args: Iterable[str]) -> list[str]:
+    """Those of `args` that the template never reads. It ignores what it does not know, so a misspelt one would go unseen."""
+    return [name for name in args if not re.search(rf"\b{re.escape(name)}\b", str(chat_template))]
+
+
 def check_vocabulary(tokenizer: Tokenizer, hf_config: dict[str, Any]) -> None:
     """Refuse a tokenizer that can produce ids for which the model has no embedding.
 
@@ -164,6 +182,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self._hf.is_fast:  # what a tokenizer.json says of these is for inference
             self._hf.backend_tokenizer.no_truncation()
             self._hf.backend_tokenizer.no_padding()
+        self.chat_template = self._hf.chat_template
         self.vocab_size = max(self._hf.get_vocab().values()) + 1
         self.stop_ids = _stop_ids(directory, self._hf.eos_token_id, model_stops)
         self.eos_id = self.stop_ids[0]
@@ -182,15 +201,18 @@ class HuggingFaceTokenizer(Tokenizer):
             ]
         return self._hf(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
         numbers = [int(number) for number in ids]
-        return self._hf.decode(numbers, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._hf.decode(numbers, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+
+    def added_tokens(self) -> frozenset[str]:
+        return frozenset(token.content for token in self._hf.added_tokens_decoder.values() if token.content.strip())
 
     def tokens(self) -> dict[str, int]:
         return self._hf.get_vocab()
 
     def today(self) -> str:
-        return date.today().isoformat() if "strftime_now" in str(self._hf.chat_template) else ""
+        return date.today().isoformat() if "strftime_now" in str(self.chat_template) else ""
 
     def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool, tools: Tools) -> str:
         template = self._hf.chat_template
@@ -202,9 +224,8 @@ class HuggingFaceTokenizer(Tokenizer):
             raise ValueError(
                 f"the template in {self.directory} never reads the tools that a row gives: use another one"
             )
-        for name in args:  # a template ignores what it does not know, so a misspelt argument would go unseen
-            if not re.search(rf"\b{re.escape(name)}\b", str(template)):
-                raise ValueError(f"data.chat_template_args: the template in {self.directory} never reads {name!r}")
+        for name in unread(template, args):
+            raise ValueError(f"data.chat_template_args: the template in {self.directory} never reads {name!r}")
         try:
             return self._hf.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate, **args
@@ -236,8 +257,8 @@ class SentencePieceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return self._model.encode(list(texts))
 
-    def decode(self, ids: Sequence[int]) -> str:
-        skipped = self.end_ids | {self._model.pad_id()}  # -1 where there is none
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        skipped = frozenset() if special else self.end_ids | {self._model.pad_id()}  # -1 where there is none
         return self._model.decode([int(number) for number in ids if int(number) not in skipped])
 
     def tokens(self) -> dict[str, int]:

@@ -23,10 +23,10 @@ _PROMPT_SCORES_TOKENS = (
 )
 # Arguments that follow from other settings, and which.
 _OWNED = {
-    "model": "model.path",
+    "model": "{section}.path",
     "dtype": "{section}.dtype",
     "tensor_parallel_size": "{section}.tensor_parallel",
-    "max_model_len": "data.max_prompt_length and rollout.max_response_length",
+    "max_model_len": "data.max_prompt_length and rollout.max_response_length",  # also what a teacher reads
     "seed": "train.seed",
     "enable_sleep_mode": "cluster.placement",
     "load_format": None,
@@ -38,6 +38,11 @@ _OWNED = {
     "worker_extension_cls": None,
     "disable_log_stats": None,
     "use_tqdm_on_load": None,
+}
+# Those that other settings decide in these sections.
+_OWNED_IN: dict[str, dict[str, str | None]] = {
+    "rollout": {"model": "model.path"},
+    "judge": {"max_model_len": "judge.max_prompt_length and judge.max_tokens", "max_logprobs": None},
 }
 
 
@@ -69,7 +74,7 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
     known = _fields_of_engine_args()
     for name in engine_args:
         if name in _OWNED:
-            owner = _OWNED[name]
+            owner = {**_OWNED, **_OWNED_IN.get(section, {})}[name]
             instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
             raise ValueError(f"{section}.engine_args.{name} cannot be given: {instead}")
         if known and name not in known:
@@ -155,7 +160,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     arguments.setdefault("kv_cache_memory_bytes", _CPU_KV_CACHE_BYTES)
     if arguments.setdefault("enable_chunked_prefill", False):
         raise ValueError(
-            "rollout.engine_args.enable_chunked_prefill must be false on a CPU: samples are seeded, and vLLM takes "
+            f"{spec.recipe_section}.engine_args.enable_chunked_prefill must be false on a CPU: samples are seeded, and vLLM takes "
             "back the draw of an unfinished prompt, which a CPU's random generator cannot do"
         )
     arguments.setdefault("max_num_batched_tokens", max(_CPU_BATCHED_TOKENS, spec.max_model_len))

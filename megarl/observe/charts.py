@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+MAX_LABEL = 40  # characters: what a legend has room for
+
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. ``series`` are (metric or pattern, label); a pattern's ``*`` is the label where that is empty.
+    """One chart. ``series`` are (metric or pattern, label), where a label's ``*`` is what the pattern's stands for; an
+    empty label is ``*``.
 
     ``band``: the metrics of a shaded range. ``tick``: a d3 format of the axis. ``log``: logarithmic.
-    ``needs``: a metric without which there is no chart.
+    ``needs``: a metric without which there is no chart. ``several``: so that there is none of a single curve.
     """
 
     title: str
@@ -22,6 +25,7 @@ class Chart:
     tick: str = ""
     log: bool = False
     needs: str = ""
+    several: bool = False
 
 
 CHARTS = (
@@ -33,7 +37,7 @@ CHARTS = (
     ),
     Chart(
         "Evaluation",
-        (("eval/*@*", ""), ("eval/greedy", "greedy")),
+        (("eval/pass@*", "pass@*"), ("eval/maj@*", "maj@*"), ("eval/greedy", "greedy")),
         "Accuracy on the held-out problems.",
     ),
     Chart(
@@ -54,6 +58,14 @@ CHARTS = (
         "Reward of the chosen answer less that of the rejected, mean.",
     ),
     Chart("Evaluation: response length", (("eval/response_length/mean", "mean"),), "Tokens."),
+    Chart(
+        "Reward by data source",
+        (("source/*/rewards/mean", ""),),
+        "Mean of everything sampled.",
+        several=True,
+    ),
+    Chart("Evaluation by data source", (("eval/*/pass@1", ""),), "pass@1.", several=True),
+    Chart("Response length by data source", (("source/*/response_length/mean", ""),), "Tokens, mean.", several=True),
     Chart("Reward parts", (("critic/score/*/mean", ""),), "Mean of each part of the reward."),
     Chart("Response length", (("response_length/mean", "mean"), ("response_length/max", "longest")), "Tokens."),
     Chart(
@@ -61,6 +73,18 @@ CHARTS = (
         (("response_length/clip_ratio", "share"),),
         "Share of samples that reached the length limit.",
         tick=".0%",
+    ),
+    Chart("Turns", (("agent/turns/mean", "mean"), ("agent/turns/max", "most")), "Of the policy, a sample."),
+    Chart("Tool calls", (("agent/calls/mean", "mean"),), "A sample."),
+    Chart(
+        "Tool calls that failed",
+        (("agent/failed_calls", "failed"), ("agent/tool_timeouts", "of these too slow")),
+        "In the step.",
+    ),
+    Chart(
+        "Seconds in tools",
+        (("agent/tool_seconds/mean", "mean"), ("agent/tool_seconds/max", "longest")),
+        "A sample.",
     ),
     Chart("Entropy", (("actor/entropy", "entropy"),), "Of the policy, mean a token, in nats."),
     Chart("Policy loss", (("actor/pg_loss", "loss"),)),
@@ -120,9 +144,11 @@ def present(metrics: Iterable[str]) -> list[dict[str, object]]:
         if chart.needs and chart.needs not in names:
             continue
         found = [
-            (name, label or _star(name, pattern)) for pattern, label in chart.series for name in _match(names, pattern)
+            (name, _short((label or "*").replace("*", _star(name, pattern))))
+            for pattern, label in chart.series
+            for name in _match(names, pattern)
         ]
-        if found:
+        if len(found) > chart.several:
             band = chart.band if chart.band and set(chart.band) <= set(names) else None
             drawn.append(
                 {
@@ -139,6 +165,10 @@ def present(metrics: Iterable[str]) -> list[dict[str, object]]:
 
 def _match(names: list[str], pattern: str) -> list[str]:
     return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= MAX_LABEL else label[: MAX_LABEL - 1] + "…"
 
 
 def _star(name: str, pattern: str) -> str:

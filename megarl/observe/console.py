@@ -19,7 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.config.schema import Recipe
+from megarl.observe.sources import brief_table, deserves_lines
+from megarl.rollout.by_source import source_of
 
+_SOURCES_SHOWN = 8
 _NOT_PHASES = ("timing_s/step",)
 
 
@@ -89,6 +92,7 @@ _COLUMNS = (
     ("reward", "critic/rewards/mean", "{:.3f}"),
     ("length", "response_length/mean", "{:.0f}"),
     ("cut", "response_length/clip_ratio", "{:.0%}"),
+    ("turns", "agent/turns/mean", "{:.1f}"),
     ("loss", "actor/pg_loss", "{:.3g}"),
     ("entropy", "actor/entropy", "{:.3f}"),
     ("grad", "actor/grad_norm", "{:.3g}"),
@@ -98,8 +102,12 @@ _COLUMNS = (
 
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, text) of what one watches, as far as the step has it; evaluations come first."""
-    found = [(name, f"{value:.3f}") for name, value in sorted(metrics.items()) if name.startswith("eval/")]
+    """(label, text) of what one watches, as far as the step has it; evaluations, of all sources together, come first."""
+    found = [
+        (name, f"{value:.3f}")
+        for name, value in sorted(metrics.items())
+        if name.startswith("eval/") and source_of(name) is None
+    ]
     found += [(label, how.format(metrics[name])) for label, name, how in _COLUMNS if name in metrics]
     if "perf/throughput" in metrics:
         found.append(("tok/s/device", short(metrics["perf/throughput"])))
@@ -116,8 +124,20 @@ def phase_times(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(times, key=lambda item: -item[1])
 
 
+def source_lines(metrics: Mapping[str, float]) -> list[str]:
+    """``  openai/gsm8k: samples 64 | reward 0.512 | ...``: a line a source, indented under the step's."""
+    table = brief_table(metrics, _SOURCES_SHOWN)
+    lines = []
+    for source, cells in table.rows:
+        parts = [f"{label} {cell}" for label, cell in zip(table.head, cells, strict=True) if cell]
+        lines.append(f"  {source}: {' | '.join(parts)}")
+    if table.left_out:
+        lines.append(f"  and {table.left_out:,} more sources: metrics.jsonl has them all")
+    return lines
+
+
 class PlainConsole:
-    """One compact line a step, for logs and CI."""
+    """One compact line a step, for logs and CI; below it one a data source, where there are several or one had trouble."""
 
     def __init__(self, name: str, steps_done: int, total_steps: int, stream: TextIO) -> None:
         self._stream = stream
@@ -135,6 +155,9 @@ class PlainConsole:
         parts.append(f"{seconds:.1f} s" + (f" ({phases})" if phases else ""))
         parts.append(f"left {clock(self._pace.left())}")
         self._say(" | ".join(parts))
+        if deserves_lines(metrics):
+            for line in source_lines(metrics):
+                self._say(line)
 
     def notice(self, text: str, warning: bool) -> None:
         self._say(f"WARNING: {text}" if warning else text)
@@ -199,6 +222,7 @@ class LiveConsole:
         rows: list[RenderableType] = [head, self._now()]
         if self._metrics:
             rows.append(_pairs(figures(self._metrics)))
+            rows += _sources(self._metrics)
             rows.append(_phase_bars(self._metrics))
         title = Text(f" {self._name} ")
         warned = f" {self._warnings} warning{'s' * (self._warnings > 1)} " if self._warnings else None
@@ -213,6 +237,28 @@ class LiveConsole:
 def _pairs(figures: list[tuple[str, str]]) -> RenderableType:
     items = [Text.assemble((f"{label} ", "dim"), (text, "bold")) for label, text in figures]
     return Columns(items, padding=(0, 3))
+
+
+def _sources(metrics: Mapping[str, float]) -> list[RenderableType]:
+    """The last step's data sources, and what went wrong with them."""
+    table = brief_table(metrics, _SOURCES_SHOWN)
+    if not table.rows:
+        return []
+    grid = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    grid.add_column("source", overflow="ellipsis", no_wrap=True, max_width=20)
+    for label, fault in zip(table.head, table.faults, strict=True):
+        if not fault:
+            grid.add_column(label, justify="right", no_wrap=True)
+    if any(table.faults):  # in one column: a terminal is narrow, and most of them are empty
+        grid.add_column("")  # may be wrapped, so this is the column that gives way; its text is cut all the same
+    for source, cells in table.rows:
+        told = list(zip(table.head, cells, table.faults, strict=True))
+        wrong = ", ".join(f"{label} {cell}" for label, cell, fault in told if fault and cell)
+        found = [Text(cell) for _, cell, fault in told if not fault]
+        trouble = Text(wrong, style="yellow", no_wrap=True, overflow="ellipsis")
+        grid.add_row(Text(source), *found, *([trouble] if any(table.faults) else []))
+    more = [Text(f"and {table.left_out:,} more sources", style="dim")] if table.left_out else []
+    return [grid, *more]
 
 
 def _phase_bars(metrics: Mapping[str, float]) -> RenderableType:

@@ -29,6 +29,16 @@ def write_report(run_dir: Path) -> Path:
 
 def render(data: ReportData) -> str:
     """The page, as text."""
+    return page(
+        "report.html.j2",
+        _payload(data),
+        run=data,
+        notices=[{**notice, "clock": _clock(notice.get("time"))} for notice in data.notices],
+    )
+
+
+def page(template: str, payload: dict[str, Any], **values: Any) -> str:
+    """A template of the package as a page with plotly.js in it; `payload` is what its script draws from."""
     import jinja2
     from plotly.offline import get_plotlyjs
 
@@ -38,13 +48,12 @@ def render(data: ReportData) -> str:
     )
     plotly = get_plotlyjs()
     assert "</script" not in plotly, "plotly.js cannot be placed inside a script element"
-    return environment.get_template("report.html.j2").render(
-        run=data,
-        notices=[{**notice, "clock": _clock(notice.get("time"))} for notice in data.notices],
+    return environment.get_template(template).render(
+        **values,
         nonce=secrets.token_urlsafe(16),
         written=time.strftime("%Y-%m-%d %H:%M"),
         plotly=plotly,
-        payload=script_json(_payload(data)),
+        payload=script_json(payload),
     )
 
 
@@ -62,6 +71,7 @@ def _payload(data: ReportData) -> dict[str, Any]:
         "resumes": data.resumes,
         "phases": data.phases,
         "timeline": data.timeline,
+        "sources": data.sources,
         "samples": data.samples,
     }
 

@@ -9,24 +9,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import yaml
 
 from megarl.observe.console import clock, short
-from megarl.observe.files import json_line, read_lines
+from megarl.observe.curves import MAX_POINTS, rounded, series
+from megarl.observe.files import read_lines
 from megarl.observe.metrics import numbers_again
+from megarl.observe.report_samples import embedded_samples
 from megarl.observe.run_dir import RunDirectory
-from megarl.observe.samples import choose, read_samples, sample_steps
+from megarl.observe.sources import drawn_curves, report_tables
 from megarl.observe.trace import read_trace_tail
 
-MAX_POINTS = 600  # of one curve
 MAX_BARS = 120  # of the stacked phase times
 MAX_SPANS = 1500  # of the timeline
 TIMELINE_STEPS = 5
-MAX_SAMPLE_STEPS = 120
-MAX_SAMPLES_A_STEP = 16
-MAX_TEXT = 6_000  # characters of one prompt or response
-SAMPLES_BYTES = 4 << 20  # of all embedded samples
 
 _ACCURACIES = ("eval/greedy", "eval/dpo_accuracy")  # beside pass@k and maj@k
 _LABELS = {"eval/loss": "Evaluation loss", "eval/dpo_accuracy": "Evaluation: chosen ahead"}
@@ -55,6 +51,8 @@ class ReportData:
     steps: int
     thinned: bool
     series: dict[str, dict[str, list[float | None]]]  # metric -> {x, y}
+    series_note: str  # which are left out, in words
+    sources: dict[str, Any]  # tables by step
     resumes: list[int]  # first steps of later sessions
     phases: dict[str, Any]
     timeline: dict[str, Any]
@@ -77,7 +75,8 @@ def collect(run_dir: RunDirectory) -> ReportData:
     status = _status(run_dir, summary)
     kind, text = _STATUS[status]
     spans = read_trace_tail(run_dir.trace)
-    samples, samples_note = _samples(run_dir)
+    samples, samples_note = embedded_samples(run_dir)
+    curves, curves_note = drawn_curves(lines)
     notices, _ = read_lines(run_dir.notices)
     sessions = summary.get("sessions") or []
     return ReportData(
@@ -90,7 +89,9 @@ def collect(run_dir: RunDirectory) -> ReportData:
         figures=_figures(lines),
         steps=len(lines),
         thinned=len(lines) > MAX_POINTS,
-        series=series(lines),
+        series=series(curves),
+        series_note=curves_note,
+        sources=report_tables(lines),
         resumes=[int(session["first_step"]) for session in sessions[1:] if "first_step" in session],
         phases=phase_times(lines, {span["name"] for span in spans if "inside" in span.get("args", {})}),
         timeline=timeline(spans),
@@ -226,48 +227,6 @@ def _median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def series(lines: list[dict[str, float]]) -> dict[str, dict[str, list[float | None]]]:
-    """Every metric's curve, thinned to about `MAX_POINTS`; what is not finite is a gap (None)."""
-    columns: dict[str, tuple[list[float], list[float]]] = {}
-    for line in lines:
-        for name, value in line.items():
-            if name not in columns:
-                columns[name] = ([], [])
-            columns[name][0].append(line["step"])
-            columns[name][1].append(value)
-    columns.pop("step", None)
-    curves: dict[str, dict[str, list[float | None]]] = {}
-    for name, (xs, ys) in sorted(columns.items()):
-        kept = thin(ys, MAX_POINTS)
-        curves[name] = {"x": [xs[i] for i in kept], "y": [_rounded(ys[i]) for i in kept]}
-    return curves
-
-
-def thin(ys: Sequence[float], limit: int) -> list[int]:
-    """Indices to keep of a curve: the least and the greatest of each stretch, and both ends.
-
-    So a single spike among 10,000 steps stays in the picture; of a stretch's gaps (NaN) the first is kept.
-    """
-    if len(ys) <= limit:
-        return list(range(len(ys)))
-    values = np.asarray(ys, dtype=np.float64)
-    bounds = np.linspace(0, len(ys), limit // 2 + 1).astype(int)
-    kept = {0, len(ys) - 1}
-    for begin, end in itertools.pairwise(bounds):
-        finite = np.isfinite(values[begin:end])
-        where = begin + np.flatnonzero(finite)
-        if len(where):
-            kept |= {int(where[values[where].argmin()]), int(where[values[where].argmax()])}
-        if len(where) < end - begin:
-            kept.add(int(begin + np.argmin(finite)))
-    return sorted(kept)
-
-
-def _rounded(value: float) -> float | None:
-    """Six significant digits: a curve needs no more, and the page stays small."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
 def phase_times(lines: list[dict[str, float]], nested: set[str]) -> dict[str, Any]:
     """Seconds of each phase by step, as stacked bars; over many steps a bar is the mean of several.
 
@@ -287,9 +246,7 @@ def phase_times(lines: list[dict[str, float]], nested: set[str]) -> dict[str, An
     return {
         "x": [bar[0]["step"] if per_bar == 1 else (bar[0]["step"] + bar[-1]["step"]) / 2 for bar in bars],
         "names": [*ordered, "other"] if bars else [],
-        "seconds": {
-            name: [_rounded(value) for value in column] for name, column in {**seconds, "other": other}.items()
-        },
+        "seconds": {name: [rounded(value) for value in column] for name, column in {**seconds, "other": other}.items()},
         "per_bar": per_bar,
     }
 
@@ -326,39 +283,3 @@ def _of_the_last_session(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
         after["ts"] for before, after in itertools.pairwise(own) if after["args"]["step"] < before["args"]["step"]
     ]
     return [span for span in spans if span["ts"] >= begins[-1]] if begins else spans
-
-
-def _samples(run_dir: RunDirectory) -> tuple[list[dict[str, Any]], str]:
-    """(per step: {step, records}, what was left out, in words)."""
-    steps = sample_steps(run_dir)
-    if not steps:
-        return [], "No samples were written."
-    count = min(len(steps), MAX_SAMPLE_STEPS)
-    chosen = [steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)]
-    budget = SAMPLES_BYTES // count
-    embedded, shown, there = [], 0, 0
-    for step in chosen:
-        records = read_samples(run_dir, step)
-        there += len(records)
-        kept: list[dict[str, Any]] = []
-        size = 0
-        for record in map(_shortened, choose(records, MAX_SAMPLES_A_STEP)):
-            size += len(json_line(record))
-            if kept and size > budget:
-                break
-            kept.append(record)
-        shown += len(kept)
-        embedded.append({"step": step, "records": kept})
-    note = f"{shown:,} of the {there:,} samples in {count:,} of {len(steps):,} files"
-    return embedded, f"{note}; all of them are in samples/."
-
-
-def _shortened(record: dict[str, Any]) -> dict[str, Any]:
-    short_record = dict(record)
-    for name in ("prompt", "response"):
-        text = str(record.get(name, ""))
-        if len(text) > MAX_TEXT:
-            half = MAX_TEXT // 2
-            text = f"{text[:half]}\n[… {len(text) - MAX_TEXT:,} characters left out here …]\n{text[-half:]}"
-        short_record[name] = text
-    return short_record

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from megarl.observe.files import disk_errors, json_line, read_lines, write_whole
 from megarl.observe.run_dir import RunDirectory
+from megarl.schedule import split_evenly
+from megarl.types import Group, Sample, SampleTokens, Turn
+
+if TYPE_CHECKING:
+    from megarl.data.tokenizer import Tokenizer
+
+
+class TurnRecord(TypedDict, total=False):
+    """One of a sample's turns, as `Turn` says; what has its default value is left out."""
+
+    role: str
+    text: str
+    tokens: int
+    name: str
+    arguments: dict[str, Any]
+    failure: str
+    seconds: float
+    reward: float
 
 
 class SampleRecord(TypedDict, total=False):
@@ -15,7 +34,9 @@ class SampleRecord(TypedDict, total=False):
 
     prompt: str
     response: str
+    turns: list[TurnRecord]  # what an agent loop's response is made of
     reward: float
+    reason: str  # why the scorer gave it, in its words
     parts: dict[str, float]  # what the reward is made of
     # Within the response: the token of it that ends the step, counted from 0, and the step's reward.
     steps: list[tuple[int, float]]
@@ -24,10 +45,50 @@ class SampleRecord(TypedDict, total=False):
     finish_reason: str
     version: int  # of the weights that wrote it
     staleness: int  # versions behind the policy that trained on it
+    tool_use: dict[str, float]  # of an agent loop: see `ToolUse`
     data_source: str
+    row: str  # of the data: names the prompt over runs
     group: int
     index: int  # within the group
-    ground_truth: Any
+
+
+def records_of(groups: Sequence[Group], step: int, wanted: int, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Records of `wanted` whole groups, spread over the batch that `step` trained on. Other groups' vectors stay where
+    they are."""
+    records: list[dict[str, Any]] = []
+    for run in split_evenly(len(groups), wanted) if wanted else []:
+        group = groups[run.start]
+        vectors = group.samples[0].data.get()
+        prompt = tokenizer.decode(vectors[0].tokens[: group.samples[0].prompt_length].tolist())
+        records += [_record(group, sample, vectors[sample.index], prompt, step) for sample in group.samples]
+    return records
+
+
+def _record(group: Group, sample: Sample, vectors: SampleTokens, prompt: str, step: int) -> dict[str, Any]:
+    return {
+        "prompt": prompt,
+        "response": vectors.text,
+        **({"turns": [_turn(turn) for turn in vectors.turns]} if vectors.turns else {}),
+        "reward": sample.reward,
+        **({"reason": vectors.reason} if vectors.reason else {}),
+        "parts": sample.reward_parts,
+        "steps": [(token - sample.prompt_length, reward) for token, reward in sample.steps],
+        "prompt_length": sample.prompt_length,
+        "response_length": sample.response_length,
+        "finish_reason": sample.finish_reason,
+        "version": sample.version,
+        "staleness": step - 1 - sample.version,
+        **({"tool_use": asdict(sample.tool_use)} if sample.tool_use is not None else {}),
+        "data_source": group.data_source,
+        "row": group.prompt_uid,
+        "group": group.number,
+        "index": sample.index,
+    }
+
+
+def _turn(turn: Turn) -> dict[str, Any]:
+    plain = asdict(Turn(turn.role, turn.text))
+    return {name: value for name, value in asdict(turn).items() if name in ("role", "text") or value != plain[name]}
 
 
 def sample_path(run_dir: RunDirectory, step: int) -> Path:

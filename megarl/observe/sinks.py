@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -125,11 +126,15 @@ class MlflowSink:
         self._mlflow.log_dict(dataclasses.asdict(recipe), "recipe.resolved.json")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        # MLflow refuses "@" in names
-        self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+        self._mlflow.log_metrics({mlflow_name(name): value for name, value in metrics.items()}, step=step)
 
     def close(self, status: str) -> None:
         self._mlflow.end_run(status="FINISHED" if status == "finished" else "FAILED")
+
+
+def mlflow_name(name: str) -> str:
+    """A metric's name without what MLflow refuses in one: "@", and whatever else a data source may be called."""
+    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
 
 class Guarded:

@@ -13,9 +13,21 @@ Every module of this folder is imported with the package, so a scorer imports wh
 import importlib
 import pkgutil
 
-from megarl.rewards.base import RewardError, Score, Scorer, ScoreRequest, find, resolve, score, scorer
+from megarl.rewards.base import RewardError, Score, Scorer, ScoreRequest, find, resolve, score, score_awaited, scorer
+from megarl.rewards.settings import ScorerSettings
 
 for _module in sorted(module.name for module in pkgutil.iter_modules(__path__)):
     importlib.import_module(f"{__name__}.{_module}")
 
-__all__ = ["RewardError", "Score", "ScoreRequest", "Scorer", "find", "resolve", "score", "scorer"]
+__all__ = [
+    "RewardError",
+    "Score",
+    "ScoreRequest",
+    "Scorer",
+    "ScorerSettings",
+    "find",
+    "resolve",
+    "score",
+    "score_awaited",
+    "scorer",
+]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import functools
 import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from numbers import Real
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 
 from megarl.registry import import_own
+from megarl.rewards.settings import ScorerSettings
+from megarl.types import Turn
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,8 @@ class ScoreRequest:
 
     `response` is the decoded response without special tokens, in whose characters the ends of steps are
     counted; `ground_truth` and `extra_info` are the row's own; `prompt_text` is what the model was given;
-    `uid` names the row in errors.
+    `uid` names the row in errors. Where an agent loop made the response, `response` is what the policy said, its turns
+    one after the other and nothing of what tools answered, and `turns` has all of them in order.
     """
 
     response: str
@@ -34,6 +38,7 @@ class ScoreRequest:
     extra_info: dict[str, Any] = field(default_factory=dict)
     prompt_text: str = ""
     uid: str = ""
+    turns: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,13 +47,14 @@ class Score:
 
     `value` is the whole reward: what the scorer calls `score`, and the rewards of `steps` besides, whose sum is
     in the part `steps` where the scorer gives any. `answer` is None where the scorer found or names none;
-    majority votes count equal answers.
+    majority votes count equal answers. `reason` is the scorer's own word on why, for people.
     """
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
     steps: tuple[tuple[int, float], ...] = ()  # (end in characters of the response, reward), ends increasing
+    reason: str = ""
 
 
 class RewardError(ValueError):
@@ -62,7 +68,7 @@ class RewardError(ValueError):
         return f"scorer {self.scorer!r} failed on row {self.uid!r}: {self.cause}"
 
 
-ScoreFunction = Callable[[ScoreRequest], Any]
+ScoreFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -70,24 +76,31 @@ class Scorer:
     """A scoring function under the name that errors and recipes call it by.
 
     The function returns a number, or a dict with `score`, any number of named numeric parts,
-    `answer`, the text that it took for the answer (or None), and `steps`, rewards of steps within the
-    response (process rewards): a list of (end, reward), where a step reaches up to character `end` of
+    `answer`, the text that it took for the answer (or None), `reason`, a text that people see beside the score, and
+    `steps`, rewards of steps within the response (process rewards): a list of (end, reward), where a step reaches up to character `end` of
     the response, 1 <= end <= len(response), and ends increase; empty where the response has none.
 
     Each number is earned once: a step's reward where the step ends, `score` at the response's end. The
     sample's reward is their sum, as it is the sum of token rewards in verl. So `{"score": 1.0, "steps":
     [(12, 0.25), (30, -0.5)]}` is a reward of 0.75.
 
-    An `async def` function is awaited. `in_process`: it takes microseconds and cannot hang, so it is called in the
+    An `async def` function is awaited, with others under way in the same process. `in_process`: it takes microseconds and cannot hang, so it is called in the
     rollout process itself, where nothing can end it; others run in processes of their own (megarl/scoring). `prepare`
     is called once before any sample is scored: what takes long to import is imported there, and not at the expense of
-    a sample's time; it raises where something is not installed.
+    a sample's time; it raises where something is not installed. `settings`: both are also given the recipe's
+    `ScorerSettings`, as their last argument, by whoever finds the scorer; what is found takes the request alone.
     """
 
     name: str
     function: ScoreFunction
     in_process: bool = False
-    prepare: Callable[[], Any] | None = None
+    prepare: Callable[..., Any] | None = None
+    settings: bool = False
+
+    @property
+    def awaited(self) -> bool:
+        """Whether it waits more than it computes, as far as can be seen: many may be under way in one process."""
+        return inspect.iscoroutinefunction(self.function)
 
 
 _scorers: dict[str, Scorer] = {}
@@ -99,16 +112,17 @@ def scorer(
     sources: Iterable[str] = (),
     *,
     in_process: bool = False,
-    prepare: Callable[[], Any] | None = None,
+    prepare: Callable[..., Any] | None = None,
+    settings: bool = False,
 ) -> Callable[[ScoreFunction], ScoreFunction]:
     """Register a function as the scorer `name`, chosen for rows whose `data_source` is among `sources`.
 
     A source may be a shell pattern (``aime*``); one that is spelled out wins over a pattern.
-    `in_process` and `prepare`: see `Scorer`. The function itself is returned unchanged.
+    `in_process`, `prepare` and `settings`: see `Scorer`. The function itself is returned unchanged.
     """
 
     def register(function: ScoreFunction) -> ScoreFunction:
-        entry = Scorer(name, function, in_process, prepare)
+        entry = Scorer(name, function, in_process, prepare, settings)
         assert name not in _scorers, f"scorer {name!r} is registered twice"
         _scorers[name] = entry
         for source in sources:
@@ -119,8 +133,10 @@ def scorer(
     return register
 
 
-def resolve(function: str | None, data_sources: Iterable[str]) -> dict[str, Scorer]:
-    """The scorer of each data source.
+def resolve(
+    function: str | None, data_sources: Iterable[str], settings: ScorerSettings | None = None
+) -> dict[str, Scorer]:
+    """The scorer of each data source, with the recipe's settings (None: the defaults).
 
     `function` (the recipe's reward.function) is a registered name or ``module:function``, imported
     from the current directory or PYTHONPATH, and scores every row; None chooses by data source.
@@ -130,14 +146,22 @@ def resolve(function: str | None, data_sources: Iterable[str]) -> dict[str, Scor
             before anything is started.
     """
     if function is not None:
-        chosen = find(function)
+        chosen = find(function, settings)
         return {source: chosen for source in data_sources}
-    return {source: _scorer_of(source) for source in data_sources}
+    return {source: _with(settings, _scorer_of(source)) for source in data_sources}
 
 
-def find(name: str) -> Scorer:
-    """The scorer that is registered as `name`, or that ``module:function`` names. Raises ValueError as `resolve`."""
-    return _import_scorer(name) if ":" in name else _registered(name)
+def find(name: str, settings: ScorerSettings | None = None) -> Scorer:
+    """The scorer that is registered as `name`, or that ``module:function`` names. Otherwise as `resolve`."""
+    return _with(settings, _import_scorer(name) if ":" in name else _registered(name))
+
+
+def _with(settings: ScorerSettings | None, entry: Scorer) -> Scorer:
+    if not entry.settings:
+        return entry
+    given = settings or ScorerSettings()
+    prepare = None if entry.prepare is None else functools.partial(entry.prepare, given)
+    return replace(entry, function=functools.partial(entry.function, settings=given), prepare=prepare, settings=False)
 
 
 def score(scorer: Scorer, request: ScoreRequest) -> Score:
@@ -152,26 +176,46 @@ def score(scorer: Scorer, request: ScoreRequest) -> Score:
         if inspect.isawaitable(result):
             result = _loop().run_until_complete(result)
     except Exception as error:
-        raise RewardError(scorer.name, request.uid, f"it raised {type(error).__name__}: {error}") from error
+        raise _raised(scorer, request, error) from error
+    return _held(scorer, request, result)
+
+
+async def score_awaited(scorer: Scorer, request: ScoreRequest) -> Score:
+    """As `score`, for a scorer that is `awaited`: others may run while it waits."""
+    try:
+        result = await scorer.function(request)
+    except Exception as error:
+        raise _raised(scorer, request, error) from error
+    return _held(scorer, request, result)
+
+
+def _raised(scorer: Scorer, request: ScoreRequest, error: Exception) -> RewardError:
+    return RewardError(scorer.name, request.uid, f"it raised {type(error).__name__}: {error}")
+
+
+def _held(scorer: Scorer, request: ScoreRequest, result: Any) -> Score:
+    """What a scorer returned, held to its contract."""
     if not isinstance(result, dict):
         return Score(_finite(scorer, request, "the score", result))
     if "score" not in result:
         raise RewardError(scorer.name, request.uid, f"its dict has no 'score', but {sorted(map(str, result))}")
-    answer = result.get("answer")
+    answer, reason = result.get("answer"), result.get("reason", "")
     if not isinstance(answer, (str, type(None))):
         raise RewardError(scorer.name, request.uid, f"its answer is {answer!r}, not text")
+    if not isinstance(reason, str):
+        raise RewardError(scorer.name, request.uid, f"its reason is {reason!r}, not text")
     numbers = {
         str(name): _finite(scorer, request, repr(name), value)
         for name, value in result.items()
-        if name not in ("answer", "steps")
+        if name not in ("answer", "steps", "reason")
     }
     value = numbers.pop("score")
-    answer = None if answer is None else str(answer)  # a plain one, which any process can read
+    answer, reason = None if answer is None else str(answer), str(reason)  # plain ones, which any process can read
     if "steps" not in result:
-        return Score(value, numbers, answer)
+        return Score(value, numbers, answer, reason=reason)
     steps = _steps(scorer, request, result["steps"])
     earned = [reward for _, reward in steps]
-    return Score(math.fsum([value, *earned]), {**numbers, "steps": math.fsum(earned)}, answer, steps)
+    return Score(math.fsum([value, *earned]), {**numbers, "steps": math.fsum(earned)}, answer, steps, reason)
 
 
 _of_thread = threading.local()

@@ -20,6 +20,7 @@ from typing import Any
 
 from megarl import sandbox
 from megarl.rewards.base import ScoreRequest, scorer
+from megarl.rewards.settings import ScorerSettings
 
 AT_ONCE = 4  # tests of one response that run at a time
 MOST_TIMEOUTS = 3  # tests past the time limit until the rest count as not passed, without being run
@@ -59,16 +60,21 @@ class Test:
     right: Callable[[str], bool]
 
 
-@scorer("code", sources=("codecontests", "apps", "codeforces", "taco"), prepare=sandbox.require)
-def code(request: ScoreRequest) -> dict[str, float]:
+def prepare(settings: ScorerSettings) -> None:
+    """Raises SandboxUnavailable or ValueError where programs cannot be run here as the recipe says."""
+    sandbox.check(settings.sandbox)
+
+
+@scorer("code", sources=("codecontests", "apps", "codeforces", "taco"), prepare=prepare, settings=True)
+def code(request: ScoreRequest, settings: ScorerSettings) -> dict[str, float]:
     """The share of tests that the last ```python block passes."""
-    return grade(request, all_or_nothing=False)
+    return grade(request, False, sandbox.limits_of(settings.sandbox), tuple(settings.sandbox.packages))
 
 
-@scorer("code_all", prepare=sandbox.require)
-def code_all(request: ScoreRequest) -> dict[str, float]:
+@scorer("code_all", prepare=prepare, settings=True)
+def code_all(request: ScoreRequest, settings: ScorerSettings) -> dict[str, float]:
     """1 where the last ```python block passes all tests, else 0; it stops at the first that fails."""
-    return grade(request, all_or_nothing=True)
+    return grade(request, True, sandbox.limits_of(settings.sandbox), tuple(settings.sandbox.packages))
 
 
 def grade(

@@ -3,6 +3,7 @@ r"""MATH: the last ``\boxed``, compared as mathematics by the math-verify librar
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from megarl.rewards.base import ScoreRequest, scorer
 from megarl.rewards.boxes import last_boxed
@@ -27,18 +28,23 @@ def math(request: ScoreRequest) -> dict[str, float | str | None]:
     (1, 2). math-verify's own time limits, which make a wrong answer of one that takes long, are off: the process that
     scores is ended instead, and the sample counts as not scored. An answer past `LONGEST` characters is wrong.
     """
-    truth = request.ground_truth
+    correct, answer = judge(request.response, request.ground_truth)
+    return {"score": correct, "accuracy": correct, "answer": answer}
+
+
+def judge(response: str, truth: Any) -> tuple[float, str | None]:
+    """Whether the answer of a response is right, as `math` says, and the answer; None: there is none that is read."""
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
         raise TypeError(f"ground_truth is {truth!r}, not text or a number")
     boxed = last_boxed(str(truth))
     expected = (str(truth) if boxed is None else boxed).strip()
     if not expected:
         raise ValueError("the row's ground_truth is empty")
-    answer = last_boxed(request.response)
+    answer = last_boxed(response)
     answer = answer.strip() if answer is not None else None
     readable = answer is not None and 0 < len(answer) <= LONGEST
     correct = float(readable and (answer == expected or _equal(expected, str(answer))))
-    return {"score": correct, "accuracy": correct, "answer": answer if readable else None}
+    return correct, answer if readable else None
 
 
 def _equal(expected: str, answer: str) -> bool:

@@ -6,7 +6,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megarl.config.judge import JUDGE
 from megarl.rewards.base import Score, Scorer, find, resolve
+from megarl.rewards.settings import ScorerSettings
+
+_NOTHING = "unscored"  # what the rollout process scores with where the judge is the only term
 
 
 @dataclass(frozen=True)
@@ -24,16 +28,23 @@ def label_of(name: str) -> str:
 
 
 def terms_of(
-    function: str | None, functions: Mapping[str, float], data_sources: Iterable[str]
+    function: str | None,
+    functions: Mapping[str, float],
+    data_sources: Iterable[str],
+    settings: ScorerSettings | None = None,
 ) -> dict[str, tuple[Term, ...]]:
     """What each data source is scored by: the recipe's reward.functions, else its reward.function, else by the source.
 
-    Raises ValueError as `resolve`.
+    A judge's term is not among them: it is added where its verdicts come in (`with_judgement`). Raises ValueError as
+    `resolve`.
     """
     if not functions:
-        return {source: (Term(scorer),) for source, scorer in resolve(function, data_sources).items()}
-    terms = tuple(Term(find(name), weight, label_of(name)) for name, weight in functions.items())
-    return {source: terms for source in data_sources}
+        function = _NOTHING if function == JUDGE else function
+        return {source: (Term(scorer),) for source, scorer in resolve(function, data_sources, settings).items()}
+    terms = tuple(
+        Term(find(name, settings), weight, label_of(name)) for name, weight in functions.items() if name != JUDGE
+    )
+    return {source: terms or (Term(find(_NOTHING, settings)),) for source in data_sources}
 
 
 def combine(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
@@ -41,7 +52,7 @@ def combine(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
 
     Parts are each scorer's score, unweighted, under its label, and its own parts under ``label/part``. `accuracy` and
     the answer are those of the first scorer that reports one. Rewards of steps are weighted, too, and those that end
-    at the same character are added up; the part `steps` is their sum.
+    at the same character are added up; the part `steps` is their sum. Reasons stand below each other under their labels.
     """
     if len(terms) == 1 and terms[0].label is None:
         return scores[0]
@@ -60,4 +71,22 @@ def combine(terms: Sequence[Term], scores: Sequence[Score]) -> Score:
         parts["steps"] = math.fsum(reward for _, reward in steps)
     value = math.fsum(term.weight * score.value for term, score in zip(terms, scores, strict=True))
     answers = [score.answer for score in scores if score.answer is not None]
-    return Score(value, parts, answers[0] if answers else None, steps)
+    reasons = "\n".join(
+        f"{term.label}: {score.reason}" for term, score in zip(terms, scores, strict=True) if score.reason
+    )
+    return Score(value, parts, answers[0] if answers else None, steps, reasons)
+
+
+def with_judgement(
+    reward: float, parts: Mapping[str, float], score: float, weight: float | None, right_from: float | None
+) -> tuple[float, dict[str, float]]:
+    """A sample's reward and parts with the judge's score added, as `combine` adds a last term.
+
+    weight: of the term; None: the judge is the whole reward, and its score has no part of its own.
+    right_from: the least score that is right (`accuracy`); None: the judge does not say what is.
+    """
+    right = {} if right_from is None else {"accuracy": float(score >= right_from)}
+    if weight is None:
+        return reward + score, {**right, **parts}
+    own = {JUDGE: score, **{f"{JUDGE}/{name}": value for name, value in right.items()}}
+    return math.fsum([reward, weight * score]), {**right, **parts, **own}

@@ -18,6 +18,7 @@ from megarl.config.schema import Recipe
 from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
+from megarl.rollout.by_source import agent_figures, sampled_figures
 from megarl.rollout.calls import Service, Silence, attach
 from megarl.rollout.source import Batch
 from megarl.rollout.unscored import FailedShare, ScoringCounts, scoring_notice
@@ -202,6 +203,7 @@ def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
     greedy = [item.group.greedy for item in tried if item.group.greedy is not None]
     rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]
     scoring = ScoringCounts.of([item.group for item in tried])
+    waits = [item.group.judge_seconds for item in tried if item.group.judge_seconds]
     accepted, unscored = len(accepted_groups(tried)), sum(bool(item.group.failures) for item in tried)
     return {
         "rollout/prompts_tried": float(len(tried)),
@@ -211,8 +213,12 @@ def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
         "rollout/scoring_failed": scoring.failed,
         "rollout/scoring_timeouts": scoring.timeouts,
         "rollout/scoring_crashes": scoring.crashes,
+        "rollout/scoring_errors": scoring.errors,
         "rollout/scoring_retries": scoring.retries,
+        **({"rollout/judge_seconds": float(np.mean(waits))} if waits else {}),
         **({"rollout/rewards/mean": float(np.mean(rewards))} if rewards else {}),
         "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),
         "rollout/total_num_tokens": float(sum(sample.length for sample in [*samples, *greedy])),
+        **agent_figures(samples),
+        **sampled_figures(tried),
     }

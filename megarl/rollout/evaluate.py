@@ -10,6 +10,7 @@ from math import comb
 import numpy as np
 
 from megarl.config.schema import EvaluationConfig, Recipe
+from megarl.rollout.by_source import agent_figures, groups_by_source
 from megarl.rollout.calls import Service, Silence, attach, wait
 from megarl.rollout.engines_source import group_seed
 from megarl.rollout.unscored import ScoringCounts, check_evaluation, scoring_notice
@@ -64,6 +65,39 @@ def accuracy_metrics(groups: Sequence[Group], ks: Sequence[int]) -> Metrics:
     metrics["eval/rewards/mean"] = float(np.mean([sample.reward for sample in samples]))
     metrics["eval/response_length/mean"] = float(np.mean([sample.response_length for sample in samples]))
     metrics["eval/response_length/clip_ratio"] = float(np.mean([sample.truncated for sample in samples]))
+    return {**metrics, **{f"eval/{figure}": value for figure, value in agent_figures(samples).items()}}
+
+
+def evaluation_metrics(groups: Sequence[Group], greedy: Sequence[Group], ks: Sequence[int]) -> Metrics:
+    """What is said of the problems `groups` and of their `greedy` answers, where these were asked for.
+
+    Problems with an answer that could not be scored are in none of the means, which are left out where no problem
+    remains.
+    """
+    metrics: Metrics = {}
+    scored = [group for group in groups if not group.failures]
+    if scored:
+        metrics |= accuracy_metrics(scored, ks)
+    answers = [group.samples[0] for group in greedy if not group.failures]
+    if answers:
+        metrics["eval/greedy"] = float(np.mean([is_correct(sample) for sample in answers]))
+    failed = ScoringCounts.of([*groups, *greedy]).failed
+    if failed:
+        metrics["eval/scoring_failed"] = failed
+    return metrics
+
+
+def by_source(groups: Sequence[Group], greedy: Sequence[Group], ks: Sequence[int]) -> Metrics:
+    """The same of each data source, and its number of problems, where they are of several."""
+    parts, answers = groups_by_source(groups), groups_by_source(greedy)
+    if len(parts) < 2:
+        return {}
+    metrics: Metrics = {}
+    for data_source, part in parts.items():
+        metrics[f"eval/{data_source}/problems"] = float(len(part))
+        for name, value in evaluation_metrics(part, answers.get(data_source, []), ks).items():
+            metric = name.removeprefix("eval/")
+            metrics[f"eval/{data_source}/{metric}"] = value
     return metrics
 
 
@@ -85,18 +119,13 @@ def evaluate(
     sampling = _sampling(recipe, settings, stop_token_ids)
     groups = _run(problems, sampling, services, check_processes, recipe.rollout.timeout)
     check_evaluation(groups, recipe.reward.max_failed_share)
-    everything = list(groups)
-    metrics = accuracy_metrics([group for group in groups if not group.failures], settings.ks)
+    answers: list[Group] = []
     if settings.greedy:
         greedy = Sampling(n=1, max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
         answers = _run(problems, greedy, services, check_processes, recipe.rollout.timeout)
         check_evaluation(answers, recipe.reward.max_failed_share)
-        everything += answers
-        scored = [group.samples[0] for group in answers if not group.failures]
-        metrics["eval/greedy"] = float(np.mean([is_correct(sample) for sample in scored]))
-    notice = scoring_notice(everything, "problems", "The evaluation's figures leave these problems out.")
-    if notice is not None:
-        metrics["eval/scoring_failed"] = ScoringCounts.of(everything).failed
+    metrics = {**evaluation_metrics(groups, answers, settings.ks), **by_source(groups, answers, settings.ks)}
+    notice = scoring_notice([*groups, *answers], "problems", "The evaluation's figures leave these problems out.")
     return EvaluationResult(metrics, groups, [notice] if notice is not None else [])
 
 

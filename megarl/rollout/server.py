@@ -7,35 +7,26 @@ The controller submits requests and collects groups; a group comes back scored, 
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
-
 from megarl import engines, rewards
+from megarl.agents.build import Agents, AgentSetup
+from megarl.agents.trajectory import AgentLoop, Trajectory
+from megarl.config.sandbox import SandboxConfig
 from megarl.config.schema import RewardConfig
+from megarl.data.images import ImageReader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.base import EngineSpec
 from megarl.exchange.session import ExchangeSession
+from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.weighted import terms_of
-from megarl.rollout.step_places import tokens_at
-from megarl.scoring.pool import Outcome
-from megarl.scoring.scoring import Scoring
-from megarl.types import (
-    Completion,
-    GenerationRequest,
-    Group,
-    InlineData,
-    Prompt,
-    Sample,
-    SampleTokens,
-    ScoringFailure,
-    Steps,
-)
+from megarl.rollout.assemble import control_data, question, said, vectors
+from megarl.scoring.scoring import Outcome, Scoring
+from megarl.types import Completion, GenerationRequest, Group, SampleFailure, SampleTokens
 
 T = TypeVar("T")
 
@@ -43,25 +34,60 @@ T = TypeVar("T")
 class RolloutServer:
     """Runs inside a service process (see cluster/): async methods answer while others are in flight."""
 
-    def __init__(self, engine: str, spec: EngineSpec, tokenizer: str, reward: RewardConfig, sources: list[str]):
+    def __init__(
+        self,
+        engine: str,
+        spec: EngineSpec,
+        tokenizer: str,
+        reward: RewardConfig,
+        sources: list[str],
+        sandbox: SandboxConfig,
+        images: ImageReader | None = None,
+        agent: AgentSetup | None = None,
+        judged: bool = False,
+    ):
+        """`sources`: data sources to be scored. `images`: reads those of prompts; None: they have none. `agent`: samples are
+        made by an agent loop. `judged`: what the policy said in each group is asked for (`said`), once."""
+        self.images = images
         self.engine = engines.create(engine, spec)
         self.tokenizer = load_tokenizer(tokenizer)  # for text alone: stop tokens come with each request
-        self.scoring = Scoring(terms_of(reward.function, reward.functions, sources), reward)
+        self.scoring = Scoring(
+            terms_of(reward.function, reward.functions, sources, ScorerSettings(reward.remote, sandbox)),
+            reward,
+            sandbox,
+        )
+        self.agents = Agents(agent, self.tokenizer) if agent is not None else None
+        self.loop: AgentLoop | None = None
         self.texts = ThreadPoolExecutor(max_workers=4, thread_name_prefix="texts")
         # A call to the engine blocks a thread until it is done; under continuous admission many are under way.
         self.calls = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="engine-call")
         self.version = 0  # of the weights the engine holds
         self._results: dict[int, asyncio.Future[tuple[Group, list[SampleTokens]]]] = {}
+        self._said: dict[int, list[str]] | None = {} if judged else None
         self._settling: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
 
     async def start(self) -> dict[str, Any]:
         """Load the engine; returns its description."""
         description = await self._in_thread(self.engine.start)
         await self._in_thread(self.scoring.start)
+        if self.agents is not None:
+            self.loop = await self.agents.start()
         return description
 
     async def submit(self, requests: list[GenerationRequest]) -> None:
         """Admit `requests` all at once, in their order; returns when all are sampled. Each group is to be collected."""
+        ready: list[GenerationRequest] = []
+        for request, failure in await asyncio.gather(*map(self._with_images, requests)):
+            if failure is None:
+                ready.append(request)
+            else:  # its group is left out, as where a scorer fails
+                self._settle(request, _nothing(request, failure))
+        if ready and self.loop is None:
+            await self._sample_groups(ready)
+        elif ready and self.loop is not None:
+            await self._run_loops(self.loop, ready)
+
+    async def _sample_groups(self, requests: list[GenerationRequest]) -> None:
         loop = asyncio.get_running_loop()
         by_group = {request.group: request for request in requests}
         sampled: dict[int, list[Completion]] = {}
@@ -71,10 +97,47 @@ class RolloutServer:
             own = max(group, _greedy_twin(group))
             twins = [own, _greedy_twin(own)] if by_group[own].with_greedy else [own]
             if all(twin in sampled for twin in twins):
-                loop.call_soon_threadsafe(self._settle, by_group[own], [sampled.pop(twin) for twin in twins])
+                everything = [one for twin in twins for one in sampled.pop(twin)]
+                loop.call_soon_threadsafe(lambda: self._settle(by_group[own], self._of_one_turn(everything)))
 
         everything = [one for request in requests for one in (request, *_greedy_request(request))]
         await self._in_thread(self.engine.generate, everything, finished)
+
+    async def _of_one_turn(self, completions: list[Completion]) -> list[Trajectory]:
+        def read() -> list[Trajectory]:
+            return [Trajectory.of(one, self.tokenizer.decode(one.tokens.tolist())) for one in completions]
+
+        return await self._in_texts(read)
+
+    async def _run_loops(self, agent: AgentLoop, requests: list[GenerationRequest]) -> None:
+        """Every sample goes its own way from its first turn on; the first turns are admitted at once."""
+        loop = asyncio.get_running_loop()
+        alone = [(request, one) for request in requests for one in _one_by_one(request)]
+        first: list[asyncio.Future[Completion]] = [loop.create_future() for _ in alone]
+
+        def finished(number: int, completions: list[Completion]) -> None:  # in the engine's thread
+            loop.call_soon_threadsafe(first[number].set_result, completions[0])
+
+        running: dict[int, list[asyncio.Task[Trajectory]]] = {}
+        for (request, one), turn in zip(alone, first, strict=True):
+            task = loop.create_task(agent.run(one, turn, self._sample_turn))
+            running.setdefault(request.group, []).append(task)
+        for request in requests:
+            self._settle(request, asyncio.gather(*running[request.group]))
+        numbered = [replace(one, group=number) for number, (_, one) in enumerate(alone)]
+        everything = [task for tasks in running.values() for task in tasks]
+        try:
+            await asyncio.gather(self._in_thread(self.engine.generate, numbered, finished), *everything)
+        except BaseException:
+            for task in everything:
+                task.cancel()
+            await asyncio.gather(*everything, return_exceptions=True)  # the first one's is raised
+            raise
+
+    async def _sample_turn(self, request: GenerationRequest) -> Completion:
+        done: list[Completion] = []
+        await self._in_thread(self.engine.generate, [request], lambda _, completions: done.extend(completions))
+        return done[0]
 
     async def collect(self, group: int) -> tuple[Group, list[SampleTokens]]:
         """Wait for one submitted group: its control data and, sample by sample, its token vectors.
@@ -86,8 +149,28 @@ class RolloutServer:
         finally:
             del self._results[group]
 
+    async def _with_images(self, request: GenerationRequest) -> tuple[GenerationRequest, SampleFailure | None]:
+        """`request`, whose prompt's images are prepared here, so that what travelled was the encoded files; and why they
+        could not be: of a damaged file often no more than the header had been read before."""
+        if not request.prompt.images:
+            return request, None
+        assert self.images is not None
+        in_thread = asyncio.get_running_loop().run_in_executor
+        try:
+            return replace(request, images=await in_thread(self.texts, self.images.prepare, request.prompt)), None
+        except (ValueError, OSError) as error:
+            return request, SampleFailure("images", request.prompt.uid, "error", str(error))
+
+    async def said(self, group: int) -> tuple[None, list[str]]:
+        """What the policy said in each sample of a group that was collected: all that a judge reads of it."""
+        assert self._said is not None
+        return None, self._said.pop(group)
+
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self.calls, function, *args)
+
+    async def _in_texts(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.texts, function, *args)
 
     def _result(self, group: int) -> asyncio.Future[tuple[Group, list[SampleTokens]]]:
         """Calls may overtake each other on their way here, so whoever is first makes the future."""
@@ -111,45 +194,51 @@ class RolloutServer:
         await self._in_thread(self.engine.wake, tags)
 
     async def shutdown(self) -> None:
-        await self._in_thread(self.engine.shutdown)
-        await self._in_thread(self.scoring.close)
+        try:  # what takes longest comes last: whoever shuts this down has little patience
+            if self.agents is not None:
+                await self.agents.close()
+        finally:
+            try:
+                await asyncio.to_thread(self.scoring.close)
+            finally:  # not in `calls`, where more turns may wait than there are threads
+                await asyncio.to_thread(self.engine.shutdown)
         self.texts.shutdown(wait=False)
         self.calls.shutdown(wait=False)
 
-    def _settle(self, request: GenerationRequest, sampled: list[list[Completion]]) -> None:
-        """Score a group, and its greedy twin where there is one, while others are sampled; then it can be collected."""
+    def _settle(self, request: GenerationRequest, sampled: Awaitable[list[Trajectory]]) -> None:
+        """Score a group once it is `sampled`, its greedy sample last where there is one, while others are sampled; then
+        it can be collected."""
 
         async def settle() -> None:
             try:
-                self._result(request.group).set_result(await self._scored(request, sampled))
-            except Exception as error:  # noqa: BLE001 -- whoever collects the group is told
+                self._result(request.group).set_result(await self._scored(request, await sampled))
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- whoever collects the group is told
                 self._result(request.group).set_exception(error)
 
         task = asyncio.get_running_loop().create_task(settle())
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    async def _scored(
-        self, request: GenerationRequest, sampled: list[list[Completion]]
-    ) -> tuple[Group, list[SampleTokens]]:
-        in_thread = functools.partial(asyncio.get_running_loop().run_in_executor, self.texts)
-        everything = [completion for completions in sampled for completion in completions]
-        texts = await in_thread(lambda: [self.tokenizer.decode(one.tokens.tolist()) for one in everything])
-        outcomes = await self.scoring.score([_question(request.prompt, text) for text in texts])
-        return await in_thread(self._group, request, len(sampled[0]), everything, texts, outcomes)
+    async def _scored(self, request: GenerationRequest, sampled: list[Trajectory]) -> tuple[Group, list[SampleTokens]]:
+        with_tools = self.loop is not None
+        unfinished = [one.failure for one in sampled if one.failure is not None]
+        if unfinished:  # the group is left out: there is nothing to score
+            outcomes: list[Outcome] = [(one.failure or rewards.Score(math.nan), 0) for one in sampled]
+        else:
+            outcomes = await self.scoring.score([question(request.prompt, one, with_tools) for one in sampled])
+        return await self._in_texts(self._group, request, sampled, outcomes)
 
     def _group(
-        self,
-        request: GenerationRequest,
-        count: int,
-        completions: list[Completion],
-        texts: list[str],
-        outcomes: list[Outcome],
+        self, request: GenerationRequest, sampled: list[Trajectory], outcomes: list[Outcome]
     ) -> tuple[Group, list[SampleTokens]]:
-        """The group of the first `count` completions; one more is the greedy one."""
-        prompt, together = request.prompt, list(zip(completions, texts, outcomes, strict=True))
-        samples = [self._sample(request, index % count, *one) for index, one in enumerate(together)]
-        failures = tuple(result for result, _ in outcomes if isinstance(result, ScoringFailure))
+        """The group of the first `n` samples; one more is the greedy one."""
+        prompt, count, with_tools = request.prompt, request.sampling.n, self.loop is not None
+        together = list(zip(sampled, outcomes, strict=True))
+        decode = self.tokenizer.decode
+        samples = [
+            control_data(request, index % count, one, result, self.version, decode, with_tools)
+            for index, (one, (result, _)) in enumerate(together)
+        ]
         group = Group(
             number=request.group,
             prompt_uid=prompt.uid,
@@ -157,49 +246,17 @@ class RolloutServer:
             version=self.version,
             samples=samples[:count],
             greedy=samples[count] if len(samples) > count else None,
-            failures=failures,
+            failures=tuple(result for result, _ in outcomes if isinstance(result, SampleFailure)),
             scoring_retries=sum(repeated for _, repeated in outcomes),
         )
-        return group, [_join(request, completion, text) for completion, text, _ in together[:count]]
-
-    def _sample(
-        self, request: GenerationRequest, index: int, completion: Completion, text: str, outcome: Outcome
-    ) -> Sample:
-        """Its control data."""
-        prompt, scored = request.prompt, outcome[0]
-        if isinstance(scored, ScoringFailure):
-            scored = rewards.Score(math.nan)
-        return Sample(
-            group=request.group,
-            index=index,
-            data=InlineData([]),  # replaced by the caller with where the vectors lie
-            prompt_length=len(prompt.tokens),
-            response_length=len(completion.tokens),
-            loss_tokens=len(completion.tokens),
-            reward=scored.value,
-            reward_parts=scored.parts,
-            answer=scored.answer,
-            finish_reason=completion.finish_reason,
-            version=self.version,
-            steps=self._steps(scored, completion, text, len(prompt.tokens)),
-        )
-
-    def _steps(self, scored: rewards.Score, completion: Completion, text: str, start: int) -> Steps:
-        """Where the scored steps of a response end, in tokens of the sample, in which it begins at `start`."""
-        ends = [end for end, _ in scored.steps]
-        places = tokens_at(ends, completion.tokens.tolist(), text, self.tokenizer.decode)
-        return tuple((start + place, reward) for place, (_, reward) in zip(places, scored.steps, strict=True))
-
-
-def _question(prompt: Prompt, response: str) -> rewards.ScoreRequest:
-    return rewards.ScoreRequest(
-        response=response,
-        ground_truth=prompt.ground_truth,
-        data_source=prompt.data_source,
-        extra_info=prompt.extra_info,
-        prompt_text=prompt.text,
-        uid=prompt.uid,
-    )
+        if self._said is not None and not group.failures:
+            self._said[request.group] = ["\n".join(said(one)) for one in sampled[:count]]
+        texts = [decode(one.tokens.tolist()) if with_tools else "\n".join(said(one)) for one in sampled[:count]]
+        reasons = ["" if isinstance(result, SampleFailure) else result.reason for result, _ in outcomes]
+        return group, [
+            vectors(request, one, text, reason, with_tools)
+            for one, text, reason in zip(sampled[:count], texts, reasons, strict=False)
+        ]
 
 
 def _greedy_twin(group: int) -> int:
@@ -215,15 +272,13 @@ def _greedy_request(request: GenerationRequest) -> list[GenerationRequest]:
     return [replace(request, group=_greedy_twin(request.group), sampling=greedy, with_greedy=False)]
 
 
-def _join(request: GenerationRequest, completion: Completion, text: str) -> SampleTokens:
-    """Prompt and response in one piece, exactly as sampled: nothing is tokenised again."""
-    prompt = request.prompt.tokens
-    blank = np.zeros(len(prompt), dtype=np.float32)
-    return SampleTokens(
-        tokens=np.concatenate([np.asarray(prompt, dtype=np.int32), completion.tokens.astype(np.int32)]),
-        loss_mask=np.concatenate([blank.astype(bool), np.ones(len(completion.tokens), dtype=bool)]),
-        rollout_log_probs=np.concatenate([blank, completion.log_probs.astype(np.float32)]),
-        text=text,
-        routed_experts=completion.routed_experts,
-        images=request.images,
-    )
+def _one_by_one(request: GenerationRequest) -> list[GenerationRequest]:
+    """Each sample of a group as a request of its own, with the seed that it has within the group; the greedy one last."""
+    one = replace(request, sampling=replace(request.sampling, n=1), with_greedy=False)
+    alone = [replace(one, seed=request.seed + index) for index in range(request.sampling.n)]
+    return [*alone, *_greedy_request(request)]
+
+
+async def _nothing(request: GenerationRequest, failure: SampleFailure) -> list[Trajectory]:
+    """The samples of a group that could not be begun."""
+    return [Trajectory.of_nothing(failure)] * (request.sampling.n + request.with_greedy)

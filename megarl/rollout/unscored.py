@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.types import Group, ScoringFailure
+from megarl.types import Group, SampleFailure
 
 LEAST_GROUPS = 8  # fewer say nothing about a share
 _NAMED = 3  # failures that a notice names
@@ -36,11 +36,12 @@ def check_evaluation(groups: Sequence[Group], most: float) -> None:
         raise RuntimeError(_too_many(what, most, failed[0].failures[0]))
 
 
-def _too_many(what: str, most: float, failure: ScoringFailure) -> str:
-    return (
-        f"{what} could not be scored (reward.max_failed_share = {most:g}). The last cause: {failure}. Mend the scorer or "
-        "the row; raise reward.timeout where it is only slow."
+def _too_many(what: str, most: float, failure: SampleFailure) -> str:
+    scored = failure.source.startswith("scorer")
+    remedy = (
+        "Mend the scorer or the row; raise reward.timeout where it is only slow" if scored else "Mend what it names"
     )
+    return f"{what} could not be finished or scored (reward.max_failed_share = {most:g}). The last cause: {failure}. {remedy}."
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,15 @@ class ScoringCounts:
     failed: float
     timeouts: float
     crashes: float
+    errors: float
     retries: float
 
     @classmethod
     def of(cls, groups: Sequence[Group]) -> ScoringCounts:
         kinds = [failure.kind for group in groups for failure in group.failures]
         retries = sum(group.scoring_retries for group in groups)
-        return cls(float(len(kinds)), float(kinds.count("timeout")), float(kinds.count("crash")), float(retries))
+        timeouts, crashes, errors = (float(kinds.count(kind)) for kind in ("timeout", "crash", "error"))
+        return cls(float(len(kinds)), timeouts, crashes, errors, float(retries))
 
 
 def scoring_notice(groups: Sequence[Group], what: str, consequence: str) -> str | None:

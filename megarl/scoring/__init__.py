@@ -1,1 +1,1 @@
-"""Where scorers run: in processes that may hang, crash and be killed without harm to anything but their sample."""
+"""How samples become scores: in this process, or in processes that may hang and crash."""

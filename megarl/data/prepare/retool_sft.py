@@ -13,21 +13,10 @@ from typing import Any
 
 from megarl.data.prepare.source import rows_of
 from megarl.data.rows import Row, messages_of, write_parquet
+from megarl.tools import find
 
 DATA_SOURCE = "JoeYing/ReTool-SFT"
 QUESTION = "*user question:*"
-CODE_TOOL: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "code_interpreter",
-        "description": "Runs Python code and returns what it prints.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The code to run."}},
-            "required": ["code"],
-        },
-    },
-}
 _PARTS = re.compile(r"<(code|interpreter|answer)>(.*?)</\1>", re.DOTALL)
 _FENCE = re.compile(r"```(?:python)?\n?(.*?)```", re.DOTALL)
 
@@ -64,7 +53,7 @@ def _conversation_row(row: Row, index: int) -> dict[str, Any]:
     return {
         "data_source": DATA_SOURCE,
         "messages": [{"role": "user", "content": question}, *turns],
-        "tools": [CODE_TOOL],
+        "tools": [find("code_interpreter").schema],
         "extra_info": {"split": "train", "index": index},
     }
 

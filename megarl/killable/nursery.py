@@ -1,10 +1,12 @@
-"""The process from which scoring processes are forked: ``python -m megarl.scoring.nursery <descriptor> <scorers as JSON>``.
+"""The process from which others are forked: ``python -m megarl.killable.nursery <descriptor>``.
 
-It has one thread, imports scorers (never torch or an engine, unless a scorer does) and prepares them once, so that a
+It has one thread, imports what is to be called (never torch or an engine, unless that does) and prepares it once, so that a
 process that has to be replaced is ready in milliseconds, and nothing is ever forked from the engine's threads. Messages
-are packets of JSON on a socket pair; with ["fork", number] comes the descriptor of the new process's own connection.
+are packets of JSON on a socket pair: first [finder, names, settings, memory_mb] (see `work.find_works`, `limits`), which are nobody else's to
+read, as arguments of a command would be; with ["fork", number] comes the descriptor of the new process's own connection, and another, of its `Mark`, where it is to
+have many calls under way together.
 
-Each scoring process leads a process group of its own, which is what is killed: whatever a scorer starts ends with it.
+Each forked process leads a process group of its own, which is what is killed: whatever a call starts ends with it.
 When the owner of the socket pair is gone, all are killed; when this process is, the kernel kills them.
 """
 
@@ -18,38 +20,41 @@ import select
 import signal
 import socket
 import sys
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from megarl import rewards
 from megarl.cluster.process import die_with_parent, ignore_interrupt
 from megarl.cluster.wire import Wire
-from megarl.rewards import RewardError, Scorer, ScoreRequest
+from megarl.killable.channel import Channel
+from megarl.killable.limits import check_memory, limit_memory
+from megarl.killable.mark import Mark
+from megarl.killable.serve import serve, serve_together
+from megarl.killable.work import Work, find_works
 
 PACKET = 1 << 16  # bytes of the longest message
 OWNER_POLL = 0.5  # seconds between looks at whether the owner still lives
 
 
-def main(descriptor: int, names: list[str]) -> int:
+def main(descriptor: int) -> int:
     ignore_interrupt()
     control = socket.socket(fileno=descriptor)
     try:
-        scorers = {name: rewards.find(name) for name in names}
-        for scorer in scorers.values():
-            if scorer.prepare is not None:
-                scorer.prepare()
+        finder, names, settings, memory_mb = json.loads(control.recv(PACKET))
+        works = find_works(finder, names, settings)
+        check_memory(memory_mb)
     except BaseException as error:  # noqa: BLE001 -- it is told to the owner
         control.send(json.dumps(["failed", f"{type(error).__name__}: {error}"[:10_000]]).encode())
         return 1
     control.send(b'["ready"]')
     gc.collect()
     gc.freeze()  # what is shared with the children stays shared
-    _Nursery(control, scorers).serve()
+    _Nursery(control, works, memory_mb).serve()
     return 0
 
 
 class _Nursery:
-    def __init__(self, control: socket.socket, scorers: dict[str, Scorer]) -> None:
-        self.control, self.scorers, self.owner = control, scorers, os.getppid()
+    def __init__(self, control: socket.socket, works: dict[str, Work], memory_mb: int | None) -> None:
+        self.memory_mb = memory_mb
+        self.control, self.works, self.owner = control, works, os.getppid()
         self.children: dict[int, int] = {}  # process id, which is its group's too, to number
         self.ended, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
@@ -58,14 +63,14 @@ class _Nursery:
 
     def serve(self) -> None:
         """Fork and kill as told, until the owner is gone."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the owner's end is closed
             while os.getppid() == self.owner:
                 readable, _, _ = select.select([self.control, self.ended], [], [], OWNER_POLL)
                 if self.ended in readable:
                     self.ended.recv(PACKET)
                     self._reap()
                 if self.control in readable:
-                    data, descriptors, _, _ = socket.recv_fds(self.control, PACKET, 1, socket.MSG_CMSG_CLOEXEC)
+                    data, descriptors, _, _ = socket.recv_fds(self.control, PACKET, 2, socket.MSG_CMSG_CLOEXEC)
                     if not data:
                         break
                     word, number = json.loads(data)
@@ -78,9 +83,10 @@ class _Nursery:
         if word == "fork":
             pid = os.fork()
             if pid == 0:
-                self._become_worker(descriptors[0])
+                self._become_worker(*descriptors)
             self.children[pid] = number
-            os.close(descriptors[0])
+            for descriptor in descriptors:
+                os.close(descriptor)
         else:
             assert word == "kill", word
             for pid, known in self.children.items():
@@ -99,7 +105,7 @@ class _Nursery:
             if number is not None:
                 self.control.send(json.dumps(["ended", number, os.waitstatus_to_exitcode(status)]).encode())
 
-    def _become_worker(self, descriptor: int) -> NoReturn:
+    def _become_worker(self, descriptor: int, mark: int | None = None) -> NoReturn:
         try:
             os.setsid()
             die_with_parent(signal.SIGKILL)
@@ -108,7 +114,12 @@ class _Nursery:
                 signal.signal(signal_number, signal.SIG_DFL)
             for connection in (self.control, self.ended, self.wakeup):
                 connection.close()
-            _work(Wire(socket.socket(fileno=descriptor)), self.scorers)
+            limit_memory(self.memory_mb)
+            connection = socket.socket(fileno=descriptor)
+            if mark is None:
+                serve(Wire(connection), self.works)
+            else:
+                serve_together(Channel(connection), self.works, Mark(mark))
         finally:
             os._exit(0)
 
@@ -119,27 +130,5 @@ def _kill_group(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def _work(wire: Wire, scorers: dict[str, Scorer]) -> None:
-    """Answer each list of (scorer, request) with one message a request, in their order."""
-    wire.send("ready")
-    while True:
-        try:
-            tasks: list[tuple[str, ScoreRequest]] = wire.receive()
-        except EOFError:
-            return
-        for name, request in tasks:
-            wire.send(_attempt(scorers[name], request))
-
-
-def _attempt(scorer: Scorer, request: ScoreRequest) -> Any:
-    """A Score, or the cause of a failure as text."""
-    try:
-        return rewards.score(scorer, request)
-    except RewardError as error:
-        return error.cause
-    except BaseException as error:  # noqa: BLE001 -- sys.exit() and the like: one sample's failure
-        return f"it raised {type(error).__name__}: {error}"
-
-
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), json.loads(sys.argv[2])))
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,1 @@
+"""Agent loops: the policy samples, tools answer, until it is done. docs/agents.md."""

@@ -1,0 +1,108 @@
+"""The tools of a run behind one call, wherever they run: Python tools in processes that can be killed, MCP tools at their
+servers. Whatever comes of a call is text for the policy, but for a tool that is not to be had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.validators import extend
+
+from megarl.agents.formats import Call
+from megarl.tools import Answer, Context, Tool, ToolUnavailable
+from megarl.types import Turn
+
+_MOST_PROBLEM = 300  # characters of what is wrong with arguments
+
+
+def _left_to_the_tool(*_: Any) -> None:
+    """No problem found."""
+
+
+# A pattern may take for ever on text that a policy has written, and nothing could end it here.
+_Validator = extend(Draft202012Validator, {"pattern": _left_to_the_tool, "patternProperties": _left_to_the_tool})
+Failure = Literal["", "refused", "error", "timeout", "crash"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a call that was made."""
+
+    answer: Answer
+    seconds: float  # that it ran
+    failure: Failure = ""
+
+
+class Caller(Protocol):
+    """Where tools run."""
+
+    async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> Outcome:
+        """Call a tool, for at most `timeout` seconds. Raises ToolUnavailable."""
+        ...
+
+
+class Toolbox:
+    """Tools by name, and where each of them runs."""
+
+    def __init__(self, tools: Sequence[Tool], callers: Mapping[str, Caller], timeout: float, retries: int) -> None:
+        """`timeout`: seconds of one call. `retries`: further attempts where a tool is not to be had.
+
+        Raises ValueError for a tool whose parameters are no JSON schema."""
+        self._callers, self._timeout, self._retries = dict(callers), timeout, retries
+        self._checks: dict[str, Any] = {}
+        for tool in tools:
+            try:
+                Draft202012Validator.check_schema(tool.parameters)
+            except SchemaError as error:
+                raise ValueError(f"the parameters of tool {tool.name!r} are no JSON schema: {error.message}") from error
+            self._checks[tool.name] = _Validator(tool.parameters)
+
+    async def call(self, call: Call, context: Context, seconds_left: float) -> Turn:
+        """The turn that answers `call`, its text not shortened yet. Raises ToolUnavailable after all attempts."""
+        problem = self._problem_of(call)
+        if problem:
+            return refused(call, problem)
+        outcome = await self._attempts(call, context, min(self._timeout, seconds_left))
+        return Turn(
+            "tool",
+            outcome.answer.text,
+            name=call.name,
+            arguments=call.arguments,
+            failure=outcome.failure,
+            seconds=outcome.seconds,
+            reward=outcome.answer.reward,
+        )
+
+    async def _attempts(self, call: Call, context: Context, timeout: float) -> Outcome:
+        for attempt in range(self._retries + 1):
+            try:
+                return await self._callers[call.name].call(call.name, call.arguments, context, timeout)
+            except ToolUnavailable as error:
+                if attempt == self._retries:
+                    error.tool = call.name
+                    raise
+                await asyncio.sleep(min(2.0**attempt, 30.0))
+        raise AssertionError("the last attempt returns or raises")
+
+    def _problem_of(self, call: Call) -> str:
+        if call.problem:
+            return call.problem
+        if call.name not in self._checks:
+            return f"there is no tool {call.name!r}; there are: {', '.join(self._checks)}"
+        try:
+            error = best_match(self._checks[call.name].iter_errors(call.arguments))
+        except Exception as failure:  # noqa: BLE001 -- of a server's schema, or a number that it cannot compare
+            return f"its arguments cannot be held to the tool's schema: {type(failure).__name__}: {failure}"
+        if error is None:
+            return ""
+        place = ".".join(str(part) for part in error.absolute_path)
+        return f"its arguments are wrong{' at ' + place if place else ''}: {error.message[:_MOST_PROBLEM]}"
+
+
+def refused(call: Call, problem: str) -> Turn:
+    """The turn that tells the policy why its call was not made."""
+    return Turn("tool", f"Error: {problem}", name=call.name, arguments=call.arguments, failure="refused")

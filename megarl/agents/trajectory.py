@@ -1,0 +1,205 @@
+"""One sample of an agent loop: turn by turn, until the policy calls no tool any more or a limit comes.
+
+What was sampled stays as it was, token by token; what stands between two turns is written by the chat template and is
+not learned (`loss_mask`). Nothing is tokenised twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megarl.agents.answers import AnswerTokens
+from megarl.agents.formats import Call, calls_in
+from megarl.agents.toolbox import Toolbox, refused
+from megarl.config.agent import AgentConfig
+from megarl.data.tokenizer import Tokenizer
+from megarl.tools import Context, ToolUnavailable
+from megarl.types import Completion, GenerationRequest, Prompt, SampleFailure, ToolUse, Turn
+
+_HEAD = 16  # tokens before a turn in which a template may have begun a thought
+SampleTurn = Callable[[GenerationRequest], Awaitable[Completion]]
+"""Samples one turn: `sampling.n` is 1, and the prompt's tokens are all that was before."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What came of one sample; vectors cover the response, [R]."""
+
+    tokens: np.ndarray  # int32 [R]
+    log_probs: np.ndarray  # float32 [R]; 0 where nothing was sampled
+    sampled: np.ndarray  # bool [R]: tokens of the policy's turns
+    turns: tuple[Turn, ...]
+    ends: tuple[int, ...]  # of each of the policy's turns, the index in the response behind its last token
+    finish_reason: str
+    routed_experts: np.ndarray | None = None  # int16 [prompt + R, layers, topk]
+    failure: SampleFailure | None = None  # a tool was not to be had: the sample ended before its time
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What its tools did."""
+        tools = [turn for turn in self.turns if turn.role == "tool"]
+        return ToolUse(
+            turns=len(self.ends),
+            calls=len(tools),
+            failures=sum(bool(turn.failure) for turn in tools),
+            timeouts=sum(turn.failure == "timeout" for turn in tools),
+            seconds=sum(turn.seconds for turn in tools),
+        )
+
+    @classmethod
+    def of(cls, completion: Completion, text: str) -> Trajectory:
+        """A sample of one turn, without tools. `text`: what it says."""
+        length = len(completion.tokens)
+        return cls(
+            tokens=completion.tokens.astype(np.int32),
+            log_probs=completion.log_probs.astype(np.float32),
+            sampled=np.ones(length, bool),
+            turns=(Turn("assistant", text, length),),
+            ends=(length,),
+            finish_reason=completion.finish_reason,
+            routed_experts=completion.routed_experts,
+        )
+
+    @classmethod
+    def of_nothing(cls, failure: SampleFailure) -> Trajectory:
+        """A sample that could not be begun."""
+        nothing = np.zeros(0)
+        vectors = nothing.astype(np.int32), nothing.astype(np.float32), nothing.astype(bool)
+        return cls(*vectors, turns=(), ends=(), finish_reason="failed", failure=failure)
+
+
+@dataclass
+class _Written:
+    """The response so far."""
+
+    tokens: list[np.ndarray] = field(default_factory=list)
+    log_probs: list[np.ndarray] = field(default_factory=list)
+    sampled: list[np.ndarray] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    length: int = 0
+
+    def add(self, tokens: np.ndarray, log_probs: np.ndarray | None) -> None:
+        """`log_probs` None: the policy did not sample these tokens."""
+        self.tokens.append(tokens.astype(np.int32))
+        self.log_probs.append(np.zeros(len(tokens), np.float32) if log_probs is None else log_probs)
+        self.sampled.append(np.full(len(tokens), log_probs is not None))
+        self.length += len(tokens)
+
+
+class AgentLoop:
+    """Makes samples with tools. One serves any number of samples at once."""
+
+    def __init__(self, settings: AgentConfig, format: str, tokenizer: Tokenizer, answers: AnswerTokens, tools: Toolbox):
+        self.settings, self.format, self.tokenizer = settings, format, tokenizer
+        self.answers, self.tools = answers, tools
+
+    async def run(self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn) -> Trajectory:
+        """Go on from `first`, the first turn of `request` (`sampling.n` is 1), with further turns that `sample` samples.
+
+        Raises what `sample` raises.
+        """
+        written, left = _Written(), self.settings.max_tool_seconds
+        experts: np.ndarray | None = None
+        failure: SampleFailure | None = None
+        completion = await first
+        while True:
+            experts = _with_experts(experts, completion.routed_experts)
+            calls = await asyncio.to_thread(self._take, request, written, completion)
+            reason = self._limit(written, completion, calls, left)
+            if reason:
+                break
+            try:
+                answers = await self._answer(calls, request, left)
+            except ToolUnavailable as error:
+                source, attempts = f"tool {error.tool!r}", self.settings.retries + 1
+                failure = SampleFailure(source, request.prompt.uid, "error", str(error), attempts)
+                reason = "failed"
+                break
+            left -= sum(turn.seconds for turn in answers)
+            between = await asyncio.to_thread(self.answers.tokens, [(turn.name, turn.text) for turn in answers])
+            room = request.sampling.max_tokens - written.length - len(between)
+            if room < 1:  # the last token of a sample is always one that was sampled
+                written.turns += answers
+                reason = "length"
+                break
+            shares = [len(between) // len(answers) + (n < len(between) % len(answers)) for n in range(len(answers))]
+            written.turns += [replace(turn, tokens=share) for turn, share in zip(answers, shares, strict=True)]
+            written.add(np.array(between), None)
+            completion = await sample(_next_request(request, written, room))
+        return Trajectory(
+            tokens=np.concatenate(written.tokens),
+            log_probs=np.concatenate(written.log_probs),
+            sampled=np.concatenate(written.sampled),
+            turns=tuple(written.turns),
+            ends=tuple(written.ends),
+            finish_reason=reason,
+            routed_experts=experts,
+            failure=failure,
+        )
+
+    def _take(self, request: GenerationRequest, written: _Written, completion: Completion) -> list[Call]:
+        """The policy's turn, as it was sampled; returns what it calls."""
+        ids = completion.tokens.tolist()
+        before = written.tokens[-1].tolist() if written.tokens else request.prompt.tokens
+        head = self.tokenizer.decode(before[-_HEAD:], special=True)
+        written.add(completion.tokens, completion.log_probs.astype(np.float32))
+        written.turns.append(Turn("assistant", self.tokenizer.decode(ids), tokens=len(ids)))
+        written.ends.append(written.length)
+        if completion.finish_reason != "stop":  # cut off: a call in it may lack its end
+            return []
+        return calls_in(self.tokenizer.decode(ids, special=True), self.format, head)
+
+    def _limit(self, written: _Written, completion: Completion, calls: list[Call], seconds_left: float) -> str:
+        """Why the sample ends here; "": it goes on."""
+        if not calls:
+            return completion.finish_reason
+        if len(written.ends) >= self.settings.max_turns:
+            return "turns"
+        return "tool_time" if seconds_left <= 0 else ""
+
+    async def _answer(self, calls: list[Call], request: GenerationRequest, seconds_left: float) -> list[Turn]:
+        """The answers to the calls of one turn, which are made at the same time, in the calls' order."""
+        most, prompt = self.settings.max_calls_per_turn, request.prompt
+        context = Context(prompt.uid, prompt.ground_truth, prompt.extra_info)
+        made: list[Turn] = []
+        for answer in await asyncio.gather(
+            *(self.tools.call(call, context, seconds_left) for call in calls[:most]), return_exceptions=True
+        ):
+            if isinstance(answer, BaseException):  # once all are done: none runs on unobserved
+                raise answer
+            made.append(answer)
+        problem = f"a turn may make {most} calls; this one was not made"
+        answers = [*made, *(refused(call, problem) for call in calls[most:])]
+        shown = await asyncio.to_thread(lambda: [self.answers.shown(turn.text) for turn in answers])
+        return [replace(turn, text=text) for turn, text in zip(answers, shown, strict=True)]
+
+
+def turn_seed(seed: int, turn: int) -> int:
+    """Seed of a sample's turn, counted from 0: that of the sample for the first, others of their own."""
+    if turn == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0] >> np.uint64(2))
+
+
+def _next_request(request: GenerationRequest, written: _Written, room: int) -> GenerationRequest:
+    prompt = request.prompt
+    tokens = (*prompt.tokens, *np.concatenate(written.tokens).tolist())
+    return replace(
+        request,
+        prompt=Prompt(prompt.uid, tokens, prompt.text, prompt.data_source),
+        sampling=replace(request.sampling, max_tokens=room),
+        seed=turn_seed(request.seed, len(written.ends)),
+    )
+
+
+def _with_experts(known: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Routed experts [so far, layers, topk]: what was told when a token was first read stays."""
+    if known is None or later is None:
+        return later
+    unread = (known == -1).all(axis=(1, 2))
+    return np.concatenate([np.where(unread[:, None, None], later[: len(known)], known), later[len(known) :]])

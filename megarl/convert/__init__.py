@@ -1,0 +1,1 @@
+"""From a verl script or command line to a recipe."""

@@ -1,0 +1,44 @@
+"""Every check of a machine, in the order in which they run: what says why others fail comes first."""
+
+from __future__ import annotations
+
+from megarl.doctor import ascend, devices, network, packages, system
+from megarl.doctor.check import Check
+
+CHECKS: list[Check] = [
+    devices.platform,
+    devices.devices,
+    packages.python,
+    packages.packages,
+    packages.pairs,
+    devices.nvidia,
+    ascend.cann,
+    ascend.nnal,
+    ascend.driver,
+    ascend.health,
+    ascend.environment,
+    network.launch,
+    network.ray_address,
+    network.ports,
+    network.interfaces,
+    system.clocks,
+    system.open_files,
+    system.shared_memory,
+    system.memory,
+    system.run_directory,
+    system.temporary_files,
+    system.sandbox,
+    system.hub,
+    packages.imports,
+]
+
+# Those that a recipe, and a cluster, add: made by recipe.py and nodes.py.
+MORE = {
+    "recipe: settings": "engines, their arguments, and functions of the recipe's own are known",
+    "recipe: model": "config.json, weights, tokenizer and layout, as `train` checks them; of critic and teacher, too",
+    "recipe: data": "every row is read and tokenised (and kept in the cache for the run)",
+    "recipe: rewards": "scorers are prepared, the judge can be asked",
+    "recipe: devices": "trainers, critic and engines placed on the devices that were found",
+    "recipe: run": "the run's directory is free, or `train.resume` says to go on",
+    "node": "each node of the Ray cluster answers, with its clock and its versions those of the others",
+}

@@ -1,0 +1,157 @@
+"""What a recipe needs of machines, and whether everything that it names is there: what `train` would find, before it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megarl.algorithms.advantages import uses_critic
+from megarl.cluster.placement import Demand, place
+from megarl.cluster.topology import read_topology
+from megarl.config.errors import RecipeError, plain
+from megarl.config.judge import JUDGE
+from megarl.config.schema import Recipe
+from megarl.doctor.finding import Finding, Needs, fail, ok, warning
+from megarl.observe.run_dir import RunDirectory
+from megarl.preflight import STAGES, check_device, prepare_evaluation, prepare_training
+from megarl.start_engines import fixed_models
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_RUNS_PROGRAMS = ("code", "code_all", "code_interpreter")  # in the sandbox
+ALL_NODES = "launch/multinode.sh -- python -m megarl doctor RECIPE"
+_MOST_HEADER = 100 << 20  # bytes of a safetensors file's header
+
+
+def demand_of(recipe: Recipe) -> Demand:
+    """The devices that `train` places, or `eval`, where there is nothing to train on."""
+    trains = not _only_evaluates(recipe)
+    samples = recipe.train.source == "rollout"
+    fixed = [section for section in fixed_models(recipe) if trains or section == JUDGE]
+    critic = trains and uses_critic(recipe.algorithm)
+    return Demand.of(recipe, trainers=trains, engines=samples, critic=critic, fixed=fixed)
+
+
+def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
+    """What a machine is to be good for. Paths of the recipe are absolute."""
+    try:
+        nodes = read_topology(environ).nodes
+    except ValueError:  # the check `launch` says it
+        nodes = 1
+    if recipe is None:
+        return Needs(nodes=nodes, runs_dir=os.path.abspath("runs"), ray_address=environ.get("RAY_ADDRESS", ""))
+    demand, rl = demand_of(recipe), recipe.train.source == "rollout"
+    sizes = _tensor_sizes(Path(recipe.model.path))
+    each, scorers = _BYTES[recipe.model.dtype], [recipe.reward.function or "", *recipe.reward.functions]
+    runs = [name for name in [*recipe.agent.tools, *scorers] if name in _RUNS_PROGRAMS]
+    return Needs(
+        device=recipe.cluster.device,
+        recipe=True,
+        trains=not _only_evaluates(recipe),
+        nodes=nodes,
+        engines=rl,
+        ray=recipe.cluster.transport != "torchrun",
+        processes=demand.trainers + demand.critics + demand.engine_devices + demand.fixed_devices,
+        runs_dir=recipe.runs_dir,
+        bucket_bytes=max(recipe.exchange.bucket_mb << 20, each * max(sizes, default=0)),
+        shared_memory=recipe.exchange.transport != "collective",
+        # Weights, and of bfloat16 ones their float32 masters; the optimizer's two moments. Adapters alone are small.
+        checkpoint_bytes=0 if recipe.lora.rank else sum(sizes) * (each + 8 + (4 if each == 2 else 0)),
+        checkpoints=(recipe.train.keep_checkpoints + 1) if recipe.train.save_every else int(recipe.train.save_at_end),
+        sandbox=runs[0] if runs else "",
+        ray_address=recipe.cluster.ray_address or environ.get("RAY_ADDRESS", ""),
+    )
+
+
+def _tensor_sizes(model: Path) -> list[int]:
+    """Elements of each tensor of a Hugging Face directory, from the headers of its files; none where it cannot be read,
+    which reading the model says."""
+    sizes = []
+    for path in sorted(model.glob("*.safetensors")):
+        try:
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length)) if length <= _MOST_HEADER else {}
+        except (OSError, ValueError, struct.error):
+            continue
+        sizes += [math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
+    return sizes
+
+
+def stages(recipe: Recipe) -> Iterator[Finding]:
+    """A line for each stage of what `train` reads and checks before it starts anything (`eval`, where the recipe names no
+    training data). Those after one that fails are not reached, and the line says so."""
+    begun: list[str] = []
+    said = {"settings": f"the engine {recipe.rollout.engine}, its arguments and the algorithm's functions are known"}
+    try:
+        prepared = (prepare_evaluation if _only_evaluates(recipe) else prepare_training)(recipe, begun.append)
+    except ValueError as error:  # RecipeError among them
+        for stage in begun[:-1]:
+            yield _named(stage, ok(said.get(stage, f"read: {STAGES[stage]}")))
+        rest = list(STAGES)[len(begun) :]
+        problem = _of(error)
+        if rest:
+            problem = fail(f"{problem.text} (not reached: {', '.join(rest)})", problem.remedy)
+        yield _named(begun[-1], problem)
+        return
+    rows = sum(prepared.rows_of_sets.values())
+    sources = ", ".join(prepared.data_sources)
+    said |= {
+        "rewards": f"what scores {sources} is ready" if sources else "nothing is scored",
+        "model": f"{recipe.model.path} ({prepared.model.get('model_type', 'read')}), a tokenizer of {prepared.tokenizer.vocab_size} tokens",
+        "data": f"{rows} rows to learn from" if rows else STAGES["data"],
+    }
+    for stage in STAGES:
+        yield _named(stage, ok(said.get(stage, STAGES[stage])))
+    for notice in prepared.notices:
+        yield _named("data", warning(notice, "look whether it is meant"))
+
+
+def _only_evaluates(recipe: Recipe) -> bool:
+    return not recipe.data.train_files and not recipe.data.mix and bool(recipe.data.eval_files)
+
+
+def _named(stage: str, finding: Finding) -> Finding:
+    return Finding(finding.status, finding.text, finding.remedy, check=f"recipe: {stage}")
+
+
+def _of(error: ValueError) -> Finding:
+    """One line of what a recipe is refused for."""
+    if isinstance(error, RecipeError):
+        given = f" = {plain(error.value)}" if type(error.value) is not object else ""  # object(): none was given
+        return fail(f"{error.key}{given}: {' '.join(error.problem.split())}", " ".join(error.remedy.split()))
+    return fail(" ".join(str(error).split()), "change what it names")
+
+
+def run_name(recipe: Recipe) -> Finding:
+    """Whether `train` would begin in the run's directory, or go on."""
+    directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
+    place = os.path.relpath(directory.path)
+    place = str(directory.path) if place.startswith("..") else place
+    if recipe.train.resume == "never" and directory.holds_a_run():
+        remedy = "train.resume=auto goes on with it, name=... makes another"
+        return warning(f"{place} already holds a run, which `train` would refuse", remedy)
+    return ok(f"{place} ({'the run there is resumed' if directory.holds_a_run() else 'free'})")
+
+
+def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int]]) -> Finding:
+    """The recipe's devices against those found. `machines`: (host, devices) of each node."""
+    try:
+        check_device(recipe, device)
+    except RecipeError as error:
+        return _of(error)
+    demand = demand_of(recipe)
+    have = sum(count for _, count in machines)
+    if device == "cpu":
+        return ok(f"{demand}: processes that share the cores of {len(machines)} machine{'s' * (len(machines) > 1)}")
+    try:
+        place(machines, demand, {"cuda": "GPU", "npu": "NPU"}[device])
+    except ValueError as error:
+        remedy = (
+            f"where there are other nodes, {ALL_NODES} counts theirs" if len(machines) == 1 else "see the nodes above"
+        )
+        return fail(" ".join(str(error).split()), remedy)
+    return ok(f"{demand}: {demand.devices} of {have} devices")

@@ -1,0 +1,29 @@
+"""The config.json of published models, without their weights: what a recipe can be checked against offline.
+
+Each folder is named as the model on the Hugging Face hub, without its owner, and holds the fields of the published
+config.json that describe the model. DeepSeek-V3's has no `quantization_config`: as after its conversion to bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.registry import nearest
+
+_FOLDER = Path(__file__).parent
+
+
+def names() -> list[str]:
+    """Models whose config.json is kept here."""
+    return sorted(path.parent.name for path in _FOLDER.glob("*/config.json"))
+
+
+def read(name: str) -> dict[str, Any]:
+    """The config.json of the model `name`, e.g. "Qwen3-8B". Raises ValueError for a model that is not kept."""
+    if name not in names():
+        near = nearest(name, names())
+        hint = f" Nearest: {near}." if near else ""
+        raise ValueError(f"the config.json of {name!r} is not kept in {_FOLDER.name}.{hint}")
+    return dict(json.loads((_FOLDER / name / "config.json").read_text()))

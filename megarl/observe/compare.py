@@ -1,0 +1,153 @@
+"""The mathematics of comparing two runs: mean absolute error over common steps, ratio of throughputs. Pure.
+
+Both are defined as verl's documents on Ascend define them: the mean error of N steps is sum |a_i - b_i| / N, told
+in percent (an error of 1 in reward is 100 %), and the throughput ratio is the mean over the first steps of one run
+over that of the other. docs/compare.md has the formulas with a worked example.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+Series = Mapping[int, float]  # step -> value
+
+DIGITS = 9  # decimals in which a figure is held to its bound: 0.54 - 0.5 is 0.04000000000000004 in binary
+
+
+class NothingInCommon(ValueError):
+    """Two curves have no step in common."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How far one curve is from another over the steps that both have.
+
+    ``steps`` counts those of them in which both values are finite, which the figures are over; ``first`` and ``last``
+    are the least and greatest common step. ``relative`` is the error over the mean of |b|, NaN where that is 0.
+    Without any finite step every figure is NaN.
+    """
+
+    steps: int
+    first: int
+    last: int
+    error: float  # mean of |a - b|
+    bias: float  # mean of a - b
+    largest: float  # of |a - b|
+    largest_step: int | None
+    relative: float
+    not_finite_a: int  # common steps in which a is NaN or infinite
+    not_finite_b: int
+    only_a: int  # steps that b lacks
+    only_b: int
+
+    def within(self, bound: float) -> bool:
+        """Whether the error is at most `bound`. A step that is not finite has no error, so it never is."""
+        if self.not_finite_a or self.not_finite_b:
+            return False
+        return round(self.error, DIGITS) <= round(bound, DIGITS)
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Means over the first steps of each run, and a's over b's; NaN where it is undefined."""
+
+    steps_a: tuple[int, ...]
+    steps_b: tuple[int, ...]
+    mean_a: float
+    mean_b: float
+    ratio: float
+
+    def within(self, least: float) -> bool:
+        """Whether the ratio is at least `least`; an undefined one is not."""
+        return round(self.ratio, DIGITS) >= round(least, DIGITS)
+
+
+def between(series: Series, first: int | None, last: int | None) -> dict[int, float]:
+    """The steps of `series` from `first` to `last`, both included; None: open."""
+    low = -math.inf if first is None else first
+    high = math.inf if last is None else last
+    return {step: series[step] for step in sorted(series) if low <= step <= high}
+
+
+def accuracy(a: Series, b: Series) -> Accuracy:
+    """`a` against `b`. Raises NothingInCommon, with the range of each, where no step is in both."""
+    common = sorted(a.keys() & b.keys())
+    if not common:
+        raise NothingInCommon(f"no step in common: A has {span(a)}, B has {span(b)}")
+    finite = [step for step in common if math.isfinite(a[step]) and math.isfinite(b[step])]
+    gaps = {step: a[step] - b[step] for step in finite}
+    error = mean([abs(gap) for gap in gaps.values()])
+    size = mean([abs(b[step]) for step in finite])
+    farthest = max(finite, key=lambda step: abs(gaps[step]), default=None)
+    return Accuracy(
+        steps=len(finite),
+        first=common[0],
+        last=common[-1],
+        error=error,
+        bias=mean(list(gaps.values())),
+        largest=math.nan if farthest is None else abs(gaps[farthest]),
+        largest_step=farthest,
+        relative=error / size if size > 0 else math.nan,
+        not_finite_a=sum(not math.isfinite(a[step]) for step in common),
+        not_finite_b=sum(not math.isfinite(b[step]) for step in common),
+        only_a=len(a) - len(common),
+        only_b=len(b) - len(common),
+    )
+
+
+def throughput(a: Series, b: Series, steps: int) -> Throughput:
+    """The first `steps` steps of each (fewer where it has fewer), their means and the ratio of these."""
+    steps_a, steps_b = tuple(sorted(a)[:steps]), tuple(sorted(b)[:steps])
+    mean_a, mean_b = mean([a[step] for step in steps_a]), mean([b[step] for step in steps_b])
+    known = math.isfinite(mean_a) and math.isfinite(mean_b) and mean_b > 0
+    return Throughput(steps_a, steps_b, mean_a, mean_b, mean_a / mean_b if known else math.nan)
+
+
+def errors(a: Series, b: Series) -> tuple[dict[int, float], dict[int, float]]:
+    """(|a - b| by common step, its mean up to and including each). NaN where a step is not finite; means pass over it."""
+    gaps = {step: abs(a[step] - b[step]) for step in sorted(a.keys() & b.keys())}
+    gaps = {step: gap if math.isfinite(gap) else math.nan for step, gap in gaps.items()}
+    means, total, count = {}, 0.0, 0
+    for step, gap in gaps.items():
+        if not math.isnan(gap):
+            total, count = total + gap, count + 1
+        means[step] = total / count if count else math.nan
+    return gaps, means
+
+
+def mean(values: Sequence[float]) -> float:
+    """NaN of nothing, and of anything that holds one."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def span(steps: Series | Sequence[int]) -> str:
+    """``steps 1 to 40``, ``step 7``, ``none``."""
+    if not steps:
+        return "none"
+    first, last = min(steps), max(steps)
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def spark(series: Series, steps: Sequence[int], low: float, high: float, width: int) -> str:
+    """`series` at `steps` as at most `width` bars from `low` to `high`, each the mean of its stretch.
+
+    ``×``: a value in the stretch is not finite; a space: the series has none of its steps.
+    """
+    width = min(width, len(steps))
+    drawn = ""
+    for bar in range(width):
+        part = steps[bar * len(steps) // width : (bar + 1) * len(steps) // width]
+        values = [series[step] for step in part if step in series]
+        if not values:
+            drawn += " "
+        elif not all(math.isfinite(value) for value in values):
+            drawn += "×"
+        else:
+            height = (mean(values) - low) / (high - low) if high > low else 0.0
+            drawn += _BARS[min(len(_BARS) - 1, max(0, int(height * len(_BARS))))]
+    return drawn

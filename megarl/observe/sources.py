@@ -1,0 +1,173 @@
+"""Tables of data sources: what the console and the report say of each, from a line of metrics. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.observe.curves import thin
+from megarl.rollout.by_source import of_evaluated, of_sampled, source_of
+
+MAX_STEPS = 200  # whose tables are in the report
+MAX_ROWS = 100  # of one of them
+MAX_CURVES = 8  # sources whose curves are drawn
+
+Figures = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of a source. ``how``: a Python format. ``fault``: what should be 0; where it is, its cell is empty, and
+    where it is for every source, there is no such column."""
+
+    figure: str
+    label: str
+    how: str = "{:,.0f}"
+    fault: bool = False
+
+
+SAMPLED = (
+    Column("samples", "samples"),
+    Column("rewards/mean", "reward", "{:.3f}"),
+    Column("accuracy", "accuracy", "{:.1%}"),
+    Column("response_length/mean", "length"),
+    Column("response_length/max", "longest"),
+    Column("truncated", "cut", "{:.1%}"),
+    Column("groups_tried", "groups"),
+    Column("groups_accepted", "trained on"),
+    Column("scoring_retries", "scored again", fault=True),
+    Column("scoring_failed", "not scored", fault=True),
+    Column("scoring_timeouts", "time-outs", fault=True),
+    Column("scoring_crashes", "crashes", fault=True),
+    Column("scoring_errors", "errors", fault=True),
+)
+TOOLS = (
+    Column("agent/turns/mean", "turns", "{:.1f}"),
+    Column("agent/turns/max", "most turns"),
+    Column("agent/calls/mean", "calls", "{:.1f}"),
+    Column("agent/tool_seconds/mean", "tool s", "{:.2f}"),
+    Column("agent/tool_seconds/max", "longest s", "{:.1f}"),
+    Column("agent/ended/turns", "out of turns", "{:.1%}", fault=True),
+    Column("agent/ended/tool_time", "out of tool time", "{:.1%}", fault=True),
+    Column("agent/failed_calls", "failed calls", fault=True),
+    Column("agent/tool_timeouts", "tool time-outs", fault=True),
+)
+_EVALUATED_LAST = (
+    Column("greedy", "greedy", "{:.1%}"),
+    Column("rewards/mean", "reward", "{:.3f}"),
+    Column("response_length/mean", "length"),
+    Column("response_length/clip_ratio", "cut", "{:.1%}"),
+    Column("scoring_failed", "not scored", fault=True),
+)
+# What a terminal has room for; the report has the rest.
+_BRIEF = {"samples", "rewards/mean", "accuracy", "response_length/mean", "truncated", "agent/turns/mean"}
+_BRIEF |= {"scoring_failed", "scoring_timeouts", "scoring_crashes", "scoring_errors"}
+_BRIEF |= {"agent/failed_calls", "agent/tool_timeouts"}
+# What a line in a log is worth also where there is one source.
+_TROUBLE = ("scoring_failed", "agent/tool_timeouts")
+
+
+@dataclass(frozen=True)
+class SourceTable:
+    """``rows``: a source's name and its cells, as they are shown; ``faults`` says which columns count what went wrong,
+    whose cells are empty where nothing did. ``left_out``: sources that found no place."""
+
+    head: list[str]
+    faults: list[bool]
+    rows: list[tuple[str, list[str]]]
+    left_out: int
+
+
+def brief_table(metrics: Figures, limit: int) -> SourceTable:
+    """Of what was sampled for a step, as narrow as a terminal."""
+    columns = [column for column in (*SAMPLED, *TOOLS) if column.figure in _BRIEF]
+    return _table(of_sampled(metrics), columns, limit)
+
+
+def deserves_lines(metrics: Figures) -> bool:
+    """Whether a log says more of a step's sources than the step's own line does."""
+    sources = of_sampled(metrics)
+    return len(sources) > 1 or any(figures.get(name) for figures in sources.values() for name in _TROUBLE)
+
+
+def report_tables(lines: Sequence[Figures]) -> dict[str, Any]:
+    """What report.html shows of the sources of each step; where there are many steps, of `MAX_STEPS` or fewer, among
+    them those with most samples that could not be scored."""
+    told = [(line, of_sampled(line), of_evaluated(line)) for line in lines]
+    told = [(line, sampled, evaluated) for line, sampled, evaluated in told if sampled or evaluated]
+    trouble = [sum(row.get("scoring_failed", 0.0) for row in sampled.values()) for _, sampled, _ in told]
+    steps = []
+    for index in thin(trouble, MAX_STEPS):
+        line, sampled, evaluated = told[index]
+        steps.append(
+            {
+                "step": int(line["step"]),
+                "not_scored": int(trouble[index]),
+                "tables": [
+                    {"title": title, **vars(table)}
+                    for title, table in (
+                        ("Sampled", _table(sampled, SAMPLED, MAX_ROWS)),
+                        ("Agent loops", _table(sampled, TOOLS, MAX_ROWS)),
+                        ("Evaluation", _table(evaluated, _evaluated_columns(evaluated), MAX_ROWS)),
+                    )
+                    if table.head and table.rows
+                ],
+            }
+        )
+    return {"steps": steps, "of": len(told)}
+
+
+def drawn_curves(lines: Sequence[Figures]) -> tuple[list[dict[str, float]], str]:
+    """(`lines` with the curves of `MAX_CURVES` sources at most, what was left out, in words).
+
+    Chosen are those with the most samples in all steps together, or, where nothing is sampled, the most problems.
+    """
+    weights: dict[str, float] = {}
+    for line in lines:
+        for source, figures in itertools.chain(of_sampled(line).items(), of_evaluated(line).items()):
+            weights[source] = weights.get(source, 0.0) + figures.get("samples", 0.0)
+            weights[source] += 1e-6 * figures.get("problems", 0.0)
+    if len(weights) <= MAX_CURVES:
+        return [dict(line) for line in lines], ""
+    kept = {None, *sorted(weights, key=lambda source: (-weights[source], source))[:MAX_CURVES]}
+    fewer = [{name: value for name, value in line.items() if source_of(name) in kept} for line in lines]
+    return (
+        fewer,
+        f"Curves are of the {MAX_CURVES} largest of {len(weights):,} data sources; metrics.jsonl has them all.",
+    )
+
+
+def _table(sources: Mapping[str, Figures], columns: Sequence[Column], limit: int) -> SourceTable:
+    """Where there are more sources than `limit`: those with samples that could not be scored, then the largest."""
+
+    def weight(source: str) -> tuple[float, float]:
+        figures = sources[source]
+        return figures.get("scoring_failed", 0.0), figures.get("samples", figures.get("problems", 0.0))
+
+    chosen = sorted(sorted(sources, key=weight, reverse=True)[:limit])
+    shown = [column for column in columns if _is_shown(column, [sources[source] for source in chosen])]
+    rows = [(source, [_cell(sources[source], column) for column in shown]) for source in chosen]
+    head, faults = [column.label for column in shown], [column.fault for column in shown]
+    return SourceTable(head, faults, rows, len(sources) - len(chosen))
+
+
+def _is_shown(column: Column, rows: Sequence[Figures]) -> bool:
+    values = [figures[column.figure] for figures in rows if column.figure in figures]
+    return any(values) if column.fault else bool(values)
+
+
+def _cell(figures: Figures, column: Column) -> str:
+    value = figures.get(column.figure)
+    if column.fault and not value:
+        return ""
+    return "–" if value is None else column.how.format(value)
+
+
+def _evaluated_columns(sources: Mapping[str, Figures]) -> list[Column]:
+    """pass@k and maj@k as they were asked for, k rising."""
+    found = {name for figures in sources.values() for name in figures if "@" in name}
+    ordered = sorted(found, key=lambda name: (not name.startswith("pass"), int(name.partition("@")[2])))
+    asked = [Column(name, name, "{:.1%}") for name in ordered]
+    return [Column("problems", "problems"), *asked, *_EVALUATED_LAST]

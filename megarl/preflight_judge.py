@@ -1,0 +1,64 @@
+"""What is checked of a judge before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl import engines
+from megarl.config.errors import RecipeError
+from megarl.config.judge import JudgeConfig
+from megarl.config.schema import Recipe
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import check_vocabulary, load_tokenizer, unread
+from megarl.model_config import context_length
+from megarl.rollout.judge_server import Interrogation
+
+
+def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDataset]) -> None:
+    """Refuse a judge that cannot be asked: its model (`config`, its config.json), its question, and the length of this with
+    the first row of each set."""
+    judge = recipe.judge
+    assert judge.path is not None and judge.prompt is not None
+    engines.check_known(judge.engine, "judge.engine")
+    engines.check_args(judge.engine, judge.engine_args, "judge")
+    _check_context(judge, config)
+    tokenizer = load_tokenizer(judge.path)
+    check_vocabulary(tokenizer, config)
+    if tokenizer.chat_template is None:
+        what = "its tokenizer has no chat template, and the judge's question is a message of a chat"
+        raise RecipeError("judge.path", what, "name an instruction-tuned model, or add one", value=judge.path)
+    for name in unread(tokenizer.chat_template, judge.chat_template_args):
+        raise RecipeError(
+            f"judge.chat_template_args.{name}", "the judge's chat template never reads it", "leave it out"
+        )
+    try:
+        asks = Interrogation(tokenizer, judge)
+        own = max(len(asks.tokens(replace(data[0], question=""), "")) for data in sets)
+    except ValueError as error:
+        raise RecipeError("judge.prompt", str(error), "mend the template, or the rows' columns") from error
+    read = recipe.data.max_prompt_length if "prompt" in asks.question.reads else 0
+    longest = own + read + recipe.rollout.max_response_length
+    if longest > judge.max_prompt_length:
+        raise RecipeError(
+            "judge.max_prompt_length",
+            f"the template and a row's other columns take {own} tokens, {f'data.max_prompt_length is {read} and ' if read else ''}"
+            f"rollout.max_response_length {recipe.rollout.max_response_length}: {longest}. Long responses would have no reward",
+            f"set it to {longest} or more (the judge may need more tokens for a text than the policy)",
+            value=judge.max_prompt_length,
+        )
+
+
+def _check_context(judge: JudgeConfig, config: dict[str, Any]) -> None:
+    """Refuse lengths that the judge was not made for."""
+    known = context_length(config)
+    longest = judge.max_prompt_length + judge.max_tokens
+    if known is not None and longest > known and "hf_overrides" not in judge.engine_args:
+        raise RecipeError(
+            "judge.max_prompt_length",
+            f"with judge.max_tokens = {judge.max_tokens} that is {longest} tokens, and the judge was made for {known} "
+            "(max_position_embeddings of its config.json)",
+            "lower the two together to that",
+            value=judge.max_prompt_length,
+        )

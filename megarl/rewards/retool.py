@@ -1,0 +1,24 @@
+r"""ReTool's reward (Feng et al. 2025, arXiv 2504.11536, as in verl's recipe): a strict ``\boxed``, and a little for tools."""
+
+from __future__ import annotations
+
+from megarl.rewards.base import ScoreRequest, scorer
+from megarl.rewards.boxes import last_boxed
+
+TAIL = 100  # characters at the end of the response in which a box counts
+BONUS = 0.1  # for each turn that tools answered, of a wrong response
+BEST_WRONG = -0.6
+
+
+@scorer("retool", in_process=True)
+def retool(request: ScoreRequest) -> dict[str, float | str | None]:
+    r"""1 where the tail's last ``\boxed`` is the ground truth as text; else -1 and a bonus for each turn with tools."""
+    truth = request.ground_truth
+    if isinstance(truth, bool) or not isinstance(truth, (str, int)) or not str(truth).strip():
+        raise TypeError(f"ground_truth is {truth!r}, not text or a whole number")
+    answer = last_boxed(request.response[-TAIL:])
+    answer = None if answer is None else answer.strip()
+    right = answer == str(truth).strip()
+    tool_turns = max(sum(turn.role == "assistant" for turn in request.turns) - 1, 0)
+    score = 1.0 if right else min(BEST_WRONG, -1 + BONUS * tool_turns)
+    return {"score": score, "acc": float(right), "accuracy": float(right), "answer": answer}

@@ -1,0 +1,25 @@
+"""What the recipe says to scorers that ask for it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from megarl.config.remote import RemoteConfig
+from megarl.config.sandbox import SandboxConfig
+
+
+@dataclass(frozen=True)
+class ScorerSettings:
+    """The recipe's sections that registered scorers read: `reward.remote` and `sandbox`."""
+
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+
+    def as_json(self) -> dict[str, Any]:
+        """For another process, which takes it back with `of_json`."""
+        return asdict(self)
+
+    @staticmethod
+    def of_json(given: dict[str, Any]) -> ScorerSettings:
+        return ScorerSettings(RemoteConfig(**given["remote"]), SandboxConfig(**given["sandbox"]))

@@ -1,0 +1,100 @@
+"""Tokenizers with the chat templates of models that call tools, in those models' own ways: few words, the same structure."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
+from megarl.data.tokenizer import Tokenizer, load_tokenizer
+
+# As in Qwen3's tokenizer: tags are tokens of their own, but not special ones.
+QWEN_TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+QWEN3 = """{%- if tools %}<|im_start|>system
+# Tools
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}
+    {%- if message.role == "tool" %}
+        {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{ '<|im_end|>\\n' }}{% endif %}
+    {%- else %}
+        {%- set content = message.content if message.content is string else '' %}
+        {%- if message.role == "assistant" and '</think>' in content and not loop.last %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- for call in message.tool_calls or [] %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {%- if call.function.arguments is string %}{{ call.function.arguments }}
+            {%- else %}{{ call.function.arguments | tojson }}{% endif %}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{%- endif %}"""
+
+DEEPSEEK_TOKENS = [
+    f"<｜tool▁{part}｜>"
+    for part in (
+        "calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep", "outputs▁begin", "outputs▁end", "output▁begin",
+        "output▁end",
+    )
+]  # fmt: skip
+# DeepSeek-V3 writes calls only of a message without content, with the arguments as text; the answers' end comes behind all
+# messages, and the policy goes on without a head.
+DEEPSEEK_V3 = """{%- set ns = namespace(is_tool=false) -%}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}{{ '<｜User｜>' + message.content }}{% set ns.is_tool = false %}{% endif %}
+    {%- if message.role == 'assistant' and message.content is none %}{{ '<｜Assistant｜><｜tool▁calls▁begin｜>' }}
+        {%- for call in message.tool_calls %}
+            {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+            {{- call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
+        {%- endfor %}{{ '<｜tool▁calls▁end｜><｜im_end|>' }}
+    {%- endif %}
+    {%- if message.role == 'assistant' and message.content is not none %}
+        {{- '<｜Assistant｜>' + message.content + '<|im_end|>' }}
+    {%- endif %}
+    {%- if message.role == 'tool' %}
+        {%- if not ns.is_tool %}{{ '<｜tool▁outputs▁begin｜>' }}{% else %}{{ '\\n' }}{% endif %}
+        {{- '<｜tool▁output▁begin｜>' + message.content + '<｜tool▁output▁end｜>' }}{% set ns.is_tool = true %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.is_tool %}{{ '<｜tool▁outputs▁end｜>' }}{% endif %}
+{%- if add_generation_prompt and not ns.is_tool %}{{ '<｜Assistant｜>' }}{% endif %}""".replace(
+    "<｜im_end|>", "<|im_end|>"
+)
+
+
+@cache
+def _made(template: str, added: tuple[str, ...]) -> Tokenizer:
+    folder = Path(mkdtemp(prefix="agent-tokenizer-"))
+    make_tiny_tokenizer(folder)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokenizer.add_tokens(list(added), special_tokens=False)
+    tokenizer.save_pretrained(str(folder))
+    path = folder / "tokenizer_config.json"
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    return load_tokenizer(folder)
+
+
+def qwen3() -> Tokenizer:
+    return _made(QWEN3, tuple(QWEN_TAGS))
+
+
+def deepseek_v3() -> Tokenizer:
+    return _made(DEEPSEEK_V3, tuple([*DEEPSEEK_TOKENS, "<｜User｜>", "<｜Assistant｜>"]))

@@ -1,0 +1,135 @@
+"""Figures by data source, against numbers worked by hand, and their names' way to metrics.jsonl and back."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from megarl.observe.sources import SAMPLED, TOOLS
+from megarl.rollout.admission import TriedGroup
+from megarl.rollout.by_source import agent_figures, of_evaluated, of_sampled, sampled_figures, source_of
+from megarl.rollout.evaluate import by_source
+from megarl.types import Group, InlineData, Sample, SampleFailure, ToolUse
+
+
+def sample(reward: float, length: int, ended: str = "stop", use: ToolUse | None = None, **parts: float) -> Sample:
+    return Sample(
+        0, 0, InlineData([]), 3, length, length, reward, reward_parts=parts, finish_reason=ended, tool_use=use
+    )
+
+
+def group(source: str, *samples: Sample, failed: tuple[str, ...] = (), retries: int = 0) -> Group:
+    failures = tuple(SampleFailure("scorer 'mine'", "row", kind, "it failed") for kind in failed)
+    return Group(0, "row", source, 0, list(samples), failures=failures, scoring_retries=retries)
+
+
+GSM8K = group("openai/gsm8k", sample(1.0, 10, accuracy=1.0), sample(0.0, 40, "length", accuracy=0.0))
+FILTERED = group("openai/gsm8k", sample(1.0, 20, accuracy=1.0), sample(1.0, 30, accuracy=1.0))
+UNSCORED = group(
+    "mine",
+    sample(math.nan, 5),
+    sample(math.nan, 7),
+    sample(math.nan, 6),
+    failed=("timeout", "crash", "error"),
+    retries=6,
+)
+TRIED = [TriedGroup(GSM8K, True), TriedGroup(UNSCORED, False), TriedGroup(FILTERED, False)]
+
+
+def test_figures_of_each_source_by_hand() -> None:
+    found = of_sampled(sampled_figures(TRIED))
+    assert list(found) == ["mine", "openai/gsm8k"]
+    assert found["openai/gsm8k"] == {
+        "groups_tried": 2,
+        "groups_accepted": 1,
+        "samples": 4,
+        "rewards/mean": 0.75,
+        "accuracy": 0.75,
+        "response_length/mean": 25,
+        "response_length/max": 40,
+        "truncated": 0.25,
+        "scoring_failed": 0,
+        "scoring_timeouts": 0,
+        "scoring_crashes": 0,
+        "scoring_errors": 0,
+        "scoring_retries": 0,
+    }
+    mine = found["mine"]
+    assert "rewards/mean" not in mine and "accuracy" not in mine, "nothing was scored: no mean, and no NaN"
+    kinds = [mine[f"scoring_{kind}"] for kind in ("failed", "timeouts", "crashes", "errors", "retries")]
+    assert kinds == [3, 1, 1, 1, 6]
+    assert (mine["groups_tried"], mine["groups_accepted"], mine["response_length/mean"]) == (1, 0, 6)
+
+
+USES = [
+    sample(1.0, 9, use=ToolUse(turns=3, calls=2, failures=1, timeouts=1, seconds=2.5)),
+    sample(0.0, 9, "turns", use=ToolUse(turns=8, calls=7, failures=2, seconds=0.5)),
+    sample(0.0, 9, "tool_time", use=ToolUse(turns=1)),
+    sample(0.0, 9, "turns", use=ToolUse(turns=8, calls=3, seconds=1.0)),
+]
+
+
+def test_agent_loops_by_hand() -> None:
+    plain = sample(0.0, 9)
+    assert agent_figures([plain]) == {}
+    assert agent_figures([*USES, plain]) == {
+        "agent/turns/mean": 5,
+        "agent/turns/max": 8,
+        "agent/calls/mean": 3,
+        "agent/failed_calls": 3,
+        "agent/tool_timeouts": 1,
+        "agent/tool_seconds/mean": 1.0,
+        "agent/tool_seconds/max": 2.5,
+        "agent/ended/turns": 0.5,
+        "agent/ended/tool_time": 0.25,
+    }
+
+
+def test_a_source_has_the_figures_of_its_own_loops() -> None:
+    tried = [TriedGroup(group("tools", *USES[:2]), True), TriedGroup(group("more/tools", *USES[2:]), True), *TRIED]
+    found = of_sampled(sampled_figures(tried))
+    assert (found["tools"]["agent/turns/mean"], found["more/tools"]["agent/turns/mean"]) == (5.5, 4.5)
+    assert not any(name.startswith("agent/") for name in found["openai/gsm8k"])
+
+
+@pytest.mark.parametrize("source", ["gsm8k", "openai/gsm8k", "a/agent", "rewards/mean", "", "two\nlines", "samples"])
+def test_names_are_told_apart_whatever_a_source_is_called(source: str) -> None:
+    """A source's name has slashes, as metrics' have: a figure must not land with a source that does not exist."""
+    metrics = sampled_figures([TriedGroup(group(source, *USES), True)])
+    assert set(of_sampled({**metrics, "step": 1, "rollout/rewards/mean": 0.5, "agent/turns/mean": 1.0})) == {source}
+    assert {source_of(name) for name in metrics} == {source}
+    evaluated = by_source([group(source, sample(1.0, 5)), group("other", sample(0.0, 5))], [], [1])
+    assert set(of_evaluated({**evaluated, "eval/pass@1": 0.5, "eval/rewards/mean": 0.5})) == {source, "other"}
+
+
+@pytest.mark.parametrize("name", ["eval/rewards/mean", "eval/pass@1", "eval/response_length/clip_ratio", "eval/loss"])
+def test_what_is_said_of_all_sources_is_no_sources(name: str) -> None:
+    assert source_of(name) is None
+
+
+def test_the_report_has_a_column_for_every_figure() -> None:
+    tried = [*TRIED, TriedGroup(group("tools", *USES), True)]
+    figures = {name for found in of_sampled(sampled_figures(tried)).values() for name in found}
+    assert figures == {column.figure for column in (*SAMPLED, *TOOLS)}
+
+
+def test_an_evaluation_says_it_of_each_of_several_sources() -> None:
+    problems = [
+        group("a", sample(1.0, 10, accuracy=1.0), sample(0.0, 20, accuracy=0.0)),
+        group("a", sample(0.0, 10, accuracy=0.0), sample(0.0, 20, accuracy=0.0)),
+        group("b/c", sample(1.0, 40, accuracy=1.0), sample(0.5, 40, "length", accuracy=1.0)),
+        group("none", sample(math.nan, 1), sample(math.nan, 1), failed=("crash", "crash")),
+    ]
+    greedy = [group("a", sample(1.0, 10)), group("a", sample(0.0, 10)), group("b/c", sample(1.0, 10))]
+    found = of_evaluated(by_source(problems, greedy, [1, 2]))
+    assert (found["a"]["problems"], found["a"]["pass@1"], found["a"]["pass@2"], found["a"]["greedy"]) == (
+        2,
+        0.25,
+        0.5,
+        0.5,
+    )
+    assert (found["b/c"]["pass@1"], found["b/c"]["greedy"], found["b/c"]["rewards/mean"]) == (1.0, 1.0, 0.75)
+    assert found["b/c"]["response_length/clip_ratio"] == 0.5
+    assert found["none"] == {"problems": 1, "scoring_failed": 2}, "no problem of it was scored: no means"
+    assert by_source(problems[:2], greedy[:2], [1]) == {}, "one source: the evaluation's own figures say it"

@@ -1,0 +1,53 @@
+"""What is refused of the recipe's section `agent`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config import RecipeError, load_recipe
+
+BASE = "model: {path: some/model}\n"
+
+
+def load(tmp_path: Path, text: str) -> object:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(BASE + text)
+    return load_recipe(path).agent
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("agent: {max_turns: 3}", "agent", "no tool is named: this section would change nothing"),
+        ("agent: {tools: [a, a]}", "agent.tools", "named twice"),
+        ("agent: {tools: [a]}\ndata: {chat_template: false}", "data.chat_template", "written by a chat template"),
+        (
+            "agent: {tools: [a]}\ntrain: {source: sft}\nalgorithm: {advantage: none, loss: sft}",
+            "agent",
+            "engines sample nothing where train.source is 'sft'",
+        ),
+        ("agent: {mcp: {s: {}}}", "agent.mcp.s", "one of the two"),
+        ("agent: {mcp: {s: {url: 'http://x', command: [y]}}}", "agent.mcp.s", "one of the two"),
+        ("agent: {mcp: {s: {url: 'http://x', env: {A: b}}}}", "agent.mcp.s.env", "started by somebody else"),
+        ("agent: {mcp: {s: {url: 'http://x', pass_env: [A]}}}", "agent.mcp.s.pass_env", "started by somebody else"),
+        ("agent: {tools: [a], max_turns: 0}", "agent.max_turns", "at least 1"),
+        ("agent: {tools: [a], tool_timeout: 0}", "agent.tool_timeout", "above 0"),
+        ("agent: {tools: [a], format: qwen}", "agent.format", "hermes"),
+        ("agent: {tolls: [a]}", "agent.tolls", "did you mean"),
+        ("agent: {mcp: {s: {comand: [y]}}}", "agent.mcp", "Did you mean: 'command'"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(tmp_path: Path, text: str, key: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(tmp_path, text)
+    assert caught.value.key == key and words in str(caught.value), caught.value
+
+
+def test_what_can(tmp_path: Path) -> None:
+    text = (
+        "agent: {tools: [code_interpreter], mcp: {s: {command: [python, -m, x], tools: [y]}, far: {url: 'http://x'}}}"
+    )
+    agent = load(tmp_path, text)
+    assert agent.tools == ["code_interpreter"] and agent.mcp["s"].command == ["python", "-m", "x"]  # type: ignore[attr-defined]

@@ -1,0 +1,357 @@
+"""The scorer `remote`, against a server that answers as services do on bad days; and what is refused of its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.utils
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.config import RecipeError, load_recipe
+from megarl.config.remote import RemoteConfig, remote_notices
+from megarl.config.schema import RewardConfig
+from megarl.preflight import Prepared, _with_rewards
+from megarl.rewards import RewardError, Score, ScoreRequest, ScorerSettings, find, score_awaited
+from megarl.rewards.weighted import terms_of
+from megarl.scoring.scoring import Scoring
+from megarl.types import SampleFailure, Turn
+
+SECRET = "Bearer s3cr3t"
+
+
+@dataclass
+class Answer:
+    body: Any = field(default_factory=lambda: {"score": 0.5})
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+    delay: float = 0.0
+    drop: bool = False  # the connection is closed without a word
+    trickle: float = 0.0  # seconds between the bytes
+
+    @property
+    def data(self) -> bytes:
+        return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+
+
+class Service(ThreadingHTTPServer):
+    """Answers with `answers`, the last one again and again, and keeps what it was asked, when, and from which connection."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.answers: list[Answer] = [Answer()]
+        self.asked: list[tuple[float, tuple[str, int], dict[str, str], Any]] = []
+        self.lock, self.under_way, self.most = threading.Lock(), 0, 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}/score"
+
+    def waits(self) -> list[float]:
+        """Seconds from each request to the next."""
+        times = [asked[0] for asked in self.asked]
+        return [after - before for before, after in itertools.pairwise(times)]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Service
+
+    def do_POST(self) -> None:
+        headers = {name.lower(): value for name, value in self.headers.items()}
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        with self.server.lock:
+            self.server.asked.append((time.monotonic(), self.client_address, headers, body))
+            answer = self.server.answers.pop(0) if len(self.server.answers) > 1 else self.server.answers[0]
+            self.server.under_way += 1
+            self.server.most = max(self.server.most, self.server.under_way)
+        time.sleep(answer.delay)
+        with self.server.lock:
+            self.server.under_way -= 1
+        with contextlib.suppress(ConnectionError):
+            self._answer(answer)
+
+    def _answer(self, answer: Answer) -> None:
+        if answer.drop:
+            self.close_connection = True
+            return
+        self.send_response(answer.status)
+        for name, value in {"content-length": str(len(answer.data)), **answer.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if not answer.trickle:
+            self.wfile.write(answer.data)
+            return
+        for start in range(len(answer.data)):
+            time.sleep(answer.trickle)
+            self.wfile.write(answer.data[start : start + 1])
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def service() -> Iterator[Service]:
+    server = Service()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+REQUEST = ScoreRequest("It is 4", "4", "mine", {"level": 2}, "2 + 2?", "row/7", (Turn("assistant", "It is 4"),))
+
+
+def asked(service: Service, request: ScoreRequest = REQUEST, **settings: Any) -> Score:
+    remote = RemoteConfig(**{"url": service.url, "timeout": 2.0, "first_wait": 0.01, "longest_wait": 1.5, **settings})
+    return asyncio.run(score_awaited(find("remote", ScorerSettings(remote)), request))
+
+
+def test_what_is_sent_and_what_comes_back(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    said = {"score": 1, "accuracy": True, "answer": "4", "reason": "right", "steps": [[2, 0.25]]}
+    service.answers = [Answer(said), Answer(0.75)]
+    got = asked(service, headers={"Authorization": "MY_TOKEN"})
+    assert got == Score(1.25, {"accuracy": 1.0, "steps": 0.25}, "4", ((2, 0.25),), "right")
+    _, _, headers, body = service.asked[0]
+    assert headers["authorization"] == SECRET and headers["content-type"] == "application/json"
+    turn = body.pop("turns")
+    assert len(turn) == 1 and turn[0]["text"] == "It is 4"
+    assert body == {
+        "response": "It is 4",
+        "ground_truth": "4",
+        "data_source": "mine",
+        "extra_info": {"level": 2},
+        "prompt_text": "2 + 2?",
+        "uid": "row/7",
+    }
+    extra = {"counts": np.array([1, 2]), "share": np.float32(0.5)}
+    assert asked(service, ScoreRequest("\ud83d \x00", None, "mine", extra)) == Score(0.75)
+    assert service.asked[1][3]["extra_info"] == {"counts": [1, 2], "share": 0.5}
+    with pytest.raises(RewardError, match="Out of range float values are not JSON compliant"):
+        asked(service, ScoreRequest("", float("nan"), "mine"))
+
+
+@pytest.mark.parametrize(
+    "bad", [Answer(drop=True), Answer(status=500), Answer(status=503), Answer(status=429), Answer(delay=0.6)]
+)
+def test_what_passes_is_asked_again(service: Service, bad: Answer) -> None:
+    service.answers = [bad, bad, Answer(0.25)]
+    assert asked(service, timeout=0.4) == Score(0.25)
+    assert len(service.asked) == 3
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [
+        (Answer(drop=True), "no connection: RemoteProtocolError: Server disconnected without sending a response."),
+        (Answer({"busy": 1}, status=500), "it answered 500: '{\"busy\": 1}'"),
+        (Answer(delay=1.0), "no answer within 0.4 s"),
+        (Answer(b" " * 100, trickle=0.05), "no answer within 0.4 s"),  # of each byte there is news in time
+    ],
+)
+def test_what_does_not_pass_fails_after_all_requests(service: Service, bad: Answer, cause: str) -> None:
+    service.answers = [bad]
+    with pytest.raises(RewardError) as raised:
+        asked(service, timeout=0.4, attempts=2)
+    assert raised.value.cause == f"it raised ServiceError: {cause} (2 requests)"
+    assert len(service.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "cause"),
+    [
+        (Answer(b"x" * 1000, status=422), f"it answered 422: '{'x' * 300}'"),
+        (Answer(b"no key", status=401), "it answered 401: 'no key'"),
+        (Answer(status=302, headers={"location": "http://127.0.0.1:9/"}), "it answered 302, see http://127.0.0.1:9/: "),
+        (Answer(b"{score: 1}"), "its answer is no JSON (Expecting property name enclosed in double quotes: "),
+        (Answer(b"[" * 100_000), "its answer is no JSON ("),
+        (Answer(b"1" * 5000), "its answer is no JSON ("),
+        (Answer(b"\xff"), "its answer is no JSON ("),
+        (Answer(b" " * (1 << 20) + b"1"), "its answer has more than 1 MiB"),
+        (Answer(status=204, body=b""), "it answered 204"),
+    ],
+)
+def test_what_asking_again_would_not_mend_is_asked_once(service: Service, bad: Answer, cause: str) -> None:
+    service.answers = [bad]
+    with pytest.raises(RewardError) as raised:
+        asked(service)
+    assert raised.value.cause.startswith(f"it raised ServiceError: {cause}"), raised.value.cause
+    assert len(service.asked) == 1 and len(raised.value.cause) < 600
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (b"NaN", "the score is nan, not a finite number"),
+        ({"score": "1"}, "'score' is '1' (str), not a number"),
+        ({"reward": 1}, "its dict has no 'score', but ['reward']"),
+        (None, "the score is None (NoneType), not a number"),
+    ],
+)
+def test_answers_are_held_to_a_scorers_contract(service: Service, said: Any, cause: str) -> None:
+    service.answers = [Answer(said)]
+    with pytest.raises(RewardError) as raised:
+        asked(service)
+    assert raised.value.cause == cause
+
+
+def test_an_answer_without_end_is_not_read(service: Service) -> None:
+    """1 GiB announced: what has come past the limit is enough to know."""
+    service.answers = [Answer(b" " * (4 << 20), headers={"content-length": str(1 << 30)})]
+    with pytest.raises(RewardError, match="more than 1 MiB"):
+        asked(service)
+
+
+def test_the_wait_that_is_asked_for_is_kept(service: Service) -> None:
+    """Until a date, whose seconds are whole, or in seconds; a longer one than allowed is a failure at once."""
+    until = email.utils.formatdate(time.time() + 2, usegmt=True)
+    service.answers = [
+        Answer(status=503, headers={"retry-after": until}),
+        Answer(status=429, headers={"retry-after": "1"}),
+        Answer(1.0),
+    ]
+    assert asked(service, longest_wait=3.0) == Score(1.0)
+    first, second = service.waits()
+    assert 0.5 <= first < 2.5 and 1.0 <= second < 1.5
+    service.answers = [Answer(status=429, headers={"retry-after": "120"})]
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"it asks for 120 s of waiting, and reward.remote.longest_wait is 1.5"):
+        asked(service)
+    assert time.monotonic() - began < 1
+
+
+def test_waits_grow_up_to_the_longest(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn at their highest here: 0.1, 0.2 and 0.4, cut at 0.3."""
+    monkeypatch.setattr("megarl.rewards.remote.random.uniform", lambda least, most: most)
+    service.answers = [Answer(status=500)]
+    with pytest.raises(RewardError, match="4 requests"):
+        asked(service, attempts=4, first_wait=0.1, longest_wait=0.3)
+    for wait, expected in zip(service.waits(), (0.1, 0.2, 0.3), strict=True):
+        assert expected <= wait < expected + 0.1
+
+
+def test_connections_stay_open_and_samples_wait_together(service: Service) -> None:
+    """As in a run: one process, 32 samples of which 16 at a time, each of 0.1 s, over as many connections."""
+    service.answers = [Answer(0.5, delay=0.1)]
+    remote = RemoteConfig(url=service.url)
+    settings = RewardConfig(function="remote", processes=1, concurrent=16, timeout=100.0, remote=remote)
+    scoring = Scoring(terms_of(settings.function, {}, ["mine"]), settings)
+    scoring.start()
+    try:
+        found = asyncio.run(scoring.score([REQUEST] * 32))
+        service.answers = [Answer(b"never", status=403)]
+        ((failed, retries),) = asyncio.run(scoring.score([REQUEST]))
+    finally:
+        scoring.close()
+    assert found == [(Score(0.5), 0)] * 32
+    assert 12 <= service.most <= 16 and len({connection for _, connection, _, _ in service.asked}) <= 16
+    assert isinstance(failed, SampleFailure) and (failed.uid, retries) == ("row/7", 1)
+    assert failed.cause == "it raised ServiceError: it answered 403: 'never'"
+
+
+@pytest.mark.parametrize("value", [None, "", "Bearer s3cr3t\n", "Bearer s3cr3t\r\nX: 1", "Bearer s3cr3té"])
+def test_a_headers_value_is_there_and_never_shown(
+    value: str | None, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MY_TOKEN", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MY_TOKEN", value)
+    scorer = find("remote", ScorerSettings(RemoteConfig(url=service.url, headers={"Authorization": "MY_TOKEN"})))
+    assert scorer.prepare is not None
+    with pytest.raises(ValueError, match="Authorization is to be MY_TOKEN") as raised:
+        scorer.prepare()
+    assert "s3cr3t" not in str(raised.value)
+
+
+def test_a_run_is_refused_before_it_starts_where_a_value_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And told of what is not encrypted, where it is not."""
+    monkeypatch.delenv("MY_TOKEN", raising=False)
+    (tmp_path / "recipe.yaml").write_text("model: {path: some/model}\n")
+    url, headers = "reward.remote.url=http://judge.example.com", "reward.remote.headers={Authorization: MY_TOKEN}"
+    recipe = load_recipe(tmp_path / "recipe.yaml", (*NAMED, url, headers))
+    prompts: Any = SimpleNamespace(data_sources=["mine"])
+    prepared = Prepared(None, prompts, None, None, None, [])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'remote' cannot be used here: .* MY_TOKEN, which is not set"):
+        _with_rewards(recipe, prepared)
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    assert "plain http to judge.example.com" in _with_rewards(recipe, prepared).notices[-1]
+
+
+def test_no_value_is_logged(
+    service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", SECRET)
+    service.answers = [Answer(status=500), Answer(b"no", status=400)]
+    with caplog.at_level(logging.INFO), pytest.raises(RewardError) as raised:
+        asked(service, headers={"Authorization": "MY_TOKEN"})
+    assert "s3cr3t" not in caplog.text + str(raised.value)
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Callable[..., RecipeError]:
+    def load(*overrides: str) -> RecipeError:
+        (tmp_path / "recipe.yaml").write_text("model: {path: some/model}\n")
+        with pytest.raises(RecipeError) as raised:
+            load_recipe(tmp_path / "recipe.yaml", overrides)
+        return raised.value
+
+    return load
+
+
+NAMED = ("reward.function=remote", "reward.timeout=100")
+URL = "reward.remote.url=https://judge.example.com/score"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (NAMED, "reward.remote.url", "no service"),
+        (("reward.functions={gsm8k: 1.0, remote: 0.5}",), "reward.remote.url", "no service"),
+        ((URL,), "reward.remote", "this section would change nothing"),
+        ((*NAMED, "reward.remote.url=ftp://judge/score"), "reward.remote.url", "http or https"),
+        ((*NAMED, "reward.remote.url=judge.example.com/score"), "reward.remote.url", "http or https"),
+        ((*NAMED, "reward.remote.url='http://judge:port/'"), "reward.remote.url", "no URL"),
+        ((*NAMED, "reward.remote.url='https://me:s3cr3t@judge/'"), "reward.remote.url", "a name or a password"),
+        ((*NAMED, URL, "reward.remote.headers={'X Y': MY_TOKEN}"), "reward.remote.headers", "no header"),
+        ((*NAMED, URL, "reward.remote.headers={Authorization: Bearer s3cr3t}"), "reward.remote.headers", "no name of"),
+        # 3 requests of 20 s and 2 waits of 10 s.
+        ((*NAMED, URL, "reward.timeout=79"), "reward.timeout", "80 s: 3 requests x 20 s + 2 waits x 10 s"),
+    ],
+)
+def test_what_is_refused(refused: Callable[..., RecipeError], overrides: tuple[str, ...], key: str, words: str) -> None:
+    error = refused(*overrides)
+    assert error.key == key and words in str(error)
+    assert "s3cr3t" not in str(error)
+
+
+def test_what_is_taken_with_a_notice(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("model: {path: some/model}\n")
+    reward = load_recipe(tmp_path / "recipe.yaml", (*NAMED, URL, "reward.timeout=80")).reward
+    assert remote_notices(reward) == []
+    for url in ("http://localhost:80/", "http://127.0.0.3/", "http://[::1]:8000/score"):
+        reward.remote.url = url
+        assert remote_notices(reward) == []
+    reward.remote.url = "http://judge.example.com/score"
+    assert remote_notices(reward) == [
+        "reward.remote.url is plain http to judge.example.com: whoever is between can read samples"
+    ]
+    reward.remote.headers = {"Authorization": "MY_TOKEN"}
+    assert remote_notices(reward)[0].endswith("can read samples and the headers' values")
