@@ -90,8 +90,13 @@ def test_roll_call():
         assert wait_until(lambda stranger=stranger: stranger.over, 5)
         assert says in stranger.refusal
         assert stranger.environment == {}
+    assert not first.begun
+    calls.begin()
+    assert wait_until(lambda: first.begun and late.begun, 5)
+    late.fail("its Ray has ended")
     late.close()
     assert wait_until(lambda: calls.absent() == [2], 5)
+    assert calls.failed() == {2: "its Ray has ended"}
     calls.finish(7)
     assert wait_until(lambda: first.over, 5)
     assert first.status == 7

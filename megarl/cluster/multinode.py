@@ -26,12 +26,13 @@ from types import FrameType
 from typing import IO
 
 from megarl.cluster import ray_env
-from megarl.cluster.guard import Guard
+from megarl.cluster.guard import VARIABLE, Guard, sweep
 from megarl.cluster.rollcall import Attendance, RollCall
 from megarl.cluster.topology import Topology, read_topology
 
 STOP_SECONDS = 15.0  # left to the command to end by itself after a signal
 RAY_SECONDS = 8.0  # left to Ray
+RAY_ATTEMPTS = 3  # at starting it on a node
 USAGE = 2  # exit status where nothing was started because something is wrong with what was given
 
 
@@ -108,6 +109,7 @@ def _run_head(topology: Topology, command: list[str], device: str, environ: dict
                 if ray_process.poll() is not None:
                     _say(_tail(log))
                 return status
+            calls.begin()
             _say(f"{topology.nodes} nodes have joined {topology.ray_address}")
             with _child(command, environ | {"RAY_ADDRESS": topology.ray_address}) as process:
                 status = _wait(process, _Members(calls).watch)
@@ -132,16 +134,35 @@ def _run_member(topology: Topology, _command: list[str], device: str, environ: d
             time.sleep(0.1)
         if attendance.over:
             return _told(topology, attendance)
-        with _ray(topology, device, environ | attendance.environment) as (ray_process, log):
-            while not attendance.over:
-                time.sleep(0.1)
-                if ray_process.poll() is not None and not attendance.over:
-                    _say(f"node rank {topology.node_rank}: Ray ended with exit code {ray_process.returncode}")
-                    _say(_tail(log))
-                    return 1
-            return _told(topology, attendance)
+        cause = _stay_in_ray(topology, device, environ | attendance.environment, attendance)
+        if cause:
+            attendance.fail(cause)
+            _say(f"node rank {topology.node_rank}: {cause}")
+            return 1
+        return _told(topology, attendance)
     finally:
         attendance.close()
+
+
+def _stay_in_ray(topology: Topology, device: str, environ: dict[str, str], attendance: Attendance) -> str | None:
+    """Be one of Ray's nodes until the run is over; returns why that ended before.
+
+    Until all nodes have joined it is tried again: Ray gives up where its head, with many nodes at once, does not answer
+    within 30 s, and where two nodes of one machine start in the same moment (they take the same names for their sockets).
+    """
+    for attempt in range(1, RAY_ATTEMPTS + 1):
+        with _ray(topology, device, environ) as (process, log):
+            while process.poll() is None and not attendance.over:
+                time.sleep(0.1)
+            if attendance.over:
+                return None
+            said = _tail(log)
+        sweep(environ[VARIABLE])  # what the attempt has left
+        cause = f"Ray ended with exit code {process.returncode}. Its last words:\n{said}"
+        if attendance.begun or attempt == RAY_ATTEMPTS:
+            break
+        _say(f"node rank {topology.node_rank}: {cause}\ntrying again ({attempt + 1} of {RAY_ATTEMPTS})")
+    return cause
 
 
 def _told(topology: Topology, attendance: Attendance) -> int:
@@ -165,6 +186,8 @@ def _gather(
         while time.monotonic() < deadline:
             if ray_process.poll() is not None:
                 return f"Ray's head ended with exit code {ray_process.returncode}"
+            for rank, cause in calls.failed().items():
+                return f"node rank {rank}: {cause}"
             if not connected:
                 connected = _connect(topology)
                 if connected:
@@ -213,7 +236,8 @@ class _Members:
     def watch(self) -> None:
         for rank in set(self._calls.absent()) - self._told:
             self._told.add(rank)
-            _say(f"node rank {rank} has left")
+            cause = self._calls.failed().get(rank)
+            _say(f"node rank {rank} has left" + (f": {cause}" if cause else ""))
 
 
 # --- processes ----------------------------------------------------------------------------------
@@ -305,7 +329,9 @@ def _say(text: str) -> None:
 
 
 def _tail(log: Path) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    """A log's last lines, without the frames of tracebacks."""
+    lines = log.read_text(errors="replace").splitlines()
+    return "\n".join([line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))][-8:])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """How the launchers of one run keep together: every node's tells the head's that it is there, and
-waits on that connection for the head to be ready and, at the end, for the run's exit status.
+waits on that connection for the head to be ready, for all to have joined and, at the end, for the run's exit status.
+A node that cannot go on says why.
 
 Messages are lines of JSON; nothing is executed or unpickled. The head gives Ray's token to each rank that
 has not called yet, once: where the network between the nodes is not to be trusted with that, set
@@ -27,6 +28,7 @@ class RollCall:
         self._ready = {"ready": True, "environment": environment}
         self._lock = threading.Lock()
         self._present: dict[int, tuple[socket.socket, str]] = {}
+        self._failed: dict[int, str] = {}
         self._open = False
         self._listener = socket.create_server((host, port))
         threading.Thread(target=self._accept, daemon=True).start()
@@ -36,12 +38,25 @@ class RollCall:
         with self._lock:
             return [rank for rank in range(1, self._nodes) if rank not in self._present]
 
+    def failed(self) -> dict[int, str]:
+        """Ranks of the nodes that have given up, with what they say of it."""
+        with self._lock:
+            return dict(self._failed)
+
     def open(self) -> None:
         """Tell the nodes, present and to come, that the head is ready for them."""
         with self._lock:
             self._open = True
+        self._tell_all(self._ready)
+
+    def begin(self) -> None:
+        """Tell the nodes that all are there."""
+        self._tell_all({"begun": True})
+
+    def _tell_all(self, message: dict[str, Any]) -> None:
+        with self._lock:
             for connection, _ in self._present.values():
-                _send(connection, self._ready)
+                _send(connection, message)
 
     def finish(self, status: int) -> None:
         """Tell the nodes the run's exit status, and hang up."""
@@ -69,8 +84,10 @@ class RollCall:
             connection.close()
             return
         assert isinstance(rank, int)
-        _receive(connection)  # returns when the node hangs up
+        message = _receive(connection)  # why it gives up; None: it has hung up
         with self._lock:
+            if message:
+                self._failed[rank] = str(message.get("failed"))
             if self._present.get(rank, (None, ""))[0] is connection:
                 del self._present[rank]
 
@@ -90,13 +107,14 @@ class RollCall:
 
 
 class Attendance:
-    """Another node's end. `refusal`, `ready`, `status` become known in time; so does `left`, the head's going."""
+    """Another node's end. `refusal`, `ready`, `begun`, `status` become known in time; so does `left`, the head's going."""
 
     def __init__(self, host: str, port: int, node_rank: int, nodes: int, timeout: float) -> None:
         """Raises TimeoutError where the head is not reached within `timeout` seconds."""
         self.refusal: str | None = None
         self.status: int | None = None
         self.ready = False
+        self.begun = False
         self.environment: dict[str, str] = {}  # what the head adds to this node's, once it is ready
         self.left = False
         self._connection = _dial(host, port, timeout)
@@ -106,6 +124,10 @@ class Attendance:
     @property
     def over(self) -> bool:
         return self.left or self.status is not None or self.refusal is not None
+
+    def fail(self, cause: str) -> None:
+        """Tell the head that this node gives up, and why."""
+        _send(self._connection, {"failed": cause})
 
     def close(self) -> None:
         _hang_up(self._connection)
@@ -117,6 +139,7 @@ class Attendance:
                     message = json.loads(line)
                     self.environment = message.get("environment", self.environment)
                     self.ready = self.ready or "ready" in message
+                    self.begun = self.begun or "begun" in message
                     self.refusal = message.get("refused", self.refusal)
                     self.status = message.get("status", self.status)
             except OSError:  # the head's machine is gone
