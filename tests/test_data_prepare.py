@@ -50,6 +50,8 @@ def test_gsm8k_rows_have_verls_columns(tmp_path):
     assert row["prompt"] == [{"role": "user", "content": f"{question}\n{gsm8k.INSTRUCTION}"}]
     assert row["extra_info"]["question"] == question and row["extra_info"]["answer"].endswith("#### 1,080")
     assert (row["extra_info"]["split"], row["extra_info"]["index"]) == ("train", 2)
+    (learned,) = read_rows([tmp_path / "train.parquet"], ("prompt", "response"))[2:3]  # what SFT reads
+    assert learned.values["response"] == row["extra_info"]["answer"]
 
 
 def test_gsm8k_from_parquet_is_the_same(tmp_path):

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from megarl.config.schema import DataConfig
 from megarl.data import SFTDataset, load_tokenizer
 from megarl.data.command import app
-from megarl.data.prepare import aime, dapo_math, geo3k, math, retool_sft
+from megarl.data.prepare import aime, dapo_math, deepscaler, geo3k, math, retool_sft
 from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data.rows import read_rows, write_parquet
+from megarl.rewards import ScoreRequest, resolve, score
 
 VERL = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
@@ -172,6 +173,30 @@ def test_aime_in_the_columns_of_the_hub(tmp_path: Path, row: dict[str, Any]) -> 
     assert found["prompt"][0]["content"] == f"{aime.BEFORE}2+23?{aime.AFTER}"
 
 
+def test_deepscaler_has_each_problem_once_for_the_scorer_of_mathematics(tmp_path: Path) -> None:
+    rows = [
+        {"problem": "Half of 1?", "answer": "\\frac{1}{2}", "solution": "It is."},
+        {"problem": "Half of 1?", "answer": "\\frac{1}{2}", "solution": "So it is."},
+        {"problem": "Which?", "answer": "1", "solution": ""},
+        {"problem": "Which?", "answer": "2", "solution": ""},
+    ]
+    made, notices = deepscaler.prepare(str(write_jsonl(tmp_path / "deepscaler.jsonl", rows)), tmp_path)
+    assert made == {tmp_path / "train.parquet": 1}
+    assert "2 repeat another one" in notices[0] and "1 prompts come with several answers" in notices[1]
+    (found,) = rows_in(tmp_path / "train.parquet")
+    assert found["reward_model"]["ground_truth"] == "\\frac{1}{2}"
+    assert found["prompt"][0]["content"] == f"Half of 1? {math.INSTRUCTION}"
+    scorer = resolve(None, [found["data_source"]])[found["data_source"]]
+    request = ScoreRequest("It is \\boxed{0.5}.", found["reward_model"]["ground_truth"], found["data_source"])
+    assert scorer.name == "math" and score(scorer, request).value == 1
+
+
+def test_deepscaler_refuses_a_problem_without_an_answer(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "deepscaler.jsonl", [{"problem": "Half of 1?", "answer": " "}])
+    with pytest.raises(ValueError, match="the answer is empty"):
+        deepscaler.prepare(str(source), tmp_path)
+
+
 def test_aime_in_verls_columns_stays_as_it_is(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "aime-2024.jsonl", [dapo("Solve.", "33", "7")] * 32)
     made, _ = aime.prepare(str(source), tmp_path)
@@ -263,7 +288,7 @@ def test_a_hub_name_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest
         retool_sft.prepare("math-ai/aime25", tmp_path)
 
 
-@pytest.mark.parametrize("command", ["math", "dapo_math", "aime", "geo3k", "retool_sft"])
+@pytest.mark.parametrize("command", ["math", "dapo_math", "deepscaler", "aime", "geo3k", "retool_sft"])
 def test_sources_that_cannot_be_read(tmp_path: Path, command: str) -> None:
     def message(source: Path) -> str:
         failed = CliRunner().invoke(app, [command, "--source", str(source), "--out", str(tmp_path / "out")])

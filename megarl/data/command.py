@@ -64,6 +64,19 @@ def dapo_math(
 
 
 @app.command()
+def deepscaler(
+    source: Annotated[str, typer.Option(help="File or folder of problem and answer, or a hub name.")],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
+) -> None:
+    """DeepScaleR's competition problems (agentica-org/DeepScaleR-Preview-Dataset), each once."""
+    from megarl.data.prepare.deepscaler import prepare
+
+    with blaming_input():
+        prepared, notices = prepare(source, out)
+    _tell(prepared, notices)
+
+
+@app.command()
 def aime(
     source: Annotated[
         str, typer.Option(help="File or folder of problem and answer (or verl's columns), or a hub name.")

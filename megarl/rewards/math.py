@@ -18,7 +18,12 @@ def prepare() -> None:
 
 @scorer(
     "math",
-    sources=("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"),
+    sources=(
+        "lighteval/MATH",
+        "DigitalLearningGmbH/MATH-lighteval",
+        "HuggingFaceH4/MATH-500",
+        "agentica-org/DeepScaleR-Preview-Dataset",
+    ),
     prepare=prepare,
 )
 def math(request: ScoreRequest) -> dict[str, float | str | None]:

@@ -13,7 +13,8 @@ DATA_SOURCE = "openai/gsm8k"
 
 
 def prepare(source: str, out: Path) -> dict[Path, int]:
-    """Write out/train.parquet and out/test.parquet in verl's columns; returns the rows of each.
+    """Write out/train.parquet and out/test.parquet in verl's columns, and the worked answer as `response` for SFT; returns
+    the rows of each.
 
     `source` is a folder with train and test as .jsonl or .parquet files of ``question`` and
     ``answer``, or the name of a data set on the Hugging Face hub (``openai/gsm8k``).
@@ -38,4 +39,5 @@ def _prompt_row(row: Row, split: str, index: int) -> dict[str, Any]:
     if not marker or not ground_truth:
         raise ValueError(f"{row.where}: the answer has no number after '####': ...{answer[-60:]!r}")
     content = f"{question}\n{INSTRUCTION}"
-    return problem_row(DATA_SOURCE, content, ground_truth, split, index, answer=answer, question=question)
+    problem = problem_row(DATA_SOURCE, content, ground_truth, split, index, answer=answer, question=question)
+    return problem | {"response": answer}
