@@ -88,7 +88,7 @@ def pairs(machine: Machine, needs: Needs) -> Iterator[Finding]:
         if machine.version(wrong) and machine.version(right_one):
             yield fail(
                 f"{wrong} {machine.version(wrong)} beside {right_one} {machine.version(right_one)}: {why}",
-                f"pip uninstall -y {wrong} {right_one}, then install {right_one} again",
+                f"pip uninstall -y {wrong} {right_one}, then install {right_one} again with --no-deps: it names {wrong} itself",
             )
     torch = machine.version("torch") or ""
     for name in ("torchvision", "torchaudio", "torchcodec"):

@@ -2,7 +2,7 @@
 
 Sources: `cpu` is launch/requirements-cpu.txt, `cuda` the extra of setup.cfg, the Ascend sets are those that
 vllm-ascend's versioning policy, MindSpeed's branches and verl's images for CANN 8.3.RC1, 9.0.0 and 9.1.0 agree on
-(read, not run). Dockerfile.npu builds the newest of them.
+(read, not run). Dockerfile.npu builds each of them from launch/npu_versions/, which a test holds to this table.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ _CANN_9_0 = VersionSet(
         "megatron-core": "==0.16.*",
         "mindspeed": "",
         "mbridge": "==0.15.1",
+        "triton-ascend": "==3.2.1",
         "ray": "==2.60.0",
     },
     cann="9.0.0",
-    install="Dockerfile.npu with these versions as build arguments",
+    install="Dockerfile.npu with --build-arg CANN=9.0.0",
     remark="MindSpeed is a checkout of core_r0.16.0",
 )
 _CANN_8_3 = VersionSet(
@@ -113,7 +114,7 @@ _CANN_8_3 = VersionSet(
         "ray": "==2.60.0",
     },
     cann="8.3.RC1",
-    install="Dockerfile.npu with the build arguments that its head names",
+    install="Dockerfile.npu with --build-arg CANN=8.3.rc1",
     remark="it only evaluates: its vLLM cannot take weights, and megarl is written for Megatron 0.16",
 )
 
