@@ -50,19 +50,6 @@ class TestVersions:
     def test_python_is_that_of_setup_cfg(self) -> None:
         assert f"python_requires = >={PYTHON[0]},<{PYTHON[1]}" in (ROOT / "setup.cfg").read_text()
 
-    def test_dockerfile_builds_the_newest_set_and_names_the_oldest(self) -> None:
-        text = (ROOT / "Dockerfile.npu").read_text()
-        newest, *_, oldest = (one for one in SETS if one.device == "npu")
-        built, named = (dict(re.findall(p, text, re.M)) for p in (r"^ARG (\w+)=(\S+)$", r"\b([A-Z_]+)=(\S+)"))
-        older = dict(re.findall(r"([A-Z_]+)=(\S+)", text.split("An older set")[1].split("Run with")[0]))
-        assert named
-        for one, given in ((newest, built), (oldest, older)):
-            packages = {"TORCH": "torch", "TORCH_NPU": "torch-npu", "TRANSFORMERS": "transformers", "VLLM": "vllm", "TRITON_ASCEND": "triton-ascend", "VLLM_ASCEND": "vllm-ascend", "MEGATRON": "megatron-core"}  # fmt: skip
-            for argument, package in packages.items():
-                version = re.sub(r"^(releases/|core_[rv])?v?", "", given[argument])
-                assert SpecifierSet(one.packages[package]).contains(version, prereleases=True), (argument, one.name)
-            assert given["CANN_TAG"].lower() == one.cann.lower() and given["PYTHON"] in one.python
-
     def test_a_machine_is_held_to_the_set_that_it_is_nearest_to(self, tmp_path: Path) -> None:
         machine = npu_machine(tmp_path)
         assert nearest_set(machine, "npu").cann == "9.1.0"
