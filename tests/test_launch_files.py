@@ -51,7 +51,10 @@ def sbatch(tmp_path):
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_", "PET_"))}
         job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": str(nodes)}
         job |= {"SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
-        job |= {"PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "SRUN_CALLED": str(tmp_path / "called")}
+        job |= {
+            "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SRUN_CALLED": str(tmp_path / "called"),
+        }
         job |= {"DEVICES_PER_NODE": "1", "OMP_NUM_THREADS": "1", **environ}
         started.append(
             subprocess.Popen(
