@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ def commands(page: str) -> list[list[str]]:
     lines = [line for block in blocks(page) for line in block.replace("\\\n", " ").splitlines()]
     inline = re.findall(r"`((?:torchrun|bash|sbatch|python|RAY_ADDRESS)[^`\n]* recipes/[^`\n]*)`", PAGES[page])
     return [words for line in [*lines, *inline] if (words := shlex.split(line, comments=True))]
+
+
+@cache
+def loads(recipe: str, settings: tuple[str, ...]) -> None:
+    """Once for all pages: some recipes take most of a second."""
+    load_recipe(recipe, list(settings))
 
 
 def section(page: str, heading: str) -> str:
@@ -64,7 +71,7 @@ class TestPage:
         shown = [words for words in commands(page) if any(word.startswith("recipes/") for word in words)]
         for words in shown:
             at = next(index for index, word in enumerate(words) if word.startswith("recipes/"))
-            load_recipe(words[at], [word for word in words[at + 1 :] if "=" in word])
+            loads(words[at], tuple(word for word in words[at + 1 :] if "=" in word))
 
     def test_files_exist(self, page: str) -> None:
         for name in re.findall(r"(?:launch|recipes|tests|megarl)/[\w./-]+\.(?:yaml|sh|env|py)", PAGES[page]):
@@ -113,7 +120,9 @@ def test_the_table_of_versions() -> None:
     assert set(shown.values()) - {"PYTHON"} == set(PACKAGES)
     for column, file in enumerate(files):
         have = versions(ROOT / "launch" / "npu_versions" / file)
-        assert {name: table[row][column] for row, name in shown.items()} == {name: have[name] for name in shown.values()}
+        assert {name: table[row][column] for row, name in shown.items()} == {
+            name: have[name] for name in shown.values()
+        }
         assert file.removeprefix("cann-").removesuffix(".env") in NPU_SETS
 
 
