@@ -31,6 +31,7 @@ from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
+from megarl.engines.policy import policy_spec
 from megarl.flops import ModelFlops, model_flops
 from megarl.identity import check_identity
 from megarl.megatron.config_fields import check_extra
@@ -120,14 +121,9 @@ def prepare_training(recipe: Recipe, begin: Callable[[str], None] = lambda stage
 
 
 def check_device(recipe: Recipe, device: str) -> None:
-    """Refuse what the engines of `device` ("cpu", "cuda", "npu") can never do."""
-    if recipe.megatron.routing_replay == "rollout" and device == "cpu":
-        raise RecipeError(
-            "megatron.routing_replay",
-            "vLLM on a CPU cannot tell which experts a token went to",
-            "set megatron.routing_replay=old_log_probs, or none",
-            value="rollout",
-        )
+    """Refuse what the engines of `device` ("cpu", "cuda", "npu") can never do in training."""
+    if recipe.train.source == "rollout":
+        engines.check_plan(recipe.rollout.engine, policy_spec(recipe, "", load_weights=False), device)
 
 
 def prepare_evaluation(recipe: Recipe, begin: Callable[[str], None] = lambda stage: None) -> Prepared:

@@ -12,6 +12,7 @@ from megarl.config.schema import Recipe
 from megarl.data.images import ImageReader
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
+from megarl.engines.policy import longest_sample, policy_spec
 from megarl.preflight import Prepared
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
@@ -26,21 +27,7 @@ def start_engines(
     rollout = recipe.rollout
     services = []
     for number in range(rollout.engines):
-        spec = EngineSpec(
-            name=f"engine{number}",
-            model_path=recipe.model.path,
-            dtype=rollout.dtype or recipe.model.dtype,
-            max_model_len=_longest(recipe),
-            tensor_parallel=rollout.tensor_parallel,
-            seed=recipe.train.seed,
-            engine_args=rollout.engine_args,
-            load_weights=load_weights,
-            sleep_mode=recipe.cluster.placement == "colocated" and not load_weights,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            return_routed_experts=recipe.megatron.routing_replay == "rollout" and not load_weights,
-        )
+        spec = policy_spec(recipe, f"engine{number}", load_weights=load_weights)
         tokenizer = recipe.model.tokenizer or recipe.model.path
         images = ImageReader.of(recipe.model.path, recipe.data)
         scoring = (recipe.reward, prepared.data_sources, recipe.sandbox)
@@ -57,7 +44,7 @@ def fixed_models(recipe: Recipe) -> list[str]:
 
 def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Service]:
     """The teacher's engines, beginning to load. After the policy's: devices are claimed in this order."""
-    longest = _longest(recipe) + 1  # an engine that reads a whole sample samples one token more
+    longest = longest_sample(recipe) + 1  # an engine that reads a whole sample samples one token more
     services = []
     for number in range(recipe.teacher.engines):
         spec = _fixed_spec(recipe, "teacher", number, longest, prompt_top_k=teacher_top_k(recipe.algorithm))
@@ -94,10 +81,6 @@ def _fixed_spec(recipe: Recipe, section: str, number: int, longest: int, prompt_
     )
 
 
-def _longest(recipe: Recipe) -> int:
-    return recipe.data.max_prompt_length + recipe.rollout.max_response_length
-
-
 def _start(
     server: str,
     engine: str,
@@ -107,5 +90,5 @@ def _start(
     platform: Any,
     cluster: Cluster,
 ) -> Service:
-    env = engine_env(engine, platform.rollout_env(), recipe.cluster.threads)
+    env = engine_env(engine, platform.rollout_env(), recipe.cluster.threads, spec.engine_args)
     return cluster.start_service(server, args, name=spec.name, devices=spec.tensor_parallel, env=env)

@@ -85,7 +85,7 @@ def copy_of(error):
 class EngineProcess:
     def __init__(self):
         before = dict(os.environ)
-        os.environ.update(engine_env("vllm", {}, threads=1))
+        os.environ.update(engine_env("vllm", {}, threads=1, engine_args={}))
         try:
             context = multiprocessing.get_context("spawn")
             self.connection, theirs = context.Pipe()

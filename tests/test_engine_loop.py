@@ -186,6 +186,6 @@ def test_shutdown_ends_running_calls(engine, backend):
 def test_unknown_engine():
     with pytest.raises(ValueError, match=r"rollout.engine is 'vlm'.*did you mean 'vllm'"):
         create("vlm", None)
-    environment = engine_env("vllm", {"VLLM_LOGGING_LEVEL": "INFO"}, 3)
+    environment = engine_env("vllm", {"VLLM_LOGGING_LEVEL": "INFO"}, 3, {})
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["VLLM_LOGGING_LEVEL"] == "INFO"  # the platform has the last word

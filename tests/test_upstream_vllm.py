@@ -106,7 +106,7 @@ def test_expert_kernel_on_cpu_ignores_the_expert_map():
         "import inspect; from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as E;"
         "print(inspect.getsource(E.apply).count('expert_map'))"
     )
-    environment = os.environ | engine_env("vllm", {}, threads=1)
+    environment = os.environ | engine_env("vllm", {}, threads=1, engine_args={})
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=200
     )

@@ -198,7 +198,7 @@ def main() -> None:
             ),
             name=spec.name,
             devices=1,
-            env=engine_env("vllm", platform.rollout_env(), recipe.cluster.threads),
+            env=engine_env("vllm", platform.rollout_env(), recipe.cluster.threads, recipe.rollout.engine_args),
         )
         starting = service.call("start")
         trainers = cluster.start_trainers(

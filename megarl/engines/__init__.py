@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _ENGINES = {"vllm": "megarl.engines.vllm:VllmEngine"}
 _CHECKS = {"vllm": "megarl.engines.vllm_args:check_engine_args"}
+_PLANS = {"vllm": "megarl.engines.vllm_args:check_plan"}
 _ENVIRONMENTS = {"vllm": "megarl.engines.vllm_args:engine_env"}
 
 
@@ -33,10 +34,17 @@ def check_args(name: str, engine_args: Mapping[str, Any], section: str) -> None:
     _load(_CHECKS, name)(engine_args, section)
 
 
-def engine_env(name: str, platform_env: Mapping[str, str], threads: int) -> dict[str, str]:
-    """The environment an engine's process must start with: the platform's rollout settings
-    (`platform_env`), the engine's own, and `threads` CPU threads a process."""
-    return _load(_ENVIRONMENTS, name)(platform_env, threads)
+def check_plan(name: str, spec: EngineSpec, device: str) -> None:
+    """RecipeError or ValueError for what an engine of `spec` can never do on `device` ("cpu", "cuda", "npu")."""
+    _load(_PLANS, name)(spec, device)
+
+
+def engine_env(
+    name: str, platform_env: Mapping[str, str], threads: int, engine_args: Mapping[str, Any]
+) -> dict[str, str]:
+    """The environment an engine's process must start with: the platform's rollout settings (`platform_env`), the engine's
+    own, what its `engine_args` ask for, and `threads` CPU threads a process."""
+    return _load(_ENVIRONMENTS, name)(platform_env, threads, engine_args)
 
 
 def _load(table: Mapping[str, str], name: str):

@@ -52,8 +52,8 @@ class RolloutEngine(Protocol):
 
     def start(self) -> dict[str, Any]:
         """Load the model; blocks. Returns plain values: `engine`, `version` (of the engine's software),
-        `device`, `can_sleep`, `can_update_in_flight` and `receivers`, the [name, host id] pairs that the
-        weight exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
+        `device`, `can_sleep`, `can_update_in_flight`, `weight_transfer` (names of the engine's own ways to take weights
+        from another device) and `receivers`, the [name, host id] pairs that the weight exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
         software cannot take."""
         ...
 

