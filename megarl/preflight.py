@@ -31,7 +31,7 @@ from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
-from megarl.engines.policy import policy_spec
+from megarl.engines.specs import first_specs
 from megarl.flops import ModelFlops, model_flops
 from megarl.identity import check_identity
 from megarl.megatron.config_fields import check_extra
@@ -120,10 +120,11 @@ def prepare_training(recipe: Recipe, begin: Callable[[str], None] = lambda stage
     return prepared
 
 
-def check_device(recipe: Recipe, device: str) -> None:
-    """Refuse what the engines of `device` ("cpu", "cuda", "npu") can never do in training."""
+def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
+    """Refuse what the engines of `device` ("cpu", "cuda", "npu") can never do, in training or in `megarl eval`."""
     if recipe.train.source == "rollout":
-        engines.check_plan(recipe.rollout.engine, policy_spec(recipe, "", load_weights=False), device)
+        for engine, spec in first_specs(recipe, training=training):
+            engines.check_plan(engine, spec, device)
 
 
 def prepare_evaluation(recipe: Recipe, begin: Callable[[str], None] = lambda stage: None) -> Prepared:

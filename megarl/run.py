@@ -24,6 +24,7 @@ from megarl.config.errors import blaming_input
 from megarl.config.judge import JUDGE
 from megarl.controller import Controller, Layout
 from megarl.critic import Critic
+from megarl.engines.specs import fixed_models
 from megarl.flops import ModelFlops
 from megarl.identity import check_base, identity_of
 from megarl.observe.log import RunLog
@@ -40,7 +41,7 @@ from megarl.rollout.held_out import HeldOut
 from megarl.rollout.judged import with_judge
 from megarl.rollout.source import Source
 from megarl.saver import Saver
-from megarl.start_engines import fixed_models, start_engines, start_judge, start_teacher
+from megarl.start_engines import start_engines, start_judge, start_teacher
 from megarl.teacher import Teacher
 
 TRAINER = "megarl.actor_worker:ActorWorker"
@@ -137,6 +138,7 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         recipe = with_absolute_paths(recipe)
         prepared = prepare_evaluation(recipe)
         platform = platforms.select(recipe.cluster.device)
+        check_device(recipe, platform.name, training=False)
     assert prepared.evaluation is not None
     judge = [section for section in fixed_models(recipe) if section == JUDGE]  # no teacher is asked
     with connected(recipe, platform, trainers=False, engines=True, fixed=judge) as cluster:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from megarl.agents.build import AgentSetup
-from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.cluster.base import Cluster, Service
-from megarl.config.judge import JUDGE, uses_judge
+from megarl.config.judge import uses_judge
 from megarl.config.schema import Recipe
 from megarl.data.images import ImageReader
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
-from megarl.engines.policy import longest_sample, policy_spec
+from megarl.engines.specs import judge_spec, policy_spec, teacher_spec
 from megarl.preflight import Prepared
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
@@ -36,18 +35,11 @@ def start_engines(
     return services
 
 
-def fixed_models(recipe: Recipe) -> list[str]:
-    """The recipe's sections of fixed models that training starts engines of, in the order in which devices are claimed."""
-    wanted = {"teacher": needs_teacher(recipe.algorithm), JUDGE: uses_judge(recipe)}
-    return [section for section, needed in wanted.items() if needed]
-
-
 def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Service]:
     """The teacher's engines, beginning to load. After the policy's: devices are claimed in this order."""
-    longest = longest_sample(recipe) + 1  # an engine that reads a whole sample samples one token more
     services = []
     for number in range(recipe.teacher.engines):
-        spec = _fixed_spec(recipe, "teacher", number, longest, prompt_top_k=teacher_top_k(recipe.algorithm))
+        spec = teacher_spec(recipe, f"teacher{number}")
         args = (recipe.teacher.engine, spec)
         services.append(_start(TEACHER_SERVER, recipe.teacher.engine, spec, args, recipe, platform, cluster))
     return services
@@ -58,27 +50,10 @@ def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Service
     judge = recipe.judge
     services = []
     for number in range(judge.engines if uses_judge(recipe) else 0):
-        spec = _fixed_spec(recipe, JUDGE, number, judge.max_prompt_length + judge.max_tokens)
+        spec = judge_spec(recipe, f"judge{number}")
         args = (judge.engine, spec, judge, recipe.train.seed)
         services.append(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster))
     return services
-
-
-def _fixed_spec(recipe: Recipe, section: str, number: int, longest: int, prompt_top_k: int | None = None) -> EngineSpec:
-    """The spec of engine `number` of a fixed model, from its section of the recipe."""
-    settings = recipe.judge if section == JUDGE else recipe.teacher
-    assert settings.path is not None
-    return EngineSpec(
-        name=f"{section}{number}",
-        model_path=settings.path,
-        dtype=settings.dtype or recipe.model.dtype,
-        max_model_len=longest,
-        tensor_parallel=settings.tensor_parallel,
-        seed=recipe.train.seed,
-        engine_args=settings.engine_args,
-        prompt_top_k=prompt_top_k,
-        recipe_section=section,
-    )
 
 
 def _start(

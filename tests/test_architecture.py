@@ -51,6 +51,7 @@ HOMES = {
     "megatron": ("megatron",),
     "mbridge": ("megatron",),
     "vllm": ("engines",),
+    "sglang": ("engines",),
     "torch_npu": ("platform",),
     "mindspeed": ("platform",),
     "plotly": ("observe",),

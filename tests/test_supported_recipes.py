@@ -13,7 +13,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.cluster.placement import Demand, place
 from megarl.config.critic import critic_view
 from megarl.config.supported import PAGE, Row, document, rows
-from megarl.engines.vllm_args import check_engine_args
+from megarl.engines import check_args
 from megarl.flops import model_flops
 from megarl.megatron.config_fields import check_names, fields_of_megatron
 from megarl.megatron.layout import check_layout
@@ -76,7 +76,7 @@ def test_engines_can_cut_the_model(row: Row) -> None:
         assert model["num_attention_heads"] % size == 0
         groups = model["num_key_value_heads"]
         assert groups % size == 0 or size % groups == 0
-    check_engine_args(recipe.rollout.engine_args)
+    check_args(recipe.rollout.engine, recipe.rollout.engine_args, "rollout")
 
 
 @EACH

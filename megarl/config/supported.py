@@ -37,8 +37,8 @@ What is different in all of them:
 |---|---|---|---|---|---|
 """
 TAIL = """
-Left out: GRPO, Qwen3-8B with sglang (`run_qwen3_8b_grpo_sglang_32k_spmd_npu`), which needs an engine that megarl does not
-have yet.
+The row with sglang has megarl's SGLang engine, written to SGLang's sources and run on no device yet. In it a sample has a seed
+of its own, so SGLang runs in its deterministic mode.
 
 This page is made by `python -m megarl.config.supported`.
 """

@@ -16,9 +16,9 @@ from megarl.config.errors import RecipeError, plain
 from megarl.config.judge import JUDGE
 from megarl.config.schema import Recipe
 from megarl.doctor.finding import Finding, Needs, fail, ok, warning
+from megarl.engines.specs import fixed_models
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight import STAGES, check_device, prepare_evaluation, prepare_training
-from megarl.start_engines import fixed_models
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _RUNS_PROGRAMS = ("code", "code_all", "code_interpreter")  # in the sandbox

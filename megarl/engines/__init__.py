@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megarl.engines.base import EngineSpec, RolloutEngine
 
-_ENGINES = {"vllm": "megarl.engines.vllm:VllmEngine"}
-_CHECKS = {"vllm": "megarl.engines.vllm_args:check_engine_args"}
-_PLANS = {"vllm": "megarl.engines.vllm_args:check_plan"}
-_ENVIRONMENTS = {"vllm": "megarl.engines.vllm_args:engine_env"}
+_ENGINES = {"vllm": "megarl.engines.vllm:VllmEngine", "sglang": "megarl.engines.sglang:SglangEngine"}
+_ARGUMENTS = {"vllm": "megarl.engines.vllm_args", "sglang": "megarl.engines.sglang_args"}
 
 
 def create(name: str, spec: EngineSpec) -> RolloutEngine:
     """The engine called `name`, not yet started. ValueError for an unknown name."""
-    return _load(_ENGINES, name)(spec)
+    check_known(name)
+    module, attribute = _ENGINES[name].split(":")
+    return getattr(importlib.import_module(module), attribute)(spec)
 
 
 def check_known(name: str, key: str = "rollout.engine") -> None:
@@ -31,12 +31,12 @@ def check_known(name: str, key: str = "rollout.engine") -> None:
 def check_args(name: str, engine_args: Mapping[str, Any], section: str) -> None:
     """ValueError for arguments that the engine called `name` does not have, or that another setting decides. Nothing heavy
     is imported. `section`: the recipe's, whose `engine_args` they are."""
-    _load(_CHECKS, name)(engine_args, section)
+    _arguments(name).check_engine_args(engine_args, section)
 
 
 def check_plan(name: str, spec: EngineSpec, device: str) -> None:
     """RecipeError or ValueError for what an engine of `spec` can never do on `device` ("cpu", "cuda", "npu")."""
-    _load(_PLANS, name)(spec, device)
+    _arguments(name).check_plan(spec, device)
 
 
 def engine_env(
@@ -44,10 +44,9 @@ def engine_env(
 ) -> dict[str, str]:
     """The environment an engine's process must start with: the platform's rollout settings (`platform_env`), the engine's
     own, what its `engine_args` ask for, and `threads` CPU threads a process."""
-    return _load(_ENVIRONMENTS, name)(platform_env, threads, engine_args)
+    return _arguments(name).engine_env(platform_env, threads, engine_args)
 
 
-def _load(table: Mapping[str, str], name: str):
+def _arguments(name: str):
     check_known(name)
-    module, attribute = table[name].split(":")
-    return getattr(importlib.import_module(module), attribute)
+    return importlib.import_module(_ARGUMENTS[name])

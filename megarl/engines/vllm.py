@@ -6,46 +6,23 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
-from megarl.engines.loop import EngineLoop
+from megarl.engines.backed import BackedEngine, agreed, awakened, check_tokens
+from megarl.engines.base import EngineRefused, EngineSpec
 from megarl.engines.vllm_args import build_engine_args, knows_log_probs, log_probs_mode
 from megarl.engines.vllm_images import check_images, engine_input, has_prepared_inputs
 from megarl.engines.vllm_outputs import completions
-from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport
+from megarl.exchange.session import ExchangeSession, UpdateReport
 from megarl.types import Completion, GenerationRequest, Prompt, SampleImages
 
 _SHOWN = 5  # names in an error
 _TAGS = ("weights", "kv_cache")  # vLLM's names for what sleeps
 
 
-class VllmEngine(EngineLoop):
+class VllmEngine(BackedEngine):
     """A `RolloutEngine`. Its process needs `engine_env`'s environment from the start."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._vllm = _VllmBackend(spec)
-        super().__init__(self._vllm, spec.name)
-        self._spec = spec
-
-    def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
-        for request in requests:
-            self._vllm.check(request)
-        if self._vllm.asleep:
-            raise EngineRefused(f"engine {self._spec.name!r} sleeps ({', '.join(self._vllm.asleep)}); wake it first")
-        if self._vllm.unloaded is not None:
-            raise EngineRefused(f"engine {self._spec.name!r} {self._vllm.unloaded}; update its weights first")
-        super().generate(requests, on_finished)
-
-    def connect_exchange(self, session: ExchangeSession) -> None:
-        self.call(lambda: self._vllm.connect_exchange(session))
-
-    def update_weights(self, version: int) -> UpdateReport:
-        return self.call(lambda: self._vllm.update_weights(version, self.running))
-
-    def sleep(self) -> None:
-        self.call(lambda: self._vllm.sleep(self.running))
-
-    def wake(self, tags: Sequence[str] | None = None) -> None:
-        self.call(lambda: self._vllm.wake(tags))
+        super().__init__(_VllmBackend(spec), spec)
 
 
 class _VllmBackend:
@@ -108,22 +85,9 @@ class _VllmBackend:
 
     def check(self, request: GenerationRequest) -> None:
         """ValueError for what vLLM would refuse or bend half-way through an admission."""
-        tokens, sampling = request.prompt.tokens, request.sampling
-        longest = len(tokens) + sampling.max_tokens
-        if not tokens or longest > self._spec.max_model_len:
-            raise ValueError(
-                f"prompt {request.prompt.uid!r}: {len(tokens)} prompt tokens + {sampling.max_tokens} response tokens "
-                f"= {longest}; the engine was started for 1 to {self._spec.max_model_len} in all"
-            )
-        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            raise ValueError(
-                f"prompt {request.prompt.uid!r} has token ids from {min(tokens)} to {max(tokens)}; the model's "
-                f"vocabulary has {self._vocab_size}. Is it tokenized for another model?"
-            )
+        check_tokens(request, self._spec, self._vocab_size)
         if request.images is not None:
             self._check_images(request.images, request.prompt)
-        if sampling.temperature == 0 and sampling.n > 1:
-            raise ValueError(f"greedy sampling gives one answer, but n is {sampling.n}; ask for n=1")
         if request.prompt_top_k is not None and request.prompt_top_k > (self._spec.prompt_top_k or 0):
             raise ValueError(
                 f"prompt {request.prompt.uid!r} asks for the {request.prompt_top_k} likeliest tokens in each place; the "
@@ -207,13 +171,11 @@ class _VllmBackend:
             )
         results = self._engine.collective_rpc("megarl_update", args=(version,))
         reports = [UpdateReport(**report) for report, _ in results]
-        for report in reports[1:]:
-            if not report.agrees_with(reports[0]):
-                raise ExchangeError(f"ranks of engine {self._spec.name!r} hold different weights: {reports}")
+        report = agreed(reports, self._spec.name)
         self._check_read([set(unread) for _, unread in results])
         self._drop_cached_prefixes()
         self.unloaded = None
-        return max(reports, key=lambda report: report.seconds)
+        return report
 
     def _check_read(self, unread: list[set[str]]) -> None:
         """Tensors that no rank's model read are names that it does not know (a rank alone may well
@@ -260,10 +222,9 @@ class _VllmBackend:
             self._wake_up()
             self.asleep = ()
             return
-        if not tags or not set(tags) <= set(self.asleep):  # vLLM would warn and wake nothing
-            raise EngineRefused(f"wake({list(tags)}): of engine {self._spec.name!r}, asleep is {list(self.asleep)}")
+        asleep = awakened(tags, self.asleep, self._spec.name)
         self._wake_up(list(tags))
-        self.asleep = tuple(tag for tag in self.asleep if tag not in tags)
+        self.asleep = asleep
 
     def _wake_up(self, *tags: list[str]) -> None:
         if self._can.device != "npu":

@@ -1,0 +1,74 @@
+"""The engines that a recipe asks for: the policy's, the teacher's, the judge's."""
+
+from __future__ import annotations
+
+from megarl.algorithms.objective import needs_teacher, teacher_top_k
+from megarl.config.judge import JUDGE, uses_judge
+from megarl.config.schema import Recipe
+from megarl.engines.base import EngineSpec
+
+
+def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
+    """`load_weights`: those of `model.path`, which no exchange replaces."""
+    rollout = recipe.rollout
+    return EngineSpec(
+        name=name,
+        model_path=recipe.model.path,
+        dtype=rollout.dtype or recipe.model.dtype,
+        max_model_len=longest_sample(recipe),
+        tensor_parallel=rollout.tensor_parallel,
+        seed=recipe.train.seed,
+        engine_args=rollout.engine_args,
+        load_weights=load_weights,
+        sleep_mode=recipe.cluster.placement == "colocated" and not load_weights,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        return_routed_experts=recipe.megatron.routing_replay == "rollout" and not load_weights,
+    )
+
+
+def teacher_spec(recipe: Recipe, name: str) -> EngineSpec:
+    longest = longest_sample(recipe) + 1  # an engine that reads a whole sample samples one token more
+    return _fixed_spec(recipe, "teacher", name, longest, prompt_top_k=teacher_top_k(recipe.algorithm))
+
+
+def judge_spec(recipe: Recipe, name: str) -> EngineSpec:
+    return _fixed_spec(recipe, JUDGE, name, recipe.judge.max_prompt_length + recipe.judge.max_tokens)
+
+
+def fixed_models(recipe: Recipe) -> list[str]:
+    """The recipe's sections of fixed models that training starts engines of, in the order in which devices are claimed."""
+    wanted = {"teacher": needs_teacher(recipe.algorithm), JUDGE: uses_judge(recipe)}
+    return [section for section, needed in wanted.items() if needed]
+
+
+def first_specs(recipe: Recipe, *, training: bool) -> list[tuple[str, EngineSpec]]:
+    """Of each kind of engine that training, or `megarl eval`, starts: which engine it is, and the spec of its first."""
+    specs = [(recipe.rollout.engine, policy_spec(recipe, "engine0", load_weights=not training))]
+    if training and needs_teacher(recipe.algorithm):
+        specs.append((recipe.teacher.engine, teacher_spec(recipe, "teacher0")))
+    if uses_judge(recipe):
+        specs.append((recipe.judge.engine, judge_spec(recipe, "judge0")))
+    return specs
+
+
+def _fixed_spec(recipe: Recipe, section: str, name: str, longest: int, prompt_top_k: int | None = None) -> EngineSpec:
+    """The spec of an engine of a fixed model, from its section of the recipe."""
+    settings = recipe.judge if section == JUDGE else recipe.teacher
+    assert settings.path is not None
+    return EngineSpec(
+        name=name,
+        model_path=settings.path,
+        dtype=settings.dtype or recipe.model.dtype,
+        max_model_len=longest,
+        tensor_parallel=settings.tensor_parallel,
+        seed=recipe.train.seed,
+        engine_args=settings.engine_args,
+        prompt_top_k=prompt_top_k,
+        recipe_section=section,
+    )
+
+
+def longest_sample(recipe: Recipe) -> int:
+    return recipe.data.max_prompt_length + recipe.rollout.max_response_length
