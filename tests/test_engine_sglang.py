@@ -1,7 +1,8 @@
 """SGLang behind the engine protocol: on a stand-in of its offline engine, whose names and parameters, with the other facts
 that the adapter rests on, are held to SGLang's source where MEGARL_SGLANG names an unpacked wheel (0.5.23).
 
-SGLang itself was not run: its engine for CPUs needs kernels that no package index has, and AMX."""
+A real SGLang runs on the CPU where MEGARL_SGLANG_PYTHON names an interpreter that has it: its own engine for CPUs needs kernels
+that no package index has, and AMX; here the kernels have a stand-in. On a device it was not run."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ def capabilities(**changes: Any) -> Capabilities:
         "preempting_reset": True,
         "flat_logprobs": True,
         "routed_experts": False,
+        "weight_transfer": (),
     }
     return Capabilities(**{**has, **changes})
 

@@ -1,8 +1,8 @@
 """SGLang as a rollout engine, through its offline `Engine`.
 
-Written to SGLang 0.5.23's sources, and never run on a device. SGLang samples in processes of its own and answers through an
-asyncio loop, which the owning thread runs for a moment in each `step`. A process of SGLang's that fails ends this one too
-(SIGQUIT), and whoever started it notices.
+Written to SGLang 0.5.23, which a test runs on the CPU (tests/sglang_cpu.py), and never run on a device. SGLang samples in
+processes of its own and answers through an asyncio loop, which the owning thread runs for a moment in each `step`. A process
+of SGLang's that fails ends this one too (SIGQUIT), and whoever started it notices.
 """
 
 from __future__ import annotations

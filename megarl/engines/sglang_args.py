@@ -1,6 +1,6 @@
 """From an EngineSpec to SGLang's own arguments and environment, and what SGLang is refused for before it starts.
 
-Read in SGLang 0.5.23 (its files are named below sglang/srt/); never run on a device.
+Read in SGLang 0.5.23 (its files are named below sglang/srt/), which was run on the CPU alone.
 """
 
 from __future__ import annotations
