@@ -41,6 +41,7 @@ from megarl.megatron.model_checks import check_model
 from megarl.model_config import context_length
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
+from megarl.preflight_engines import check_engines, check_experts
 from megarl.preflight_judge import check_judge
 from megarl.rewards import ScorerSettings
 from megarl.rewards.weighted import terms_of
@@ -92,8 +93,7 @@ def prepare_training(recipe: Recipe, begin: Callable[[str], None] = lambda stage
     begin("settings")
     if not recipe.data.train_files and not recipe.data.mix:
         raise RecipeError("data.train_files", "there is nothing to train on", "name .parquet or .jsonl files", value=[])
-    engines.check_known(recipe.rollout.engine)
-    engines.check_args(recipe.rollout.engine, recipe.rollout.engine_args, "rollout")
+    check_engines(recipe.rollout)
     try_own_functions(recipe.algorithm)
     begin("model")
     tokenizer, config = _read_model(recipe)
@@ -141,7 +141,7 @@ def prepare_evaluation(recipe: Recipe, begin: Callable[[str], None] = lambda sta
         raise RecipeError(
             "data.eval_files", "there is nothing to evaluate on", "name .parquet or .jsonl files", value=[]
         )
-    engines.check_known(recipe.rollout.engine)
+    check_engines(recipe.rollout)
     begin("model")
     tokenizer, _ = _read_model(recipe)
     begin("data")
@@ -234,6 +234,8 @@ def _read_model(recipe: Recipe) -> tuple[Tokenizer, dict[str, Any]]:
     tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, recipe.model.path)
     check_vocabulary(tokenizer, config)
     _check_context(recipe, config)
+    if recipe.train.source == "rollout":
+        check_experts(recipe.rollout, config)
     return tokenizer, config
 
 

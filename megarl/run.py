@@ -33,7 +33,7 @@ from megarl.placement import Colocated, Disaggregated, Placement, Tenant, Traine
 from megarl.platform.peaks import peak_flops
 from megarl.preflight import Prepared, RunPlace, check_device, open_run_directory, prepare_evaluation, prepare_training
 from megarl.rollout.calls import Service as RolloutService
-from megarl.rollout.calls import wait_for_all
+from megarl.rollout.calls import wait_for_all, watching
 from megarl.rollout.data_source import DataSource
 from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
@@ -41,7 +41,7 @@ from megarl.rollout.held_out import HeldOut
 from megarl.rollout.judged import with_judge
 from megarl.rollout.source import Source
 from megarl.saver import Saver
-from megarl.start_engines import start_engines, start_judge, start_teacher
+from megarl.start_engines import load_engines, start_engines, start_judge, start_teacher
 from megarl.teacher import Teacher
 
 TRAINER = "megarl.actor_worker:ActorWorker"
@@ -144,9 +144,9 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
     with connected(recipe, platform, trainers=False, engines=True, fixed=judge) as cluster:
         services = start_engines(recipe, prepared, platform, cluster, load_weights=True)
         judges = start_judge(recipe, platform, cluster)
-        starting = [service.call("start") for service in [*services, *judges]]
-        wait_for_engines([*services, *judges], starting, doing="load", limit=recipe.rollout.start_timeout)
-        samplers, check = with_judge(recipe, services, judges, cluster.check)
+        starting = [*(judge.call("start") for judge in judges), *load_engines(recipe, services)]
+        wait_for_engines([*judges, *services], starting, doing="load", limit=recipe.rollout.start_timeout)
+        samplers, check = with_judge(recipe, services, judges, _check_of(recipe, services, cluster))
         result = evaluate(recipe, prepared.evaluation, samplers, prepared.tokenizer.stop_ids, check)
     for notice in result.notices:
         print(notice, file=sys.stderr)
@@ -225,10 +225,10 @@ def _assemble(
     run_dir = place.directory
     rl, patience = recipe.train.source == "rollout", recipe.rollout.start_timeout
     services = start_engines(recipe, prepared, platform, cluster, load_weights=False) if rl else []
-    starting = [service.call("start") for service in services]
     readers = start_teacher(recipe, platform, cluster) if "teacher" in fixed_models(recipe) else []
     fixed = [*readers, *(judges := start_judge(recipe, platform, cluster))]
     fixed_starting = [service.call("start") for service in fixed]
+    starting = load_engines(recipe, services)
     engines: list[dict[str, Any]] = []
     take_turns = rl and recipe.cluster.placement == "colocated" and platform.ray_resource is not None
     if take_turns:  # an engine measures free memory when it loads: nothing else may take any then
@@ -241,7 +241,7 @@ def _assemble(
     critic, critic_tenant = _start_critic(recipe, prepared.critic_flops, cluster, actor, run_dir)
     engines = engines or wait_for_engines(services, starting, doing="load", limit=patience)
     wait_for_engines(fixed, fixed_starting, doing="load", limit=patience)
-    samplers, check = with_judge(recipe, services, judges, cluster.check)
+    samplers, check = with_judge(recipe, services, judges, _check_of(recipe, services, cluster))
     placement = _placement(recipe, actor, critic_tenant, services, engines, asleep=take_turns)
     layout = _layout(recipe, prepared.flops, trainers.call("describe"))
     return Controller(
@@ -258,6 +258,11 @@ def _assemble(
         saver=_saver(recipe, run_dir, trainers, critic, placement, cluster),
         identity=place.identity,
     )
+
+
+def _check_of(recipe: Recipe, services: Sequence[Service], cluster: Cluster) -> Callable[[], None]:
+    """Raises where something that the run needs has failed; asked while waiting for samples."""
+    return cluster.check if recipe.rollout.data_parallel == 1 else watching(services, cluster.check)
 
 
 def _evaluation(

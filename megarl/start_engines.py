@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from megarl.agents.build import AgentSetup
@@ -10,8 +13,9 @@ from megarl.config.judge import uses_judge
 from megarl.config.schema import Recipe
 from megarl.data.images import ImageReader
 from megarl.engines import engine_env
-from megarl.engines.base import EngineSpec
+from megarl.engines.base import EngineSpec, Seat
 from megarl.engines.specs import judge_spec, policy_spec, teacher_spec
+from megarl.placement import wait_for_engines
 from megarl.preflight import Prepared
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
@@ -33,6 +37,23 @@ def start_engines(
         args = (rollout.engine, spec, tokenizer, *scoring, images, AgentSetup.of(recipe), uses_judge(recipe))
         services.append(_start(ROLLOUT_SERVER, rollout.engine, spec, args, recipe, platform, cluster))
     return services
+
+
+def load_engines(recipe: Recipe, services: Sequence[Service]) -> list[Future[dict[str, Any]]]:
+    """Calls that load the policy's engines and return what each says of itself. Consecutive engines form groups: these
+    wait until the first of each has said where it meets."""
+    size = recipe.rollout.data_parallel
+    if size == 1:
+        return [service.call("start") for service in services]
+    firsts = services[::size]
+    opening = [first.call("open_meeting_place", first.address) for first in firsts]
+    seats: list[Seat] = wait_for_engines(
+        firsts, opening, doing="say where its group meets", limit=recipe.rollout.start_timeout
+    )
+    return [
+        service.call("start", replace(seats[number // size], rank=number % size, size=size))
+        for number, service in enumerate(services)
+    ]
 
 
 def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Service]:

@@ -17,6 +17,7 @@ import torch
 
 from megarl.engines import create, engine_env
 from megarl.engines.base import EngineSpec
+from megarl.engines.group import MeetingPlace
 from megarl.exchange.sender import WeightSender
 from megarl.types import GenerationRequest, Prompt, Sampling
 
@@ -28,9 +29,15 @@ def serve(connection):
     """The engine's process: runs (number, method, arguments) in threads, answers (number, error, value)."""
     state = {}
 
-    def start(spec):
+    def start(spec, *seat):
+        if "engine" in state:  # one that failed may still be at its end, which takes vLLM's groups of the process down
+            state["engine"].shutdown()
         state["engine"] = create("vllm", spec)
-        return state["engine"].start()
+        return state["engine"].start(*seat)
+
+    def open_meeting_place(host):
+        state["meeting_place"] = MeetingPlace(host)
+        return state["meeting_place"].seat
 
     def generate(requests):
         order, completions = [], {}
@@ -47,7 +54,13 @@ def serve(connection):
         former = state.setdefault((module, name), getattr(owner, name))
         setattr(owner, name, former if function is None else globals()[function])
 
-    own = {"start": start, "generate": generate, "finished": finished, "replace": replace}
+    own = {
+        "start": start,
+        "open_meeting_place": open_meeting_place,
+        "generate": generate,
+        "finished": finished,
+        "replace": replace,
+    }
 
     def run(number, method, arguments):
         try:
@@ -226,11 +239,17 @@ def exchange(engine, info):
     return sender
 
 
-def update(engine, sender, weights):
-    """Send `weights` as version 1."""
+def update(engine, sender, weights, version=1):
+    """Send `weights` as `version`."""
+    update_all([engine], sender, weights, version)
+
+
+def update_all(engines, sender, weights, version):
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(sender.send, 1, weights.items())
-        engine.update_weights(1)
+        sending = pool.submit(sender.send, version, weights.items())
+        updates = [engine.begin("update_weights", version) for engine in engines]
+        for update in updates:
+            update.result(120)
         sending.result(30)
 
 

@@ -31,6 +31,7 @@ LAYERS = [
         "observe",
         "identity",
         "preflight",
+        "preflight_engines",
         "preflight_judge",
         "convert",
     ],

@@ -114,6 +114,25 @@ class TestScript:
         own = settings(SCRIPT, *VALUES, "megatron.expert_parallel=4", "NNODES=1")
         assert own["megatron.expert_parallel"] == 4 and own["cluster.trainers"] == 16
 
+    @pytest.mark.parametrize(
+        ("options", "groups", "spread"),
+        [
+            ({"data_parallel_size": 4, "expert_parallel_size": 16}, 4, None),
+            ({"expert_parallel_size": 4}, None, True),
+            ({"engine_kwargs.vllm.enable_expert_parallel": True}, None, True),
+            ({"data_parallel_size": 1, "expert_parallel_size": 1}, None, None),
+        ],
+    )
+    def test_experts_spread_over_engines(
+        self, options: dict[str, Any], groups: int | None, spread: bool | None
+    ) -> None:
+        """They would each be held by every engine, which they may not fit."""
+        added = "".join(f"    actor_rollout_ref.rollout.{name}={value} \\\n" for name, value in options.items())
+        place = "    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\\n"
+        assert place in SCRIPT
+        own = settings(SCRIPT.replace(place, place + added), *VALUES)
+        assert own.get("rollout.data_parallel") == groups and own.get("rollout.expert_parallel") == spread
+
     def test_a_layout_that_does_not_divide_is_noted(self) -> None:
         """Qwen3-30B-A3B has 4 key/value heads."""
         notes = convert(SCRIPT, [*VALUES, "megatron.tensor_parallel=8", "megatron.expert_tensor_parallel=8"]).notes

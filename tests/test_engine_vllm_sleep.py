@@ -25,7 +25,7 @@ class FakeVllm:
     def collective_rpc(self, method: str, args: tuple = ()) -> list[Any]:
         self.calls.append(method)
         report = {"version": 1, "tensors": 1, "bytes": 4, "buckets": 1, "fingerprint": "f", "seconds": 0.0}
-        return [[0, "host"] if method == "megarl_endpoint" else [report, []]]
+        return [[0, "host"] if method == "megarl_endpoint" else [report, [], []]]
 
     def sleep(self, level: int) -> None:
         self.calls.append(("sleep", level))

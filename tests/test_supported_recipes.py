@@ -13,19 +13,22 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.cluster.placement import Demand, place
 from megarl.config.critic import critic_view
 from megarl.config.supported import PAGE, Row, document, rows
-from megarl.engines import check_args
 from megarl.flops import model_flops
 from megarl.megatron.config_fields import check_names, fields_of_megatron
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
-from megarl.model_config import text_fields
+from megarl.model_config import number_of_experts, text_fields
+from megarl.preflight_engines import check_engines, check_experts
 
 ROOT = Path(__file__).parent.parent
 ROWS = {row.path.name: row for row in rows()}
 EACH = pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
 # Keys of MindSpeed, which adds them to Megatron's configuration when it runs.
 OF_MINDSPEED = ("use_fused_rotary_pos_emb", "use_fused_swiglu", "swap_optimizer")
+
+BYTES_OF_BFLOAT16 = 2
+DEVICE_BYTES = 64e9  # of each device that a head names; a fifth is left to the cache and to activations
 
 # Billions of parameters as published: a wrong field of a config.json shows here.
 PUBLISHED = {
@@ -76,7 +79,22 @@ def test_engines_can_cut_the_model(row: Row) -> None:
         assert model["num_attention_heads"] % size == 0
         groups = model["num_key_value_heads"]
         assert groups % size == 0 or size % groups == 0
-    check_args(recipe.rollout.engine, recipe.rollout.engine_args, "rollout")
+        check_experts(recipe.rollout, model)
+    check_engines(recipe.rollout)
+
+
+@EACH
+def test_weights_of_an_engines_rank_fit_its_device(row: Row) -> None:
+    """671 billion parameters on 16 devices: the run would end when its engines load."""
+    recipe, model = load_recipe(row.path), text_fields(model_configs.read(row.shape))
+    if recipe.train.source != "rollout":
+        return
+    rollout = recipe.rollout
+    experts = expert_parameters(model)
+    over = rollout.tensor_parallel * rollout.data_parallel
+    of_a_rank = (parameters(model) - experts) / rollout.tensor_parallel + experts / over
+    share = rollout.engine_args.get("gpu_memory_utilization", 0.9)
+    assert of_a_rank * BYTES_OF_BFLOAT16 < 0.8 * share * DEVICE_BYTES, f"{of_a_rank / 1e9:.1f} billion on a device"
 
 
 @EACH
@@ -135,10 +153,16 @@ def parameters(config: dict[str, int]) -> float:
     dense = 3 * width * config["intermediate_size"]
     experts = config.get("num_experts") or config.get("n_routed_experts")
     first = config.get("first_k_dense_replace", 0) if experts else layers
-    shared = config.get("n_shared_experts", 0)
-    mixture = (experts + shared) * 3 * width * config["moe_intermediate_size"] if experts else 0
+    shared = config.get("n_shared_experts", 0) * (layers - first) * 3 * width * config.get("moe_intermediate_size", 0)
     tables = 1 if config["tie_word_embeddings"] else 2
-    return tables * config["vocab_size"] * width + layers * attention + first * dense + (layers - first) * mixture
+    rest = tables * config["vocab_size"] * width + layers * attention + first * dense
+    return rest + shared + expert_parameters(config)
+
+
+def expert_parameters(config: dict[str, int]) -> float:
+    """Of the routed experts of all layers."""
+    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    return layers * number_of_experts(config) * 3 * config["hidden_size"] * config.get("moe_intermediate_size", 0)
 
 
 def test_flops_are_known_of_each() -> None:

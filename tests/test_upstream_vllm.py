@@ -56,6 +56,15 @@ def largest_gap(process, model):
     return max(gaps(model, request, sample).max() for request in requests for sample in completions[request.group])
 
 
+def printed(code):
+    """The last word that `code` prints in a process of its own."""
+    environment = os.environ | engine_env("vllm", {}, threads=1, engine_args={})
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=200
+    )
+    return done.stdout.split()[-1]
+
+
 def test_rotary_operator_on_cpu_is_wrong_with_latent_attention(process, without, tmp_path):
     path = build_model(tmp_path, "deepseek_v3")
     without(ARGS, "_without_rotary_op")
@@ -106,8 +115,13 @@ def test_expert_kernel_on_cpu_ignores_the_expert_map():
         "import inspect; from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as E;"
         "print(inspect.getsource(E.apply).count('expert_map'))"
     )
-    environment = os.environ | engine_env("vllm", {}, threads=1, engine_args={})
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=200
+    assert printed(code) == "1", "it does more with the map than to take it"
+
+
+def test_communicator_for_cpus_has_no_uneven_collectives():
+    code = (
+        "from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase as B;"
+        "from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator as C;"
+        "print(C.all_gatherv is B.all_gatherv and C.reduce_scatterv is B.reduce_scatterv)"
     )
-    assert done.stdout.split()[-1] == "1", "it does more with the map than to take it"
+    assert printed(code) == "True", "it has some of its own"

@@ -63,6 +63,11 @@ class Service(Protocol):
         """Name of the machine that it runs on, for people. Waits for the process."""
         ...
 
+    @property
+    def address(self) -> str:
+        """Its machine's address, as processes on the others reach it."""
+        ...
+
     def call(self, method: str, *args: Any) -> Future[Any]: ...
 
     def call_with_data(self, method: str, *args: Any) -> Future[Any]:

@@ -44,6 +44,7 @@ class LocalService:
     ) -> None:
         self.name = name
         self.host = host_name()
+        self.address = "127.0.0.1"  # all of this cluster is on this machine
         self._guard = Guard()
         ours, theirs = socket.socketpair()
         environment = without_torchrun(dict(os.environ)) | (env or {}) | self._guard.env

@@ -150,8 +150,10 @@ class RayGroup:
 class RayService:
     """See `megarl.cluster.base.Service`."""
 
-    def __init__(self, actor: Any, place: Place, name: str, class_path: str, args: tuple[Any, ...]) -> None:
-        self.name = name
+    def __init__(
+        self, actor: Any, place: Place, name: str, address: str, class_path: str, args: tuple[Any, ...]
+    ) -> None:
+        self.name, self.address = name, address
         self._actor, self._place = actor, place
         self.stopping = False
         self._deadline = time.monotonic() + START_SECONDS
@@ -315,7 +317,7 @@ class RayCluster:
         options = self._devices.options(claimed[0]) | _environment(role_env)
         actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()
         place = Place(f"service {name}", claimed[0].node_ip, log=str(self._log_dir / f"{name}.log"))
-        service = RayService(actor, place, name, class_path, args)
+        service = RayService(actor, place, name, claimed[0].node_ip, class_path, args)
         self._services.append(service)
         return service
 

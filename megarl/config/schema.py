@@ -68,6 +68,17 @@ class RolloutConfig:
     engine: str = key("vllm", "Rollout engine.")
     engines: int = key(1, "Engines, each a replica of the policy.", at_least=1)
     tensor_parallel: int = key(1, "Tensor-parallel size inside an engine.", at_least=1)
+    data_parallel: int = key(
+        1,
+        "Engines of a group, so many consecutive ones of `rollout.engines`, over all of which the experts of an MoE model are "
+        "spread (DP). Each has the rest of the model, requests and devices of its own; a group may span machines.",
+        at_least=1,
+    )
+    expert_parallel: Optional[bool] = key(
+        None,
+        "Of an MoE model, give each device whole experts, those of a layer spread over all devices of an engine, or of a "
+        "group (EP), instead of a part of each. Unset: in groups alone (`rollout.data_parallel`).",
+    )
     dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(
         None, "The engine's data type. Unset: `model.dtype`."
     )
@@ -85,7 +96,7 @@ class RolloutConfig:
     )
     admission: Literal["wave", "continuous"] = key(
         "wave",
-        "When replacements of filtered groups start: all at once when the running ones are done (repeatable to the last bit), or each at once (busier engines).",
+        "When replacements of filtered groups start: all at once when the running ones are done (repeatable to the last bit; of engines in groups, up to rounding), or each at once (busier engines).",
     )
     engine_args: dict[str, Any] = key(
         {}, "Further arguments of the engine, under the engine's own names, e.g. {max_num_seqs: 256}."
@@ -96,6 +107,11 @@ class RolloutConfig:
         above=0,
     )
     start_timeout: float = key(1800.0, "Seconds an engine may take to load, to go to sleep or to wake.", above=0)
+
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether each device has whole experts."""
+        return self.data_parallel > 1 if self.expert_parallel is None else self.expert_parallel
 
 
 @dataclass

@@ -93,10 +93,16 @@ def _line(row: Row, recipe: Recipe) -> str:
         f"{row.hardware}, {row.nodes} x {row.per_node}",
         f"[{row.path.name}](../recipes/{row.path.name})",
         learns,
-        f"{rollout.engines} x {rollout.tensor_parallel}" if samples else "-",
+        _engines(recipe) if samples else "-",
         batch,
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _engines(recipe: Recipe) -> str:
+    rollout = recipe.rollout
+    groups = f", in groups of {rollout.data_parallel}" if rollout.data_parallel > 1 else ""
+    return f"{rollout.engines} x {rollout.tensor_parallel}{groups}"
 
 
 if __name__ == "__main__":

@@ -279,6 +279,25 @@ def _placement_and_staleness(recipe: Recipe) -> None:
 
 
 @check
+def _engines_form_groups(recipe: Recipe) -> None:
+    rollout = recipe.rollout
+    if rollout.engines % rollout.data_parallel:
+        raise RecipeError(
+            "rollout.data_parallel",
+            f"rollout.engines = {rollout.engines} do not divide into groups of {rollout.data_parallel}",
+            "choose a divisor of rollout.engines, or change these",
+            value=rollout.data_parallel,
+        )
+    if rollout.data_parallel > 1 and not rollout.spreads_experts:
+        raise RecipeError(
+            "rollout.expert_parallel",
+            f"spreading experts is all that groups of rollout.data_parallel = {rollout.data_parallel} engines are for",
+            "leave it out, or set rollout.data_parallel=1",
+            value=False,
+        )
+
+
+@check
 def _offload_has_a_purpose(recipe: Recipe) -> None:
     alone = recipe.cluster.placement == "disaggregated" or recipe.train.source != "rollout"
     if recipe.megatron.offload and alone:

@@ -167,6 +167,8 @@ def _layout(sheet: Sheet, *, megatron: bool, ahead: bool) -> None:
             f"{sampling} devices do not divide into engines of {size} (rollout.tensor_model_parallel_size)"
         )
     settings |= {"rollout.tensor_parallel": size, "rollout.engines": sampling // size}
+    if sheet.number(f"{_R}.expert_parallel_size", 1) > 1 and settings.get("rollout.data_parallel", 1) == 1:
+        settings["rollout.expert_parallel"] = True
     checkpointing = "actor_rollout_ref.model.enable_gradient_checkpointing"
     if megatron:
         if sheet.origins.get("megatron.recompute") == checkpointing:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 _ENGINES = {"vllm": "megarl.engines.vllm:VllmEngine", "sglang": "megarl.engines.sglang:SglangEngine"}
 _ARGUMENTS = {"vllm": "megarl.engines.vllm_args", "sglang": "megarl.engines.sglang_args"}
+_GROUPS = ("vllm",)  # whose experts can be spread over several engines
 
 
 def create(name: str, spec: EngineSpec) -> RolloutEngine:
@@ -26,6 +27,15 @@ def check_known(name: str, key: str = "rollout.engine") -> None:
     if name not in _ENGINES:
         near = difflib.get_close_matches(name, _ENGINES, 1, 0.0)[0]
         raise ValueError(f"{key} is {name!r}, which is not known; did you mean {near!r}? ({', '.join(_ENGINES)})")
+
+
+def check_groups(name: str, data_parallel: int) -> None:
+    """ValueError where the engine called `name` cannot be one of a group of `data_parallel`."""
+    if data_parallel > 1 and name not in _GROUPS:
+        raise ValueError(
+            f"rollout.data_parallel is {data_parallel}, and engines of rollout.engine {name!r} form no groups; set it to 1, "
+            f"or rollout.engine to {' or '.join(_GROUPS)}"
+        )
 
 
 def check_args(name: str, engine_args: Mapping[str, Any], section: str) -> None:

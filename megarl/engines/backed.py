@@ -51,13 +51,13 @@ class BackedEngine(EngineLoop):
         self.call(lambda: self._weights.connect_exchange(session))
 
     def update_weights(self, version: int) -> UpdateReport:
-        return self.call(lambda: self._weights.update_weights(version, self.running))
+        return self.call(lambda: self._weights.update_weights(version, self.running), together=True)
 
     def sleep(self) -> None:
-        self.call(lambda: self._weights.sleep(self.running))
+        self.call(lambda: self._weights.sleep(self.running), together=True)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        self.call(lambda: self._weights.wake(tags))
+        self.call(lambda: self._weights.wake(tags), together=True)
 
 
 def check_tokens(request: GenerationRequest, spec: EngineSpec, vocab_size: int) -> None:

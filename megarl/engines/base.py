@@ -33,6 +33,8 @@ class EngineSpec:
     dtype: str  # "float32" | "bfloat16" | "float16"
     max_model_len: int  # longest prompt and response together
     tensor_parallel: int = 1
+    data_parallel: int = 1  # engines of its group, over all of which the experts are spread
+    expert_parallel: bool = False  # each rank has whole experts, and others than the next; of a group's engines: always
     seed: int = 0
     engine_args: dict[str, Any] = field(default_factory=dict)
     load_weights: bool = True  # False: dummy weights, until the first exchange brings real ones
@@ -46,14 +48,29 @@ class EngineSpec:
     recipe_section: str = "rollout"  # whose settings these are, for messages
 
 
+@dataclass(frozen=True)
+class Seat:
+    """Where an engine's group meets, and which of its `size` engines this one is. Plain values."""
+
+    host: str
+    port: int
+    rank: int = 0
+    size: int = 1
+
+
 class RolloutEngine(Protocol):
     """A replica of the policy that samples. Every method may be called from any thread, and raises
-    EngineDead once the engine has failed."""
+    EngineDead once the engine has failed.
 
-    def start(self) -> dict[str, Any]:
-        """Load the model; blocks. Returns plain values: `engine`, `version` (of the engine's software),
-        `device`, `can_sleep`, `can_update_in_flight`, `weight_transfer` (names of the engine's own ways to take weights
-        from another device) and `receivers`, the [name, host id] pairs that the weight exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
+    Engines of a group (`EngineSpec.data_parallel`) take weights, sleep and wake together: each call waits until every
+    engine of the group has been called. All else each does for itself, but steps: those are always the group's.
+    """
+
+    def start(self, seat: Seat | None = None) -> dict[str, Any]:
+        """Load the model; blocks. `seat`: of an engine of a group, whose engines load together. Returns plain values:
+        `engine`, `version` (of the engine's software), `device`, `can_sleep`, `can_update_in_flight`, `weight_transfer`
+        (names of the engine's own ways to take weights from another device) and `receivers`, the [name, host id] pairs
+        that the weight exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
         software cannot take."""
         ...
 
@@ -71,7 +88,8 @@ class RolloutEngine(Protocol):
         ...
 
     def pause(self) -> None:
-        """Return once no step is running; none begins until `resume`. Requests are still admitted."""
+        """Return once no step is running; none begins until `resume`, in the engine's whole group. Requests are still
+        admitted."""
         ...
 
     def resume(self) -> None: ...
@@ -106,6 +124,10 @@ class RolloutEngine(Protocol):
         """End every running request; their `generate` calls raise GenerationAborted."""
         ...
 
+    def watch(self) -> None:
+        """Return when the engine has been shut down; EngineDead as soon as it has failed, though nothing was asked of it."""
+        ...
+
     def shutdown(self) -> None:
-        """End the engine and its processes. May be called twice."""
+        """End the engine and its processes, and with it the others of its group. May be called twice."""
         ...

@@ -3,26 +3,39 @@
 Inference libraries are not thread-safe, and a step must not meet an update half-way. So one thread
 does everything, and other threads leave it commands. What goes wrong there is fatal: it reaches
 every waiting caller, and the engine then says that it is dead and why.
+
+The threads of a group's engines (group.py) agree before each step: all step or none does, and what all are to do
+together is begun once every one of them has been told to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted, OnFinished
+from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted, OnFinished, Seat
+from megarl.engines.group import Group
 from megarl.types import Completion, GenerationRequest
 
 T = TypeVar("T")
+Command = tuple[Callable[[], Any], Future]
+
+_IDLE_SECONDS = 0.005  # until an idle engine of a group asks the others again whether they have something to step
 
 
 class Backend(Protocol):
     """What an inference library must do; called by the owning thread alone."""
+
+    def join(self, group: Group) -> None:
+        """Before `start`, of an engine of a group: its steps and updates are also the others'."""
+        ...
 
     def start(self) -> dict[str, Any]: ...
 
@@ -31,7 +44,8 @@ class Backend(Protocol):
         ...
 
     def step(self) -> list[tuple[str, list[Completion]]]:
-        """Advance; returns (key, completions) of the requests whose samples are all finished."""
+        """Advance; returns (key, completions) of the requests whose samples are all finished. In a group, an engine
+        without requests takes part in the others' step."""
         ...
 
     def cancel(self, keys: list[str]) -> None: ...
@@ -52,33 +66,40 @@ class EngineLoop:
     def __init__(self, backend: Backend, name: str) -> None:
         self._backend = backend
         self._name = name
-        self._commands: queue.SimpleQueue[tuple[Callable[[], Any], Future]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[tuple[Command, bool]] = queue.SimpleQueue()  # whether all do it together
         self._lock = threading.Lock()  # a command is either queued before the end or refused after it
         self._dead: str | None = "was not started"
+        self._failure: BaseException | None = None  # of which it died
         self._thread: threading.Thread | None = None
+        self._ended = threading.Event()
         # the owning thread's
         self._running: dict[str, tuple[_Job, int]] = {}  # key -> its call and group
         self._counter = itertools.count()
         self._paused = False
         self._stop = False
+        self._group: Group | None = None
+        self._together: deque[Command] = deque()  # that wait until every engine of the group has been told
+        self._elsewhere = 0  # requests in flight in the group's other engines, when all last agreed
+        self._still = False  # the group has nothing to step
 
-    def start(self) -> dict[str, Any]:
+    def start(self, seat: Seat | None = None) -> dict[str, Any]:
         assert self._thread is None, "an engine is started once"
         self._dead = None
         self._thread = threading.Thread(target=self._run, name=f"megarl-{self._name}", daemon=True)
         self._thread.start()
-        return self.call(self._backend.start)
+        return self.call(lambda: self._begin(seat))
 
-    def call(self, command: Callable[[], T]) -> T:
+    def call(self, command: Callable[[], T], *, together: bool = False) -> T:
         """Run `command` in the owning thread between two steps; returns or raises what it does.
 
-        EngineRefused leaves the engine alive, any other exception ends it.
+        EngineRefused leaves the engine alive, any other exception ends it. `together`: in a group, it runs once every
+        engine of the group has been told to do the like, in all of them between the same two steps.
         """
         future: Future[T] = Future()
         with self._lock:
             if self._dead is not None:
                 raise EngineDead(f"engine {self._name!r} {self._dead}")
-            self._commands.put((command, future))
+            self._commands.put(((command, future), together))
         return future.result()
 
     def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
@@ -106,21 +127,36 @@ class EngineLoop:
         self.call(lambda: self._cancel(lambda owner: True))
 
     def shutdown(self) -> None:
-        if self._thread is None or self._dead is not None:
+        if self._thread is None:
             return
-        self.call(self._request_stop)
-        self._thread.join()
+        with contextlib.suppress(EngineDead):  # it ended before
+            self.call(self._request_stop)
+        self._thread.join()  # what it takes down may be the whole process's
+
+    def watch(self) -> None:
+        self._ended.wait()
+        if self._failure is not None:
+            raise EngineDead(f"engine {self._name!r} {self._dead}") from self._failure
 
     @property
     def running(self) -> int:
-        """Requests in flight; exact in the owning thread."""
-        return len(self._running)
+        """Requests in flight; exact in the owning thread. In a group: in all of its engines, and exact where they all do
+        the same."""
+        return len(self._running) + self._elsewhere
+
+    def _begin(self, seat: Seat | None) -> dict[str, Any]:
+        if seat is not None:
+            self._group = Group(seat, self._name)
+            self._backend.join(self._group)
+        return self._backend.start()
 
     def _run(self) -> None:
         cause, failure = "was shut down", None
         try:
             while not self._stop:
                 self._serve_commands()
+                if not self._stop and self._group is not None and not self._agree_to_step(self._group):
+                    continue
                 if not self._stop:
                     self._report(self._backend.step())
         except BaseException as error:  # noqa: BLE001 - handed to every caller
@@ -129,22 +165,46 @@ class EngineLoop:
             self._end(cause, failure)
 
     def _serve_commands(self) -> None:
-        """Run what is queued; returns at the end, or once nothing is queued and there is something to step."""
+        """Run what is queued; returns at the end, or once nothing is queued and there is something to step. In a group:
+        or there may be, which the others know."""
         while not self._stop:
-            idle = self._paused or not self._running
+            idle = self._still if self._group is not None else self._paused or not self._running
             try:
-                command, future = self._commands.get(block=idle)
+                command, together = self._commands.get(idle, None if self._group is None else _IDLE_SECONDS)
             except queue.Empty:
                 return
-            try:
-                result = command()
-            except EngineRefused as refusal:
-                future.set_exception(refusal)
-            except BaseException as error:
-                future.set_exception(error)
-                raise
+            self._still = False
+            if together and self._group is not None:
+                self._together.append(command)
             else:
-                future.set_result(result)
+                self._serve(command)
+
+    @staticmethod
+    def _serve(command: Command) -> None:
+        run, future = command
+        try:
+            result = run()
+        except EngineRefused as refusal:
+            future.set_exception(refusal)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+        else:
+            future.set_result(result)
+
+    def _agree_to_step(self, group: Group) -> bool:
+        """Whether all engines of the group step now. Does what all have been told to do together; notes the end."""
+        own = len(self._running)
+        agreed = group.agree(running=own, paused=self._paused, ready=bool(self._together))
+        self._elsewhere = agreed.running - own
+        if agreed.leaving:
+            self._stop, self._group = True, None  # all know it: none is to be told
+        elif agreed.ready == group.seat.size:
+            self._serve(self._together.popleft())
+        else:
+            self._still = not agreed.running or bool(agreed.paused)
+            return not self._still
+        return False
 
     def _admit(self, requests: Sequence[GenerationRequest], job: _Job) -> None:
         for request in requests:
@@ -170,17 +230,29 @@ class EngineLoop:
         self._stop = True
 
     def _end(self, cause: str, failure: BaseException | None) -> None:
+        if self._group is not None:
+            cause = self._leave(self._group, cause, failure)
         with self._lock:
-            self._dead = cause
+            self._dead, self._failure = cause, failure
         dead = EngineDead(f"engine {self._name!r} {cause}")
         dead.__cause__ = failure
         while True:
             try:
-                _, future = self._commands.get_nowait()
+                (_, future), _ = self._commands.get_nowait()
             except queue.Empty:
                 break
+            future.set_exception(dead)
+        for _, future in self._together:
             future.set_exception(dead)
         for job in {job for job, _ in self._running.values()}:
             job.events.put(dead)
         self._running.clear()
+        self._ended.set()
         self._backend.shutdown()
+
+    @staticmethod
+    def _leave(group: Group, cause: str, failure: BaseException | None) -> str:
+        if failure is not None:
+            return group.fail(cause)
+        group.leave()
+        return cause

@@ -18,6 +18,7 @@ import torch
 
 from megarl.engines.backed import BackedEngine, agreed, awakened, check_tokens
 from megarl.engines.base import EngineRefused, EngineSpec
+from megarl.engines.group import Group
 from megarl.engines.sglang_args import LOADER, build_engine_args, ends_of
 from megarl.engines.sglang_worker import answers, order
 from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport, host_id
@@ -55,6 +56,9 @@ class _SglangBackend:
         self._requests: dict[str, GenerationRequest] = {}
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
         self.asleep: tuple[str, ...] = ()  # of _TAGS
+
+    def join(self, group: Group) -> None:
+        raise EngineRefused(f"engine {self._spec.name!r}: SGLang's engines form no groups (rollout.data_parallel)")
 
     def start(self) -> dict[str, Any]:
         asyncio.set_event_loop(asyncio.new_event_loop())  # this thread's: SGLang takes it

@@ -17,6 +17,8 @@ def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
         dtype=rollout.dtype or recipe.model.dtype,
         max_model_len=longest_sample(recipe),
         tensor_parallel=rollout.tensor_parallel,
+        data_parallel=rollout.data_parallel,
+        expert_parallel=rollout.spreads_experts,
         seed=recipe.train.seed,
         engine_args=rollout.engine_args,
         load_weights=load_weights,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from megarl.engines.backed import BackedEngine, agreed, awakened, check_tokens
 from megarl.engines.base import EngineRefused, EngineSpec
+from megarl.engines.group import Group, free_ports
 from megarl.engines.vllm_args import build_engine_args, knows_log_probs, log_probs_mode
 from megarl.engines.vllm_images import check_images, engine_input, has_prepared_inputs
 from megarl.engines.vllm_outputs import completions
@@ -15,6 +17,7 @@ from megarl.exchange.session import ExchangeSession, UpdateReport
 from megarl.types import Completion, GenerationRequest, Prompt, SampleImages
 
 _SHOWN = 5  # names in an error
+_PORTS = 4  # in a row, for a group: vLLM wants two, one for its engines and one for its workers
 _TAGS = ("weights", "kv_cache")  # vLLM's names for what sleeps
 
 
@@ -32,13 +35,19 @@ class _VllmBackend:
         self._spec = spec
         self._log_probs_mode = log_probs_mode(spec)
         self._engine: Any = None
+        self._group: Group | None = None
+        self._executed = False  # the model, in a step
         self._vocab_size = 0
         self._merge: int | None = None  # patches on a side of the square that is a token; None: it reads no images
         self._running: dict[str, GenerationRequest] = {}
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
         self.asleep: tuple[str, ...] = ()  # of _TAGS
 
+    def join(self, group: Group) -> None:
+        self._group = group
+
     def start(self) -> dict[str, Any]:
+        assert (self._group is not None) == (self._spec.data_parallel > 1), "engines of a group have a seat in it"
         # On an error vLLM writes its whole state, pages that bury the error itself; and torch
         # warns on machines without Triton.
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
@@ -57,7 +66,11 @@ class _VllmBackend:
                 f"vLLM {self._can.version} on {self._can.device} cannot tell which experts a token went to, which "
                 "megatron.routing_replay=rollout needs. Set megatron.routing_replay=old_log_probs or none"
             )
+        if self._group is not None:
+            os.environ.update(_group_env(self._group))
         self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
+        if self._group is not None:
+            self._note_executions()
         self._vocab_size = self._engine.model_config.get_vocab_size()
         vision = getattr(self._engine.model_config.hf_config, "vision_config", None)
         self._merge = getattr(vision, "spatial_merge_size", None)
@@ -143,12 +156,36 @@ class _VllmBackend:
 
     def step(self) -> list[tuple[str, list[Completion]]]:
         finished = []
-        for output in self._engine.step():
+        for output in self._outputs():
             assert output.finished, "FINAL_ONLY yields finished requests"
             request = self._running.pop(output.request_id)
             assert len(output.outputs) == request.sampling.n
             finished.append((output.request_id, completions(output, request.prompt_top_k)))
         return finished
+
+    def _outputs(self) -> list[Any]:
+        """Of one step. In a group the model is executed in each, once, on a token that counts nowhere if need be: the
+        others wait for this engine's experts."""
+        if self._group is None:
+            return self._engine.step()
+        self._executed, outputs = False, []
+        if self._running or self._engine.engine_core.engine_core.batch_queue:
+            outputs = self._engine.step()
+        if not self._executed:  # no request was to be computed, or none could be
+            self._engine.engine_core.execute_dummy_batch()
+        return outputs
+
+    def _note_executions(self) -> None:
+        """vLLM's core tells whether a step executed the model; LLMEngine passes that on to nobody."""
+        core = self._engine.engine_core.engine_core
+        original = core.step_fn
+
+        def step_fn() -> tuple[Any, bool]:
+            outputs, executed = original()
+            self._executed = self._executed or executed
+            return outputs, executed
+
+        core.step_fn = step_fn
 
     def cancel(self, keys: list[str]) -> None:
         for key in keys:
@@ -170,18 +207,21 @@ class _VllmBackend:
                 f"engine {self._spec.name!r} has no memory for weights while they sleep; wake them first"
             )
         results = self._engine.collective_rpc("megarl_update", args=(version,))
-        reports = [UpdateReport(**report) for report, _ in results]
+        reports = [UpdateReport(**report) for report, _, _ in results]
         report = agreed(reports, self._spec.name)
-        self._check_read([set(unread) for _, unread in results])
+        self._check_read(results[0][1], [set(unread) for _, _, unread in results])
         self._drop_cached_prefixes()
         self.unloaded = None
         return report
 
-    def _check_read(self, unread: list[set[str]]) -> None:
-        """Tensors that no rank's model read are names that it does not know (a rank alone may well
-        leave out other ranks' experts)."""
+    def _check_read(self, exported: list[str], unread: list[set[str]]) -> None:
+        """Tensors that no rank's model read, of the whole group, are names that it does not know (a rank alone may well
+        leave out other ranks' experts). `exported`: all names, in the first update, which alone is checked."""
         config = self._engine.model_config.hf_text_config
-        names = [name for name in sorted(set.intersection(*unread)) if not _is_unused(name, config)]
+        by_none = set.intersection(*unread)
+        if exported and self._group is not None:
+            by_none = set(self._group.in_all(exported, by_none))
+        names = [name for name in sorted(by_none) if not _is_unused(name, config)]
         if names:
             raise ValueError(
                 f"{len(names)} exported tensors are unknown to the engine's model and were ignored: "
@@ -239,6 +279,20 @@ class _VllmBackend:
             return
         self._engine.engine_core.shutdown()
         self._engine = None
+
+
+def _group_env(group: Group) -> dict[str, str]:
+    """What vLLM reads of an engine that is one of a group with others, which were not started by it.
+
+    Called by all engines of the group. Each sees its own devices alone, so to vLLM it is the first of its machine.
+    """
+    return {
+        "VLLM_DP_SIZE": str(group.seat.size),
+        "VLLM_DP_RANK": str(group.seat.rank),
+        "VLLM_DP_RANK_LOCAL": "0",
+        "VLLM_DP_MASTER_IP": group.seat.host,
+        "VLLM_DP_MASTER_PORT": group.of_the_first("vllm_port", lambda: str(free_ports(_PORTS))),
+    }
 
 
 def _is_unused(name: str, config: Any) -> bool:

@@ -25,11 +25,18 @@ _CPU_BATCHED_TOKENS = 8192  # prompts are computed whole there, so the longest m
 _PROMPT_SCORES_TOKENS = (
     2048  # of a step that tells prompts' log-probs: 2.5 GB of float32 with 150,000 tokens to choose from
 )
+# Engines of a group are told in their environment where it meets (vllm.py:_group_env).
+_DATA_PARALLEL = (
+    "data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
+    "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+)  # fmt: skip
 # Arguments that follow from other settings, and which.
 _OWNED = {
     "model": "{section}.path",
     "dtype": "{section}.dtype",
     "tensor_parallel_size": "{section}.tensor_parallel",
+    **dict.fromkeys(_DATA_PARALLEL),
     "max_model_len": "data.max_prompt_length and rollout.max_response_length",  # also what a teacher reads
     "seed": "train.seed",
     "enable_sleep_mode": "cluster.placement",
@@ -45,7 +52,11 @@ _OWNED = {
 }
 # Those that other settings decide in these sections.
 _OWNED_IN: dict[str, dict[str, str | None]] = {
-    "rollout": {"model": "model.path"},
+    "rollout": {
+        "model": "model.path",
+        "enable_expert_parallel": "rollout.expert_parallel",
+        **dict.fromkeys(_DATA_PARALLEL, "rollout.data_parallel"),
+    },
     "judge": {"max_model_len": "judge.max_prompt_length and judge.max_tokens", "max_logprobs": None},
 }
 
@@ -77,7 +88,7 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
     vLLM's source is read, not imported: that takes many seconds, and wants the platform prepared. Without vLLM on this
     machine (a controller's) unknown names are found where the engine starts.
     """
-    known = _fields_of_engine_args()
+    known, owned = _fields_of_engine_args(), {**_OWNED, **_OWNED_IN.get(section, {})}
     if engine_args.get("distributed_executor_backend") == "external_launcher":
         raise ValueError(
             f"{section}.engine_args.distributed_executor_backend cannot be external_launcher: megarl starts one process an "
@@ -88,8 +99,8 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
             engine_args["additional_config"], f"{section}.engine_args.additional_config"
         )
     for name in engine_args:
-        if name in _OWNED:
-            owner = {**_OWNED, **_OWNED_IN.get(section, {})}[name]
+        if name in owned:
+            owner = owned[name]
             instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
             raise ValueError(f"{section}.engine_args.{name} cannot be given: {instead}")
         if known and name not in known:
@@ -184,6 +195,10 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if spec.expert_parallel:
+        arguments["enable_expert_parallel"] = True
+    if spec.data_parallel > 1 and spec.tensor_parallel == 1:  # vLLM would start a process for its one worker
+        arguments["distributed_executor_backend"] = "uni"
     if spec.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
     if spec.prompt_top_k is not None:

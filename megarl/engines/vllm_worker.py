@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
-from megarl.engines import vllm_ascend, vllm_compat
+from megarl.engines import vllm_ascend, vllm_compat, vllm_cpu_collectives
 from megarl.exchange.receiver import WeightReceiver
 from megarl.exchange.session import ExchangeSession, host_id
 
@@ -25,6 +25,7 @@ _SHOWN = 5  # names in an error
 
 if current_platform.is_cpu():
     vllm_compat.fix_expert_parallel_on_cpu()  # before any model is built
+    vllm_cpu_collectives.fix_uneven_collectives_on_cpu()
 
 
 class WorkerExtension:
@@ -64,20 +65,20 @@ class WorkerExtension:
         return vllm_ascend.put_back(held)
 
     def megarl_update(self, version: int) -> list:
-        """Receive and load `version`: [report, names of tensors that this rank's model did not read].
+        """Receive and load `version`: [report, names of all tensors, names of those that this rank's model did not read].
 
-        The names are looked for in the first update, and must stay the same later. Raises
+        The names are told in the first update, and must stay the same later. Raises
         ValueError where a parameter got no value or too little of one, or names changed.
         """
         receiver = self._megarl_receiver
         try:
-            unread = self._megarl_load(receiver.weights(version))
-            return [receiver.finish().to_dict(), unread]
+            names, unread = self._megarl_load(receiver.weights(version))
+            return [receiver.finish().to_dict(), names, unread]
         except BaseException as error:
             receiver.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _megarl_load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> list[str]:
+    def _megarl_load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
         known: list[str] | None = getattr(self, "_megarl_names", None)
         names: list[str] = []
         watch = _Reads() if known is None else None
@@ -93,11 +94,11 @@ class WorkerExtension:
             load(self.model_runner.model, counted(), self.model_config)
         if watch is not None:
             self._megarl_names = names
-            return watch.unread()
+            return names, watch.unread()
         if names != known:
             changed = sorted(set(names) ^ set(known or ()))[:_SHOWN]
             raise ValueError(f"the trainer exports other names or another order than before: {changed}")
-        return []
+        return [], []
 
 
 def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for_futures
 from typing import Any, Protocol, TypeVar
 
 from megarl.types import DataRef, Group
@@ -63,21 +64,34 @@ def wait_for_all(
 ) -> list[T]:
     """Results of one call to each of `services`, within `limit` seconds of now, which the recipe's `key` says.
 
-    Raises RuntimeError that names the first that has not answered; `doing`, as in "did not ...", is what it was to do.
+    Raises what a call raises as soon as one does: others may wait for that service. Raises RuntimeError that names the
+    first that has not answered; `doing`, as in "did not ...", is what it was to do.
     """
-    patience = time.monotonic() + limit
-    results = []
+    wait_for_futures(calls, timeout=limit, return_when=FIRST_EXCEPTION)
+    for call in calls:
+        if call.done() and call.exception() is not None:
+            call.result()
     for service, call in zip(services, calls, strict=True):
-        try:
-            results.append(call.result(timeout=max(patience - time.monotonic(), 0.0)))
-        except FutureTimeout:
-            if call.done():  # the call itself raised a TimeoutError
-                raise
+        if not call.done():
             raise RuntimeError(
                 f"{service.name} did not {doing} within {key} = {limit:g} s. Its log is in the run's "
                 f"logs/{service.name}.log; raise {key} if it is only slow."
-            ) from None
-    return results
+            )
+    return [call.result() for call in calls]
+
+
+def watching(services: Sequence[Service], check: Callable[[], None]) -> Callable[[], None]:
+    """`check`, which then also raises where an engine of `services` has failed while nobody waited for its answer: one of
+    a group steps for the others, too."""
+    ends = [service.call("watch") for service in services]
+
+    def both() -> None:
+        check()
+        for end in ends:
+            if end.done():
+                end.result()
+
+    return both
 
 
 def attach(result: tuple[Group, DataRef]) -> Group:

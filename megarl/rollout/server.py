@@ -20,7 +20,7 @@ from megarl.config.sandbox import SandboxConfig
 from megarl.config.schema import RewardConfig
 from megarl.data.images import ImageReader
 from megarl.data.tokenizer import load_tokenizer
-from megarl.engines.base import EngineSpec
+from megarl.engines.base import EngineSpec, Seat
 from megarl.exchange.session import ExchangeSession
 from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.weighted import terms_of
@@ -66,9 +66,16 @@ class RolloutServer:
         self._said: dict[int, list[str]] | None = {} if judged else None
         self._settling: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
 
-    async def start(self) -> dict[str, Any]:
-        """Load the engine; returns its description."""
-        description = await self._in_thread(self.engine.start)
+    async def open_meeting_place(self, host: str) -> Seat:
+        """Have this engine's group meet here. `host`: this machine's address as the others' reach it."""
+        from megarl.engines.group import MeetingPlace
+
+        self.meeting_place = MeetingPlace(host)
+        return self.meeting_place.seat
+
+    async def start(self, seat: Seat | None = None) -> dict[str, Any]:
+        """Load the engine; returns its description. `seat`: in its group, where it is one of a group."""
+        description = await self._in_thread(self.engine.start, *([] if seat is None else [seat]))
         await self._in_thread(self.scoring.start)
         if self.agents is not None:
             self.loop = await self.agents.start()
@@ -186,6 +193,10 @@ class RolloutServer:
         report = await self._in_thread(self.engine.update_weights, version)
         self.version = version
         return report
+
+    async def watch(self) -> None:
+        """Return when the engine has been shut down; raise as soon as it has failed."""
+        await self._in_thread(self.engine.watch)
 
     async def sleep(self) -> None:
         await self._in_thread(self.engine.sleep)
