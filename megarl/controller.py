@@ -6,7 +6,8 @@ the policy (`rollout.max_staleness`) differs. So are RL and SFT: only the source
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,27 @@ class Controller:
         for notice in batch.notices:
             log.notice(f"step {step}: {notice}")
         if batch.groups:
-            self._train(step, batch)
+            with self._profiled(step):
+                self._train(step, batch)
         else:
             self.placement.to_train()
             log.warn(f"step {step}: no group with spread was found, so there is nothing to learn from: no update")
             log.add({"actor/skipped_updates": float(recipe.actor.mini_batches)})
             self.skipped.note("actor", step, "no group with spread was found")
+
+    @contextlib.contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """Have the trainers traced meanwhile, in steps of `observe.profile_steps`."""
+        observe = self.recipe.observe
+        if step not in observe.profile_steps:
+            yield
+            return
+        folder = self.log.run_dir.profile / f"step_{step}"
+        self.trainers.call("start_profile", str(folder), observe.profile_ranks)
+        yield
+        with self.log.phase("profile"):
+            self.trainers.call("stop_profile")
+        self.log.notice(f"step {step} was traced, and is slower for it: {folder}")
 
     def _conclude(self, step: int) -> None:
         """What follows an update: new weights to the engines, evaluation, the step's line."""

@@ -100,7 +100,7 @@ def prepare_training(recipe: Recipe, begin: Callable[[str], None] = lambda stage
     check_model(config)
     check_layout(config, recipe.megatron, recipe.cluster.trainers)
     check_lora(config, recipe.lora, recipe.megatron)
-    check_extra(recipe.megatron.extra, "megatron")
+    check_extra(recipe, config, "megatron")
     critic = _read_critic(recipe, tokenizer) if uses_critic(recipe.algorithm) else None
     if needs_teacher(recipe.algorithm):
         _check_teacher(recipe, tokenizer)
@@ -252,7 +252,6 @@ def _read_critic(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
     if transport(recipe) == "torchrun":
         raise RecipeError("cluster.transport", ONE_LAYOUT, "start it without torchrun", value=recipe.cluster.transport)
     view = critic_view(recipe)
-    check_extra(view.megatron.extra, "critic.megatron")
     key = "critic.model_path" if recipe.critic.model_path else "model.path"
     config = read_weights_config(view.model.path, key)
     check_vocabulary(tokenizer, config)
@@ -267,6 +266,7 @@ def _read_critic(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
             f"The critic cannot be laid out (critic.megatron and critic.trainers stand for megatron and "
             f"cluster.trainers here). {error}"
         ) from error
+    check_extra(view, config, "critic.megatron")
     return config
 
 

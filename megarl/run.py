@@ -15,7 +15,7 @@ from typing import Any
 from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
 from megarl.checkpoint import check_whole, checkpoint_name, list_checkpoints
-from megarl.cluster import connect, is_controller, serve
+from megarl.cluster import connect, environment_notices, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
 from megarl.cluster.placement import Demand
 from megarl.config import Recipe, load_recipe
@@ -111,7 +111,7 @@ def train(recipe: Recipe) -> Path:
         )
         log = RunLog(recipe, place.directory, first_step=place.first_step, total_steps=recipe.train.steps)
     with log:
-        for notice in [*prepared.notices, *place.notices]:
+        for notice in [*prepared.notices, *place.notices, *environment_notices(recipe, platform)]:
             log.notice(notice)
         rl = recipe.train.source == "rollout"
         critic, fixed = uses_critic(recipe.algorithm), fixed_models(recipe)
@@ -139,6 +139,8 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         prepared = prepare_evaluation(recipe)
         platform = platforms.select(recipe.cluster.device)
         check_device(recipe, platform.name, training=False)
+    for notice in environment_notices(recipe, platform):
+        print(notice, file=sys.stderr)
     assert prepared.evaluation is not None
     judge = [section for section in fixed_models(recipe) if section == JUDGE]  # no teacher is asked
     with connected(recipe, platform, trainers=False, engines=True, fixed=judge) as cluster:

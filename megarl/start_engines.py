@@ -16,6 +16,7 @@ from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec, Seat
 from megarl.engines.specs import judge_spec, policy_spec, teacher_spec
 from megarl.placement import wait_for_engines
+from megarl.platform.environment import users_first
 from megarl.preflight import Prepared
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
@@ -86,5 +87,5 @@ def _start(
     platform: Any,
     cluster: Cluster,
 ) -> Service:
-    env = engine_env(engine, platform.rollout_env(), recipe.cluster.threads, spec.engine_args)
+    env = engine_env(engine, users_first(platform.rollout_env()), recipe.cluster.threads, spec.engine_args)
     return cluster.start_service(server, args, name=spec.name, devices=spec.tensor_parallel, env=env)

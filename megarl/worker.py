@@ -21,6 +21,7 @@ from megarl.algorithms.catalogue import import_modules
 from megarl.algorithms.process_advantages import placed, up_to
 from megarl.config.schema import Recipe
 from megarl.exchange.session import host_id
+from megarl.platform.base import Profiler
 from megarl.types import DataRef, SampleTokens, Shard, ShardSample, Steps, fetch
 
 
@@ -38,6 +39,7 @@ class Worker:
         import torch
 
         torch.set_num_threads(recipe.cluster.threads)
+        torch.use_deterministic_algorithms(recipe.train.deterministic)
         self.platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         torch.distributed.init_process_group(
             self.platform.process_group_backend, timeout=timedelta(seconds=recipe.cluster.timeout)
@@ -45,6 +47,7 @@ class Worker:
         _seed_everything(recipe.train.seed)
 
         self.trainer = self._make_trainer(total_optimizer_steps, weights_only)
+        self.profiler: Profiler | None = None
         self.saves: list[Any] = []  # checkpoint.Save, of the last checkpoint
         self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
         self.members: list[list[list[int]]] = []  # of each micro batch: numbers of its samples in the shard
@@ -62,6 +65,18 @@ class Worker:
     def sees(self, path: str) -> tuple[str, bool]:
         """This machine's name, and whether `path` exists on it."""
         return socket.gethostname(), os.path.exists(path)
+
+    def start_profile(self, directory: str, ranks: list[int]) -> None:
+        """Trace what this process computes until `stop_profile`, if it is one of `ranks`."""
+        if self.rank in ranks:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self.profiler = self.platform.profiler(Path(directory), f"rank{self.rank}")
+            self.profiler.start()
+
+    def stop_profile(self) -> None:
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.profiler = None
 
     # --- one step -------------------------------------------------------------------------------
 

@@ -128,7 +128,11 @@ def test_the_table_of_versions() -> None:
 
 def test_the_table_of_the_environment() -> None:
     platform = NPUPlatform()
-    roles = (platform.trainer_env(1800.0) | {"HCCL_EXEC_TIMEOUT": "`cluster.timeout`"}, platform.rollout_env())
+    roles = (
+        platform.trainer_env(1800.0)
+        | dict.fromkeys(["HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"], "`cluster.timeout`"),
+        platform.rollout_env(),
+    )
     table = {row[0].strip("`"): row[1:3] for row in rows(section("ascend.md", "Environment"))}
     assert table.pop(platform.visible_devices_env) == ["its device", "its devices"]
     for column, environ in enumerate(roles):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig, OptimizerConfig
 from megarl.flops import COUNTED
 from megarl.megatron.batch import MicroBatch, pack
@@ -325,6 +326,9 @@ def test_names_in_extra_are_checked_against_megatrons_source() -> None:
     from megatron.core.transformer import MLATransformerConfig
 
     assert fields_of_megatron() == {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    check_extra(["moe_router_dtype", "recompute_modules"], "megatron")
+    recipe = Recipe()
+    recipe.cluster.device, recipe.megatron.extra = "cpu", {"moe_router_dtype": "fp32", "recompute_modules": ["mlp"]}
+    check_extra(recipe, DENSE, "megatron")
+    recipe.megatron.extra = {"moe_router_dtypee": "fp32"}
     with pytest.raises(ValueError, match=r"critic\.megatron\.extra\.moe_router_dtypee .* Nearest: moe_router_dtype\."):
-        check_extra(["moe_router_dtypee"], "critic.megatron")
+        check_extra(recipe, DENSE, "critic.megatron")

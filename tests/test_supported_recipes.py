@@ -14,7 +14,7 @@ from megarl.cluster.placement import Demand, place
 from megarl.config.critic import critic_view
 from megarl.config.supported import PAGE, Row, document, rows
 from megarl.flops import model_flops
-from megarl.megatron.config_fields import check_names, fields_of_megatron
+from megarl.megatron.config_fields import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
@@ -24,8 +24,6 @@ from megarl.preflight_engines import check_engines, check_experts
 ROOT = Path(__file__).parent.parent
 ROWS = {row.path.name: row for row in rows()}
 EACH = pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
-# Keys of MindSpeed, which adds them to Megatron's configuration when it runs.
-OF_MINDSPEED = ("use_fused_rotary_pos_emb", "use_fused_swiglu", "swap_optimizer")
 
 BYTES_OF_BFLOAT16 = 2
 DEVICE_BYTES = 64e9  # of each device that a head names; a fifth is left to the cache and to activations
@@ -126,11 +124,12 @@ def test_batches_divide(row: Row) -> None:
 
 
 @EACH
-def test_extra_names_real_fields(row: Row) -> None:
-    """A field of neither Megatron nor MindSpeed, which MindSpeed would take silently."""
-    known = fields_of_megatron()
-    assert known is not None
-    check_names(load_recipe(row.path).megatron.extra, {*known, *OF_MINDSPEED}, "megatron")
+def test_extra_names_real_settings(row: Row) -> None:
+    """A field of neither Megatron nor MindSpeed, which MindSpeed would take silently; settings that exclude each other."""
+    recipe, model = load_recipe(row.path), model_configs.read(row.shape)
+    check_extra(recipe, model, "megatron")
+    if uses_critic(recipe.algorithm):
+        check_extra(critic_view(recipe), model, "critic.megatron")
 
 
 @pytest.mark.parametrize("name", model_configs.names())

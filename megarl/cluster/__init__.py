@@ -21,6 +21,7 @@ from megarl.cluster.base import Cluster, Service, WorkerGroup, host_name
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
 from megarl.cluster.placement import Demand
 from megarl.config.schema import Recipe
+from megarl.platform.environment import notices, users_first
 
 if TYPE_CHECKING:
     from megarl.platform.base import Platform
@@ -34,6 +35,7 @@ __all__ = [
     "WorkerFailed",
     "WorkerGroup",
     "connect",
+    "environment_notices",
     "host_name",
     "is_controller",
     "log_dir",
@@ -74,6 +76,17 @@ def serve(recipe: Recipe) -> None:
     torchrun_rank.serve(log_dir(recipe))
 
 
+def _trainer_env(recipe: Recipe, platform: Platform) -> dict[str, str]:
+    own = platform.trainer_env(recipe.cluster.timeout)
+    return own | (platform.deterministic_env() if recipe.train.deterministic else {})
+
+
+def environment_notices(recipe: Recipe, platform: Platform) -> list[str]:
+    """What is to be said of settings for the recipe's processes that the environment of this command has otherwise."""
+    trainers = notices("trainers", _trainer_env(recipe, platform))
+    return trainers + (notices("engines", platform.rollout_env()) if recipe.train.source == "rollout" else [])
+
+
 def connect(
     recipe: Recipe,
     platform: Platform,
@@ -101,8 +114,8 @@ def connect(
         demand.require_trainers_devices_suffice()
     threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
     role_env = {
-        "trainer_env": threads | platform.trainer_env(recipe.cluster.timeout),
-        "service_env": threads | platform.rollout_env(),
+        "trainer_env": threads | users_first(_trainer_env(recipe, platform)),
+        "service_env": threads | users_first(platform.rollout_env()),
     }
     if transport(recipe) == "torchrun":
         from megarl.cluster.devices import LocalDevices

@@ -15,6 +15,7 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.data import DataConfig
 from megarl.config.judge import JudgeConfig
 from megarl.config.key import key
+from megarl.config.observe import ObserveConfig
 from megarl.config.remote import RemoteConfig
 from megarl.config.sandbox import SandboxConfig
 from megarl.config.training import ActorConfig, CriticConfig, LoraConfig, MegatronConfig, ModelConfig
@@ -153,6 +154,10 @@ class TrainConfig:
     )
     steps: int = key(1, "Controller steps.", at_least=1)
     seed: int = key(0, "Seed of everything random.", at_least=0)
+    deterministic: bool = key(
+        False,
+        "Trainers compute with kernels whose sums have a fixed order alone (torch.use_deterministic_algorithms, Megatron's deterministic_mode, and what the device's libraries read in the environment), so that the same batch gives the same update to the last bit in the same layout. Slower on devices; an operation that has no such kernel is an error. What engines sample is not covered.",
+    )
     save_every: int = key(
         0, "Checkpoint every so many steps; 0: only at the end where `train.save_at_end`.", at_least=0
     )
@@ -220,22 +225,6 @@ class ExchangeConfig:
     timeout: float = key(
         600.0, "Seconds until a silent peer fails the update, or the connection that it needs.", above=0
     )
-
-
-@dataclass
-class ObserveConfig:
-    """What a person sees. metrics.jsonl is always written."""
-
-    console: Literal["auto", "live", "plain"] = key(
-        "auto", "A live display, or a line a step. auto: live on a terminal."
-    )
-    tensorboard: bool = key(True, "Write TensorBoard events.")
-    trackers: list[str] = key([], "Any of wandb, swanlab, mlflow; each must be installed and logged in.")
-    project: str = key("megarl", "Project name in these trackers.")
-    samples_per_step: int = key(
-        32, "Samples written to samples/ a step, in whole groups spread over the batch.", at_least=0
-    )
-    report: bool = key(True, "Write report.html at the end.")
 
 
 @dataclass

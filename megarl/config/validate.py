@@ -403,12 +403,7 @@ def _data_fits(recipe: Recipe) -> None:
 
 
 @check
-def _trackers_are_known(recipe: Recipe) -> None:
-    for tracker in recipe.observe.trackers:
-        if tracker not in ("wandb", "swanlab", "mlflow"):
-            raise RecipeError(
-                "observe.trackers",
-                f"there is no tracker '{tracker}'",
-                "choose from wandb, swanlab, mlflow",
-                value=list(recipe.observe.trackers),
-            )
+def _observing_fits(recipe: Recipe) -> None:
+    from megarl.config.observe import check_observe
+
+    check_observe(recipe)

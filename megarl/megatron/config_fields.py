@@ -1,4 +1,5 @@
-"""Whether the names in `megatron.extra` are fields of Megatron's configuration, before a process starts."""
+"""Whether the names in `megatron.extra` are fields of Megatron's configuration, or settings of what adapts Megatron to the
+device, before a process starts; and what the latter is told."""
 
 from __future__ import annotations
 
@@ -9,6 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megarl import platform
+from megarl.config.errors import RecipeError
+from megarl.config.schema import Recipe
+from megarl.config.training import MegatronConfig
+from megarl.megatron.layout import uses_sequence_parallel
+from megarl.model_config import number_of_experts, text_fields
+from megarl.platform.adaptor import Adaptor, adaptor
 from megarl.registry import nearest
 
 _CLASSES = {
@@ -17,25 +25,70 @@ _CLASSES = {
 }
 
 
-def check_extra(extra: Iterable[str], section: str) -> None:
-    """As `check_names`, for whatever configuration the installed Megatron has.
+def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None:
+    """Refuse names in `section`'s extra that neither the installed Megatron nor what adapts it to the recipe's device
+    has, and settings of the latter that it would not take. `hf_config`: the model's config.json.
 
-    Its source is read, not imported: that takes seconds, and wants the platform prepared. Says nothing where Megatron is
-    not installed on this machine, or with MindSpeed, which adds fields at run time; trainers ask again.
+    Megatron's source is read, not imported: that takes seconds, and wants the platform prepared. Says nothing where
+    Megatron is not installed on this machine; trainers ask again.
     """
-    known = fields_of_megatron()
-    if known is None or importlib.util.find_spec("mindspeed") is not None:
+    known, extra = fields_of_megatron(), recipe.megatron.extra
+    if known is None:
         return
-    check_names(extra, known, section)
+    adapts = adaptor(platform.kind(recipe.cluster.device))
+    for name, value in extra.items():
+        problem = None if name in known - adapts.settings else adapts.problem(name, value)
+        if problem is not None:
+            raise RecipeError(f"{section}.extra.{name}", *problem, value=value)
+    check_names(extra, known, section, adapts)
+    contradiction = adapts.contradiction(adaptor_settings(recipe, hf_config))
+    if contradiction is not None:
+        name, problem = contradiction
+        raise RecipeError(f"{section}.extra.{name}", *problem, value=extra.get(name))
 
 
-def check_names(extra: Iterable[str], known: Iterable[str], section: str) -> None:
-    """Raise ValueError for a name in `section`'s extra that is not `known`, with the nearest that is."""
+def check_names(extra: Iterable[str], fields: Iterable[str], section: str, adapts: Adaptor) -> None:
+    """Raise ValueError for a name in `section`'s extra that is neither in `fields`, Megatron's, nor a setting of what
+    adapts Megatron, with the nearest that is."""
+    known = {*fields, *adapts.settings}
     for name in extra:
         if name not in known:
             near = nearest(name, known)
             hint = f" Nearest: {near}." if near else ""
-            raise ValueError(f"{section}.extra.{name} is no field of Megatron's TransformerConfig.{hint}")
+            also = f" and no setting of {adapts.label}" if adapts.label else ""
+            raise ValueError(f"{section}.extra.{name} is no field of Megatron's TransformerConfig{also}.{hint}")
+
+
+def adaptor_settings(recipe: Recipe, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """What `Platform.adapt` is told of the model that `recipe` lays out: under Megatron's names what Megatron's own
+    command line would hold of it, then `megatron.extra`."""
+    megatron, text = recipe.megatron, text_fields(hf_config)
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": megatron.tensor_parallel,
+        "sequence_parallel": uses_sequence_parallel(megatron),
+        "pipeline_model_parallel_size": megatron.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": megatron.virtual_pipeline,
+        "context_parallel_size": megatron.context_parallel,
+        "expert_model_parallel_size": megatron.expert_parallel,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel or 1,
+        "use_distributed_optimizer": megatron.distributed_optimizer,
+        "bf16": recipe.model.dtype == "bfloat16",
+        "num_attention_heads": text["num_attention_heads"],
+        "multi_latent_attention": bool(text.get("kv_lora_rank")),
+        "position_embedding_type": "mrope" if "vision_config" in hf_config else "rope",
+        **recompute_settings(megatron),
+    }
+    if experts := number_of_experts(text):
+        # As mbridge sets them of models with experts, where `extra` does not.
+        settings |= {"num_experts": experts, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
+    return settings | megatron.extra
+
+
+def recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
+    """`megatron.recompute` under Megatron's names."""
+    if megatron.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective"} if megatron.recompute == "selective" else {}
 
 
 @cache

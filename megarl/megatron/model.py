@@ -7,7 +7,6 @@ import dataclasses
 import importlib.util
 import random
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,13 @@ import torch
 
 from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig
-from megarl.megatron.config_fields import check_names
+from megarl.megatron.config_fields import adaptor_settings, check_names, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.lora.targets import check_lora
 from megarl.model_config import number_of_experts, text_fields
 from megarl.platform import Platform
+from megarl.platform.adaptor import adaptor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -58,6 +58,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     with_adapters = recipe.lora.rank > 0 and not value_head  # they are the actor's
     if with_adapters:
         check_lora(hf_config.to_dict(), recipe.lora, recipe.megatron)
+    platform.adapt(_with_enums(adaptor_settings(recipe, hf_config.to_dict())))
     _initialize_parallel(recipe.megatron, recipe.cluster.timeout)
     seed_everything(recipe.train.seed)
 
@@ -137,6 +138,19 @@ def seed_everything(seed: int) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def _with_enums(settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings` with Megatron's enumerations where a recipe can only write names. mbridge does so for its own."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    name = settings.get("attention_backend")
+    if not isinstance(name, str):
+        return settings
+    if name not in AttnBackend.__members__:
+        known = ", ".join(AttnBackend.__members__)
+        raise ValueError(f"megatron.extra.attention_backend is {name!r}; Megatron knows {known}.")
+    return settings | {"attention_backend": AttnBackend[name]}
+
+
 def _initialize_parallel(megatron: MegatronConfig, timeout: float) -> None:
     from megatron.core import parallel_state
 
@@ -177,7 +191,8 @@ def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
         make_vocab_size_divisible_by=vocab_divisor(text_fields(hf_config.to_dict()), recipe.megatron),
     )
     settings = _transformer_settings(recipe, hf_config, platform)
-    _check_names(recipe.megatron.extra, bridge)
+    fields = [field.name for field in dataclasses.fields(bridge.TransformerConfigClass)]
+    check_names(recipe.megatron.extra, fields, "megatron", adaptor(platform.name))
     bridge.set_extra_args(**settings)
     return bridge
 
@@ -195,6 +210,7 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         # The fused kernel is apex's or Transformer Engine's.
         "gradient_accumulation_fusion": platform.name == "cuda"
         and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        "deterministic_mode": recipe.train.deterministic,
         "num_layers_in_first_pipeline_stage": megatron.first_stage_layers,
         "num_layers_in_last_pipeline_stage": megatron.last_stage_layers,
         **mbridge_fixes.config_overrides(hf_config),
@@ -202,10 +218,7 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
     if platform.uses_native_layers:
         # Megatron's fused activation gains by being compiled, which it is not here.
         settings["bias_activation_fusion"] = False
-    if megatron.recompute == "full":
-        settings.update(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    elif megatron.recompute == "selective":
-        settings.update(recompute_granularity="selective")
+    settings |= recompute_settings(megatron)
     if number_of_experts(text_fields(hf_config.to_dict())):
         settings.update(
             # Megatron's own depend on the split: see router_losses.py.
@@ -217,12 +230,6 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         if recipe.model.dtype == "bfloat16":
             settings["moe_router_dtype"] = "fp32"
     return {**settings, **megatron.extra}
-
-
-def _check_names(extra: dict[str, Any], bridge: Any) -> None:
-    """Refuse fields that this model's TransformerConfig does not have. MindSpeed adds fields of its own at run time."""
-    if "mindspeed.megatron_adaptor" not in sys.modules:
-        check_names(extra, [field.name for field in dataclasses.fields(bridge.TransformerConfigClass)], "megatron")
 
 
 def parameters_on_rank(model: Model, *, trained: bool = False) -> int:

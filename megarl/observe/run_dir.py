@@ -27,6 +27,7 @@ class RunDirectory:
         samples/                 step_000123.jsonl: what was generated, with rewards
         tensorboard/             event files
         trace.json               a timeline for Perfetto or chrome://tracing
+        profile/                 step_3/: traces of trainers, where observe.profile_steps asks for them
         checkpoints/
         report.html  summary.json
         run.lock                 held while a run lives
@@ -41,6 +42,7 @@ class RunDirectory:
         self.samples = self.path / "samples"
         self.tensorboard = self.path / "tensorboard"
         self.trace = self.path / "trace.json"
+        self.profile = self.path / "profile"
         self.checkpoints = self.path / "checkpoints"
         self.report = self.path / "report.html"
         self.summary = self.path / "summary.json"

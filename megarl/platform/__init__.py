@@ -6,7 +6,14 @@ import importlib.util
 
 from megarl.platform.base import Platform
 
-__all__ = ["Platform", "select"]
+__all__ = ["Platform", "kind", "select"]
+
+
+def kind(device: str = "auto") -> str:
+    """The kind of device that `select` takes for it: "cpu", "cuda" or "npu", whether it is there or not."""
+    if device != "auto":
+        return device
+    return "npu" if _has_npu() else "cuda" if _has_cuda() else "cpu"
 
 
 def select(device: str = "auto") -> Platform:
@@ -15,8 +22,7 @@ def select(device: str = "auto") -> Platform:
     auto takes the NPU where torch_npu is installed, else CUDA where torch sees a GPU, else the CPU.
     Raises ValueError for a device that this machine does not have, and for an unknown name.
     """
-    if device == "auto":
-        device = "npu" if _has_npu() else "cuda" if _has_cuda() else "cpu"
+    device = kind(device)
     if device == "cpu":
         from megarl.platform.cpu import CPUPlatform
 

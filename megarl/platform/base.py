@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
 
+class Profiler(Protocol):
+    """torch's, or a device's own."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Platform(ABC):
     """One kind of device: its names, its environment, and the few calls that differ between kinds.
 
-    A trainer process calls `prepare`, then `set_device`, and only then imports Megatron.
+    A trainer process calls `prepare`, then `set_device`, only then imports Megatron, and calls `adapt` before model
+    parallel is initialised.
     Engine processes take `rollout_env` and nothing else: what `prepare` patches is process-wide
     and would break an engine.
     """
@@ -33,8 +44,17 @@ class Platform(ABC):
     def prepare(self) -> None:
         """Patch what must be patched before Megatron is imported. Idempotent; trainer processes only."""
 
+    def adapt(self, settings: Mapping[str, Any]) -> None:
+        """Tell what adapts Megatron to this device, where something does, how the process's model is laid out and
+        computed. `settings`: under Megatron's names, as config_fields.adaptor_settings has them. The last call counts."""
+        del settings  # Megatron needs no adapting
+
     def trainer_env(self, timeout: float) -> dict[str, str]:
         """Environment of a trainer process, to be set before it starts. `timeout`: the recipe's cluster.timeout."""
+        return {}
+
+    def deterministic_env(self) -> dict[str, str]:
+        """What a trainer process needs in its environment for `train.deterministic`, besides what torch itself is told."""
         return {}
 
     def rollout_env(self) -> dict[str, str]:
@@ -61,6 +81,17 @@ class Platform(ABC):
     def peak_memory(self) -> float:
         """The most memory that this process has held so far, in GiB: of tensors on the device, or, where
         there is no device memory, of the whole process (resident)."""
+
+    def profiler(self, directory: Path, name: str) -> Profiler:
+        """What traces this process between `start` and `stop`; the latter writes to `directory`, under `name`."""
+        import torch.profiler as profiler
+
+        kinds = profiler.supported_activities()  # CPU, and CUDA where there is one
+        return profiler.profile(
+            activities=kinds,
+            record_shapes=True,
+            on_trace_ready=lambda trace: trace.export_chrome_trace(str(directory / f"{name}.json.gz")),
+        )
 
     @staticmethod
     def _assert_before_megatron() -> None:

@@ -46,7 +46,8 @@ class CPUPlatform(Platform):
             return
         self._assert_before_megatron()
         torch._megarl_cpu = True
-        os.environ.update(_ENVIRONMENT)
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
         _device_queries()
         _streams()
         _random_states()

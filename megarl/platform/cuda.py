@@ -29,6 +29,14 @@ class CUDAPlatform(Platform):
         # Megatron overlaps communication with computation by the order in which kernels are queued.
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
+    def deterministic_env(self) -> dict[str, str]:
+        # cuBLAS's own buffers, as torch asks for; Transformer Engine's attention; NCCL's sums in rings, always the same.
+        return {
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+            "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+            "NCCL_ALGO": "Ring",
+        }
+
     def set_device(self, local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from megarl.platform.base import Platform
+from megarl.platform import mindspeed
+from megarl.platform.base import Platform, Profiler
 
 
 class NPUPlatform(Platform):
@@ -32,23 +37,47 @@ class NPUPlatform(Platform):
         # MindSpeed reads sys.argv into a process-wide namespace, unknown flags included: ours are not for it.
         arguments, sys.argv = sys.argv, sys.argv[:1]
         try:
-            import mindspeed.megatron_adaptor  # noqa: F401
+            with _without_aliases():
+                import mindspeed.megatron_adaptor  # noqa: F401
         finally:
             sys.argv = arguments
+
+    def adapt(self, settings: Mapping[str, Any]) -> None:
+        from mindspeed.megatron_adaptor import repatch
+
+        try:
+            with _without_aliases():
+                repatch(mindspeed.arguments(settings))
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"MindSpeed needs the module {error.name} for one of the settings in megatron.extra: leave that one out, or "
+                "install what has the module (megatron.training is in a checkout of Megatron-LM, not in megatron-core)."
+            ) from error
 
     def trainer_env(self, timeout: float) -> dict[str, str]:
         return {
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
             "TASK_QUEUE_ENABLE": "2",
-            "HCCL_CONNECT_TIMEOUT": "3600",
-            "HCCL_EXEC_TIMEOUT": str(math.ceil(timeout)),  # whole seconds
+            # Whole seconds, and of the first those that CANN takes.
+            "HCCL_CONNECT_TIMEOUT": str(min(max(math.ceil(timeout), 120), 7200)),
+            "HCCL_EXEC_TIMEOUT": str(math.ceil(timeout)),
             **_MANY_PROCESSES,
         }
 
-    def rollout_env(self) -> dict[str, str]:
-        # No PYTORCH_NPU_ALLOC_CONF: vllm-ascend's sleep mode refuses expandable segments.
+    def deterministic_env(self) -> dict[str, str]:
+        # Sums of collectives, of matrix products over their inner dimension, and of ATB's in a fixed order.
         return {
+            "HCCL_DETERMINISTIC": "true",
+            "LCCL_DETERMINISTIC": "1",
+            "CLOSE_MATMUL_K_SHIFT": "1",
+            "ATB_MATMUL_SHUFFLE_K_ENABLE": "0",
+        }
+
+    def rollout_env(self) -> dict[str, str]:
+        return {
+            # vllm-ascend's sleep mode refuses them; under torchrun an engine would inherit a trainer's.
+            "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
             "TASK_QUEUE_ENABLE": "1",  # 2 does not go with ACL graphs
             "HCCL_CONNECT_TIMEOUT": "3600",
             "HCCL_EXEC_TIMEOUT": "3600",
@@ -72,6 +101,33 @@ class NPUPlatform(Platform):
     def peak_memory(self) -> float:
         return torch.npu.max_memory_allocated() / 2**30
 
+    def profiler(self, directory: Path, name: str) -> Profiler:
+        from torch_npu import profiler
+
+        traced: Profiler = profiler.profile(
+            activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU],
+            record_shapes=True,
+            on_trace_ready=profiler.tensorboard_trace_handler(str(directory), worker_name=name),
+        )
+        return traced
+
 
 # Trainer and engine share a device when colocated: without ranges both bind HCCL's default port.
 _MANY_PROCESSES = {"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050", "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050"}
+
+
+@contextlib.contextmanager
+def _without_aliases() -> Iterator[None]:
+    """MindSpeed asks each module of the process for each name that it patches. Transformers 5 has modules that import
+    others when they are asked (`models.X.image_processing_X_fast`), of every vision model, and fail where torchvision is
+    missing: meanwhile these have nothing but what they hold."""
+    asked = [
+        (module, vars(module).pop("__getattr__"))
+        for name, module in list(sys.modules.items())
+        if name.startswith("transformers.") and "__getattr__" in vars(module)
+    ]
+    try:
+        yield
+    finally:
+        for module, function in asked:
+            module.__getattr__ = function  # type: ignore[method-assign]

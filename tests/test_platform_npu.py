@@ -1,0 +1,226 @@
+"""The NPU platform, with torch_npu and MindSpeed played by stand-ins of the same functions; and environments of roles.
+
+The stand-ins' functions are held to the sources where these are: MEGARL_MINDSPEED, a git directory of MindSpeed's;
+MEGARL_TORCH_NPU, a folder that holds the package torch_npu (a wheel, unpacked)."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl import load_recipe, platform
+from megarl.cluster import environment_notices
+from megarl.config.schema import Recipe
+from megarl.megatron import model as models
+from megarl.platform.cpu import CPUPlatform
+from megarl.platform.cuda import CUDAPlatform
+from megarl.platform.environment import notices, users_first
+from megarl.platform.npu import NPUPlatform
+
+ROOT = Path(__file__).parent.parent
+STAND_INS = ROOT / "tests" / "stand_ins" / "ascend"
+MINDSPEED, TORCH_NPU = (os.environ.get(name, "") for name in ("MEGARL_MINDSPEED", "MEGARL_TORCH_NPU"))
+
+
+def test_activation_of_a_trainer() -> None:
+    """Order of imports, the command line kept from MindSpeed, NPU before CUDA, what is told and asked afterwards."""
+    code = """
+import sys
+from pathlib import Path
+sys.argv += ["train", "--debug"]
+import torch
+torch.cuda.is_available = lambda: True
+from megarl import platform
+import types
+def imports_what_is_not_there(name):
+    raise ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+alias = sys.modules["transformers.alias"] = types.ModuleType("transformers.alias")
+alias.__getattr__ = imports_what_is_not_there
+npu = platform.select("auto")
+assert npu.name == "npu" == platform.kind(), npu.name
+npu.prepare(); npu.prepare()
+import torch_npu
+from mindspeed.megatron_adaptor import told
+assert torch_npu.called == ["import torch_npu", "import mindspeed.megatron_adaptor with 0 arguments"], torch_npu.called
+assert sys.argv[1:] == ["train", "--debug"]
+npu.adapt({"context_parallel_size": 2, "swap_optimizer": True})
+npu.adapt({"use_flash_attn": False})
+assert told == [{"use_flash_attn": True, "context_parallel_size": 2, "swap_optimizer": True}, {"use_flash_attn": False}]
+try:
+    npu.adapt({"needs": 1})
+except ValueError as error:
+    assert "needs the module megatron.training" in str(error), error
+else:
+    raise AssertionError("a module that is not there was not said")
+assert alias.__getattr__ is imports_what_is_not_there
+npu.set_device(3); npu.empty_cache()
+assert torch_npu.called[2:] == ["set_device(3)", "empty_cache()"]
+assert (npu.peak_memory(), npu.device_name()) == (3.0, "Ascend910B1")
+trace = npu.profiler(Path("runs"), "rank0")
+trace.start(); trace.stop()
+assert torch_npu.called[4:] == ["profile (['cpu', 'npu'], ('runs', 'rank0'))", "profiled"], torch_npu.called
+sys.modules["megatron.core"] = sys; del sys.modules["mindspeed.megatron_adaptor"]
+try:
+    npu.prepare()
+except AssertionError as error:
+    assert "before megatron" in str(error)
+else:
+    raise AssertionError("patched after Megatron was imported")
+"""
+    environ = os.environ | {"PYTHONPATH": f"{STAND_INS}{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environ)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_adaptor_is_told_before_model_parallel_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After it, MindSpeed's part of initialize_model_parallel would come too late, and context parallel have no groups."""
+    recipe = load_recipe(ROOT / "recipes/grpo_qwen3_235b.yaml", ["megatron.extra.attention_backend=flash"])
+    heads = {"num_attention_heads": 64, "num_experts": 128}
+    order: list[Any] = []
+
+    class Stop(Exception):
+        pass
+
+    def initialise(*_: Any) -> None:
+        order.append("initialise")
+        raise Stop
+
+    monkeypatch.setattr(models, "_read_hf_config", lambda path: SimpleNamespace(to_dict=lambda: heads))
+    monkeypatch.setattr(models, "check_layout", lambda *_: None)
+    monkeypatch.setattr(models.torch.distributed, "get_world_size", lambda: 128)
+    monkeypatch.setattr(models, "_initialize_parallel", initialise)
+    with pytest.raises(Stop):
+        models.build(recipe, SimpleNamespace(adapt=order.append))  # type: ignore[arg-type]
+    settings, then = order
+    from megatron.core.transformer.enums import AttnBackend
+
+    assert then == "initialise" and settings["attention_backend"] is AttnBackend.flash
+    megatron = recipe.megatron
+    assert settings["tensor_model_parallel_size"] == megatron.tensor_parallel
+    assert settings["use_distributed_optimizer"] and settings["moe_permute_fusion"] and settings["num_experts"] == 128
+    recipe.megatron.extra["attention_backend"] = "flush"
+    with pytest.raises(ValueError, match="attention_backend is 'flush'; Megatron knows flash, "):
+        models.build(recipe, SimpleNamespace(adapt=order.append))  # type: ignore[arg-type]
+
+
+def test_other_devices_have_nothing_to_tell() -> None:
+    for one in (CPUPlatform(), CUDAPlatform()):
+        one.adapt({"context_parallel_size": 2})
+
+
+# --- environments ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("timeout", "connect", "run"), [(60, "120", "60"), (1800.5, "1801", "1801"), (9000, "7200", "9000")])  # fmt: skip
+def test_collectives_wait_as_long_as_the_recipe_says(timeout: float, connect: str, run: str) -> None:
+    env = NPUPlatform().trainer_env(timeout)
+    assert (env["HCCL_CONNECT_TIMEOUT"], env["HCCL_EXEC_TIMEOUT"]) == (connect, run)
+
+
+def test_roles_differ_where_they_must() -> None:
+    trainer, engine = NPUPlatform().trainer_env(60), NPUPlatform().rollout_env()
+    assert (trainer["TASK_QUEUE_ENABLE"], engine["TASK_QUEUE_ENABLE"]) == ("2", "1")
+    for name in ("PYTORCH_NPU_ALLOC_CONF", "HCCL_HOST_SOCKET_PORT_RANGE", "HCCL_NPU_SOCKET_PORT_RANGE"):
+        assert name in trainer and name in engine
+    assert not [name for name in trainer | engine if name.endswith("IFNAME")], "which interface is each node's own"
+
+
+def test_what_the_user_has_set_stays_and_is_said() -> None:
+    own, users = {"HCCL_CONNECT_TIMEOUT": "1800", "TASK_QUEUE_ENABLE": "2"}, {"HCCL_CONNECT_TIMEOUT": "5400", "A": "1"}
+    assert users_first(own, users) == {"HCCL_CONNECT_TIMEOUT": "5400", "TASK_QUEUE_ENABLE": "2"}
+    said = "the environment has HCCL_CONNECT_TIMEOUT=5400, which stays; trainers would have HCCL_CONNECT_TIMEOUT=1800"
+    assert notices("trainers", own, users) == [said]
+    assert notices("trainers", own, own) == []
+    memory, other = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, {"PYTORCH_ALLOC_CONF": ""}
+    assert users_first(memory, other) == {}, "torch_npu refuses both"
+    assert "PYTORCH_ALLOC_CONF=," in notices("trainers", memory, other)[0]
+
+
+def test_a_deterministic_run_asks_the_devices_libraries_too() -> None:
+    recipe = Recipe()
+    recipe.cluster.timeout, recipe.train.source = 60, "sft"
+    assert environment_notices(recipe, NPUPlatform()) == []
+    for own, name in ((NPUPlatform(), "HCCL_DETERMINISTIC"), (CUDAPlatform(), "CUBLAS_WORKSPACE_CONFIG")):
+        assert name in own.deterministic_env() and name not in own.trainer_env(60)
+
+
+def test_processes_start_in_their_roles_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `connect` hands on: the platform's, the recipe's, and the user's before both."""
+    from megarl import cluster
+    from megarl.platform import environment
+
+    given: dict[str, Any] = {}
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setitem(environment._STARTED_WITH, "HCCL_EXEC_TIMEOUT", "77")
+    monkeypatch.setattr("megarl.cluster.torchrun.TorchrunCluster", lambda *_, **roles: given.update(roles))
+    recipe = Recipe()
+    recipe.train.deterministic = True
+    cluster.connect(recipe, NPUPlatform())
+    trainer, engine = given["trainer_env"], given["service_env"]
+    assert (trainer["HCCL_EXEC_TIMEOUT"], engine["HCCL_EXEC_TIMEOUT"]) == ("77", "77")
+    assert trainer["HCCL_DETERMINISTIC"] == "true" and "HCCL_DETERMINISTIC" not in engine
+    assert trainer["OMP_NUM_THREADS"] == "1"
+    assert len([said for said in environment_notices(recipe, NPUPlatform()) if "HCCL_EXEC_TIMEOUT=77" in said]) == 2
+
+
+# --- the stand-ins, and the sources ----------------------------------------------------------------
+
+
+def parameters(source: str, name: str, owner: str = "") -> str:
+    """Of a function, or of a class's method, as its source has them, less types."""
+    tree: ast.AST = ast.parse(source)
+    if owner:
+        tree = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner)
+    found = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name)
+    for argument in [*found.args.args, *found.args.kwonlyargs]:
+        argument.annotation = None
+    return ast.unparse(found.args)
+
+
+@pytest.mark.skipif(not MINDSPEED, reason="MEGARL_MINDSPEED names no git directory of MindSpeed's")
+@pytest.mark.parametrize("commit", ["core_r0.16.0", "f2b0977e"])
+def test_mindspeeds_entry_is_as_the_stand_in_has_it(commit: str) -> None:
+    show = ["git", "-C", MINDSPEED, "show", f"{commit}:mindspeed/megatron_adaptor.py"]
+    source = subprocess.run(show, capture_output=True, text=True, check=True).stdout
+    stand_in = (STAND_INS / "mindspeed" / "megatron_adaptor.py").read_text()
+    assert parameters(source, "repatch") == parameters(stand_in, "repatch")
+    last = ast.unparse(ast.parse(source).body[-1])
+    assert last == "patch_features()", "importing it patches"
+    assert "from torch_npu.contrib import transfer_to_npu" in source
+
+
+@pytest.mark.skipif(not TORCH_NPU, reason="MEGARL_TORCH_NPU names no folder with the package torch_npu")
+@pytest.mark.parametrize(
+    "name", ["set_device", "current_device", "get_device_name", "empty_cache", "max_memory_allocated"]
+)
+def test_torch_npus_functions_are_as_the_stand_in_has_them(name: str) -> None:
+    files = [*Path(TORCH_NPU, "torch_npu", "npu").glob("*.py")]
+    defining = [text for text in (file.read_text() for file in files) if f"\ndef {name}(" in text]
+    assert len(defining) == 1, f"{name} is defined in {len(defining)} files of torch_npu/npu"
+    stand_in = (STAND_INS / "torch_npu" / "__init__.py").read_text()
+    assert parameters(defining[0], name) == parameters(stand_in, name)
+
+
+@pytest.mark.skipif(not TORCH_NPU, reason="MEGARL_TORCH_NPU names no folder with the package torch_npu")
+def test_torch_npus_profiler_is_as_the_stand_in_has_it() -> None:
+    source = Path(TORCH_NPU, "torch_npu", "profiler", "profiler.py").read_text()
+    stand_in = (STAND_INS / "torch_npu" / "profiler.py").read_text()
+    for name, owner in (("tensorboard_trace_handler", ""), ("__init__", "profile"), ("start", "profile"), ("stop", "profile")):  # fmt: skip
+        assert parameters(source, name, owner) == parameters(stand_in, name, owner), name
+    exported = Path(TORCH_NPU, "torch_npu", "profiler", "__init__.py").read_text()
+    assert '"ProfilerActivity"' in exported
+
+
+def test_npu_comes_before_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch_npu, `torch.cuda` answers for NPUs once MindSpeed is active."""
+    monkeypatch.setattr(platform, "_has_npu", lambda: True)
+    monkeypatch.setattr(platform, "_has_cuda", lambda: True)
+    assert (platform.kind(), platform.kind("cuda")) == ("npu", "cuda")
