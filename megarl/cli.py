@@ -139,6 +139,30 @@ def doctor(
     return look(Path(recipe) if recipe else None, overrides or [], as_json=as_json, nodes=nodes)
 
 
+@app.command()
+def rehearse(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    processes: Annotated[
+        Optional[int],
+        typer.Option(min=1, help="Trainers at most; unset: 2, or 4 where the layout cuts a pipeline and more."),
+    ] = None,
+    out: Annotated[
+        Optional[Path], typer.Option(help="Folder for the twin and its run; unset: a temporary one.")
+    ] = None,
+    shape: Annotated[
+        Optional[str],
+        typer.Option(help="Model whose config.json is shrunk, e.g. Qwen3-8B; unset: the recipe's."),
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Also resume from the checkpoint, for one step more.")] = True,
+    debug: Debug = False,
+) -> int:
+    """Run the recipe on this machine's CPU with its model and batches shrunk: two steps, exchange, checkpoint, resume."""
+    from megarl.rehearsal.command import rehearse as run_rehearsal
+
+    return run_rehearsal(recipe, overrides or [], out=out, processes=processes, shape=shape, resume=resume)
+
+
 @app.command(name="convert-config")
 def convert_config(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A verl script or command line; - reads standard input.")],

@@ -121,7 +121,7 @@ def prepare_training(recipe: Recipe, begin: Callable[[str], None] = lambda stage
 
 
 def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
-    """Refuse what the engines of `device` ("cpu", "cuda", "npu") can never do, in training or in `megarl eval`."""
+    """Refuse what the engines of `device` can never do, in training or in `megarl eval`."""
     if recipe.train.source == "rollout":
         for engine, spec in first_specs(recipe, training=training):
             engines.check_plan(engine, spec, device)

@@ -13,7 +13,18 @@ PACKAGE = ROOT / "megarl"
 
 # A module may import from its own layer and from those before it.
 LAYERS = [
-    ["registry", "types", "config", "model_config", "model_configs", "platform", "durable", "manifest", "sandbox"],
+    [
+        "registry",
+        "types",
+        "config",
+        "model_config",
+        "model_configs",
+        "platform",
+        "checks",
+        "durable",
+        "manifest",
+        "sandbox",
+    ],
     ["algorithms", "rewards", "tools", "data", "flops", "schedule", "padded_schedule"],
     ["shards", "engines", "megatron", "exchange"],
     ["worker", "actor_worker", "critic_worker"],
@@ -37,7 +48,7 @@ LAYERS = [
     ],
     ["controller", "start_engines"],
     ["run"],
-    ["doctor"],
+    ["doctor", "rehearsal"],
     ["cli", "quickstart", "__main__", "__init__"],
 ]
 
@@ -61,6 +72,14 @@ HOMES = {
     "PIL": ("data",),
     "pyseccomp": ("sandbox",),
     "mcp": ("agents",),
+}
+
+
+# Words that only the parts which know the device may use: a fourth kind of device is files there, and nothing elsewhere.
+DEVICE_WORDS = re.compile(r"(?<![a-z])(npus?|ascend|hccl|mindspeed|cann)(?![a-z])", re.IGNORECASE)
+KNOW_DEVICES = ("platform", "engines")
+WORD_EXCEPTIONS = {
+    "config/supported.py": "the page that it writes names verl's tables, and scripts of theirs, as verl calls them",
 }
 
 
@@ -111,6 +130,16 @@ def test_each_outside_package_has_a_home(path: Path) -> None:
     for module in imports(path):
         homes = HOMES.get(module.split(".")[0])
         assert homes is None or part(path) in homes, f"{part(path)} imports {module}; it belongs into {homes}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_devices_are_known_in_one_place(path: Path) -> None:
+    """What differs between kinds of devices is asked of `megarl.platform.kinds`."""
+    if part(path) in KNOW_DEVICES:
+        return
+    words = sorted({found[0] for found in DEVICE_WORDS.finditer(path.read_text())})
+    excepted = str(path.relative_to(PACKAGE)) in WORD_EXCEPTIONS
+    assert bool(words) == excepted, f"{words}: ask the DeviceKind, or take the exception away"
 
 
 def test_reading_a_recipe_needs_nothing_heavy() -> None:

@@ -15,15 +15,18 @@ from packaging.specifiers import SpecifierSet
 
 from megarl import load_recipe
 from megarl import platform as platforms
+from megarl.checks.finding import Finding, Needs, fail, ok, warning
+from megarl.checks.machine import Machine
+from megarl.checks.versions import nearest_set
 from megarl.cluster.topology import DEFAULT_PORT
 from megarl.config.schema import ExchangeConfig
-from megarl.doctor import command, devices, network, system
-from megarl.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.doctor.machine import Machine
+from megarl.doctor import command, network, system
 from megarl.doctor.nodes import NodeReport, compared
-from megarl.doctor.packages import nearest_set
 from megarl.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
 from megarl.doctor.versions import PYTHON, SETS
+from megarl.platform.device_kind import DeviceKind
+from megarl.platform.found import platform_of
+from megarl.platform.kinds import KINDS, NPU
 from megarl.run import with_absolute_paths
 from tests.doctor_machine import FakeMachine, cpu_machine, npu_machine
 from tests.test_cluster_multinode import node  # noqa: F401 - a fixture
@@ -52,35 +55,35 @@ class TestVersions:
 
     def test_a_machine_is_held_to_the_set_that_it_is_nearest_to(self, tmp_path: Path) -> None:
         machine = npu_machine(tmp_path)
-        assert nearest_set(machine, "npu").cann == "9.1.0"
+        assert nearest_set(machine, NPU.sets).system["CANN"] == "9.1.0"
         machine.packages |= {"torch": "2.7.1", "torch-npu": "2.7.1", "transformers": "4.57.6", "vllm": "0.11.0"}
         machine.packages |= {"vllm-ascend": "0.11.0rc1", "triton-ascend": "3.2.0rc4"}
-        assert nearest_set(machine, "npu").cann == "8.3.RC1"
+        assert nearest_set(machine, NPU.sets).system["CANN"] == "8.3.RC1"
 
 
 class TestFactsOfOthers:
     """What the doctor says of other parts without importing them is held to these here."""
 
     def test_of_the_platforms(self) -> None:
-        from megarl.platform.cuda import CUDAPlatform
-        from megarl.platform.npu import NPUPlatform
-
-        assert {one.name: one.visible_devices_env for one in (NPUPlatform, CUDAPlatform)} == devices.VISIBLE
-        set_for_all = NPUPlatform().trainer_env(60) | NPUPlatform().rollout_env()
-        assert {name: set_for_all[name] for name in network.HCCL_RANGES} == network.HCCL_RANGES
+        """Of ranges of ports it says that megarl sets them."""
+        for kind in KINDS:
+            for env in (kind.platform().trainer_env(60), kind.platform().rollout_env()):
+                assert {one.variable: env[one.variable] for one in kind.port_ranges} == {
+                    one.variable: one.default for one in kind.port_ranges
+                }
 
     @pytest.mark.parametrize(("npu", "cuda"), [(True, True), (True, False), (False, True), (False, False)])
     def test_the_platform_is_the_one_that_select_takes(self, npu: bool, cuda: bool, monkeypatch, tmp_path) -> None:
         taken = []
-        monkeypatch.setattr(platforms, "_has_npu", lambda: npu)
-        monkeypatch.setattr(platforms, "_has_cuda", lambda: cuda)
+        here = {"npu": npu, "cuda": cuda, "cpu": True}
+        monkeypatch.setattr(DeviceKind, "is_here", lambda kind: here[kind.name])
         for name, module in (("npu", "NPUPlatform"), ("cuda", "CUDAPlatform"), ("cpu", "CPUPlatform")):
             monkeypatch.setattr(f"megarl.platform.{name}.{module}", lambda name=name: taken.append(name))
         platforms.select("auto")
         machine = cpu_machine(tmp_path)
         machine.packages |= {"torch-npu": "2.10.0"} if npu else {}
         machine.torch["kind"] = "cuda" if cuda else "cpu"
-        assert [devices.platform_of(machine, Needs()).device] == taken
+        assert [platform_of(machine, Needs()).kind.name] == taken
 
     def test_of_the_exchange_and_of_ray(self) -> None:
         from megarl.cluster import ray_start

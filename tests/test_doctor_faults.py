@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.doctor.ascend import Chip, chips
+from megarl.checks.check import check, run_check
+from megarl.checks.finding import Finding, Needs, ok
+from megarl.checks.machine import Output
 from megarl.doctor.catalogue import CHECKS
-from megarl.doctor.check import check, run_check
-from megarl.doctor.finding import Finding, Needs, ok
-from megarl.doctor.machine import Output
+from megarl.platform.npu_checks import Chip, chips
 from tests.doctor_machine import A2, A3, GIB, INSTALL_INFO, MACHINES, MEMINFO, VERSION_CFG, FakeMachine, npu_machine
 
 RECIPE = Needs(recipe=True, processes=3)
@@ -48,7 +48,7 @@ FAULTS: dict[str, Fault] = {
     "Python too new": ("cuda", lambda m: setattr(m, "python", (3, 13, 0)), "python", "FAIL", ["3.13.0"], RECIPE),
     "Python of another set": ("npu", lambda m: setattr(m, "python", (3, 11, 9)), "python", "warning", ["Python 3.12"], RECIPE),
     "CUDA's torchvision on a CPU": ("cpu", lambda m: m.packages.update({"torchvision": "0.28.0"}), "pairs", "FAIL", ["+cpu build"], RECIPE),
-    "torch does not import": ("cuda", lambda m: m.broken.update({"import importlib.util": "ImportError: libcudnn.so.9"}), "platform", "FAIL", ["libcudnn.so.9"], RECIPE),
+    "torch does not import": ("cuda", lambda m: m.broken.update({"import json, torch": "ImportError: libcudnn.so.9"}), "platform", "FAIL", ["libcudnn.so.9"], RECIPE),
     "Megatron does not import": ("cpu", lambda m: m.broken.update({"megarl.megatron.trainer": "ImportError: cannot import name 'x'"}), "imports", "FAIL", ["cannot import name", "python -c"], RECIPE),
     "vLLM's build for another device": ("npu", lambda m: setattr(m, "engine", "cuda"), "imports", "FAIL", ["'cuda'", "npu"], RECIPE),
     "NPUs that nothing uses": ("npu", lambda m: (m.packages.pop("torch-npu"), m.torch.update(kind="cpu")), "platform", "warning", ["left idle", "torch_npu"], Needs()),
@@ -149,7 +149,7 @@ def test_rows_of_npu_smi() -> None:
 
 def test_where_cann_says_its_version(tmp_path: Path) -> None:
     """version.cfg names the runtime's number first: 7.6.0.1.220 is no CANN."""
-    from megarl.doctor.ascend import cann_version
+    from megarl.platform.npu_checks import cann_version
 
     machine = npu_machine(tmp_path)
     machine.write("/opt/a/version.cfg", VERSION_CFG)

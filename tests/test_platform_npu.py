@@ -21,6 +21,7 @@ from megarl.config.schema import Recipe
 from megarl.megatron import model as models
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
+from megarl.platform.device_kind import DeviceKind
 from megarl.platform.environment import notices, users_first
 from megarl.platform.npu import NPUPlatform
 
@@ -221,6 +222,5 @@ def test_torch_npus_profiler_is_as_the_stand_in_has_it() -> None:
 
 def test_npu_comes_before_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch_npu, `torch.cuda` answers for NPUs once MindSpeed is active."""
-    monkeypatch.setattr(platform, "_has_npu", lambda: True)
-    monkeypatch.setattr(platform, "_has_cuda", lambda: True)
+    monkeypatch.setattr(DeviceKind, "is_here", lambda kind: True)
     assert (platform.kind(), platform.kind("cuda")) == ("npu", "cuda")

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from megarl import platform
+from megarl.platform.device_kind import DeviceKind
+from megarl.platform.kinds import KINDS, DeviceName
+
+
+def _here(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """The CPU, and devices of these kinds, are on this machine."""
+    monkeypatch.setattr(DeviceKind, "is_here", lambda kind: kind.name in ("cpu", *names))
 
 
 def test_absent_devices_are_refused_with_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "_has_npu", lambda: False)
-    monkeypatch.setattr(platform, "_has_cuda", lambda: False)
+    _here(monkeypatch)
     with pytest.raises(ValueError, match="torch_npu is not installed"):
         platform.select("npu")
     with pytest.raises(ValueError, match=r"torch\.cuda\.is_available\(\) is False"):
@@ -23,15 +30,19 @@ def test_absent_devices_are_refused_with_what_is_missing(monkeypatch: pytest.Mon
 
 
 def test_auto_prefers_npu_then_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "_has_npu", lambda: True)
-    monkeypatch.setattr(platform, "_has_cuda", lambda: True)
+    _here(monkeypatch, "npu", "cuda")
     chosen = platform.select()
     assert (chosen.name, chosen.process_group_backend, chosen.ray_resource) == ("npu", "cpu:gloo,npu:hccl", "NPU")
     assert "PYTORCH_NPU_ALLOC_CONF" in chosen.trainer_env(600)
     assert chosen.trainer_env(7200.5)["HCCL_EXEC_TIMEOUT"] == "7201", "collectives are given up when the recipe says"
     assert "True" not in chosen.rollout_env()["PYTORCH_NPU_ALLOC_CONF"], "sleep mode refuses expandable segments"
-    monkeypatch.setattr(platform, "_has_npu", lambda: False)
+    _here(monkeypatch, "cuda")
     assert platform.select().name == "cuda"
+
+
+def test_the_recipe_takes_the_names_of_the_kinds() -> None:
+    assert set(get_args(DeviceName)) == {"auto", *(kind.name for kind in KINDS)}
+    assert {kind.name for kind in KINDS} == {kind.platform().name for kind in KINDS}
 
 
 def test_cpu_platform_answers_cuda_calls() -> None:

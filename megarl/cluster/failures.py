@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.base import host_name
+from megarl.platform.kinds import KINDS
 
 GRACE = 0.3  # seconds left to other ranks once a cause is known, so that the message can count them
 COMMUNICATION_GRACE = 2.0  # seconds left for a cause to show after a broken connection
@@ -24,7 +25,8 @@ TAIL_LINES = 15
 HEADER = "=== megarl:"  # first line of each process in its log file
 
 _COMMUNICATION = re.compile(
-    r"Dist(Backend|Network|Store)?Error|Connection (closed by|reset by|refused)|Broken pipe|gloo|NCCL|HCCL"
+    r"Dist(Backend|Network|Store)?Error|Connection (closed by|reset by|refused)|Broken pipe"
+    rf"|{'|'.join(kind.collective for kind in KINDS)}"
     r"|(Socket|Read|recv|wait)\w* ?time?d? ?out|Timed out waiting|TCPStore|recvValue|sendBytes|recvBytes",
     re.IGNORECASE,
 )

@@ -29,10 +29,12 @@ from megarl.cluster import ray_env
 from megarl.cluster.guard import VARIABLE, Guard, sweep
 from megarl.cluster.rollcall import Attendance, RollCall
 from megarl.cluster.topology import Topology, read_topology
+from megarl.platform.kinds import KINDS, kind_of
 
 STOP_SECONDS = 15.0  # left to the command to end by itself after a signal
 RAY_SECONDS = 8.0  # left to Ray
 RAY_ATTEMPTS = 3  # at starting it on a node
+_RAYS_OWN = {"CPU": "--num-cpus", "GPU": "--num-gpus"}  # resources that `ray start` has flags for
 USAGE = 2  # exit status where nothing was started because something is wrong with what was given
 
 
@@ -78,12 +80,17 @@ def ray_command(topology: Topology, device: str) -> list[str]:
         command += [f"--node-ip-address={topology.node_ip}"] if topology.node_ip else []
     resources = {node_resource(topology.node_rank): 1}
     if topology.devices_per_node is not None:
-        flags = {"cpu": f"--num-cpus={topology.devices_per_node}", "cuda": f"--num-gpus={topology.devices_per_node}"}
-        if device in flags:
-            command.append(flags[device])
+        resource = _resource(device)
+        if resource in _RAYS_OWN:
+            command.append(f"{_RAYS_OWN[resource]}={topology.devices_per_node}")
         else:
-            resources["NPU"] = topology.devices_per_node
+            resources[resource] = topology.devices_per_node
     return [*command, f"--resources={json.dumps(resources)}"]
+
+
+def _resource(device: str) -> str:
+    """What Ray counts the devices of a node as."""
+    return kind_of(device).ray_resource or "CPU"
 
 
 def node_resource(rank: int) -> str:
@@ -195,7 +202,7 @@ def _gather(
                 continue
             resources = ray.cluster_resources()
             missing = [rank for rank in range(topology.nodes) if node_resource(rank) not in resources]
-            have = int(resources.get({"cpu": "CPU", "cuda": "GPU"}.get(device, "NPU"), 0))
+            have = int(resources.get(_resource(device), 0))
             want = topology.nodes * (topology.devices_per_node or 0)
             if not missing and have >= want:
                 return None
@@ -319,9 +326,7 @@ def _command(arguments: list[str]) -> tuple[list[str], str]:
 
 def _present_device() -> str:
     """The kind of accelerator whose device files this machine has."""
-    if glob.glob("/dev/davinci[0-9]*"):
-        return "npu"
-    return "cuda" if glob.glob("/dev/nvidia[0-9]*") else "cpu"
+    return next(kind.name for kind in KINDS if not kind.files or glob.glob(kind.files))
 
 
 def _say(text: str) -> None:

@@ -35,7 +35,7 @@ class Device:
 class RayDevices:
     """The devices of one run.
 
-    resource: Ray's name of the device ("GPU", "NPU"); None where processes need none: these go to machines
+    resource: Ray's name of the device ("GPU", ...); None where processes need none: these go to machines
     by their number of CPUs, take nothing in Ray's books, and never wait for room.
     variable: the visible-devices variable; "" where there is none.
     """

@@ -28,7 +28,7 @@ class ObserveConfig:
     report: bool = key(True, "Write report.html at the end.")
     profile_steps: list[int] = key(
         [],
-        "Steps of which a trainer's operations and kernels are traced, from its shard to its update, with torch's profiler (on Ascend devices torch_npu's), to the run's `profile/`. Such a step is slower.",
+        "Steps of which a trainer's operations and kernels are traced, from its shard to its update, with the profiler of its device, to the run's `profile/`. Such a step is slower.",
     )
     profile_ranks: list[int] = key([0], "Trainers, by rank, that are traced in `observe.profile_steps`.")
 

@@ -19,6 +19,7 @@ from megarl.config.observe import ObserveConfig
 from megarl.config.remote import RemoteConfig
 from megarl.config.sandbox import SandboxConfig
 from megarl.config.training import ActorConfig, CriticConfig, LoraConfig, MegatronConfig, ModelConfig
+from megarl.platform.kinds import KINDS, DeviceName
 
 
 @dataclass
@@ -193,7 +194,7 @@ class TrainConfig:
 class ClusterConfig:
     """Machines and processes."""
 
-    device: Literal["auto", "cpu", "cuda", "npu"] = key("auto", "Accelerator. auto: npu, else cuda, else cpu.")
+    device: DeviceName = key("auto", f"Accelerator. auto: {', else '.join(kind.name for kind in KINDS)}.")
     transport: Literal["auto", "ray", "torchrun"] = key(
         "auto", "How worker processes are reached. auto: torchrun when started by it, else Ray."
     )

@@ -20,7 +20,8 @@ HEAD = """# Recipes for the models of verl's Ascend tables
 
 One recipe for each row of the tables in verl's Ascend quick start, with the settings of the row's public script, on the
 Megatron actor. None has been run at its size yet. What tests hold: each loads, its layout divides the model's real
-config.json (`megarl/model_configs/`), its processes fill the devices that its head names, and its batches divide.
+config.json (`megarl/model_configs/`), its processes fill the devices that its head names, its batches divide, and its twin
+(`megarl rehearse RECIPE`: the model and batches shrunk, what the layout cuts cut in two) trains on two CPU cores.
 
 What is different in all of them:
 
@@ -63,6 +64,12 @@ class Row:
 def rows() -> list[Row]:
     """The recipes that name a row, in the order of their files. Raises ValueError for a head that lacks a line."""
     return [row for path in sorted((ROOT / "recipes").glob("*.yaml")) if (row := _read(path))]
+
+
+def shape_of(path: Path) -> str | None:
+    """The model whose config.json the recipe at `path` says that it is for; None where its head says nothing."""
+    found = re.search(r"^# Shape: (.*)$", path.read_text(), re.MULTILINE)
+    return found[1] if found else None
 
 
 def document() -> str:

@@ -77,7 +77,7 @@ class MegatronConfig:
     )
     extra: dict[str, Any] = key(
         {},
-        "Further fields of Megatron's TransformerConfig, under Megatron's own names (verl: override_transformer_config); on Ascend devices MindSpeed's settings as well, which are refused elsewhere.",
+        "Further fields of Megatron's TransformerConfig, under Megatron's own names (verl: override_transformer_config); on a device whose adaptor of Megatron has settings of its own, those as well, which are refused elsewhere.",
     )
 
 

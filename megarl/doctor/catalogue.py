@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.doctor import ascend, devices, network, packages, system
-from megarl.doctor.check import Check
+from megarl.checks.check import Check
+from megarl.doctor import devices, network, packages, system
+from megarl.platform.kinds import KINDS
 
 CHECKS: list[Check] = [
     devices.platform,
@@ -11,12 +12,7 @@ CHECKS: list[Check] = [
     packages.python,
     packages.packages,
     packages.pairs,
-    devices.nvidia,
-    ascend.cann,
-    ascend.nnal,
-    ascend.driver,
-    ascend.health,
-    ascend.environment,
+    *(one for kind in reversed(KINDS) for one in kind.own_checks()),
     network.launch,
     network.ray_address,
     network.ports,

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from megarl.checks.check import run_check, within
+from megarl.checks.finding import Finding, Needs, fail, warning
+from megarl.checks.machine import Machine
 from megarl.config import Recipe
 from megarl.doctor.catalogue import CHECKS
-from megarl.doctor.check import run_check, within
-from megarl.doctor.finding import Finding, Needs, fail, warning
-from megarl.doctor.machine import Machine
 from megarl.doctor.nodes import NodeReport, look_everywhere, report_of
 from megarl.doctor.recipe import ALL_NODES, device_demand, needs_of, run_name, stages
 from megarl.doctor.system import write_token

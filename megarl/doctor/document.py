@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.checks.versions import VersionSet
 from megarl.doctor.catalogue import CHECKS, MORE
-from megarl.doctor.versions import LEAST, SETS, VersionSet
+from megarl.doctor.versions import LEAST, SETS
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "doctor.md"
 
@@ -24,8 +25,8 @@ files that are written to see whether they can be are deleted. It takes 10 to 30
 with a recipe what reading its data takes, which the run then finds in the cache.
 
 A check that raises is itself a `FAIL`, and one that does not end in time as well (a file system that hangs); the others
-run. What does not concern a machine has no line there: an NPU's checks show where there are NPUs or torch_npu, or where the
-recipe's `cluster.device` is npu.
+run. What does not concern a machine has no line there: the checks of one kind of device show where there are such devices or
+their software, or where the recipe's `cluster.device` names them.
 
 Over several nodes: where `RAY_ADDRESS` or `cluster.ray_address` names a Ray cluster, every node is looked at, in a process
 with the environment that the run's processes would have there. Nodes with failures come first, and of each only what is
@@ -41,8 +42,8 @@ _SETS = """
 ## Versions that go together
 
 A machine is held to the set, of those for its platform, that most of what is installed is of. Other versions are a
-warning: they may work, and nobody has seen it. The CPU's set is what megarl is tested with; the Ascend ones are read from
-the packages' own tables, and were not run here. The one place for all of them is `megarl/doctor/versions.py`.
+warning: they may work, and nobody has seen it. The CPU's set is what megarl is tested with; the others are read from the
+packages' own tables, and were not run here. They stand in `megarl/platform/*_kind.py`.
 """
 
 
@@ -59,17 +60,21 @@ def document() -> str:
 
 def _table() -> str:
     names = list(dict.fromkeys(name for one in SETS for name in one.packages))
+    system = list(dict.fromkeys(name for one in SETS for name in one.system))
     rows = [
         ["", *(one.name for one in SETS)],
         ["---"] * (len(SETS) + 1),
         ["Python", *(", ".join(one.python) for one in SETS)],
-        ["CANN", *(one.cann for one in SETS)],
-        ["driver (HDK)", *(one.driver for one in SETS)],
+        *([name, *(one.system.get(name, "") for one in SETS)] for name in system),
         *([name, *(_wanted(one, name) for one in SETS)] for name in names),
-        ["how to get it", *(f"`{one.install}`" if one.device != "npu" else one.install for one in SETS)],
+        ["how to get it", *map(_how, SETS)],
         ["remark", *(one.remark for one in SETS)],
     ]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def _how(one: VersionSet) -> str:
+    return f"`{one.install}`" if one.install.startswith(("bash ", "pip ")) else one.install
 
 
 def _wanted(one: VersionSet, name: str) -> str:

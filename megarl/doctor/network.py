@@ -6,15 +6,14 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 
+from megarl.checks.check import check
+from megarl.checks.finding import Finding, Needs, fail, ok, warning
+from megarl.checks.machine import Machine
 from megarl.cluster.topology import DEFAULT_PORT, read_topology
-from megarl.doctor.check import check
-from megarl.doctor.devices import platform_of
-from megarl.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.doctor.machine import Machine
+from megarl.platform.device_kind import DeviceKind
+from megarl.platform.found import platform_of
+from megarl.platform.kinds import KINDS
 
-# Of platform/npu.py, which a test holds these to. HCCL's host side listens on the first; the second are ports of the
-# devices' own network.
-HCCL_RANGES = {"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050", "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050"}
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _EPHEMERAL = "/proc/sys/net/ipv4/ip_local_port_range"
 _RESERVED = "/proc/sys/net/ipv4/ip_local_reserved_ports"
@@ -45,7 +44,13 @@ def ray_address(machine: Machine, needs: Needs) -> Iterator[Finding]:
     yield ok(f"{needs.ray_address} answers")
 
 
-@check("ports", "Ray's ports can be listened on (where none is joined); of HCCL's range as many as there are processes")
+_WITH_RANGES = " and ".join(f"{kind.collective}'s range" for kind in KINDS if kind.port_ranges)
+
+
+@check(
+    "ports",
+    f"Ray's ports can be listened on (where none is joined); of {_WITH_RANGES} as many as there are processes",
+)
 def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
     parts: list[str] = []
     if not needs.ray_address and needs.ray:
@@ -61,10 +66,11 @@ def ports(machine: Machine, needs: Needs) -> Iterator[Finding]:
             yield warning(f"{said} (one machine alone does not use them)", f"for launch/multinode.sh {remedy}")
         else:
             parts.append(f"{first} to {first + 2} (Ray) are free")
-    if platform_of(machine, needs).device == "npu":
-        hccl = list(_hccl(machine, needs))
-        yield from hccl
-        parts += [] if hccl else ["HCCL's ranges are free"]
+    kind = platform_of(machine, needs).kind
+    if kind.port_ranges:
+        found = list(_ranges(machine, kind))
+        yield from found
+        parts += [] if found else [f"{kind.collective}'s ranges are free"]
     if parts:
         yield ok(", ".join(parts))
 
@@ -76,24 +82,26 @@ def _ray_port(machine: Machine) -> int:
         return DEFAULT_PORT
 
 
-def _hccl(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Trainer and engine of a colocated device are two processes, which must not meet on HCCL's one default port."""
-    for variable, default in HCCL_RANGES.items():
-        value = machine.environ.get(variable, default)
+def _ranges(machine: Machine, kind: DeviceKind) -> Iterator[Finding]:
+    """Trainer and engine of a colocated device are two processes, which must not meet on one port."""
+    for ports in kind.port_ranges:
+        variable = ports.variable
+        value = machine.environ.get(variable, ports.default)
         if value == "auto":
             continue
         numbers = _ports(value)
         if numbers is None:
             yield fail(
-                f"{variable}={value} is no range of ports", f"write e.g. {default}, or unset it (megarl sets that)"
+                f"{variable}={value} is no range of ports",
+                f"write e.g. {ports.default}, or unset it (megarl sets that)",
             )
             continue
         taken = [port for port in numbers if machine.cannot_bind(port)]
-        left, wanted = len(numbers) - len(taken), 2 * len(machine.glob("/dev/davinci[0-9]*"))
-        if variable == "HCCL_NPU_SOCKET_PORT_RANGE":
-            continue  # these are ports of the devices: the host's own say nothing of them
+        left, wanted = len(numbers) - len(taken), 2 * len(machine.glob(kind.files))
+        if not ports.on_host:
+            continue  # the host's own say nothing of them
         if left < wanted:
-            said = f"{variable}={value}: {left} of {len(numbers)} ports are free, {wanted} processes want one each (EJ0003)"
+            said = f"{variable}={value}: {left} of {len(numbers)} ports are free, {wanted} processes want one each ({kind.port_error})"
             yield fail(said, "end what listens there (ss -ltnp), or set another range on every node")
         elif taken:
             yield warning(f"{variable}={value}: {len(taken)} are taken, from {taken[0]} on", "ss -ltnp names by what")
@@ -126,14 +134,15 @@ def _handed_out(machine: Machine, numbers: list[int]) -> int:
     "interfaces", "that *_SOCKET_IFNAME name interfaces that exist and are up; over several nodes, that they are set"
 )
 def interfaces(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    device, up = platform_of(machine, needs).device, interfaces_up(machine)
-    wanted = ["GLOO_SOCKET_IFNAME", *{"npu": ["HCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"], "cuda": ["NCCL_SOCKET_IFNAME"]}.get(device, [])]  # fmt: skip
+    kind, up = platform_of(machine, needs).kind, interfaces_up(machine)
+    whole = {"GLOO_SOCKET_IFNAME": True, **kind.interface_variables}  # -> whether it takes whole names alone
+    wanted = list(whole)
     good = True
     for variable in wanted:
         value = machine.environ.get(variable)
         if value is None:
             continue
-        if problem := _unusable(variable, value, up):
+        if problem := _unusable(value, up, whole=whole[variable]):
             good = False
             there = ", ".join(name for name, is_up in up.items() if is_up) or "none"
             yield fail(
@@ -161,10 +170,10 @@ def interfaces_up(machine: Machine) -> Mapping[str, bool]:
     return found
 
 
-def _unusable(variable: str, value: str, up: Mapping[str, bool]) -> str:
-    """What is wrong with the interfaces named; "" with none. HCCL and NCCL take beginnings of names, "=name" for the whole
-    of one, "^name" for all others; gloo whole names."""
-    exact = variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") or value.startswith("=")
+def _unusable(value: str, up: Mapping[str, bool], *, whole: bool) -> str:
+    """What is wrong with the interfaces named; "" with none. `whole`: they are whole names, as gloo takes them; else
+    beginnings of names, "=name" for the whole of one, "^name" for all others."""
+    exact = whole or value.startswith("=")
     excluded = value.startswith("^")
     for name in filter(None, value.lstrip("=^").split(",")):
         fits = [one for one in up if (one == name if exact else one.startswith(name))]

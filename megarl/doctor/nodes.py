@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.checks.check import run_check
+from megarl.checks.finding import Finding, Needs, fail, ok, warning
+from megarl.checks.machine import Machine
 from megarl.cluster import ray_env
 from megarl.doctor.catalogue import CHECKS
-from megarl.doctor.check import run_check
-from megarl.doctor.devices import platform_of, torch_sees
-from megarl.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.doctor.machine import Machine
 from megarl.doctor.versions import SETS
+from megarl.platform.found import platform_of, torch_sees
 
 SECONDS = 240.0  # that all checks of a node may take
 _CLOCK_APART = 1.0  # seconds; less is no trouble to anyone
@@ -45,7 +45,7 @@ def look(machine: Machine, needs: Needs) -> NodeReport:
 
 def report_of(machine: Machine, needs: Needs, findings: list[Finding]) -> NodeReport:
     """What was found of a machine, and what others are compared by."""
-    device = platform_of(machine, needs).device
+    device = platform_of(machine, needs).kind.name
     versions = {name: version for name in _COMPARED if (version := machine.version(name)) is not None}
     versions["Python"] = ".".join(map(str, machine.python[:2]))
     return NodeReport(machine.host, None, findings, device, len(torch_sees(machine).names), versions)

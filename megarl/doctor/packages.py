@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from megarl.doctor.check import check
-from megarl.doctor.devices import platform_of, torch_sees
-from megarl.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.doctor.machine import Machine
-from megarl.doctor.versions import EXCLUSIVE, LEAST, PAIRS, PYTHON, SETS, VersionSet
+from megarl.checks.check import check
+from megarl.checks.finding import Finding, Needs, fail, ok, warning
+from megarl.checks.machine import Machine
+from megarl.checks.versions import meets, nearest_set
+from megarl.doctor.versions import LEAST, PYTHON
+from megarl.platform.found import platform_of, torch_sees
+from megarl.platform.kinds import KINDS
 
 _IMPORT_SECONDS = 120.0
 # As trainers and engines do it, in processes of their own.
@@ -28,7 +29,7 @@ def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
             f"Python {have}", f"megarl runs with {PYTHON[0]} and later, before {PYTHON[1]}: make another environment"
         )
         return
-    minor, chosen = f"{have.major}.{have.minor}", nearest_set(machine, platform_of(machine, needs).device)
+    minor, chosen = f"{have.major}.{have.minor}", nearest_set(machine, platform_of(machine, needs).kind.sets)
     if minor not in chosen.python:
         yield warning(
             f"Python {have}; the {chosen.name} set is put together for {', '.join(chosen.python)}",
@@ -38,18 +39,9 @@ def python(machine: Machine, needs: Needs) -> Iterator[Finding]:
     yield ok(f"{have}, {machine.arch}")
 
 
-def nearest_set(machine: Machine, device: str) -> VersionSet:
-    """Of the sets for `device` the one that most of the installed versions are of; the default where none is."""
-
-    def met(one: VersionSet) -> int:
-        return sum(_meets(machine.version(name), wanted) for name, wanted in one.packages.items() if wanted)
-
-    return max((one for one in SETS if one.device == device), key=met)
-
-
 @check("packages", "installed versions, against the sets that go together (below); the oldest that megarl works with")
 def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    chosen = nearest_set(machine, platform_of(machine, needs).device)
+    chosen = nearest_set(machine, platform_of(machine, needs).kind.sets)
     have = {name: _installed(machine, name) for name in chosen.packages}
     how = f"the {chosen.name} set: {chosen.install}"
     missing = [name for name, version in have.items() if version is None and _is_needed(name, needs)]
@@ -58,7 +50,7 @@ def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
     other = [
         f"{name} {version} (there {wanted.removeprefix('==')})"
         for name, wanted in chosen.packages.items()
-        if (version := have[name]) is not None and not _meets(version, wanted)
+        if (version := have[name]) is not None and not meets(version, wanted)
     ]
     if other:
         yield warning(f"other versions than the {chosen.name} set has: {', '.join(other)}", f"untested together; {how}")
@@ -78,17 +70,20 @@ def packages(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 @check("pairs", "packages of which one is built against the other, and those that must not lie side by side")
 def pairs(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    for name, other, numbers, why in PAIRS:
+    for pair in (pair for kind in KINDS for pair in kind.built_against):
+        name, other, numbers = pair.package, pair.other, pair.numbers
         left, right = (machine.version(one) for one in (name, other))
         if left is None or right is None or _numbers(left, numbers) == _numbers(right, numbers):
             continue
         wanted = ".".join(map(str, _numbers(left, numbers))) + ".*" * (numbers < 3)
-        yield fail(f"{name} {left} beside {other} {right}: {why}", f"pip install {other}=={wanted}, or another {name}")
-    for wrong, right_one, why in EXCLUSIVE:
-        if machine.version(wrong) and machine.version(right_one):
+        said = f"{name} {left} beside {other} {right}: {pair.why}"
+        yield fail(said, f"pip install {other}=={wanted}, or another {name}")
+    for both in (both for kind in KINDS for both in kind.displaced):
+        wrong, good = (machine.version(one) for one in (both.wrong, both.right))
+        if wrong and good:
             yield fail(
-                f"{wrong} {machine.version(wrong)} beside {right_one} {machine.version(right_one)}: {why}",
-                f"pip uninstall -y {wrong} {right_one}, then install {right_one} again with --no-deps: it names {wrong} itself",
+                f"{both.wrong} {wrong} beside {both.right} {good}: {both.why}",
+                f"pip uninstall -y {both.wrong} {both.right}, then install {both.right} again with --no-deps: it names {both.wrong} itself",
             )
     torch = machine.version("torch") or ""
     for name in ("torchvision", "torchaudio", "torchcodec"):
@@ -104,7 +99,7 @@ def pairs(machine: Machine, needs: Needs) -> Iterator[Finding]:
     "imports", "that a trainer's and an engine's modules can be imported, as they will be", seconds=_IMPORT_SECONDS + 15
 )
 def imports(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    device, sees = platform_of(machine, needs).device, torch_sees(machine)
+    device, sees = platform_of(machine, needs).kind.name, torch_sees(machine)
     if sees.error or sees.kind != device:  # the check of the platform says it
         return
     trainer, engine = _TRAINER.format(device=device), _ENGINE
@@ -115,7 +110,7 @@ def imports(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield fail(f"a trainer's modules: {learns.result().last_error}", f"run: python -c {trainer!r}")
     said = samples.result()
     kind = said.text.split()[-1] if said.good and said.text.split() else ""
-    # vLLM's own name of an NPU is "npu", of a GPU "cuda".
+    # vLLM calls kinds of devices as cluster.device does.
     if not said.good or kind != device:
         text = said.last_error if not said.good else f"vLLM would run on {kind!r}, and the platform is {device}"
         remedy = f"run: python -c {engine!r}"
@@ -144,10 +139,3 @@ def _installed(machine: Machine, name: str) -> str | None:
         return None if version is None else str(Version(version))
     except InvalidVersion:
         return None
-
-
-def _meets(version: str | None, wanted: str) -> bool:
-    try:
-        return version is not None and SpecifierSet(wanted).contains(version, prereleases=True)
-    except InvalidVersion:
-        return False

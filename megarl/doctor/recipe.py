@@ -10,14 +10,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.algorithms.advantages import uses_critic
+from megarl.checks.finding import Finding, Needs, fail, ok, warning
 from megarl.cluster.placement import Demand, place
 from megarl.cluster.topology import read_topology
 from megarl.config.errors import RecipeError, plain
 from megarl.config.judge import JUDGE
 from megarl.config.schema import Recipe
-from megarl.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.engines.specs import fixed_models
 from megarl.observe.run_dir import RunDirectory
+from megarl.platform.kinds import kind_of
 from megarl.preflight import STAGES, check_device, prepare_evaluation, prepare_training
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -145,10 +146,11 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
         return _of(error)
     demand = demand_of(recipe)
     have = sum(count for _, count in machines)
-    if device == "cpu":
+    resource = kind_of(device).ray_resource
+    if resource is None:
         return ok(f"{demand}: processes that share the cores of {len(machines)} machine{'s' * (len(machines) > 1)}")
     try:
-        place(machines, demand, {"cuda": "GPU", "npu": "NPU"}[device])
+        place(machines, demand, resource)
     except ValueError as error:
         remedy = (
             f"where there are other nodes, {ALL_NODES} counts theirs" if len(machines) == 1 else "see the nodes above"

@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.doctor.check import check
-from megarl.doctor.devices import platform_of
-from megarl.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.doctor.machine import Machine
+from megarl.checks.check import check
+from megarl.checks.finding import Finding, Needs, fail, ok, warning
+from megarl.checks.machine import Machine
+from megarl.platform.found import platform_of
+from megarl.platform.kinds import KINDS
 
 GIB = 1 << 30
 _RELEASED = 1_735_689_600  # 2025-01-01: a clock before it was never set
@@ -57,10 +58,13 @@ def _kept(machine: Machine) -> bool | None:
     return None
 
 
-@check("open files", f"`ulimit -n`: {_CLUSTER_FILES} over several nodes or on NPUs, {_FILES} else")
+_OPEN_MANY = ", ".join(kind.plural for kind in KINDS if kind.many_files)
+
+
+@check("open files", f"`ulimit -n`: {_CLUSTER_FILES} over several nodes or on {_OPEN_MANY}, {_FILES} else")
 def open_files(machine: Machine, needs: Needs) -> Iterator[Finding]:
     soft, hard = machine.open_files()
-    many = needs.nodes > 1 or platform_of(machine, needs).device == "npu"
+    many = needs.nodes > 1 or platform_of(machine, needs).kind.many_files
     least = _CLUSTER_FILES if many else _FILES
     if soft >= least:
         yield ok(f"{soft}")
@@ -100,7 +104,7 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
         given_back = re.search(r"^inactive_file (\d+)", machine.read("/sys/fs/cgroup/memory.stat") or "", re.M)
         held = int(used) - (int(given_back[1]) if given_back else 0)  # pages of files are dropped for who needs them
         total, free = min(total, int(limit)), min(free, int(limit) - held)
-    on_cpus = platform_of(machine, needs).device == "cpu"
+    on_cpus = not platform_of(machine, needs).kind.ray_resource
     wanted = _PROCESS_MEMORY * (max(1, needs.processes // needs.nodes) if on_cpus else 1)
     if free < wanted:
         said = f"{_size(free)} of {_size(total)} are free"

@@ -1,7 +1,7 @@
 """The mathematics of comparing two runs: mean absolute error over common steps, ratio of throughputs. Pure.
 
-Both are defined as verl's documents on Ascend define them: the mean error of N steps is sum |a_i - b_i| / N, told
-in percent (an error of 1 in reward is 100 %), and the throughput ratio is the mean over the first steps of one run
+Both are defined as verl's quick start, which holds runs to them, defines them: the mean error of N steps is
+sum |a_i - b_i| / N, told in percent (an error of 1 in reward is 100 %), and the throughput ratio is the mean over the first steps of one run
 over that of the other. docs/compare.md has the formulas with a worked example.
 """
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from megarl.platform.device_kind import DeviceKind
+
 
 class Profiler(Protocol):
     """torch's, or a device's own."""
@@ -29,11 +31,24 @@ class Platform(ABC):
     and would break an engine.
     """
 
-    name: str  # "cpu" | "cuda" | "npu": the value of cluster.device
+    kind: DeviceKind
     process_group_backend: str  # for torch.distributed.init_process_group
-    ray_resource: str | None  # what Ray counts; None where processes need no device
-    visible_devices_env: str  # variable that restricts a process to some devices; "" where there is none
     can_offload: bool  # the device has memory of its own, which moving tensors to the host frees
+
+    @property
+    def name(self) -> str:
+        """The value of cluster.device."""
+        return self.kind.name
+
+    @property
+    def ray_resource(self) -> str | None:
+        """What Ray counts; None where processes need no device."""
+        return self.kind.ray_resource
+
+    @property
+    def visible_devices_env(self) -> str:
+        """The variable that restricts a process to some devices; "" where there is none."""
+        return self.kind.visible
 
     @property
     @abstractmethod

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.utils._device
 
+from megarl.platform import cpu_kind
 from megarl.platform.base import Platform
 
 CPU = torch.device("cpu")
@@ -31,10 +32,8 @@ _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 class CPUPlatform(Platform):
     """CPU cores with gloo: the same code path as on accelerators, at a small scale."""
 
-    name = "cpu"
+    kind = cpu_kind.CPU
     process_group_backend = "gloo"
-    ray_resource = None
-    visible_devices_env = ""
     can_offload = False
 
     @property

@@ -7,15 +7,14 @@ import importlib.util
 import torch
 
 from megarl.platform.base import Platform
+from megarl.platform.cuda_kind import CUDA
 
 
 class CUDAPlatform(Platform):
     """CUDA devices with NCCL; with or without Transformer Engine."""
 
-    name = "cuda"
+    kind = CUDA
     process_group_backend = "cpu:gloo,cuda:nccl"
-    ray_resource = "GPU"
-    visible_devices_env = "CUDA_VISIBLE_DEVICES"
     can_offload = True
 
     @property

@@ -13,15 +13,14 @@ import torch
 
 from megarl.platform import mindspeed
 from megarl.platform.base import Platform, Profiler
+from megarl.platform.npu_kind import NPU
 
 
 class NPUPlatform(Platform):
     """Ascend devices with HCCL. MindSpeed supplies what Transformer Engine supplies on CUDA."""
 
-    name = "npu"
+    kind = NPU
     process_group_backend = "cpu:gloo,npu:hccl"
-    ray_resource = "NPU"
-    visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
     can_offload = True
 
     @property
@@ -113,7 +112,7 @@ class NPUPlatform(Platform):
 
 
 # Trainer and engine share a device when colocated: without ranges both bind HCCL's default port.
-_MANY_PROCESSES = {"HCCL_HOST_SOCKET_PORT_RANGE": "60000-60050", "HCCL_NPU_SOCKET_PORT_RANGE": "61000-61050"}
+_MANY_PROCESSES = {ports.variable: ports.default for ports in NPU.port_ranges}
 
 
 @contextlib.contextmanager

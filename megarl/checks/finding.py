@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["ok", "warning", "FAIL"]
-Device = Literal["auto", "cpu", "cuda", "npu"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ def fail(text: str, remedy: str) -> Finding:
 class Needs:
     """What a machine is to be good for, in plain values that travel to every node. The defaults: nothing in particular."""
 
-    device: Device = "auto"  # cluster.device
+    device: str = "auto"  # cluster.device
     recipe: bool = False  # the rest is a recipe's
     trains: bool = True  # False: it has only data to evaluate on
     nodes: int = 1  # that the run goes over, or the cluster has

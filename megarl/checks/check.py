@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.doctor.finding import Finding, Needs, fail
-from megarl.doctor.machine import Machine
+from megarl.checks.finding import Finding, Needs, fail
+from megarl.checks.machine import Machine
 
 Function = Callable[[Machine, Needs], Iterable[Finding]]
 
@@ -53,6 +53,6 @@ def within(work: Callable[[], list[Finding]], seconds: float) -> list[Finding]:
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        remedy = "look for a file system or a device that does not answer (df, npu-smi info, nvidia-smi)"
+        remedy = "look for a file system or a device that does not answer (df; what shows the devices' state)"
         return [fail(f"it did not end within {seconds:.0f} s", remedy)]
     return found

@@ -13,11 +13,12 @@ from pathlib import PurePosixPath
 
 from packaging.version import Version
 
-from megarl.doctor.check import check
-from megarl.doctor.devices import DEVICE_FILES, busy, platform_of
-from megarl.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.doctor.machine import Machine
-from megarl.doctor.packages import nearest_set
+from megarl.checks.check import check
+from megarl.checks.finding import Finding, Needs, fail, ok, warning
+from megarl.checks.machine import Machine
+from megarl.checks.versions import nearest_set
+from megarl.platform.found import busy, platform_of
+from megarl.platform.npu_kind import CANN, DRIVER, NPU
 
 ASCEND = "/usr/local/Ascend"
 SOURCE_CANN = f"source {ASCEND}/ascend-toolkit/set_env.sh"
@@ -28,22 +29,22 @@ _LOAD_SECONDS = 10.0
 
 def concerns(machine: Machine, needs: Needs) -> bool:
     """Whether there is an NPU stack here, or one is asked for."""
-    present = machine.glob(DEVICE_FILES["npu"]) or machine.path(f"{ASCEND}/driver").exists()
-    return bool(present) or platform_of(machine, needs).device == "npu"
+    present = machine.glob(NPU.files) or machine.path(f"{ASCEND}/driver").exists()
+    return bool(present) or platform_of(machine, needs).kind is NPU
 
 
 @check("cann", "that CANN is installed, its environment sourced, libascendcl and libhccl load; the version its set names", seconds=40)  # fmt: skip
 def cann(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not concerns(machine, needs):
         return
-    chosen = nearest_set(machine, "npu")
+    wanted = nearest_set(machine, NPU.sets).system[CANN]
     home = machine.environ.get("ASCEND_HOME_PATH") or machine.environ.get("ASCEND_TOOLKIT_HOME")
     version = cann_version(machine, home)
     if version is None:
         where = f"{home} (ASCEND_HOME_PATH)" if home else f"{ASCEND}/ascend-toolkit/latest or {ASCEND}/cann"
         yield fail(
             f"no CANN in {where}",
-            f"install CANN {chosen.cann} with the kernels of its chips, or source the set_env.sh of where it is",
+            f"install CANN {wanted} with the kernels of its chips, or source the set_env.sh of where it is",
         )
         return
     if home is None:
@@ -53,10 +54,10 @@ def cann(machine: Machine, needs: Needs) -> Iterator[Finding]:
         if error := _cannot_load(machine, library):
             yield fail(f"{library} of CANN {version} does not load: {error}", SOURCE_CANN)
             return
-    if _lower(version) != _lower(chosen.cann):
+    if _lower(version) != _lower(wanted):
         torch = machine.version("torch-npu")
-        said = f"CANN {version}; the set of torch_npu {torch} is put together for {chosen.cann}"
-        yield warning(said, f"install CANN {chosen.cann}, or the set for {version} (docs/doctor.md)")
+        said = f"CANN {version}; the set of torch_npu {torch} is put together for {wanted}"
+        yield warning(said, f"install CANN {wanted}, or the set for {version} (docs/doctor.md)")
     else:
         yield ok(f"{version} in {home}")
 
@@ -101,7 +102,7 @@ def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
             f"driver {found[1]}, without {', '.join(absent)}", "pass them into the container (Dockerfile.npu's head)"
         )
         return
-    wanted = nearest_set(machine, "npu").driver
+    wanted = nearest_set(machine, NPU.sets).system.get(DRIVER)
     if wanted and _release(found[1]) < _release(wanted):
         yield warning(f"driver {found[1]}; the set has {wanted}", f"update the driver to {wanted} or later")
     else:
@@ -126,7 +127,7 @@ def health(machine: Machine, needs: Needs) -> Iterator[Finding]:
         if chip.health != "OK":
             remedy = f"npu-smi info -t health -i {chip.card}; leave it out by ASCEND_RT_VISIBLE_DEVICES, or reset it"
             yield fail(f"chip {chip.number} ({chip.name}) is {chip.health}", remedy)
-    files = len(machine.glob(DEVICE_FILES["npu"]))
+    files = len(machine.glob(NPU.files))
     if files < len(found):
         remedy = "in a container, pass every /dev/davinci* in"
         yield warning(f"npu-smi sees {len(found)} chips, {files} have a file /dev/davinci*", remedy)
@@ -137,7 +138,7 @@ def health(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 @check("npu environment", "variables that break engines or collectives where they are set for every process")
 def environment(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    if platform_of(machine, needs).device != "npu":
+    if platform_of(machine, needs).kind is not NPU:
         return
     setting = machine.environ.get("PYTORCH_NPU_ALLOC_CONF", "")
     if "expandable_segments:true" in setting.lower() and needs.engines:
@@ -145,6 +146,9 @@ def environment(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield fail(f"PYTORCH_NPU_ALLOC_CONF={setting}, which vllm-ascend's sleep mode refuses", remedy)
     if machine.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield warning("TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch does not load torch_npu by itself", "unset it")
+
+
+CHECKS = (cann, nnal, driver, health, environment)
 
 
 # --- what files and npu-smi say -----------------------------------------------------------------

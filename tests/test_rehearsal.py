@@ -1,0 +1,180 @@
+"""A recipe's twin: what it keeps of recipe and model, that nothing is changed without a word, and that it runs."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl import load_recipe, model_configs
+from megarl.algorithms.advantages import uses_critic
+from megarl.config.errors import RecipeError
+from megarl.config.supported import Row, rows
+from megarl.config.training import MegatronConfig
+from megarl.data.prepare.tiny_weights import write_weights
+from megarl.megatron.layout import check_layout
+from megarl.model_config import number_of_experts
+from megarl.preflight import prepare_training
+from megarl.rehearsal.changes import Changes, settings_of
+from megarl.rehearsal.command import faults, table
+from megarl.rehearsal.data import columns_of
+from megarl.rehearsal.layout import layers_for, shrink_layout
+from megarl.rehearsal.model import shrink_model
+from megarl.rehearsal.twin import Twin, make_twin
+from tests.stack import run
+
+ROOT = Path(__file__).parent.parent
+ROWS = {row.path.name: row for row in rows()}
+EACH = pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
+recipe_of = functools.cache(lambda row: load_recipe(row.path))
+RESUMED = ("grpo_deepseek_v3.yaml", "ppo_qwen3_8b.yaml", "sft_peft_qwen3_8b.yaml")
+
+
+@pytest.fixture(autouse=True)
+def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM imports it for models that read images; where there is none, names are enough."""
+    if importlib.util.find_spec("torchvision") is None:
+        stand_ins = str(Path(__file__).parent / "stand_ins")
+        monkeypatch.setenv("PYTHONPATH", f"{stand_ins}:{os.environ.get('PYTHONPATH', '')}")
+
+
+@EACH
+def test_a_twin_is_what_train_takes_and_all_that_it_changed_is_told(row: Row, tmp_path: Path) -> None:
+    """Model, layout, data and scorers are read as `train` reads them. A setting of the recipe that is in no line of the
+    table, or one that the twin has otherwise without a line, would be believed to have been rehearsed."""
+    twin = make_twin(row.path, [], tmp_path)
+    prepare_training(twin.recipe)
+    given, now = dict(settings_of(recipe_of(row))), dict(settings_of(twin.recipe))
+    told = {change.key: change for change in twin.changes}
+    assert len(told) == len(twin.changes), "a setting is told of twice"
+    in_parts = {"reward.function", *(key for key in {**given, **now} if key.startswith("reward.functions."))}
+    added = {"rollout.engine_args.kv_cache_memory_bytes", "rollout.engine_args.max_num_seqs"} - given.keys()
+    assert given.keys() - in_parts <= told.keys()
+    different = {key for key in {**given, **now} if given.get(key) != now.get(key)} - in_parts - added
+    assert different <= {key for key, change in told.items() if change.fate != "kept"}
+    assert all(given[key] == now[key] for key, change in told.items() if change.fate == "kept" and key in given)
+    assert all(len(line) <= 100 for line in table(twin.changes).splitlines())
+
+
+@EACH
+def test_what_a_layout_cuts_is_still_cut(row: Row) -> None:
+    """With processes enough; and with two, in at least one way."""
+    recipe = recipe_of(row)
+    parts = [(recipe.megatron, recipe.cluster.trainers)]
+    parts += [(recipe.critic.megatron, recipe.critic.trainers)] if uses_critic(recipe.algorithm) else []
+    for given, trainers in parts:
+        for processes in (1, 2, 3, 4, 16):
+            small, count = shrink_layout(given, trainers, processes)
+            assert count <= processes
+            check_layout(shrink_model(model_configs.read(row.shape), layers_for(small), Changes()), small, count)
+            cut = [name for name in vars(given) if name.endswith("_parallel") and (getattr(given, name) or 1) > 1]
+            kept = [name for name in cut if (getattr(small, name) or 1) > 1]
+            assert kept == cut or processes < 16
+            assert bool(kept) == bool(cut) or processes == 1
+
+
+def test_stages_are_uneven_where_the_recipes_are() -> None:
+    given = MegatronConfig(pipeline_parallel=8, first_stage_layers=6, last_stage_layers=7)
+    small, _ = shrink_layout(given, 8, 2)
+    assert (small.first_stage_layers, small.last_stage_layers, layers_for(small)) == (3, 1, 4)
+    virtual, _ = shrink_layout(replace(given, virtual_pipeline=3), 8, 2)
+    assert (virtual.virtual_pipeline, virtual.first_stage_layers, virtual.last_stage_layers) == (2, 6, 2)
+    check_layout({"num_attention_heads": 2, "vocab_size": 8, "num_hidden_layers": layers_for(virtual)}, virtual, 2)
+
+
+@pytest.mark.parametrize("name", model_configs.names())
+def test_a_models_structure_is_kept(name: str) -> None:
+    """Heads in their ratio, dense layers before experts, what is tied, how positions are scaled, how experts are chosen."""
+    given, changes = model_configs.read(name), Changes()
+    small = shrink_model(given, 2, changes)
+    for field in ("model_type", "tie_word_embeddings", "rope_theta", "n_shared_experts", "num_nextn_predict_layers"):
+        assert small.get(field) == given.get(field)
+    assert given["num_attention_heads"] // given["num_key_value_heads"] == (
+        small["num_attention_heads"] // small["num_key_value_heads"]
+    )
+    scaling, tiny = given.get("rope_scaling") or {}, small.get("rope_scaling") or {}
+    assert scaling.get("type") == tiny.get("type") and scaling.get("factor") == tiny.get("factor")
+    if sections := scaling.get("mrope_section"):
+        head = small["hidden_size"] // small["num_attention_heads"]
+        assert sum(tiny["mrope_section"]) == head // 2 and len(tiny["mrope_section"]) == len(sections)
+    assert (number_of_experts(small) > 0) == (number_of_experts(given) > 0)
+    if given.get("first_k_dense_replace"):
+        assert 0 < small["first_k_dense_replace"] < small["num_hidden_layers"]
+    if given.get("n_group", 1) > 1:
+        assert 1 <= small["topk_group"] < small["n_group"]
+        assert (
+            given["num_experts_per_tok"] // given["topk_group"] == small["num_experts_per_tok"] // small["topk_group"]
+        )
+    assert small["hidden_size"] < given["hidden_size"] and small["num_hidden_layers"] < given["num_hidden_layers"]
+
+
+def test_weights_of_a_llama_have_transformers_names(tmp_path: Path) -> None:
+    """And shapes: a kind of model that no recipe of this repository has."""
+    import torch
+    import transformers
+    from safetensors import safe_open
+
+    given = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "initializer_range": 0.05,
+    }  # fmt: skip
+    write_weights(tmp_path / "model.safetensors", given, 0, 0.1)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**given))
+    with safe_open(str(tmp_path / "model.safetensors"), "pt") as file:
+        written = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
+    assert written == {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def test_rows_are_those_of_the_file_where_it_is_there(tmp_path: Path) -> None:
+    """Else of the folder's name; of neither, the recipe is refused: what scores them is not known."""
+    recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml")
+    (tmp_path / "gsm8k").mkdir()
+    file = tmp_path / "gsm8k" / "train.jsonl"
+    assert columns_of(recipe, str(file)).data_source == "openai/gsm8k"
+    file.write_text(json.dumps({"data_source": "me/own", "prompt": "1 + 1", "images": [1]}) + "\n")
+    assert (columns_of(recipe, str(file)).data_source, columns_of(recipe, str(file)).layout) == ("me/own", "pictures")
+    with pytest.raises(RecipeError, match=r"set reward\.function"):
+        columns_of(recipe, "data/unheard_of/train.parquet")
+
+
+def test_what_the_metrics_show_to_be_wrong(tmp_path: Path) -> None:
+    """A loss that is no number, an update that did not happen, an engine with other weights, a step that is not there."""
+    recipe = replace(load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml"), runs_dir=str(tmp_path), name="run")
+    twin = Twin(tmp_path / "twin.yaml", recipe, {}, [])
+    (tmp_path / "run").mkdir()
+    good = [{"step": 0, "eval/loss": 1.0}, {"step": 1, "actor/loss": 0.5}, {"step": 2, "actor/loss": 0.5}]
+    stale = {"step": 2, "rollout/logprob_gap_mean": 0.2, "rollout/staleness_max": 1.0}
+    bad = [{"step": 1, "actor/loss": "NaN", "rollout/logprob_gap_mean": 0.2}, {"step": 3, "actor/skipped_updates": 1.0}]
+    for lines, count in ((good, 0), ([*good[:2], stale], 0), (bad, 4), (good[:2], 1)):
+        (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert len(faults(twin, 2)) == count, faults(twin, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["recipes/quickstart.yaml"], "--shape NAME"),
+        (["recipes/quickstart.yaml", "--shape", "Qwen3-8b"], "Nearest: Qwen3-8B"),
+        (["recipes/grpo_qwen3_8b.yaml", "--out", "recipes"], "is not empty"),
+    ],
+)
+def test_bad_input_is_told_before_anything_starts(arguments: list[str], says: str) -> None:
+    done = run("rehearse", *arguments)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+@EACH
+def test_every_row_is_rehearsed(row: Row, tmp_path: Path) -> None:
+    """Real Megatron, vLLM, mbridge and Ray: two steps, and of some a third after a resume."""
+    resume = "--resume" if row.path.name in RESUMED else "--no-resume"
+    done = run("rehearse", str(row.path), "--out", str(tmp_path / "twin"), resume, timeout=900)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "nothing is wrong" in done.stdout
