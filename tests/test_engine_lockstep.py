@@ -108,6 +108,27 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     made.close()
 
 
+def test_who_failed_because_another_did_says_of_whom(engines: Engines) -> None:
+    """Else whoever answers first is blamed: it only lost its connection to the one that had no memory."""
+
+    def run_out() -> None:
+        raise MemoryError("no room for the weights")
+
+    def lose() -> None:
+        time.sleep(0.02)
+        raise RuntimeError("Connection closed by peer")
+
+    first, *others = [
+        engines.pool.submit(loop.call, command, together=True)
+        for loop, command in zip(engines.loops, (run_out, lose, lose), strict=True)
+    ]
+    for other in others:
+        with pytest.raises(EngineDead, match=r"In its group, before it: engine 'e0' .*no room for the weights"):
+            other.result(10)
+    with pytest.raises(MemoryError, match="no room"):
+        first.result(10)
+
+
 def test_who_has_no_requests_steps_with_the_others(engines: Engines) -> None:
     long, short = engines.generate(0, 30), engines.generate(2, 5, count=4)
     short.result(10)

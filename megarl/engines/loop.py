@@ -81,6 +81,7 @@ class EngineLoop:
         self._together: deque[Command] = deque()  # that wait until every engine of the group has been told
         self._elsewhere = 0  # requests in flight in the group's other engines, when all last agreed
         self._still = False  # the group has nothing to step
+        self._failed: Future | None = None  # of the command that ended the engine, whose caller is told at the end
 
     def start(self, seat: Seat | None = None) -> dict[str, Any]:
         assert self._thread is None, "an engine is started once"
@@ -179,15 +180,14 @@ class EngineLoop:
             else:
                 self._serve(command)
 
-    @staticmethod
-    def _serve(command: Command) -> None:
+    def _serve(self, command: Command) -> None:
         run, future = command
         try:
             result = run()
         except EngineRefused as refusal:
             future.set_exception(refusal)
-        except BaseException as error:
-            future.set_exception(error)
+        except BaseException:
+            self._failed = future
             raise
         else:
             future.set_result(result)
@@ -230,12 +230,15 @@ class EngineLoop:
         self._stop = True
 
     def _end(self, cause: str, failure: BaseException | None) -> None:
+        own = cause
         if self._group is not None:
             cause = self._leave(self._group, cause, failure)
         with self._lock:
             self._dead, self._failure = cause, failure
         dead = EngineDead(f"engine {self._name!r} {cause}")
         dead.__cause__ = failure
+        if self._failed is not None and failure is not None:
+            self._failed.set_exception(failure if cause == own else dead)  # the latter: another engine failed first
         while True:
             try:
                 (_, future), _ = self._commands.get_nowait()

@@ -106,7 +106,7 @@ def fields_of_megatron() -> frozenset[str] | None:
 def _annotated(file: Path, classes: tuple[str, ...]) -> list[str]:
     return [
         statement.target.id
-        for node in ast.parse(file.read_text()).body
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef) and node.name in classes
         for statement in node.body
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)

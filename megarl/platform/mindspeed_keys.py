@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 TABLES = Path(__file__).parent / "mindspeed_tables"
@@ -34,7 +34,8 @@ class Table:
 
 
 def read_source(source: Path) -> Table:
-    """The table of the MindSpeed in `source`. Raises ValueError where there is none."""
+    """The table of the MindSpeed in `source`; of which commit it is, is not said. Raises ValueError where there is none, and
+    for one that is written in another way than those that are known."""
     index = source / _FEATURES / "__init__.py"
     if not index.is_file():
         raise ValueError(f"{source} holds no {_FEATURES / '__init__.py'}: give a checkout of MindSpeed 0.12 or later")
@@ -42,29 +43,27 @@ def read_source(source: Path) -> Table:
     added: list[tuple[str, str]] = []  # choices that one feature adds to another's option
     switches: set[str] = set()
     for file in _files_of_features(index):
-        tree = ast.parse(file.read_text())
-        constants = _constants(tree)
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            name = _called(call)
-            if name == "add_argument":
-                dest, value = _option(call, constants)
-                options[dest] = value
-            elif name == "add_parser_argument_choices_value":
-                flag, choice = (_constant(argument, constants) for argument in call.args[1:3])
-                added.append((_dest(str(flag)), str(choice)))
-        switches.update(_switches(tree))
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        try:
+            options.update(_options(tree))
+            added += _added_choices(tree)
+            switches.update(_switches(tree))
+        except ValueError as error:
+            raise ValueError(
+                f"{file}, {error}: this MindSpeed is newer than megarl knows; install core_r0.16.0, or report it"
+            ) from None
     for dest, choice in added:
         choices = options.get(dest)  # None: an option of Megatron's
         if isinstance(choices, list) and choice not in choices:
             choices.append(choice)
-    return Table(_version(source), _commit(source), dict(sorted(options.items())), sorted(switches - options.keys()))
+    return Table(_version(source), "", dict(sorted(options.items())), sorted(switches - options.keys()))
 
 
 def _files_of_features(index: Path) -> list[Path]:
     """The files that the list of features is made of; others lie there unused."""
     root = index.parent.parent.parent
     files: set[Path] = set()
-    for node in ast.walk(ast.parse(index.read_text())):
+    for node in ast.walk(ast.parse(index.read_text(encoding="utf-8"))):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("mindspeed.features_manager."):
             continue
         place = root / Path(*str(node.module).split("."))
@@ -73,6 +72,23 @@ def _files_of_features(index: Path) -> list[Path]:
         else:
             files.add(place.with_suffix(".py"))
     return sorted(files)
+
+
+def _calls(tree: ast.Module, name: str) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == name)
+
+
+def _options(tree: ast.Module) -> dict[str, str | list[str | int]]:
+    constants = _constants(tree)
+    return dict(_option(call, constants) for call in _calls(tree, "add_argument"))
+
+
+def _added_choices(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(option, value that it may have as well)"""
+    constants = _constants(tree)
+    for call in _calls(tree, "add_parser_argument_choices_value"):
+        flag, choice = (_constant(argument, constants) for argument in call.args[1:3])
+        yield _dest(str(flag)), str(choice)
 
 
 def _called(call: ast.Call) -> str:
@@ -91,7 +107,10 @@ def _constants(tree: ast.Module) -> dict[str, ast.expr]:
 
 
 def _constant(node: ast.expr, constants: dict[str, ast.expr]) -> object:
-    return ast.literal_eval(constants[node.id] if isinstance(node, ast.Name) else node)
+    try:
+        return ast.literal_eval(constants[node.id] if isinstance(node, ast.Name) else node)
+    except (KeyError, ValueError):
+        raise ValueError(f"line {node.lineno}: {ast.unparse(node)} is no value that its source alone tells") from None
 
 
 def _dest(flag: str) -> str:
@@ -134,7 +153,11 @@ def _switches(tree: ast.Module) -> Iterator[str]:
 
 def _version(source: Path) -> str:
     setup = source / "setup.py"
-    found = re.search(r"^__version__ = ['\"](.+)['\"]", setup.read_text(), re.M) if setup.is_file() else None
+    found = (
+        re.search(r"^__version__ = ['\"](.+)['\"]", setup.read_text(encoding="utf-8"), re.M)
+        if setup.is_file()
+        else None
+    )
     return found[1] if found else ""
 
 
@@ -152,4 +175,5 @@ def write(table: Table) -> Path:
 
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
-        print(write(read_source(Path(argument))))
+        found = read_source(Path(argument))
+        print(write(replace(found, source=_commit(Path(argument)))))

@@ -95,7 +95,6 @@ RULES = (
     Rule("reuse_fp32_param", lambda settings: settings.get("optimizer_selection") == "fused_ema_adamw", "it does not go with optimizer_selection fused_ema_adamw", "leave one out", "memory/reuse_fp32_param.py"),
     Rule("gemm_gradient_accumulation_fusion", _off("moe_grouped_gemm"), "it is a part of moe_grouped_gemm, which is off", "set moe_grouped_gemm: true", "moe/gmm.py"),
     *(Rule(name, _dispatcher_is("allgather"), "it does not go with moe_token_dispatcher_type allgather", "use alltoall", _PERMUTE) for name in _PERMUTES),
-    *(Rule(name, lambda settings: is_on(settings, "moe_expert_capacity_factor") and not is_on(settings, "moe_pad_expert_input_to_capacity"), "with moe_expert_capacity_factor it needs moe_pad_expert_input_to_capacity", "set both or neither", _PERMUTE) for name in _PERMUTES),
     Rule("use_ascend_mc2", _on("fp8"), "it does not go with fp8", "leave one out", "megatron_basic/transformer_engine_basic.py"),
     Rule("use_ascend_mc2", _on("use_ascend_coc", "unaligned_linear"), "it does not go with use_ascend_coc or unaligned_linear", "leave one out", _MC2),
     Rule("use_ascend_mc2", _on("moe_alltoall_overlap_comm", "moe_allgather_overlap_comm"), "it does not go with moe_alltoall_overlap_comm or moe_allgather_overlap_comm", "leave one out", _OVERLAP),
