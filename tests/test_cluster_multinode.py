@@ -93,6 +93,8 @@ def test_roll_call():
     assert not first.begun
     calls.begin()
     assert wait_until(lambda: first.begun and late.begun, 5)
+    late.ask_to_end()
+    assert wait_until(lambda: calls.to_end() == [2], 5)
     late.fail("its Ray has ended")
     late.close()
     assert wait_until(lambda: calls.absent() == [2], 5)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -130,6 +131,54 @@ def test_a_node_that_dies_ends_the_run_with_its_name(cluster, quickstart_data: P
     assert "Traceback" not in said
     assert nodes.end(2, 30)[0] == 1
     assert_ended(everything, 20)
+
+
+SAVING = """
+import pathlib, signal, sys, time
+def end(*_):
+    time.sleep(20)  # a checkpoint is being written
+    pathlib.Path(sys.argv[1]).write_text("whole")
+    sys.exit(143)
+signal.signal(signal.SIGTERM, end)
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("told", [[1], [0, 1]], ids=["another node", "all"])
+def test_a_node_that_is_told_to_end_lets_the_run_end_first(cluster, tmp_path: Path, told: list[int]) -> None:
+    """As when a pod is evicted, or a Slurm job's time is over: else what a trainer on it writes would be lost."""
+    saved, begun = tmp_path / "saved", tmp_path / "begun"
+    nodes = cluster(2, ["--", sys.executable, "-c", SAVING, str(saved), str(begun)])
+    nodes.start(0)
+    nodes.start(1)
+    deadline = time.monotonic() + 120
+    while not begun.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    for rank in told:
+        nodes.processes[rank].terminate()
+    time.sleep(10)
+    assert nodes.processes[1].poll() is None, f"its Ray is still needed: {nodes.end(1, 5)[1]}"
+    assert nodes.end(0, 60)[0] == 143
+    assert saved.read_text() == "whole"
+    assert nodes.end(1, 30)[0] == 143
+
+
+def test_a_second_signal_ends_all_at_once(cluster, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    nodes = cluster(1, ["--", sys.executable, "-c", SAVING, str(tmp_path / "saved"), str(begun)])
+    nodes.start(0)
+    deadline = time.monotonic() + 60
+    while not begun.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    processes = psutil.Process(nodes.processes[0].pid).children(recursive=True)
+    nodes.processes[0].terminate()
+    time.sleep(2)
+    nodes.processes[0].terminate()
+    assert nodes.end(0, 5)[0] == 143
+    assert_ended(processes, 5)
 
 
 def test_nodes_that_start_in_the_same_moment_join(cluster) -> None:

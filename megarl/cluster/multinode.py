@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import glob
 import json
+import math
 import os
 import signal
 import socket
@@ -31,7 +32,9 @@ from megarl.cluster.rollcall import Attendance, RollCall
 from megarl.cluster.topology import Topology, read_topology
 from megarl.platform.kinds import KINDS, kind_of
 
-STOP_SECONDS = 15.0  # left to the command to end by itself after a signal
+# Left to the command to end by itself after a signal: it may be writing a checkpoint, which it then completes. A second
+# signal ends it at once.
+STOP_SECONDS = 300.0
 RAY_SECONDS = 8.0  # left to Ray
 RAY_ATTEMPTS = 3  # at starting it on a node
 _RAYS_OWN = {"CPU": "--num-cpus", "GPU": "--num-gpus"}  # resources that `ray start` has flags for
@@ -43,6 +46,10 @@ class _Interrupted(Exception):
 
     def __init__(self, number: int) -> None:
         self.status = 128 + number
+
+
+class _NodeTold(_Interrupted):
+    """Another node was told to end. This one may get a signal of its own yet, which then is its first."""
 
 
 def main(arguments: list[str], environ: Mapping[str, str]) -> int:
@@ -159,8 +166,16 @@ def _stay_in_ray(topology: Topology, device: str, environ: dict[str, str], atten
     """
     for attempt in range(1, RAY_ATTEMPTS + 1):
         with _ray(topology, device, environ) as (process, log):
-            while process.poll() is None and not attendance.over:
-                time.sleep(0.1)
+            try:
+                _until_over(process, attendance)
+            except _Interrupted:
+                attendance.ask_to_end()
+                _say(
+                    f"node rank {topology.node_rank}: node rank 0 is asked to end the run; once more ends this node at once"
+                )
+                _until_over(process, attendance, time.monotonic() + STOP_SECONDS)
+                if not attendance.over:
+                    raise
             if attendance.over:
                 return None
             said = _tail(log)
@@ -170,6 +185,12 @@ def _stay_in_ray(topology: Topology, device: str, environ: dict[str, str], atten
             break
         _say(f"node rank {topology.node_rank}: {cause}\ntrying again ({attempt + 1} of {RAY_ATTEMPTS})")
     return cause
+
+
+def _until_over(process: subprocess.Popen[bytes], attendance: Attendance, deadline: float = math.inf) -> None:
+    """Wait for the end of the run, of this node's Ray, or for the deadline."""
+    while process.poll() is None and not attendance.over and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def _told(topology: Topology, attendance: Attendance) -> int:
@@ -186,6 +207,8 @@ def _gather(
     """Wait until every node and device is in Ray. Returns what is wrong; None when all are there."""
     import ray
 
+    from megarl.cluster.ray_signals import termination_stays_ours
+
     connected = False
     missing: list[int] = list(range(topology.nodes))
     have = want = 0
@@ -195,6 +218,8 @@ def _gather(
                 return f"Ray's head ended with exit code {ray_process.returncode}"
             for rank, cause in calls.failed().items():
                 return f"node rank {rank}: {cause}"
+            for rank in calls.to_end():
+                return f"node rank {rank} was told to end"
             if not connected:
                 connected = _connect(topology)
                 if connected:
@@ -209,7 +234,8 @@ def _gather(
             time.sleep(0.2)
     finally:
         if connected:
-            ray.shutdown()
+            with termination_stays_ours():
+                ray.shutdown()
     ranks = ", ".join(map(str, missing))
     if missing:
         return (
@@ -224,9 +250,12 @@ def _connect(topology: Topology) -> bool:
     """Connect to Ray's head; False where it does not listen yet (ray.init would wait for minutes)."""
     import ray
 
+    from megarl.cluster.ray_signals import termination_stays_ours
+
     try:
         socket.create_connection((topology.master, topology.port), timeout=2).close()
-        ray.init(address=topology.ray_address, logging_level="critical", log_to_driver=False)
+        with termination_stays_ours():
+            ray.init(address=topology.ray_address, logging_level="critical", log_to_driver=False)
     except OSError:
         time.sleep(0.2)
         return False
@@ -234,13 +263,17 @@ def _connect(topology: Topology) -> bool:
 
 
 class _Members:
-    """Says once of each node that it has left."""
+    """Hears of nodes that have left, and says it once of each, and of those that are to."""
 
     def __init__(self, calls: RollCall) -> None:
         self._calls = calls
         self._told: set[int] = set()
 
     def watch(self) -> None:
+        """Raises _NodeTold where a node was told to end: the run is to end in order, with all of its nodes."""
+        for rank in self._calls.to_end():
+            _say(f"node rank {rank} was told to end, which ends the run")
+            raise _NodeTold(signal.SIGTERM)
         for rank in set(self._calls.absent()) - self._told:
             self._told.add(rank)
             cause = self._calls.failed().get(rank)
@@ -270,16 +303,34 @@ def _child(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own, ended at the latest with the block."""
     process = subprocess.Popen(command, env=environ, stdout=output, stderr=output, start_new_session=True)
+    why: BaseException | None = None
     try:
         yield process
+    except BaseException as error:
+        why = error
+        raise
     finally:
-        if process.poll() is None:
-            process.terminate()
+        _end(process, patience, own_signals=0 if isinstance(why, _NodeTold) else 1)
+
+
+def _end(process: subprocess.Popen[bytes], patience: float, own_signals: int) -> None:
+    """Ask a process to end, wait for it, and kill its group where its time is up or a second signal comes.
+    `own_signals`: how many of those that this launcher is to get have come."""
+    if process.poll() is None:
+        process.terminate()
+    deadline = time.monotonic() + patience
+    while True:
         try:
-            process.wait(patience)
+            process.wait(max(0.0, deadline - time.monotonic()))
+            return
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            break
+        except _Interrupted:
+            own_signals += 1
+            if own_signals > 1:
+                break
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], meanwhile: Callable[[], None] = lambda: None) -> int:

@@ -13,7 +13,7 @@ import json
 import socket
 import threading
 import time
-from typing import Any
+from typing import Any, TextIO
 
 
 class RollCall:
@@ -29,6 +29,7 @@ class RollCall:
         self._lock = threading.Lock()
         self._present: dict[int, tuple[socket.socket, str]] = {}
         self._failed: dict[int, str] = {}
+        self._to_end: set[int] = set()
         self._open = False
         self._listener = socket.create_server((host, port))
         threading.Thread(target=self._accept, daemon=True).start()
@@ -42,6 +43,11 @@ class RollCall:
         """Ranks of the nodes that have given up, with what they say of it."""
         with self._lock:
             return dict(self._failed)
+
+    def to_end(self) -> list[int]:
+        """Ranks of the nodes that were told to end, and wait until the run has."""
+        with self._lock:
+            return sorted(self._to_end)
 
     def open(self) -> None:
         """Tell the nodes, present and to come, that the head is ready for them."""
@@ -76,7 +82,11 @@ class RollCall:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        hello = _receive(connection)
+        with connection.makefile("r", encoding="utf-8") as lines:
+            self._serve_node(connection, lines)
+
+    def _serve_node(self, connection: socket.socket, lines: TextIO) -> None:
+        hello = _receive(lines)
         rank = hello.get("node_rank") if hello else None
         refusal = self._admit(connection, hello) if hello and isinstance(rank, int) else "no node of this run"
         if refusal:
@@ -84,10 +94,13 @@ class RollCall:
             connection.close()
             return
         assert isinstance(rank, int)
-        message = _receive(connection)  # why it gives up; None: it has hung up
+        while (message := _receive(lines)) is not None:  # None: it has hung up
+            with self._lock:
+                if "failed" in message:
+                    self._failed[rank] = str(message["failed"])
+                if "to_end" in message:
+                    self._to_end.add(rank)
         with self._lock:
-            if message:
-                self._failed[rank] = str(message.get("failed"))
             if self._present.get(rank, (None, ""))[0] is connection:
                 del self._present[rank]
 
@@ -128,6 +141,10 @@ class Attendance:
     def fail(self, cause: str) -> None:
         """Tell the head that this node gives up, and why."""
         _send(self._connection, {"failed": cause})
+
+    def ask_to_end(self) -> None:
+        """Ask the head to end the run: this node was told to end."""
+        _send(self._connection, {"to_end": True})
 
     def close(self) -> None:
         _hang_up(self._connection)
@@ -180,11 +197,10 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
         return  # it has left, and whoever reads the connection sees that
 
 
-def _receive(connection: socket.socket) -> dict[str, Any] | None:
+def _receive(lines: TextIO) -> dict[str, Any] | None:
     """The next message; None when the other end is gone or talks something else."""
     try:
-        with connection.makefile("r", encoding="utf-8") as lines:
-            message = json.loads(lines.readline())
+        message = json.loads(lines.readline())
     except (OSError, ValueError):
         return None
     return message if isinstance(message, dict) else None
