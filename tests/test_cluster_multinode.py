@@ -47,6 +47,9 @@ def test_topology(environ, rank, nodes, master, devices):
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "m"}, "ranks are 0 to 1"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is no number"),
         ({"MEGARL_JOIN_TIMEOUT": "soon"}, "MEGARL_JOIN_TIMEOUT=soon"),
+        ({"NNODES": "0"}, "0 nodes: there is at least this one"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: Ray takes it"),
+        ({"DEVICES_PER_NODE": "0"}, "a node without devices"),
     ],
 )
 def test_topology_that_does_not_add_up(environ, says):

@@ -166,3 +166,11 @@ def test_every_key_is_documented() -> None:
 )
 def test_shipped_recipes_load(path: Path) -> None:
     load_recipe(path)
+
+
+def test_a_switch_is_no_number(folder: Path) -> None:
+    """verl's expert_parallel_size is one: 8 would be taken for true, and give another layout than was meant."""
+    with pytest.raises(
+        RecipeError, match=r"rollout\.expert_parallel = 8[\s\S]*a switch, not a number[\s\S]*true or false"
+    ):
+        load_recipe(folder / "recipe.yaml", ["rollout.expert_parallel=8"])

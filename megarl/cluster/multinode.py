@@ -195,6 +195,9 @@ def _until_over(process: subprocess.Popen[bytes], attendance: Attendance, deadli
 
 def _told(topology: Topology, attendance: Attendance) -> int:
     if attendance.status is not None:
+        if attendance.status:
+            what = "the run ended" if attendance.begun else "it ended before all nodes had joined,"
+            _say(f"node rank {topology.node_rank}: {what} with exit status {attendance.status}; node rank 0 says why")
         return attendance.status
     reason = f"refused by the head: {attendance.refusal}" if attendance.refusal else "the head is gone"
     _say(f"node rank {topology.node_rank}: {reason}")

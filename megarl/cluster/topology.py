@@ -44,6 +44,8 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
     """Raises ValueError where the environment does not say enough, or contradicts itself."""
     nodes = _integer(environ, _NODES, 1)
     assert nodes is not None
+    if nodes < 1:
+        raise ValueError(f"{nodes} nodes: there is at least this one. Set NNODES, or leave it out.")
     master = _first(environ, _MASTER) or _slurm_head(environ) or ("127.0.0.1" if nodes == 1 else None)
     if master is None:
         raise ValueError(f"{nodes} nodes, and no address of the first: set MASTER_ADDR on every node, to the same.")
@@ -52,6 +54,13 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
         raise ValueError(f"this node's rank is {rank}, and there are {nodes} nodes: ranks are 0 to {nodes - 1}.")
     port = _integer(environ, _PORT, DEFAULT_PORT)
     assert port is not None
+    if not 1024 <= port <= 65533:
+        raise ValueError(f"MASTER_PORT={port}: Ray takes it and megarl the next two, all of 1024 to 65535.")
+    devices = _integer(environ, _DEVICES, None)
+    if devices == 0:
+        raise ValueError(
+            "DEVICES_PER_NODE=0: a node without devices has no part in a run. Leave it out, and Ray looks."
+        )
     node_ip = environ.get("MEGARL_NODE_IP")
     if nodes > 1 and _is_loopback(master):
         # Several nodes on one machine, to try things out: each has a loopback address of its own. Not
@@ -61,7 +70,7 @@ def read_topology(environ: Mapping[str, str]) -> Topology:
         timeout = float(environ.get("MEGARL_JOIN_TIMEOUT", DEFAULT_JOIN_TIMEOUT))
     except ValueError as error:
         raise ValueError(f"MEGARL_JOIN_TIMEOUT={environ['MEGARL_JOIN_TIMEOUT']} is no number of seconds.") from error
-    return Topology(rank, nodes, master, port, _integer(environ, _DEVICES, None), node_ip, timeout)
+    return Topology(rank, nodes, master, port, devices, node_ip, timeout)
 
 
 def first_host(node_list: str) -> str:

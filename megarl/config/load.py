@@ -144,6 +144,8 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
     assert isinstance(content, dict)
     _check_keys(content, Recipe, "", origin)
     for name, value in _settings(content, Recipe, ""):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and _type_name(name).split()[0] == "bool":
+            raise RecipeError(name, "this is a switch, not a number", "give true or false", value=value, origin=origin)
         try:
             OmegaConf.update(merged, name, value, merge=not isinstance(value, Mapping) or bool(value))
         except OmegaConfBaseException as error:
