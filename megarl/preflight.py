@@ -34,7 +34,7 @@ from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary
 from megarl.engines.specs import first_specs
 from megarl.flops import ModelFlops, model_flops
 from megarl.identity import check_identity
-from megarl.megatron.config_fields import check_extra
+from megarl.megatron.config_fields import check_extra, check_extra_names
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
@@ -94,6 +94,7 @@ def prepare_training(recipe: Recipe, begin: Callable[[str], None] = lambda stage
     if not recipe.data.train_files and not recipe.data.mix:
         raise RecipeError("data.train_files", "there is nothing to train on", "name .parquet or .jsonl files", value=[])
     check_engines(recipe.rollout)
+    check_extra_names(recipe, "megatron")
     try_own_functions(recipe.algorithm)
     begin("model")
     tokenizer, config = _read_model(recipe)

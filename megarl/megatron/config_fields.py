@@ -25,9 +25,9 @@ _CLASSES = {
 }
 
 
-def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None:
+def check_extra_names(recipe: Recipe, section: str) -> None:
     """Refuse names in `section`'s extra that neither the installed Megatron nor what adapts it to the recipe's device
-    has, and settings of the latter that it would not take. `hf_config`: the model's config.json.
+    has, and values of the latter that it would not take. What this needs is the recipe alone: it comes before the model.
 
     Megatron's source is read, not imported: that takes seconds, and wants the platform prepared. Says nothing where
     Megatron is not installed on this machine; trainers ask again.
@@ -41,6 +41,15 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
         if problem is not None:
             raise RecipeError(f"{section}.extra.{name}", *problem, value=value)
     check_names(extra, known, section, adapts)
+
+
+def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None:
+    """As `check_extra_names`; and refuse settings in it that contradict each other, the layout, or the model.
+    `hf_config`: its config.json."""
+    check_extra_names(recipe, section)
+    extra, adapts = recipe.megatron.extra, adaptor(platform.kind(recipe.cluster.device))
+    if fields_of_megatron() is None:
+        return
     contradiction = adapts.contradiction(adaptor_settings(recipe, hf_config))
     if contradiction is not None:
         name, problem = contradiction
