@@ -118,6 +118,8 @@ class Controller:
             with self._profiled(step):
                 self._train(step, batch)
         else:
+            if step in recipe.observe.profile_steps:
+                log.notice(f"step {step} was not traced: there was nothing to compute in it")
             self.placement.to_train()
             log.warn(f"step {step}: no group with spread was found, so there is nothing to learn from: no update")
             log.add({"actor/skipped_updates": float(recipe.actor.mini_batches)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_OF_THE_WHOLE = ("model_type", "tie_word_embeddings")
+_OF_THE_WHOLE = ("architectures", "model_type", "tie_word_embeddings")
 """Fields that a text section repeats for itself; the whole model's are at the top."""
 
 
@@ -12,7 +12,7 @@ def text_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
     """A config.json with the fields of its text part, which multi-modal models may keep in a section of their own.
 
     Where a field stands in both places, the section's counts, as in transformers, which builds the text part from it;
-    `model_type` and `tie_word_embeddings` are those of the whole.
+    those of `_OF_THE_WHOLE` are the whole's.
     """
     whole = {name: hf_config[name] for name in _OF_THE_WHOLE if name in hf_config}
     return {**hf_config, **(hf_config.get("text_config") or {}), **whole}

@@ -186,6 +186,13 @@ def test_steps_without_a_group_count_too(recipe: Recipe, tmp_path: Path) -> None
     )
 
 
+def test_a_step_that_cannot_be_traced_says_so(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.observe.profile_steps = [2, 3]
+    fit(recipe, tmp_path, [], without=(3, 4))
+    notices = (tmp_path / "notices.jsonl").read_text()
+    assert "step 2 was traced" in notices and "step 3 was not traced" in notices and "step 4 was not" not in notices
+
+
 def test_zero_never_stops(recipe: Recipe, tmp_path: Path) -> None:
     recipe.train.stop_after_skipped = 0
     assert fit(recipe, tmp_path, [NAN] * 8) == 8

@@ -6,26 +6,35 @@ import functools
 import importlib.util
 import json
 import os
+import signal
+import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from megarl import load_recipe, model_configs
 from megarl.algorithms.advantages import uses_critic
 from megarl.config.errors import RecipeError
 from megarl.config.supported import Row, rows
 from megarl.config.training import MegatronConfig
-from megarl.data.prepare.tiny_weights import write_weights
+from megarl.data.prepare.tiny_weights import KINDS, write_weights
 from megarl.megatron.layout import check_layout
+from megarl.megatron.model_checks import PROVEN
 from megarl.model_config import number_of_experts
 from megarl.preflight import prepare_training
+from megarl.rehearsal import command
 from megarl.rehearsal.changes import Changes, settings_of
-from megarl.rehearsal.command import faults, table
+from megarl.rehearsal.command import faults, rehearse, table
 from megarl.rehearsal.data import columns_of
 from megarl.rehearsal.layout import layers_for, shrink_layout
 from megarl.rehearsal.model import shrink_model
+from megarl.rehearsal.settings import shrink_settings
 from megarl.rehearsal.twin import Twin, make_twin
+from tests.megatron_models import MODELS
+from tests.megatron_models import write_model as write_hf_model
 from tests.stack import run
 
 ROOT = Path(__file__).parent.parent
@@ -113,22 +122,52 @@ def test_a_models_structure_is_kept(name: str) -> None:
     assert small["hidden_size"] < given["hidden_size"] and small["num_hidden_layers"] < given["num_hidden_layers"]
 
 
-def test_weights_of_a_llama_have_transformers_names(tmp_path: Path) -> None:
-    """And shapes: a kind of model that no recipe of this repository has."""
-    import torch
-    import transformers
-    from safetensors import safe_open
+def test_the_tensors_of_every_kind_that_is_trained_are_known() -> None:
+    """Else one would be refused when half of its twin is written."""
+    assert set(KINDS) == set(PROVEN)
 
-    given = {
-        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "initializer_range": 0.05,
-    }  # fmt: skip
-    write_weights(tmp_path / "model.safetensors", given, 0, 0.1)
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**given))
-    with safe_open(str(tmp_path / "model.safetensors"), "pt") as file:
-        written = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
-    assert written == {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_have_the_names_and_shapes_that_transformers_writes(name: str, tmp_path: Path) -> None:
+    path = write_hf_model(name, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    write_weights(tmp_path / "model.safetensors", {**config, "initializer_range": 0.05}, 0, 0.1)
+    written, expected = ({key: value.shape for key, value in load_file(file).items()} for file in (tmp_path / "model.safetensors", path / "model.safetensors"))  # fmt: skip
+    assert written == expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "DeepseekV3Config", "Glm4MoeConfig"]
+)
+def test_a_config_that_transformers_5_writes_is_shrunk(kind: str, tmp_path: Path) -> None:
+    """It has a kind for each layer and sizes that follow from others: transformers refuses it where they disagree."""
+    import transformers
+
+    config = getattr(transformers, kind)(num_hidden_layers=6, dtype="bfloat16")
+    given = json.loads(config.to_json_string(use_diff=False))
+    small = shrink_model(given, 2, Changes())
+    write_weights(tmp_path / "model.safetensors", small, 0, 0.1)
+    read = getattr(transformers, kind).from_dict(small)
+    read.validate()
+    again = json.loads(json.dumps(read.to_dict()))
+    assert {key: again[key] for key in small if key in again} == small
+    assert small["dtype"] == "float32" and "torch_dtype" not in small
+
+
+def test_a_vision_model_that_transformers_5_writes_is_shrunk(tmp_path: Path) -> None:
+    """Its text part in a section, the parts of its heads in `rope_parameters`, its colours under their new name."""
+    import transformers
+
+    rotary = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    text = {"num_hidden_layers": 6, "rope_parameters": rotary}  # whose `architectures` is then null
+    given = transformers.Qwen2_5_VLConfig(text_config=text, architectures=["Whole"]).to_dict()
+    small = shrink_model(given, 2, Changes())
+    assert small["architectures"] == ["Whole"]
+    assert small["rope_parameters"] == {**rotary, "mrope_section": [4, 6, 6]} and "rope_scaling" not in small
+    write_weights(tmp_path / "model.safetensors", small, 0, 0.1)
+    read = transformers.Qwen2_5_VLConfig.from_dict(small).get_text_config()
+    read.validate()
+    assert (read.num_hidden_layers, read.rope_parameters["mrope_section"]) == (2, [4, 6, 6])
 
 
 def test_rows_are_those_of_the_file_where_it_is_there(tmp_path: Path) -> None:
@@ -136,11 +175,76 @@ def test_rows_are_those_of_the_file_where_it_is_there(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml")
     (tmp_path / "gsm8k").mkdir()
     file = tmp_path / "gsm8k" / "train.jsonl"
-    assert columns_of(recipe, str(file)).data_source == "openai/gsm8k"
+    columns = partial(columns_of, recipe, "data.eval_files")
+    assert columns(str(file)).data_source == "openai/gsm8k"
     file.write_text(json.dumps({"data_source": "me/own", "prompt": "1 + 1", "images": [1]}) + "\n")
-    assert (columns_of(recipe, str(file)).data_source, columns_of(recipe, str(file)).layout) == ("me/own", "pictures")
+    assert (columns(str(file)).data_source, columns(str(file)).layout) == ("me/own", "pictures")
     with pytest.raises(RecipeError, match=r"set reward\.function"):
-        columns_of(recipe, "data/unheard_of/train.parquet")
+        columns("data/unheard_of/train.parquet")
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ("data.eval_files=[unheard_of/a.parquet]", "data.eval_files"),
+        ("data.mix={own: {files: [unheard_of/a.parquet], weight: 1}}", "data.mix.own.files"),
+    ],
+)
+def test_half_a_twin_is_taken_away_and_the_setting_is_named(given: str, key: str, tmp_path: Path) -> None:
+    """What is not known here is found when the model is written: left there, it would stand in the next call's way."""
+    recipe = ROOT / "recipes" / "grpo_qwen3_8b.yaml"
+    off = ["data.train_files=[]"] if ".mix" in key else []
+    with pytest.raises(RecipeError) as raised:
+        rehearse(recipe, [given, *off], out=tmp_path, processes=None, shape=None, resume=False)
+    assert key in str(raised.value) and "data.train_files" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_made_larger() -> None:
+    """A recipe that is as small as a twin already keeps its sizes."""
+    recipe = load_recipe(ROOT / "recipes" / "ppo_qwen3_8b.yaml")
+    recipe.data.prompts_per_step, recipe.evaluation.limit = 2, 1
+    recipe.data.max_prompt_length, recipe.rollout.max_response_length = 48, 8
+    recipe.actor.max_tokens_per_micro_batch = recipe.critic.max_tokens_per_micro_batch = 60
+    changes = Changes()
+    shrink_settings(recipe, None, changes)
+    ends = ("prompts_per_step", "limit", "max_prompt_length", "max_response_length", "max_tokens_per_micro_batch")
+    assert not [change for change in changes.found if change.key.endswith(ends)]
+
+
+def test_steps_ranks_and_mini_batches_are_those_that_the_twin_has(tmp_path: Path) -> None:
+    """Else the twin's recipe is refused, and the given one, which is right, cannot be rehearsed."""
+    given = [
+        "observe.profile_steps=[5,9]",
+        "observe.profile_ranks=[7]",
+        "data.prompts_per_step=3",
+        "actor.mini_batches=3",
+    ]
+    twin = make_twin(ROOT / "recipes" / "grpo_qwen3_8b.yaml", given, tmp_path)
+    assert (twin.recipe.observe.profile_steps, twin.recipe.observe.profile_ranks) == ([2], [0])
+    assert (twin.recipe.data.prompts_per_step, twin.recipe.actor.mini_batches) == (2, 2)
+
+
+def test_an_interrupt_is_not_lost_where_the_training_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_PATIENCE", 0.01)
+    waiting, waits = subprocess.Popen.wait, []
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        waits.append(process)
+        if len(waits) == 1:
+            assert process.stdout is not None and process.stdout.readline()
+            raise KeyboardInterrupt
+        return waiting(process, 5.0 if timeout is None else timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
+    deaf = "trap '' TERM; echo ready; while :; do sleep 0.05; done"
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command._ended(["sh", "-c", deaf], os.environ)
+        assert waits[0].returncode == -signal.SIGKILL
+    finally:
+        waits[0].kill()
 
 
 def test_what_the_metrics_show_to_be_wrong(tmp_path: Path) -> None:

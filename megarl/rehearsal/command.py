@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,13 @@ def rehearse(
     out: the folder for the twin and its run; None: a temporary one, which is left there to be looked at.
     """
     with blaming_input():
-        twin = make_twin(path, overrides, _folder(out), processes=processes, shape=shape)
+        folder = _folder(out)
+        try:
+            twin = make_twin(path, overrides, folder, processes=processes, shape=shape)
+        except BaseException:
+            for half in folder.iterdir():  # else the next call would be told that the folder is not empty
+                shutil.rmtree(half) if half.is_dir() else half.unlink()
+            raise
     print(f"the twin: {twin.path}", flush=True)
     began = time.monotonic()
     status = run_twin(twin, resume=resume)
@@ -69,7 +76,10 @@ def _ended(command: Sequence[str], environ: Mapping[str, str]) -> int:
             return process.wait()
         except BaseException:
             process.terminate()
-            process.wait(_PATIENCE)
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()  # else it would be waited for without end
             raise
 
 

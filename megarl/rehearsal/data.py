@@ -46,25 +46,29 @@ def write_data(recipe: Recipe, twin: Recipe, folder: Path, changes: Changes) -> 
     """Write the twin's rows below `folder`, name them in it, and see that its scorers tell samples apart."""
     number = itertools.count()
 
-    def tiny(files: Sequence[str]) -> list[str]:
-        return [_write(recipe, file, folder, next(number)) for file in files]
+    def tiny(key: str, files: Sequence[str]) -> list[str]:
+        return [_write(columns_of(recipe, key, file), file, folder, next(number)) for file in files]
 
     data = twin.data
-    sources = {columns_of(recipe, file).data_source for file in _training_files(recipe)}
-    changes.set(data, "data.train_files", tiny(data.train_files), _GENERATED)
-    changes.set(data, "data.eval_files", tiny(data.eval_files), _GENERATED)
+    sources = {columns_of(recipe, key, file).data_source for key, file in _training_files(recipe)}
+    changes.set(data, "data.train_files", tiny("data.train_files", data.train_files), _GENERATED)
+    changes.set(data, "data.eval_files", tiny("data.eval_files", data.eval_files), _GENERATED)
     for name, part in data.mix.items():
-        changes.set(part, f"data.mix.{name}.files", tiny(part.files), _GENERATED)
+        key = f"data.mix.{name}.files"
+        changes.set(part, key, tiny(key, part.files), _GENERATED)
     if recipe.train.source == "rollout":
         _score(twin, sources, changes)
 
 
-def _training_files(recipe: Recipe) -> list[str]:
-    return [*recipe.data.train_files, *(file for part in recipe.data.mix.values() for file in part.files)]
+def _training_files(recipe: Recipe) -> list[tuple[str, str]]:
+    """(the setting that names it, file) of each."""
+    named = [("data.train_files", file) for file in recipe.data.train_files]
+    return named + [(f"data.mix.{name}.files", file) for name, part in recipe.data.mix.items() for file in part.files]
 
 
-def columns_of(recipe: Recipe, file: str) -> Columns:
-    """What `file`'s rows are: as its first one says, or, where it is not there, as its folder's name does.
+def columns_of(recipe: Recipe, key: str, file: str) -> Columns:
+    """What the rows are of a `file` that the setting `key` names: as its first one says, or, where it is not there, as its
+    folder's name does.
 
     Raises RecipeError where neither says it."""
     path = Path(file)
@@ -84,15 +88,14 @@ def columns_of(recipe: Recipe, file: str) -> Columns:
     if recipe.reward.function or recipe.reward.functions:
         return Columns("problems", source)
     raise RecipeError(
-        "data.train_files",
+        key,
         f"{file} is not here, and the folder's name does not say what its rows are scored by",
         f"set reward.function, or name a file that is here or lies in a folder called {', '.join(_FOLDERS)}",
         value=file,
     )
 
 
-def _write(recipe: Recipe, file: str, folder: Path, number: int) -> str:
-    columns = columns_of(recipe, file)
+def _write(columns: Columns, file: str, folder: Path, number: int) -> str:
     path = folder / f"{number}_{Path(file).stem}.parquet"
     return str(write_tiny_rows(path, columns.layout, columns.data_source, _COUNT, number))
 

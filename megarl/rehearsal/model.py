@@ -15,12 +15,14 @@ HEAD, HIDDEN, WIDTH, EXPERT_WIDTH, RANK = 32, 64, 128, 64, 32
 EXPERTS, CHOSEN, GROUPS = 8, 2, 4
 VISION = {"depth": 4, "hidden_size": 64, "num_heads": 2, "intermediate_size": 96, "fullatt_block_indexes": [1, 3], "window_size": 56}  # fmt: skip
 _SPREAD = 0.05  # of random weights
-_WHY = {"initializer_range": "random weights", "torch_dtype": "of the files; model.dtype is the trainer's"}
+_OF_FILES = "of the files; model.dtype is the trainer's"
+_WHY = {"initializer_range": "random weights", "dtype": _OF_FILES, "torch_dtype": _OF_FILES}
+_ROTARY = ("rope_scaling", "rope_parameters")  # before transformers 5, and since
 
 # What is told of as kept where a model has it: with these it would be another kind of model.
 _STRUCTURE = (
     "model_type", "architectures", "num_nextn_predict_layers", "n_shared_experts", "kv_lora_rank", "qk_rope_head_dim",
-    "tie_word_embeddings", "rope_scaling", "rope_theta", "attention_bias", "scoring_func", "topk_method", "norm_topk_prob",
+    "tie_word_embeddings", *_ROTARY, "rope_theta", "attention_bias", "use_qk_norm", "partial_rotary_factor", "scoring_func", "topk_method", "norm_topk_prob",
     "routed_scaling_factor", "decoder_sparse_step", "mlp_only_layers", "max_position_embeddings", "rms_norm_eps",
 )  # fmt: skip
 
@@ -34,10 +36,21 @@ def shrink_model(hf_config: Config, layers: int, changes: Changes) -> Config:
     if dense:
         small["first_k_dense_replace"] = dense
     small |= {"num_hidden_layers": max(layers, dense + 1), "vocab_size": VOCAB_LIMIT, "initializer_range": _SPREAD}
-    small |= {"intermediate_size": WIDTH, "torch_dtype": "float32"}
+    small |= {"intermediate_size": WIDTH, "dtype" if "dtype" in given else "torch_dtype": "float32"}
+    small |= _of_each_layer(given, small["num_hidden_layers"])
     if "vision_config" in given:
         small |= _vision(given, small)
     _note(given, small, changes)
+    return small
+
+
+def _of_each_layer(given: Config, layers: int) -> Config:
+    """What transformers 5 writes of each layer, and of where layers begin to differ."""
+    small: Config = {}
+    if kinds := given.get("layer_types"):
+        small["layer_types"] = (kinds * layers)[:layers]
+    if given.get("max_window_layers") is not None:
+        small["max_window_layers"] = min(given["max_window_layers"], layers)
     return small
 
 
@@ -47,7 +60,8 @@ def _attention(given: Config) -> Config:
     if given.get("kv_lora_rank"):
         rank = {"q_lora_rank": RANK} if given.get("q_lora_rank") else {}
         small = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": HIDDEN}
-        return {**small, **rank, "qk_nope_head_dim": HEAD, "v_head_dim": HEAD}
+        whole = {"qk_head_dim": HEAD + given["qk_rope_head_dim"]} if "qk_head_dim" in given else {}
+        return {**small, **rank, **whole, "qk_nope_head_dim": HEAD, "v_head_dim": HEAD}
     groups = given.get("num_key_value_heads") or heads
     small_groups = min(groups, 2)
     small = {"num_attention_heads": small_groups * (heads // groups), "num_key_value_heads": small_groups}
@@ -82,11 +96,13 @@ def _ids(given: Config) -> Config:
 
 def _vision(given: Config, small: Config) -> Config:
     tower = {**given["vision_config"], **VISION, "out_hidden_size": small["hidden_size"]}
-    scaling = dict(given.get("rope_scaling") or {})
-    if sections := scaling.get("mrope_section"):  # halves of a head, for time, height and width
-        shares = [section * HEAD // 2 // sum(sections) for section in sections]
-        scaling["mrope_section"] = shares
-    return {"vision_config": tower, "rope_scaling": scaling}
+    return {"vision_config": tower, **{name: _sections(given[name]) for name in _ROTARY if given.get(name)}}
+
+
+def _sections(rotary: Config) -> Config:
+    """With the parts of half a head that are for time, height and width."""
+    sections = rotary.get("mrope_section")
+    return {**rotary, "mrope_section": [part * HEAD // 2 // sum(sections) for part in sections]} if sections else rotary
 
 
 def _note(given: Config, small: Config, changes: Changes) -> None:

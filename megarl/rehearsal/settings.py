@@ -26,6 +26,7 @@ _ENGINE = "vllm"
 _LR = 1e-3
 
 _SIZE = "size"
+_ROWS_FIT = "the generated rows fit"
 _MOVES = "so that two steps change the weights that engines are given"
 _CORES = "processes"
 _MACHINE = "this machine"
@@ -93,33 +94,39 @@ def _lay_out(owner: Any, key: str, small: MegatronConfig, changes: Changes) -> N
 
 def _lengths(twin: Recipe, changes: Changes) -> None:
     data, rollout, agent = twin.data, twin.rollout, twin.agent
-    changes.set(data, "data.max_prompt_length", PROMPT, _SIZE)
+    prompt = min(data.max_prompt_length, PROMPT)
+    changes.set(data, "data.max_prompt_length", prompt, _SIZE)
     turns = min(agent.max_turns, _TURNS) if agent.tools or agent.mcp else 1
-    response = RESPONSE if turns == 1 else turns * (RESPONSE + _ANSWER)
+    response = min(rollout.max_response_length, RESPONSE if turns == 1 else turns * (RESPONSE + _ANSWER))
     if twin.train.source != "rollout":
         response = DEMONSTRATION
-    changes.set(rollout, "rollout.max_response_length", response, _SIZE)
+    changes.set(
+        rollout, "rollout.max_response_length", response, _SIZE if twin.train.source == "rollout" else _ROWS_FIT
+    )
     if turns > 1:
         changes.set(agent, "agent.max_turns", turns, _SIZE)
-        changes.set(agent, "agent.max_answer_tokens", _ANSWER, _SIZE)
+        changes.set(agent, "agent.max_answer_tokens", min(agent.max_answer_tokens, _ANSWER), _SIZE)
     overlong = twin.algorithm.overlong
     buffer = min(overlong.penalty_buffer, _BUFFER)
     changes.set(overlong, "algorithm.overlong.penalty_buffer", buffer, _SIZE)
-    tokens = 2 * (PROMPT + response)
-    changes.set(twin.actor, "actor.max_tokens_per_micro_batch", tokens, _SIZE)
-    if uses_critic(twin.algorithm):
-        changes.set(twin.critic, "critic.max_tokens_per_micro_batch", tokens, _SIZE)
+    longest = prompt + response
+    for key, owner in _learners(twin):
+        tokens = max(longest, min(owner.max_tokens_per_micro_batch, 2 * longest))
+        changes.set(owner, f"{key}.max_tokens_per_micro_batch", tokens, _SIZE)
+
+
+def _learners(twin: Recipe) -> list[tuple[str, ActorConfig | CriticConfig]]:
+    return [("actor", twin.actor), *([("critic", twin.critic)] if uses_critic(twin.algorithm) else [])]
 
 
 def _batch(twin: Recipe, changes: Changes) -> None:
-    parts: list[tuple[str, ActorConfig | CriticConfig]] = [("actor", twin.actor)]
-    parts += [("critic", twin.critic)] if uses_critic(twin.algorithm) else []
-    for key, owner in parts:
+    for key, owner in _learners(twin):
         changes.set(owner, f"{key}.mini_batches", min(owner.mini_batches, 2), _SIZE)
         # bfloat16 rounds a smaller step away, and engines would be given the weights that they have.
         changes.set(owner.optimizer, f"{key}.optimizer.lr", max(owner.optimizer.lr, _LR), _MOVES)
         changes.set(owner.optimizer, f"{key}.optimizer.warmup_steps", 0, _MOVES)
-    changes.set(twin.data, "data.prompts_per_step", PROMPTS, _SIZE)
+    prompts = min(twin.data.prompts_per_step, PROMPTS)
+    changes.set(twin.data, "data.prompts_per_step", prompts - (prompts == 3), _SIZE)  # mini batches divide it
     changes.set(twin.data, "data.workers", None, _MACHINE)
     changes.set(twin.data, "data.cache", None, "the rows are made anew")
     if twin.train.source == "rollout":
@@ -136,7 +143,7 @@ def _run(twin: Recipe, changes: Changes) -> None:
         changes.set(twin.critic, "critic.warmup_steps", 1, _SIZE)
     changes.set(evaluation, "evaluation.every", min(evaluation.every, 1), _SIZE)
     if evaluation.every or evaluation.at_start or evaluation.at_end:
-        changes.set(evaluation, "evaluation.limit", _ROWS, _SIZE)
+        changes.set(evaluation, "evaluation.limit", min(evaluation.limit or _ROWS, _ROWS), _SIZE)
     changes.set(evaluation, "evaluation.samples", min(evaluation.samples, 2), _SIZE)
     ks = sorted({min(k, evaluation.samples) for k in evaluation.ks})
     changes.set(evaluation, "evaluation.ks", ks, _SIZE)
@@ -144,6 +151,9 @@ def _run(twin: Recipe, changes: Changes) -> None:
         changes.left_out("observe.trackers", list(observe.trackers), "nobody wants to find this run there")
         observe.trackers = []
     changes.set(observe, "observe.console", "plain", _MACHINE)
+    if observe.profile_steps:
+        changes.set(observe, "observe.profile_steps", [STEPS], _SIZE)
+        changes.set(observe, "observe.profile_ranks", [0], _CORES)
 
 
 def _engines(twin: Recipe, section: str, changes: Changes) -> None:
@@ -160,7 +170,7 @@ def _engines(twin: Recipe, section: str, changes: Changes) -> None:
         changes.set(owner, f"{section}.engine", _ENGINE, "the engine that megarl's set of packages for CPUs has")
     for name in [name for name in arguments if name in _ENGINE_ON_DEVICES]:
         changes.left_out(f"{section}.engine_args.{name}", arguments.pop(name), _ENGINE_ON_DEVICES[name])
-    for name, most in (("max_num_seqs", _SEQUENCES), ("max_num_batched_tokens", 2 * (PROMPT + twin.rollout.max_response_length)), ("kv_cache_memory_bytes", _KV_CACHE)):  # fmt: skip
+    for name, most in (("max_num_seqs", _SEQUENCES), ("max_num_batched_tokens", 2 * (twin.data.max_prompt_length + twin.rollout.max_response_length)), ("kv_cache_memory_bytes", _KV_CACHE)):  # fmt: skip
         if name in arguments and arguments[name] > most:
             given, arguments[name] = arguments[name], most
             changes.note("reduced", f"{section}.engine_args.{name}", given, most, _SIZE)
