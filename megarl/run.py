@@ -15,7 +15,7 @@ from typing import Any
 from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
 from megarl.checkpoint import check_whole, checkpoint_name, list_checkpoints
-from megarl.cluster import connect, environment_notices, is_controller, serve
+from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
 from megarl.cluster.placement import Demand
 from megarl.config import Recipe, load_recipe
@@ -41,7 +41,7 @@ from megarl.rollout.held_out import HeldOut
 from megarl.rollout.judged import with_judge
 from megarl.rollout.source import Source
 from megarl.saver import Saver
-from megarl.start_engines import load_engines, start_engines, start_judge, start_teacher
+from megarl.start_engines import environment_notices, load_engines, start_engines, start_judge, start_teacher
 from megarl.teacher import Teacher
 
 TRAINER = "megarl.actor_worker:ActorWorker"
@@ -139,7 +139,7 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         prepared = prepare_evaluation(recipe)
         platform = platforms.select(recipe.cluster.device)
         check_device(recipe, platform.name, training=False)
-    for notice in environment_notices(recipe, platform):
+    for notice in environment_notices(recipe, platform, training=False):
         print(notice, file=sys.stderr)
     assert prepared.evaluation is not None
     judge = [section for section in fixed_models(recipe) if section == JUDGE]  # no teacher is asked

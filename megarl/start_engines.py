@@ -8,20 +8,32 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.agents.build import AgentSetup
+from megarl.cluster import trainer_notices
 from megarl.cluster.base import Cluster, Service
 from megarl.config.judge import uses_judge
 from megarl.config.schema import Recipe
 from megarl.data.images import ImageReader
-from megarl.engines import engine_env
+from megarl.engines import engine_env, rollout_env
 from megarl.engines.base import EngineSpec, Seat
-from megarl.engines.specs import judge_spec, policy_spec, teacher_spec
+from megarl.engines.specs import first_specs, judge_spec, policy_spec, teacher_spec
 from megarl.placement import wait_for_engines
-from megarl.platform.environment import users_first
+from megarl.platform.environment import notices
 from megarl.preflight import Prepared
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
 TEACHER_SERVER = "megarl.rollout.teacher_server:TeacherServer"
 JUDGE_SERVER = "megarl.rollout.judge_server:JudgeServer"
+
+
+def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True) -> list[str]:
+    """What is to be said of settings for the recipe's processes that the environment of this command has otherwise.
+    `training`, or `megarl eval`, which has no trainers."""
+    said = trainer_notices(recipe, platform) if training else []
+    for engine, spec in first_specs(recipe, training=training):
+        if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
+            continue
+        said += notices("engines", rollout_env(engine, platform.rollout_env(), spec.engine_args))
+    return list(dict.fromkeys(said))
 
 
 def start_engines(
@@ -31,7 +43,7 @@ def start_engines(
     rollout = recipe.rollout
     services = []
     for number in range(rollout.engines):
-        spec = policy_spec(recipe, f"engine{number}", load_weights=load_weights)
+        spec = replace(policy_spec(recipe, f"engine{number}", load_weights=load_weights), device=platform.name)
         tokenizer = recipe.model.tokenizer or recipe.model.path
         images = ImageReader.of(recipe.model.path, recipe.data)
         scoring = (recipe.reward, prepared.data_sources, recipe.sandbox)
@@ -61,7 +73,7 @@ def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Servi
     """The teacher's engines, beginning to load. After the policy's: devices are claimed in this order."""
     services = []
     for number in range(recipe.teacher.engines):
-        spec = teacher_spec(recipe, f"teacher{number}")
+        spec = replace(teacher_spec(recipe, f"teacher{number}"), device=platform.name)
         args = (recipe.teacher.engine, spec)
         services.append(_start(TEACHER_SERVER, recipe.teacher.engine, spec, args, recipe, platform, cluster))
     return services
@@ -72,7 +84,7 @@ def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Service
     judge = recipe.judge
     services = []
     for number in range(judge.engines if uses_judge(recipe) else 0):
-        spec = judge_spec(recipe, f"judge{number}")
+        spec = replace(judge_spec(recipe, f"judge{number}"), device=platform.name)
         args = (judge.engine, spec, judge, recipe.train.seed)
         services.append(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster))
     return services
@@ -87,5 +99,5 @@ def _start(
     platform: Any,
     cluster: Cluster,
 ) -> Service:
-    env = engine_env(engine, users_first(platform.rollout_env()), recipe.cluster.threads, spec.engine_args)
+    env = engine_env(engine, platform.rollout_env(), recipe.cluster.threads, spec.engine_args)
     return cluster.start_service(server, args, name=spec.name, devices=spec.tensor_parallel, env=env)

@@ -15,6 +15,7 @@ import typer
 from megarl.cli import app
 from megarl.config import load_recipe
 from megarl.doctor.catalogue import CHECKS, MORE
+from megarl.platform.environment import NEEDED
 from megarl.platform.npu import NPUPlatform
 from tests.test_dockerfile import FILES, NPU_SETS, PACKAGES, versions
 
@@ -138,6 +139,14 @@ def test_the_table_of_the_environment() -> None:
     for column, environ in enumerate(roles):
         shown = {name: cells[column] for name, cells in table.items() if cells[column] != "-"}
         assert shown == environ
+
+
+def test_what_is_overruled_is_said_below_the_table() -> None:
+    platform = NPUPlatform()
+    below = section("ascend.md", "Environment").partition("Overruled")[2].partition("\n\n")[0]
+    for name, value in NEEDED:
+        if platform.rollout_env().get(name) == value or platform.deterministic_env().get(name) == value:
+            assert re.search(rf"`({name}\b|{value.replace('False', 'True')}`)", below), name
 
 
 def test_both_languages_say_the_same() -> None:

@@ -69,7 +69,7 @@ FAULTS: dict[str, Fault] = {
     "a chip that is not well": ("npu", lambda m: m.programs.update({"npu-smi": Output(0, A2)}), "npu health", "FAIL", ["chip 1 (910B4-1) is Warning", "-i 1"], RECIPE),
     "a chip that somebody holds": ("npu", lambda m: m.programs.update({"npu-smi": Output(0, A2)}), "npu health", "warning", ["1 (27 of 64 GiB)"], RECIPE),
     "a chip not passed in": ("npu", lambda m: m.remove("/dev/davinci1"), "npu health", "warning", ["2 chips, 1 have"], RECIPE),
-    "expandable segments for engines": ("npu", lambda m: m.environ.update(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"), "npu environment", "FAIL", ["unset PYTORCH_NPU_ALLOC_CONF"], RECIPE),
+    "expandable segments for engines": ("npu", lambda m: m.environ.update(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"), "npu environment", "warning", ["unset PYTORCH_NPU_ALLOC_CONF"], RECIPE),
     "a driver older than torch's CUDA": ("cuda", lambda m: m.torch.update(cuda="13.0"), "nvidia", "FAIL", ["12.4", "13.0", "update the driver"], RECIPE),
     "a GPU that somebody holds": ("cuda", lambda m: m.programs.update({"nvidia-smi --query-gpu=index,memory.used,memory.total": Output(0, "0, 4, 81559\n1, 40960, 81559\n")}), "nvidia", "warning", ["1 (40 of 80 GiB)"], RECIPE),
     "the driver does not answer": ("cuda", lambda m: m.programs.update({"nvidia-smi": Output(9, "NVIDIA-SMI has failed")}), "nvidia", "FAIL", ["NVIDIA-SMI has failed"], RECIPE),

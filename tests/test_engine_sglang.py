@@ -15,6 +15,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -236,12 +237,28 @@ def test_arguments(spec, monkeypatch) -> None:
         check_args("sglang", {"tp_size": 2}, "rollout")
     with pytest.raises(ValueError, match=r"model_path cannot be given: set model\.path instead"):
         check_args("sglang", {"model_path": "x"}, "rollout")
+    with pytest.raises(ValueError, match=r"ep_size cannot be given: set rollout\.expert_parallel"):
+        check_args("sglang", {"ep_size": 2}, "rollout")
+    spread = build_engine_args(replace(spec, tensor_parallel=4, expert_parallel=True), "npu")
+    assert (spread["tp_size"], spread["ep_size"]) == (4, 4), "rollout.expert_parallel was read and ignored"
+    monkeypatch.setattr(sglang_args, "_fields_of_server_args", lambda: ["ep_size"])
+    fixed = replace(spec, tensor_parallel=4, engine_args={"ep_size": 2}, recipe_section="judge")
+    assert build_engine_args(fixed, "npu")["ep_size"] == 2, "a judge has no expert_parallel"
     made = build_engine_args(spec, "npu")
+    assert "ep_size" not in made
     assert made["load_format"] == "dummy" and made["custom_weight_loader"] == [LOADER]
     assert made["context_length"] == 42 and made["enable_memory_saver"] is True
     assert made["enable_deterministic_inference"] is True, "requests' seeds would be ignored"
     assert made["attention_backend"] == made["sampling_backend"] == "ascend"
     assert "attention_backend" not in build_engine_args(spec, "cuda")
+
+
+def test_a_response_cut_short_names_the_section_of_its_engine() -> None:
+    from megarl.engines.sglang import _completion
+
+    output = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}}
+    with pytest.raises(RuntimeError, match=r"raise judge\.engine_args\.mem_fraction_static"):
+        _completion(output, Sampling(1, 2), "judge")
 
 
 def test_environment() -> None:

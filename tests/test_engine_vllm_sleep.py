@@ -48,7 +48,6 @@ def capabilities(**changes: Any) -> Capabilities:
         "preempting_reset": True,
         "flat_logprobs": True,
         "routed_experts": False,
-        "weight_transfer": (),
     }
     return Capabilities(**{**has, **changes})
 
@@ -71,9 +70,11 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
     return fake
 
 
-def engine(monkeypatch: pytest.MonkeyPatch, *, load_weights: bool = True, **changes: Any) -> VllmEngine:
+def engine(
+    monkeypatch: pytest.MonkeyPatch, *, load_weights: bool = True, on: str | None = None, **changes: Any
+) -> VllmEngine:
     monkeypatch.setattr("megarl.engines.vllm_compat.capabilities", lambda: capabilities(**changes))
-    return VllmEngine(EngineSpec("e0", "model", "float32", 64, sleep_mode=True, load_weights=load_weights))
+    return VllmEngine(EngineSpec("e0", "model", "float32", 64, sleep_mode=True, load_weights=load_weights, device=on))
 
 
 def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
@@ -98,6 +99,15 @@ def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: Fa
     with pytest.raises(EngineRefused, match="dropped its weights when it went to sleep"):
         sleeper.generate([REQUEST], print)
     sleeper.shutdown()
+
+
+def test_another_device_than_the_recipes_is_refused(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
+    """`cluster.device: cpu` where vLLM is one for GPUs: engines ran on devices that nobody had claimed."""
+    asked = engine(monkeypatch, on="cpu")
+    with pytest.raises(RuntimeError, match=r"runs on cuda here.* on cpu: set cluster\.device=cuda, or install"):
+        asked.start()
+    assert vllm.calls == []
+    engine(monkeypatch, on="cuda").start()
 
 
 def test_without_layerwise_reload_no_weights_are_taken(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:

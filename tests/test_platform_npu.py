@@ -16,14 +16,16 @@ from typing import Any
 import pytest
 
 from megarl import load_recipe, platform
-from megarl.cluster import environment_notices
 from megarl.config.schema import Recipe
+from megarl.engines import engine_env, rollout_env
 from megarl.megatron import model as models
+from megarl.platform import environment
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.device_kind import DeviceKind
-from megarl.platform.environment import notices, users_first
+from megarl.platform.environment import NEEDED, notices, users_first
 from megarl.platform.npu import NPUPlatform
+from megarl.start_engines import environment_notices
 
 ROOT = Path(__file__).parent.parent
 STAND_INS = ROOT / "tests" / "stand_ins" / "ascend"
@@ -140,8 +142,56 @@ def test_what_the_user_has_set_stays_and_is_said() -> None:
     assert notices("trainers", own, users) == [said]
     assert notices("trainers", own, own) == []
     memory, other = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, {"PYTORCH_ALLOC_CONF": ""}
-    assert users_first(memory, other) == {}, "torch_npu refuses both"
+    assert users_first(memory, other) == other, "torch_npu refuses both"
     assert "PYTORCH_ALLOC_CONF=," in notices("trainers", memory, other)[0]
+
+
+@pytest.mark.parametrize(
+    "variable, value, engine_args, has",
+    [
+        ("VLLM_ASCEND_ENABLE_NZ", "1", {}, "0"),
+        ("VLLM_ASCEND_ENABLE_NZ", "", {}, "0"),
+        ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:True", {}, "expandable_segments:False"),
+        ("PYTORCH_NPU_ALLOC_CONF", "max_split_size_mb:64", {}, "max_split_size_mb:64"),
+        ("PYTORCH_ALLOC_CONF", "a:1,expandable_segments:true", {}, "expandable_segments:False"),
+        ("TASK_QUEUE_ENABLE", "0", {}, "0"),
+        ("TASK_QUEUE_ENABLE", "2", {}, "1"),
+        ("TASK_QUEUE_ENABLE", "1", {"enforce_eager": True, "disable_cuda_graph": True}, "1"),
+        ("HCCL_EXEC_TIMEOUT", "77", {}, "77"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_has_what_its_notice_says(engine, variable, value, engine_args, has, monkeypatch) -> None:
+    """The user's setting, but for one with which the engine would not be right."""
+    monkeypatch.setitem(environment._STARTED_WITH, variable, value)
+    recipe, platform = Recipe(), NPUPlatform()
+    recipe.rollout.engine, recipe.rollout.engine_args = engine, engine_args
+    made = engine_env(engine, platform.rollout_env(), 1, engine_args)
+    assert made[variable] == has
+    assert not {"PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"} <= made.keys(), "torch_npu refuses both"
+    said = [
+        said for said in environment_notices(recipe, platform, training=False) if f"has {variable}={value}, " in said
+    ]
+    assert len(said) == 1 and ("which stays" in said[0]) == (has == value)
+    assert has == value or f"overruled: engines have {variable}={has}, since " in said[0]
+
+
+def test_the_users_setting_does_not_end_determinism() -> None:
+    hccl, nccl = NPUPlatform().deterministic_env(), CUDAPlatform().deterministic_env()
+    assert users_first(hccl, {"HCCL_DETERMINISTIC": "false", "LCCL_DETERMINISTIC": "0"}) == hccl
+    assert users_first(nccl, {"NCCL_ALGO": "Tree"}) == nccl
+    assert "overruled: trainers have NCCL_ALGO=Ring" in notices("trainers", nccl, {"NCCL_ALGO": "Tree"})[0]
+    stays = {"HCCL_DETERMINISTIC": "strict"}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    assert users_first(hccl, stays[0]) == hccl | stays[0] and users_first(nccl, stays[1]) == nccl | stays[1]
+
+
+def test_what_is_needed_is_what_platforms_set() -> None:
+    """A value changed in a platform alone would no longer be held against the user's."""
+    engines = [rollout_env(one, NPUPlatform().rollout_env(), {}) for one in ("vllm", "sglang")]
+    roles = [*engines, NPUPlatform().deterministic_env(), CUDAPlatform().deterministic_env()]
+    assert NEEDED.keys() <= {setting for role in roles for setting in role.items()}
+    deterministic = {setting for role in roles[2:] for setting in role.items()}
+    assert deterministic <= NEEDED.keys()
 
 
 def test_a_deterministic_run_asks_the_devices_libraries_too() -> None:
@@ -152,10 +202,19 @@ def test_a_deterministic_run_asks_the_devices_libraries_too() -> None:
         assert name in own.deterministic_env() and name not in own.trainer_env(60)
 
 
+def test_engines_are_told_which_device_they_are_to_run_on() -> None:
+    from megarl.start_engines import start_engines
+
+    specs: list[Any] = []
+    cluster = SimpleNamespace(start_service=lambda server, args, **_: specs.append(args[1]))
+    prepared = SimpleNamespace(data_sources=[])
+    start_engines(Recipe(), prepared, CPUPlatform(), cluster, load_weights=True)  # type: ignore[arg-type]
+    assert [spec.device for spec in specs] == ["cpu"]
+
+
 def test_processes_start_in_their_roles_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `connect` hands on: the platform's, the recipe's, and the user's before both."""
     from megarl import cluster
-    from megarl.platform import environment
 
     given: dict[str, Any] = {}
     monkeypatch.setenv("RANK", "0")

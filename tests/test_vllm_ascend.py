@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,7 +69,7 @@ def test_keys_are_those_that_the_version_reads(version: str) -> None:
 @needs_sources
 @EACH
 def test_features_are_those_of_the_version(version: str) -> None:
-    """Weights left in NZ, graphs that read old weights of MLA, experts that nobody tells, a transfer that is not there."""
+    """Weights left in NZ, graphs that read old weights of MLA, experts that nobody tells."""
     has = vllm_ascend.features(Version(version))
     assert "VLLM_ASCEND_ENABLE_NZ" in source(version, "envs.py")
     wake = method(source(version, "worker/worker_v1.py", "worker/worker.py"), "wake_up")
@@ -79,12 +80,6 @@ def test_features_are_those_of_the_version(version: str) -> None:
     assert "self.W_UV = W_UV.transpose(0, 1).contiguous()" in latent
     runner = source(version, "worker/model_runner_v1.py")
     assert ("model_config.enable_return_routed_experts" in runner) == has.routed_experts
-    transfer = source(version, "distributed/weight_transfer/__init__.py")
-    assert tuple(re.findall(r'register_engine\(\s*"(\w+)"', transfer)) == has.weight_transfer
-    if has.weight_transfer:
-        worker = source(version, "worker/worker.py")
-        names = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
-        assert all(method(worker, name) for name in names)
 
 
 @needs_sources
@@ -190,6 +185,7 @@ def test_keys_are_read_from_the_installed_source(tmp_path, monkeypatch) -> None:
         vllm_ascend.check_additional_config({key: 1}, "x")
     with pytest.raises(ValueError, match=r"vllm-ascend 9\.0 reads no such key"):
         vllm_ascend.check_additional_config({"not_it": 1}, "x")
+    vllm_ascend.check_additional_config({"refresh": True}, "x")  # known, though these sources are not seen to read it
     vllm_ascend._keys_installed.cache_clear()
 
 
@@ -240,6 +236,12 @@ def test_the_task_queue_follows_the_recipe() -> None:
     assert "TASK_QUEUE_ENABLE" not in engine_env("vllm", {}, 1, {"enforce_eager": True})
 
 
+def test_a_bad_compilation_config_is_said_of_its_section(spec) -> None:
+    made = replace(latent(spec, compilation_config=3), load_weights=True, recipe_section="judge")
+    with pytest.raises(ValueError, match=r"judge\.engine_args\.compilation_config must be a mapping, not 3"):
+        build_engine_args(made, "cpu")
+
+
 @needs_sources
 def test_torch_npu_refuses_graphs_at_queue_2() -> None:
     library = os.environ.get("MEGARL_TORCH_NPU")
@@ -273,9 +275,12 @@ def test_settings_that_updates_do_not_reach(spec, running, config, key) -> None:
 
 def test_fused_experts_may_also_come_from_the_environment(spec, running, monkeypatch) -> None:
     running("0.18.0")
-    monkeypatch.setenv("VLLM_ASCEND_ENABLE_FUSED_MC2", "1")
-    with pytest.raises(RecipeError, match="enable_fused_mc2"):
-        check_plan(spec, "npu")
+    for value in ("1", "true"):
+        monkeypatch.setenv("VLLM_ASCEND_ENABLE_FUSED_MC2", value)
+        with pytest.raises(ValueError, match=f"the environment has VLLM_ASCEND_ENABLE_FUSED_MC2={value}.* Unset it"):
+            check_plan(spec, "npu")
+    monkeypatch.setenv("VLLM_ASCEND_ENABLE_FUSED_MC2", "0")
+    check_plan(spec, "npu")
 
 
 def test_graphs_of_latent_attention_need_updates_in_place(spec, running) -> None:

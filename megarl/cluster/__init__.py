@@ -35,11 +35,11 @@ __all__ = [
     "WorkerFailed",
     "WorkerGroup",
     "connect",
-    "environment_notices",
     "host_name",
     "is_controller",
     "log_dir",
     "serve",
+    "trainer_notices",
     "transport",
 ]
 
@@ -81,10 +81,9 @@ def _trainer_env(recipe: Recipe, platform: Platform) -> dict[str, str]:
     return own | (platform.deterministic_env() if recipe.train.deterministic else {})
 
 
-def environment_notices(recipe: Recipe, platform: Platform) -> list[str]:
-    """What is to be said of settings for the recipe's processes that the environment of this command has otherwise."""
-    trainers = notices("trainers", _trainer_env(recipe, platform))
-    return trainers + (notices("engines", platform.rollout_env()) if recipe.train.source == "rollout" else [])
+def trainer_notices(recipe: Recipe, platform: Platform) -> list[str]:
+    """What is to be said of settings for trainers that the environment of this command has otherwise."""
+    return notices("trainers", _trainer_env(recipe, platform))
 
 
 def connect(

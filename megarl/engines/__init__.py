@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from megarl.platform.environment import users_first
+
 if TYPE_CHECKING:
     from megarl.engines.base import EngineSpec, RolloutEngine
 
@@ -52,9 +54,15 @@ def check_plan(name: str, spec: EngineSpec, device: str) -> None:
 def engine_env(
     name: str, platform_env: Mapping[str, str], threads: int, engine_args: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The environment an engine's process must start with: the platform's rollout settings (`platform_env`), the engine's
-    own, what its `engine_args` ask for, and `threads` CPU threads a process."""
-    return _arguments(name).engine_env(platform_env, threads, engine_args)
+    """The environment an engine's process must start with: the engine's own, with `threads` CPU threads a process, and
+    `rollout_env`, or what the user has set instead."""
+    return _arguments(name).process_env(threads) | users_first(rollout_env(name, platform_env, engine_args))
+
+
+def rollout_env(name: str, platform_env: Mapping[str, str], engine_args: Mapping[str, Any]) -> dict[str, str]:
+    """The platform's rollout settings (`platform_env`) as an engine with these `engine_args` wants them."""
+    queue = {"TASK_QUEUE_ENABLE": _arguments(name).task_queue(engine_args)}  # on an NPU it hangs on the arguments
+    return {variable: queue.get(variable, value) for variable, value in platform_env.items()}
 
 
 def _arguments(name: str):

@@ -45,6 +45,7 @@ class EngineSpec:
     top_k: int = -1
     return_routed_experts: bool = False  # fill Completion.routed_experts, or refuse to start
     prompt_top_k: int | None = None  # largest GenerationRequest.prompt_top_k; None: none is asked for
+    device: str | None = None  # "cpu" | "cuda" | "npu", which the engine must run on; None: whichever it finds
     recipe_section: str = "rollout"  # whose settings these are, for messages
 
 
@@ -68,9 +69,8 @@ class RolloutEngine(Protocol):
 
     def start(self, seat: Seat | None = None) -> dict[str, Any]:
         """Load the model; blocks. `seat`: of an engine of a group, whose engines load together. Returns plain values:
-        `engine`, `version` (of the engine's software), `device`, `can_sleep`, `can_update_in_flight`, `weight_transfer`
-        (names of the engine's own ways to take weights from another device) and `receivers`, the [name, host id] pairs
-        that the weight exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
+        `engine`, `version` (of the engine's software), `device`, `can_sleep`, `can_update_in_flight`
+        and `receivers`, the [name, host id] pairs that the weight exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
         software cannot take."""
         ...
 

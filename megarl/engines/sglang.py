@@ -72,7 +72,7 @@ class _SglangBackend:
                 f"SGLang {sglang.__version__} has no begin_weight_update, with which its weights are updated; install "
                 "0.5.23 or later"
             )
-        device = select().name
+        device = self._spec.device or select().name
         self._engine = Engine(**build_engine_args(self._spec, device))
         self._vocab_size = self._engine.tokenizer_manager.model_config.vocab_size
         self._ends = ends_of(self._spec.model_path)
@@ -82,7 +82,6 @@ class _SglangBackend:
             "device": device,
             "can_sleep": self._spec.sleep_mode,
             "can_update_in_flight": False,
-            "weight_transfer": [],
             "receivers": [[f"{self._spec.name}/{rank}", host_id()] for rank in range(self._spec.tensor_parallel)],
         }
 
@@ -120,7 +119,9 @@ class _SglangBackend:
         finished = []
         for key in [key for key, tasks in self._tasks.items() if all(task.done() for task in tasks)]:
             request, tasks = self._requests.pop(key), self._tasks.pop(key)
-            finished.append((key, [_completion(task.result(), request.sampling) for task in tasks]))
+            finished.append(
+                (key, [_completion(task.result(), request.sampling, self._spec.recipe_section) for task in tasks])
+            )
         return finished
 
     def cancel(self, keys: list[str]) -> None:
@@ -221,7 +222,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> dict[str, Any]:
     }
 
 
-def _completion(output: dict[str, Any], sampling: Sampling) -> Completion:
+def _completion(output: dict[str, Any], sampling: Sampling, section: str) -> Completion:
     """From what SGLang answers of one sample. Its log-probs are those of the whole vocabulary at the sampling temperature."""
     tokens = np.asarray(output["output_ids"], np.int32)
     meta = output["meta_info"]
@@ -231,7 +232,7 @@ def _completion(output: dict[str, Any], sampling: Sampling) -> Completion:
     if reason == "length" and len(tokens) != sampling.max_tokens:
         raise RuntimeError(
             f"SGLang cut a response at {len(tokens)} of {sampling.max_tokens} tokens: its KV cache is too small for one "
-            "sample; raise rollout.engine_args.mem_fraction_static"
+            f"sample; raise {section}.engine_args.mem_fraction_static"
         )
     if sampling.temperature == 0:
         return Completion(tokens, np.full(len(tokens), np.nan, np.float32), reason)

@@ -25,6 +25,7 @@ _OWNED = {
     "model_path": "{section}.path",
     "dtype": "{section}.dtype",
     "tp_size": "{section}.tensor_parallel",
+    "ep_size": "rollout.expert_parallel",
     "context_length": "data.max_prompt_length and rollout.max_response_length",
     "random_seed": "train.seed",
     "enable_memory_saver": "cluster.placement",
@@ -42,18 +43,19 @@ _OWNED = {
 }
 
 
-def engine_env(platform_env: Mapping[str, str], threads: int, engine_args: Mapping[str, Any]) -> dict[str, str]:
-    """Environment of an SGLang process; it must be set before the process starts."""
-    graphs = not engine_args.get("disable_cuda_graph")
-    queue = {"TASK_QUEUE_ENABLE": "1" if graphs else "2"} if "TASK_QUEUE_ENABLE" in platform_env else {}
+def task_queue(engine_args: Mapping[str, Any]) -> str:
+    """TASK_QUEUE_ENABLE: see vllm_ascend.py."""
+    return "2" if engine_args.get("disable_cuda_graph") else "1"
+
+
+def process_env(threads: int) -> dict[str, str]:
+    """SGLang's own environment of a process; it must be set before the process starts."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature (layers/sampler.py)
         # Experts' weights keep their layout on an NPU, so that they can be updated (hardware_backend/npu/utils.py).
         "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT": "1",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for _SPARE_TOKENS
-        **platform_env,
-        **queue,
     }
 
 
@@ -63,7 +65,7 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
     SGLang's source is read, not imported. Where it is not installed, unknown names are found when the engine starts."""
     known = _fields_of_server_args()
     for name in engine_args:
-        if name in _OWNED:
+        if name in _OWNED and (name, section == "rollout") != ("ep_size", False):  # a fixed model's is its own
             owner = _OWNED[name]
             if section == "rollout" and name == "model_path":
                 owner = "model.path"
@@ -132,6 +134,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         "model_path": spec.model_path,
         "dtype": spec.dtype,
         "tp_size": spec.tensor_parallel,
+        # Whole experts on each device; 1, SGLang's own: a part of each.
+        **({"ep_size": spec.tensor_parallel} if spec.expert_parallel else {}),
         "context_length": spec.max_model_len + _SPARE_TOKENS,
         "random_seed": spec.seed,
         "device": device,

