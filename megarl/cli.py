@@ -163,6 +163,29 @@ def rehearse(
     return run_rehearsal(recipe, overrides or [], out=out, processes=processes, shape=shape, resume=resume)
 
 
+@app.command()
+def plan(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    model: Annotated[
+        Optional[str],
+        typer.Option(
+            help="A published model, e.g. Qwen3-8B. Unset: model.path, else the `Shape` in the recipe's head."
+        ),
+    ] = None,
+    device: Annotated[
+        Optional[str], typer.Option(help="Device whose memory is enough or not, e.g. 910B, H100.")
+    ] = None,
+    memory: Annotated[Optional[float], typer.Option(help="Its memory in GiB, in place of --device.", min=0)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="An object in place of the table.")] = False,
+    debug: Debug = False,
+) -> int:
+    """Count what each pipeline stage holds and needs, without its devices. Exit status 1 where memory is too small."""
+    from megarl.planner.command import plan as count
+
+    return count(recipe, overrides or [], model=model, device=device, memory=memory, as_json=as_json)
+
+
 @app.command(name="convert-config")
 def convert_config(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A verl script or command line; - reads standard input.")],

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from tests import held_ranks
+
 
 def save(trainer: Any, directory: Path) -> None:
     part = trainer.stage_save(directory, copy=False)
@@ -76,6 +78,7 @@ def check_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
     """Read what another layout wrote: everything is the same to the last bit, and training goes on as it did there."""
     source, own = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
     trainer = worker.build(case)
+    held_ranks.record(trainer, worker.bytes_of(trainer), case, output)
     torch.rand(3)
     notice = trainer.load(source)
     if case.get("same_ranks"):  # their random states are their own again

@@ -42,9 +42,11 @@ TWO = [
 
 def run_case(case: dict[str, Any], output: Path) -> None:
     """Values, metrics and weights of two steps; the exported critic; a checkpoint, where the case asks for one."""
-    from tests.megatron_worker import weights_of
+    from tests import held_ranks
+    from tests.megatron_worker import bytes_of, weights_of
 
     trainer = build(case)
+    held_ranks.record(trainer, bytes_of(trainer), case, output)
     batches, numbers = micro_batches(trainer, case["per_micro"])
     before = weights_of(trainer)
     rows = trainer.values(batches)

@@ -22,7 +22,7 @@ platform.prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from tests import megatron_critic  # noqa: E402
+from tests import held_ranks, megatron_critic  # noqa: E402
 from tests.megatron_checkpoints import assert_same, check_failed_write, check_other_model, check_reshard, save  # noqa: E402
 from tests.megatron_models import (  # noqa: E402
     CLIP_GRAD,
@@ -134,6 +134,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
     """Log-probs, the weights as they were loaded, and metrics and weights of two steps. On one process, the first
     step's gradient too."""
     trainer = build(case)
+    held_ranks.record(trainer, bytes_of(trainer), case, output)
     batches, numbers = micro_batches(trainer, case.get("per_micro", 2))
     rows = trainer.log_probs(batches, temperature=1.0, with_entropy=True)
     trainer.save_hf(output / f"{case['name']}.hf")
@@ -216,6 +217,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
     batches, _ = micro_batches(trainer, 3)
     first = trainer.log_probs(batches, temperature=1.0)
     trainer.keep_reference()
+    held_ranks.record(trainer, bytes_of(trainer), case, output)
     train(trainer, batches, 2)
     saved = weights_of(trainer)
     directory = output / f"{case['name']}.checkpoint"

@@ -48,7 +48,7 @@ LAYERS = [
     ],
     ["controller", "start_engines"],
     ["run"],
-    ["doctor", "rehearsal"],
+    ["doctor", "rehearsal", "planner"],
     ["cli", "quickstart", "__main__", "__init__"],
 ]
 
@@ -60,8 +60,8 @@ EXCEPTIONS = {
 # Outside packages and the only part of megarl that may import them.
 HOMES = {
     "ray": ("cluster",),
-    "megatron": ("megatron",),
-    "mbridge": ("megatron",),
+    "megatron": ("megatron", "planner"),
+    "mbridge": ("megatron", "planner"),
     "vllm": ("engines",),
     "sglang": ("engines",),
     "torch_npu": ("platform",),

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests import megatron_critic
+from tests import held_ranks, megatron_critic
 from tests.megatron_layouts import (
     OPTIONS,
     PARITY,
@@ -43,6 +43,7 @@ def test_checkpoints_move_between_more_layouts(tmp_path: Path) -> None:
         write_model(model, tmp_path / "models")
     for processes, some in ((2, RESHARD_MORE_TWO), (1, RESHARD_MORE_ONE), (4, RESHARD_MORE_FOUR)):
         launch(processes, some, tmp_path)
+    held_ranks.check(tmp_path, [*RESHARD_MORE_TWO, *RESHARD_MORE_ONE, *RESHARD_MORE_FOUR])
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,13 @@ def test_trainers_on_a_cpu_warn_of_nothing(results: Path, case: dict[str, Any]) 
     """What is to be expected there is left out: a user could act on none of it."""
     for log in results.glob(f"{WORKER}-*.log"):
         assert "Warning" not in log.read_text(), log.read_text()
+
+
+@pytest.mark.slow
+def test_the_planner_counts_what_ranks_hold(request: pytest.FixtureRequest, results: Path) -> None:
+    """To the byte, on every rank of every case that ran: weights, gradients, master weights, moments."""
+    critics = [*megatron_critic.ONE, *megatron_critic.TWO]
+    held_ranks.check(results, [*selected(request, [*PARITY, *OPTIONS]), *RESUME, *critics])
 
 
 @cases(PARITY, OPTIONS)

@@ -46,7 +46,8 @@ class Model:
 
 
 def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weights_only: bool = False) -> Model:
-    """Lay processes out, build this rank's part of the model, and load the weights of `recipe.model.path`.
+    """Lay processes out, build this rank's part of the model, and load the weights of `recipe.model.path` (where the
+    platform's tensors have values).
 
     `value_head`: a critic's, in the place of the output layer; see value_head.py. `weights_only`: it will not be
     trained, so that there are no gradients to keep.
@@ -100,9 +101,11 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
             hidden_states_out(language_model(chunk))
     if value_head:
         critic.name_head(bridge)
-        critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
-    else:
-        bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
+    if platform.holds_values:
+        if value_head:
+            critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
+        else:
+            bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
     return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config), lora)
 
 

@@ -165,12 +165,7 @@ class Trainer:
     def _update(self, micro_batches: list[MicroBatch], loss: Any, head: Head) -> dict[str, float] | None:
         """One optimizer step. `loss(batch, *what head returns)`: see `step.run`. Returns the summed metrics with the
         step's own, which `train_step` describes; None off the last pipeline stage."""
-        for chunk in self.model.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self._router_losses.begin(micro_batches, self.platform.device())
-        contributions = self._run(micro_batches, loss, head, forward_only=False)
+        contributions = self.accumulate(micro_batches, loss, head)
         self.step += 1
         config = self.recipe.actor.optimizer
         rate = learning_rate(self.step, config, self.total_steps)
@@ -189,6 +184,16 @@ class Trainer:
             "perf/max_memory_allocated_gb": peak,
         }
         return {**sum_metrics(contributions, self.platform.device()), **own}
+
+    def accumulate(self, micro_batches: list[MicroBatch], loss: Any, head: Head) -> list[Any] | None:
+        """Forward and backward of a mini batch: its gradient is left in the DDP buffers. Returns what `loss` returned
+        beside the loss, one a micro batch; None off the last pipeline stage."""
+        for chunk in self.model.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._router_losses.begin(micro_batches, self.platform.device())
+        return self._run(micro_batches, loss, head, forward_only=False)
 
     def _run(self, micro_batches: list[MicroBatch], loss: Any, head: Head, *, forward_only: bool) -> list[Any] | None:
         return run(
@@ -266,7 +271,7 @@ class PolicyTrainer(Trainer):
             for batch in micro_batches:
                 batch.routing = Routing(recording=True)
         with self._reference_weights() if reference else contextlib.nullcontext():
-            results = self._forward(micro_batches, keep, self._head(temperature, with_entropy, with_candidates=False))
+            results = self._forward(micro_batches, keep, self.head(temperature, with_entropy, with_candidates=False))
         for batch in micro_batches:
             if batch.routing is not None:
                 batch.routing.recording = False
@@ -293,7 +298,7 @@ class PolicyTrainer(Trainer):
         def loss(batch: MicroBatch, *of_tokens: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
             return objective(self.loss_inputs(batch, *of_tokens))
 
-        return self._update(micro_batches, loss, self._head(temperature, with_entropy, with_candidates=True))
+        return self._update(micro_batches, loss, self.head(temperature, with_entropy, with_candidates=True))
 
     def loss_inputs(
         self,
@@ -328,12 +333,17 @@ class PolicyTrainer(Trainer):
         if self.model.lora is None:
             self._reference = [copy_to_host(weight) for weight in self._weights()]
 
+    def reference_bytes(self) -> int:
+        """Of host memory, that `keep_reference` takes."""
+        return 0 if self.model.lora else sum(weight.nbytes for weight in self._weights())
+
     def save_adapter(self, directory: Path) -> None:
         """Write the adapters as a directory that PEFT reads; see `lora.peft.save_adapter`."""
         assert self.model.lora is not None, "there are adapters only with lora.rank > 0"
         save_adapter(directory, self.model.lora, self.recipe.model.path)
 
-    def _head(self, temperature: float, with_entropy: bool, *, with_candidates: bool) -> PolicyHead:
+    def head(self, temperature: float, with_entropy: bool, *, with_candidates: bool) -> PolicyHead:
+        """What the last stage computes of hidden states."""
         return PolicyHead(
             temperature, with_entropy, with_candidates, self.model.vocab_size, self.recipe.megatron.keep_logits
         )

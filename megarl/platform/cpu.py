@@ -1,8 +1,8 @@
 """The CPU as a device: Megatron and gloo on cores.
 
-Megatron names its accelerator ``torch.cuda`` and ``"cuda"``. Where there is none, `CPUPlatform.prepare`
-gives these names a CPU meaning, in this process and before Megatron is imported: what
-torch_npu's ``transfer_to_npu`` does for Ascend. Each function below is one such name, with its reason.
+Megatron names its accelerator ``torch.cuda`` and ``"cuda"``. Where there is none, `stand_in` gives these names
+another device's meaning, in this process and before Megatron is imported: what torch_npu's ``transfer_to_npu`` does
+for Ascend. Each function below is one such name, with its reason.
 """
 
 from __future__ import annotations
@@ -45,17 +45,8 @@ class CPUPlatform(Platform):
             return
         self._assert_before_megatron()
         torch._megarl_cpu = True
-        for name, value in _ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
-        _device_queries()
-        _streams()
-        _random_states()
-        _factories()
-        _moves()
-        _type_names()
-        _split_sizes()
+        stand_in(CPU)
         _unequal_parts()
-        _expected_warnings()
 
     def trainer_env(self, timeout: float) -> dict[str, str]:
         return _ENVIRONMENT
@@ -77,6 +68,20 @@ class CPUPlatform(Platform):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def stand_in(device: torch.device) -> None:
+    """Let `device`, "cpu" or "meta", answer for what Megatron calls CUDA."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    _device_queries(device)
+    _streams()
+    _random_states(device)
+    _factories(device)
+    _moves(device)
+    _type_names()
+    _split_sizes()
+    _expected_warnings()
+
+
 def _give(owner: Any, names: str, result: Any = None) -> None:
     """Make each of `names` a function that returns `result`. One function object a name: torch._dynamo
     keeps a table from functions to rules and refuses an object that stands under two names."""
@@ -92,9 +97,9 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-def _device_queries() -> None:
+def _device_queries(device: torch.device) -> None:
     """Megatron passes `torch.cuda.current_device()` straight on as ``device=``: a device, not a number."""
-    _give(torch.cuda, "current_device", CPU)
+    _give(torch.cuda, "current_device", device)
     _give(torch.cuda, "device_count", 0)
     _give(torch.cuda, "set_device synchronize empty_cache reset_peak_memory_stats _lazy_init")
     _give(torch.cuda, "memory_allocated max_memory_allocated memory_reserved", 0)
@@ -156,7 +161,7 @@ def _streams() -> None:
     cuda.nvtx.range = lambda *_, **__: contextlib.nullcontext()
 
 
-def _random_states() -> None:
+def _random_states(device: torch.device) -> None:
     """Megatron's tracker of random states works on CUDA generators: here on the one CPU generator."""
     cuda = torch.cuda
     for owner in (cuda, cuda.random):
@@ -164,7 +169,7 @@ def _random_states() -> None:
         owner.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
-    cuda.default_generators = {CPU: torch.default_generator}
+    cuda.default_generators = {device: torch.default_generator}
     # Without a GPU torch would queue this call until CUDA starts, that is, for ever and without a word.
     cuda._lazy_call = lambda function, **_: function()
 
@@ -175,16 +180,16 @@ _FACTORIES = (
 )
 
 
-def _factories() -> None:
+def _factories(stand: torch.device) -> None:
     """``device="cuda"`` stands as a literal in many calls; and there is no pinned memory."""
 
-    def on_cpu(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def on_stand_in(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
             if kwargs:
                 kwargs.pop("pin_memory", None)
                 if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
-                    kwargs["device"] = CPU
+                    kwargs["device"] = stand
             return function(*args, **kwargs)
 
         return wrapped
@@ -193,21 +198,21 @@ def _factories() -> None:
     # ``with torch.device("meta")`` no longer recognises them.
     torch.utils._device._device_constructors()
     for name in _FACTORIES.split():
-        setattr(torch, name, on_cpu(getattr(torch, name)))
+        setattr(torch, name, on_stand_in(getattr(torch, name)))
 
 
-def _moves() -> None:
-    """``.cuda()``, ``.to("cuda")`` and ``.pin_memory()`` stay where they are."""
-    torch.Tensor.pin_memory = lambda self, *_, **__: self
-    torch.Tensor.cuda = lambda self, *_, **__: self
-    torch.nn.Module.cuda = lambda self, *_, **__: self
+def _moves(stand: torch.device) -> None:
+    """``.cuda()`` and ``.to("cuda")`` lead to the stand-in, ``.pin_memory()`` nowhere."""
     tensor_to = torch.Tensor.to
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    torch.Tensor.cuda = lambda self, *_, **__: tensor_to(self, stand)
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # modules are built where they are to be
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and not isinstance(args[0], (torch.Tensor, torch.dtype)) and _is_cuda(args[0]):
-            args = (CPU, *args[1:])
+            args = (stand, *args[1:])
         if kwargs.get("device") is not None and _is_cuda(kwargs["device"]):
-            kwargs["device"] = CPU
+            kwargs["device"] = stand
         return tensor_to(self, *args, **kwargs)
 
     torch.Tensor.to = to
@@ -219,9 +224,9 @@ def _type_names() -> None:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = tensor_type(self, *args, **kwargs)
-        if args or kwargs or self.device.type != "cpu":
+        if args or kwargs or self.device.type not in ("cpu", "meta"):
             return result
-        return result.replace("torch.", "torch.cuda.", 1)
+        return f"torch.cuda.{result.rsplit('.', 1)[1]}"
 
     torch.Tensor.type = type_
 

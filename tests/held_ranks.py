@@ -1,0 +1,69 @@
+"""What ranks of layout tests hold: recorded by trainer processes, and held to what the planner says of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megarl.config.schema import Recipe
+from megarl.planner.ask import Question, ask
+
+
+def record(trainer: Any, held_by_kind: dict[str, int], case: dict[str, Any], output: Path) -> None:
+    """In a trainer process: write what `held` counts of `trainer`. `held_by_kind`: the test's own count."""
+    import torch.distributed as dist
+
+    from megarl.planner.held import held
+
+    own = asdict(held(trainer))
+    for kind in ("weights", "gradients", "moments"):
+        assert own[kind] == held_by_kind[kind], (kind, own, held_by_kind)
+    assert own["masters"] in (0, held_by_kind["masters"]), (own, held_by_kind)
+    assert (own["masters"] > 0) == (case.get("dtype") == "bfloat16"), "float32 weights are their own masters"
+    reference = getattr(trainer, "_reference", None)
+    assert reference is None or own["reference"] == sum(tensor.nbytes for tensor in reference)
+    own["processes"] = dist.get_world_size()
+    (output / f"{case['name']}.held.{dist.get_rank()}.json").write_text(json.dumps(own))
+
+
+def check(results: Path, cases: list[dict[str, Any]]) -> None:
+    """In the test: the planner says of every rank of `cases` what the rank recorded, to the byte, and which rank of its
+    stage holds the most."""
+    questions, recorded, names, by_stage = [], [], [], {}
+    for case in cases:
+        files = sorted(results.glob(f"{case['name']}.held.*.json"))
+        real = [json.loads(file.read_text()) for file in files]
+        assert real and {one.pop("processes") for one in real} == {len(real)}, (
+            f"{case['name']}: a rank recorded nothing"
+        )
+        recipe = recipe_of(case, results, len(real))
+        critic = case.get("kind") == "critic"
+        if critic:
+            recipe.critic.trainers, recipe.critic.megatron = len(real), recipe.megatron
+        for rank, own in enumerate(real):
+            questions.append(Question(recipe, rank, critic))
+            recorded.append(own)
+            names.append(f"{case['name']}, rank {rank}")
+            each = len(real) // recipe.megatron.pipeline_parallel
+            first = rank // each * each
+            by_stage[names[-1]] = dict(enumerate(real[first : first + each], first))
+    for name, own, answer in zip(names, recorded, ask(questions), strict=True):
+        assert answer.get("held") == own, f"{name}: {answer} planned, {own} real"
+        stage, largest = by_stage[name], answer["largest"]
+        assert _states(stage[largest]) == max(map(_states, stage.values())), f"{name}: not rank {largest} of {stage}"
+
+
+def recipe_of(case: dict[str, Any], results: Path, processes: int) -> Recipe:
+    recipe = Recipe()
+    recipe.model.path, recipe.model.dtype = str(results / "models" / case["model"]), case.get("dtype", "float32")
+    recipe.cluster.trainers = processes
+    for section, settings in ((recipe.megatron, case.get("megatron", {})), (recipe.lora, case.get("lora", {}))):
+        for name, value in settings.items():
+            setattr(section, name, value)
+    return recipe
+
+
+def _states(own: dict[str, int]) -> int:
+    return own["masters"] + own["moments"]
