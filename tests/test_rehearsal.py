@@ -274,6 +274,20 @@ def test_bad_input_is_told_before_anything_starts(arguments: list[str], says: st
 
 
 @pytest.mark.stack
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("megatron.extra.swap_optimiser=true", "Nearest: swap_optimizer"),
+        ("megatron.extra.reuse_fp32_param=true", "it does not go with reuse_fp32_param"),
+        ("megatron.expert_parallel=48", "expert_parallel=48 does not divide"),
+    ],
+)
+def test_what_is_wrong_with_the_recipe_itself_is_found(tmp_path: Path, override: str, words: str) -> None:
+    """The twin leaves what a CPU does not know and shrinks the layout: it would run."""
+    with pytest.raises(ValueError, match=words):
+        make_twin(ROOT / "recipes" / "grpo_deepseek_v3.yaml", [override], tmp_path)
+
+
 @pytest.mark.slow
 @EACH
 def test_every_row_is_rehearsed(row: Row, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from megarl.config.schema import Recipe
 from megarl.config.supported import shape_of
 from megarl.data.prepare.tiny_model import write_model
 from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
+from megarl.megatron.config_fields import check_extra
+from megarl.megatron.layout import check_layout
 from megarl.megatron.model_checks import check_model
 from megarl.preflight import read_hf_config
 from megarl.rehearsal.changes import Change, Changes
@@ -50,7 +52,9 @@ def make_twin(
     recipe = load_recipe(path, overrides)
     changes = Changes()
     given = _model_of(recipe, shape or shape_of(path))
-    check_model(given)
+    check_model(given)  # the recipe as it is: of the twin much could not be wrong any more
+    check_layout(given, recipe.megatron, recipe.cluster.trainers)
+    check_extra(recipe, given, "megatron")
     twin = shrink_settings(recipe, processes, changes)
     config = shrink_model(given, max(layers_for(twin.megatron), layers_for(twin.critic.megatron)), changes)
     model = folder / "model"
