@@ -46,7 +46,7 @@ from megarl.preflight_judge import check_judge
 from megarl.rewards import ScorerSettings
 from megarl.rewards.weighted import terms_of
 
-_LEAST_FREE_BYTES = 64 << 20
+LEAST_FREE_BYTES = 64 << 20
 _SHOWN = 8  # changed settings in a notice
 
 
@@ -362,10 +362,10 @@ def _with_rewards(recipe: Recipe, prepared: Prepared) -> Prepared:
 def _check_disk(path: Path) -> None:
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     free = shutil.disk_usage(existing).free
-    if free < _LEAST_FREE_BYTES:
+    if free < LEAST_FREE_BYTES:
         raise RecipeError(
             "runs_dir",
-            f"{existing} has {free >> 20} MiB free, and even a small run needs {_LEAST_FREE_BYTES >> 20}",
+            f"{existing} has {free >> 20} MiB free, and even a small run needs {LEAST_FREE_BYTES >> 20}",
             "free some space, or set runs_dir to another disk",
             value=str(path),
         )

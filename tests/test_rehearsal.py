@@ -11,6 +11,7 @@ import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.numpy import load_file
@@ -67,7 +68,7 @@ def test_a_twin_is_what_train_takes_and_all_that_it_changed_is_told(row: Row, tm
     different = {key for key in {**given, **now} if given.get(key) != now.get(key)} - in_parts - added
     assert different <= {key for key, change in told.items() if change.fate != "kept"}
     assert all(given[key] == now[key] for key, change in told.items() if change.fate == "kept" and key in given)
-    assert all(len(line) <= 100 for line in table(twin.changes).splitlines())
+    assert all(len(line) <= 100 for line in table(twin.changes, 100).splitlines())
 
 
 @EACH
@@ -274,6 +275,32 @@ def test_bad_input_is_told_before_anything_starts(arguments: list[str], says: st
 
 
 @pytest.mark.stack
+def test_a_rehearsal_that_fails_ends_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cause was printed first, and sixty lines of settings after it."""
+    monkeypatch.setattr(command, "run_twin", lambda twin, resume: 1)
+    out = tmp_path / "twin"
+    recipe = ROOT / "recipes" / "dapo_qwen3_30b.yaml"
+    assert rehearse(recipe, [], out=out, processes=None, shape=None, resume=True) == 1
+    assert "could not be exercised" not in capsys.readouterr().out
+    lines = (out / command.REPORT).read_text().splitlines()
+    assert any(len(line) > 100 for line in lines) and not any(
+        line.endswith("...") and "{" not in line for line in lines
+    )
+
+
+@pytest.mark.parametrize(
+    ("out", "words"), [("/proc/no/such", "cannot be made"), ("full", "0 MiB free, and a twin with its run needs 64")]
+)
+def test_a_folder_that_cannot_hold_a_twin_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, words: str
+) -> None:
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda folder: SimpleNamespace(free=300_000))
+    with pytest.raises(ValueError, match=words):
+        command._folder(tmp_path / out)
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -67,7 +67,7 @@ class RewardConfig:
 class RolloutConfig:
     """Sampling, and the engines that do it."""
 
-    engine: str = key("vllm", "Rollout engine.")
+    engine: str = key("vllm", "Rollout engine: `vllm`, or `sglang`, on accelerators alone.")
     engines: int = key(1, "Engines, each a replica of the policy.", at_least=1)
     tensor_parallel: int = key(1, "Tensor-parallel size inside an engine.", at_least=1)
     data_parallel: int = key(

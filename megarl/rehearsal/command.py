@@ -14,10 +14,12 @@ from pathlib import Path
 
 from megarl.config.errors import blaming_input, plain
 from megarl.observe.metrics import read_metrics
+from megarl.preflight import LEAST_FREE_BYTES
 from megarl.rehearsal.changes import Change
 from megarl.rehearsal.settings import STEPS
 from megarl.rehearsal.twin import Twin, make_twin
 
+REPORT = "rehearsal.txt"
 _WIDTH = 100
 _GAP = 0.05  # between engine and trainer, of a tiny model's tokens: in bfloat16 0.01 was measured at most
 _PATIENCE = 60.0  # seconds that an interrupted training may take to end
@@ -45,10 +47,12 @@ def rehearse(
     began = time.monotonic()
     status = run_twin(twin, resume=resume)
     seconds = time.monotonic() - began
-    print(table(twin.changes))
-    if status:
+    (folder / REPORT).write_text(table(twin.changes, width=None) + "\n", encoding="utf-8")
+    if status:  # whose cause stands above: it is not to be searched for behind a table
         print(f"\nthe rehearsal failed: megarl train {twin.path} shows it again", file=sys.stderr)
         return status
+    print(table(twin.changes, width=_WIDTH))
+    print(f"\nthe same in full: {folder / REPORT}; the twin and its run stay there, too")
     wrong = faults(twin, STEPS + resume)
     for line in wrong:
         print(line, file=sys.stderr)
@@ -105,14 +109,14 @@ def faults(twin: Twin, steps: int) -> list[str]:
     return found
 
 
-def table(changes: Sequence[Change]) -> str:
-    """Three parts, each setting a line that fits a console."""
+def table(changes: Sequence[Change], width: int | None) -> str:
+    """Three parts, each setting a line of at most `width` characters; None: whole."""
     parts = []
     for fate, title in _TITLES.items():
         rows = [change for change in changes if change.fate == fate]
-        width = max((len(change.key) for change in rows), default=0)
+        keys = max((len(change.key) for change in rows), default=0)
         parts.append(f"\n{title} ({len(rows)})")
-        parts += [_cut(f"  {change.key:<{width}}  {_words(change)}") for change in rows]
+        parts += [_cut(f"  {change.key:<{keys}}  {_words(change)}", width) for change in rows]
     return "\n".join(parts)
 
 
@@ -122,14 +126,26 @@ def _words(change: Change) -> str:
     return plain(change.given) + (f": {change.why}" if change.why else "")
 
 
-def _cut(line: str) -> str:
-    return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
+def _cut(line: str, width: int | None) -> str:
+    return line if width is None or len(line) <= width else f"{line[: width - 3]}..."
 
 
 def _folder(out: Path | None) -> Path:
-    if out is None:
-        return Path(tempfile.mkdtemp(prefix="megarl-rehearsal-"))
+    folder = Path(tempfile.mkdtemp(prefix="megarl-rehearsal-")) if out is None else _made(out)
+    free = shutil.disk_usage(folder).free
+    if free < LEAST_FREE_BYTES:
+        raise ValueError(
+            f"{folder} has {free >> 20} MiB free, and a twin with its run needs {LEAST_FREE_BYTES >> 20}: free some space, "
+            "or name another disk with --out"
+        )
+    return folder
+
+
+def _made(out: Path) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists and is not empty: choose another --out, or move it away")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be made: {error.strerror}") from error
     return out.absolute()
