@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig, OptimizerConfig
 from megarl.flops import COUNTED
 from megarl.megatron.batch import MicroBatch, pack
-from megarl.megatron.config_fields import check_extra, fields_of_megatron
+from megarl.megatron.config_fields import check_extra, check_extra_names, fields_of_megatron
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.model_checks import PROVEN, check_model
 from megarl.megatron.native_kernels import rms_norm, rotate_packed
@@ -332,3 +333,25 @@ def test_names_in_extra_are_checked_against_megatrons_source() -> None:
     recipe.megatron.extra = {"moe_router_dtypee": "fp32"}
     with pytest.raises(ValueError, match=r"critic\.megatron\.extra\.moe_router_dtypee .* Nearest: moe_router_dtype\."):
         check_extra(recipe, DENSE, "critic.megatron")
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"moe_token_dispatcher_type": "alltol"}, r"Megatron knows allgather, alltoall, flex[\s\S]*write alltoall"),
+        ({"recompute_granularity": "some"}, "Megatron knows full, selective"),
+        ({"moe_grouped_gemm": "no"}, "expects true or false"),
+    ],
+)
+def test_values_in_extra_are_those_that_megatron_declares(extra: dict[str, Any], words: str) -> None:
+    """Else a trainer says it, half a minute later."""
+    recipe = Recipe()
+    recipe.cluster.device, recipe.megatron.extra = "cpu", extra
+    with pytest.raises(RecipeError, match=words):
+        check_extra_names(recipe, "megatron")
+    recipe.megatron.extra = {
+        "moe_token_dispatcher_type": "alltoall",
+        "recompute_granularity": None,
+        "num_moe_experts": 4,
+    }
+    check_extra_names(recipe, "megatron")

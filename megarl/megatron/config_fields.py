@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ _CLASSES = {
 
 def check_extra_names(recipe: Recipe, section: str) -> None:
     """Refuse names in `section`'s extra that neither the installed Megatron nor what adapts it to the recipe's device
-    has, and values of the latter that it would not take. What this needs is the recipe alone: it comes before the model.
+    has, and values that they would not take. What this needs is the recipe alone: it comes before the model.
 
     Megatron's source is read, not imported: that takes seconds, and wants the platform prepared. Says nothing where
     Megatron is not installed on this machine; trainers ask again.
@@ -37,7 +37,7 @@ def check_extra_names(recipe: Recipe, section: str) -> None:
         return
     adapts = adaptor(platform.kind(recipe.cluster.device))
     for name, value in extra.items():
-        problem = None if name in known - adapts.settings else adapts.problem(name, value)
+        problem = _problem(name, value) if name in known - adapts.settings else adapts.problem(name, value)
         if problem is not None:
             raise RecipeError(f"{section}.extra.{name}", *problem, value=value)
     check_names(extra, known, section, adapts)
@@ -100,23 +100,44 @@ def recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
     return {"recompute_granularity": "selective"} if megatron.recompute == "selective" else {}
 
 
-@cache
 def fields_of_megatron() -> frozenset[str] | None:
     """Fields of Megatron's TransformerConfig, and of the one for latent attention; None: Megatron is not installed."""
-    found: Any = importlib.util.find_spec("megatron")
-    for place in found.submodule_search_locations if found else ():
-        if all((Path(place) / file).is_file() for file in _CLASSES):
-            return frozenset(
-                name for file, classes in _CLASSES.items() for name in _annotated(Path(place) / file, classes)
-            )
+    annotations = _annotations()
+    return None if annotations is None else frozenset(annotations)
+
+
+def _problem(name: str, value: Any) -> tuple[str, str] | None:
+    """What is wrong with a value of Megatron's own, as far as its declaration says it: a switch, or one of some words."""
+    declared = (_annotations() or {})[name]
+    if isinstance(declared, ast.Subscript) and ast.unparse(declared.value) == "Optional":
+        if value is None:
+            return None
+        declared = declared.slice
+    if ast.unparse(declared) == "bool" and not isinstance(value, bool):
+        return "Megatron expects true or false", "give true or false"
+    if isinstance(declared, ast.Subscript) and ast.unparse(declared.value) == "Literal":
+        choices = ast.literal_eval(declared.slice)
+        choices = choices if isinstance(choices, tuple) else (choices,)
+        if value not in choices:
+            near = nearest(str(value), choices)
+            return f"Megatron knows {', '.join(choices)}", f"write {near}" if near else "write one of these"
     return None
 
 
-def _annotated(file: Path, classes: tuple[str, ...]) -> list[str]:
-    return [
-        statement.target.id
-        for node in ast.parse(file.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name in classes
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    ]
+@cache
+def _annotations() -> dict[str, ast.expr] | None:
+    """What each field is declared as."""
+    found: Any = importlib.util.find_spec("megatron")
+    for place in found.submodule_search_locations if found else ():
+        files = {Path(place) / file: classes for file, classes in _CLASSES.items()}
+        if all(file.is_file() for file in files):
+            return {name: declared for file, classes in files.items() for name, declared in _annotated(file, classes)}
+    return None
+
+
+def _annotated(file: Path, classes: tuple[str, ...]) -> Iterator[tuple[str, ast.expr]]:
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef) and node.name in classes:
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    yield statement.target.id, statement.annotation
