@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -60,11 +61,11 @@ class Recorder:
     def __init__(self, name: str, said: list[str]):
         self.name, self.said = name, said
 
-    def call(self, method: str, *args: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Future[None]:
         self.said.append(f"{self.name}.{method}")
-        return self
-
-    def result(self, timeout: float) -> None: ...
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
 
 @pytest.fixture
