@@ -79,7 +79,7 @@ class Prepared:
 
 # What preparing goes through, in order, and what it reads there.
 STAGES = {
-    "settings": "names of engines, their arguments, functions of the recipe's own",
+    "settings": "names of engines, their arguments, megatron.extra, functions of the recipe's own",
     "model": "config.json, weights' files, tokenizer, layout; of the critic and the teacher as well",
     "data": "every row, through the tokenizer; tools",
     "rewards": "scorers, prepared; the judge and its question",

@@ -35,6 +35,7 @@ from megarl.platform.kinds import KINDS, kind_of
 # Left to the command to end by itself after a signal: it may be writing a checkpoint, which it then completes. A second
 # signal ends it at once.
 STOP_SECONDS = 300.0
+QUIET_SECONDS = 10.0  # until that is said
 RAY_SECONDS = 8.0  # left to Ray
 RAY_ATTEMPTS = 3  # at starting it on a node
 _RAYS_OWN = {"CPU": "--num-cpus", "GPU": "--num-gpus"}  # resources that `ray start` has flags for
@@ -321,13 +322,16 @@ def _end(process: subprocess.Popen[bytes], patience: float, own_signals: int) ->
     `own_signals`: how many of those that this launcher is to get have come."""
     if process.poll() is None:
         process.terminate()
-    deadline = time.monotonic() + patience
+    deadline, quiet = time.monotonic() + patience, time.monotonic() + QUIET_SECONDS
     while True:
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
+            process.wait(max(0.0, min(deadline, quiet) - time.monotonic()))
             return
         except subprocess.TimeoutExpired:
-            break
+            if time.monotonic() >= deadline:
+                break
+            quiet = math.inf
+            _say(f"waiting for the run to end, {patience:.0f} s at most; one more signal ends it at once")
         except _Interrupted:
             own_signals += 1
             if own_signals > 1:

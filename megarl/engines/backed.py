@@ -10,12 +10,14 @@ from megarl.engines.loop import Backend, EngineLoop
 from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport
 from megarl.types import GenerationRequest
 
+TAGS = ("weights", "kv_cache")  # what sleeps, by the names that vLLM and SGLang both have
+
 
 class WeightsBackend(Backend, Protocol):
     """A `Backend` whose weights change. All but `check` are called by the owning thread alone; `running`: requests."""
 
     unloaded: str | None  # why it has no weights to sample with, until an update
-    asleep: tuple[str, ...]  # of "weights" and "kv_cache", what sleeps
+    asleep: tuple[str, ...]  # of TAGS, what sleeps
 
     def check(self, request: GenerationRequest) -> None:
         """ValueError for a request that cannot be served. Called from any thread."""

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.engines.backed import BackedEngine, agreed, awakened, check_tokens
+from megarl.engines.backed import TAGS, BackedEngine, agreed, awakened, check_tokens
 from megarl.engines.base import EngineRefused, EngineSpec
 from megarl.engines.group import Group
 from megarl.engines.sglang_args import LOADER, build_engine_args, ends_of
@@ -24,8 +24,7 @@ from megarl.engines.sglang_worker import answers, order
 from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport, host_id
 from megarl.types import Completion, GenerationRequest, Sampling
 
-_TAGS = ("weights", "kv_cache")  # SGLang's names for what sleeps; a third is that of graphs
-_GRAPHS = "cuda_graph"
+_GRAPHS = "cuda_graph"  # SGLang's third tag, beside TAGS
 _MOMENT = 0.05  # seconds that a step waits for an answer
 
 
@@ -51,11 +50,13 @@ class _SglangBackend:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._engine: Any = None
+        self._vocab_size = 0
+        self._ends: set[int] = set()
         self._session: ExchangeSession | None = None
         self._tasks: dict[str, list[asyncio.Task]] = {}  # of each request, one a sample, in the order of their seeds
         self._requests: dict[str, GenerationRequest] = {}
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
-        self.asleep: tuple[str, ...] = ()  # of _TAGS
+        self.asleep: tuple[str, ...] = ()  # of TAGS
 
     def join(self, group: Group) -> None:
         raise EngineRefused(f"engine {self._spec.name!r}: SGLang's engines form no groups (rollout.data_parallel)")
@@ -190,7 +191,7 @@ class _SglangBackend:
         if running:
             raise EngineRefused(f"engine {self._spec.name!r} cannot sleep while {running} requests run")
         self._engine.release_memory_occupation()
-        self.asleep = _TAGS
+        self.asleep = TAGS
         self.unloaded = "dropped its weights when it went to sleep"
 
     def wake(self, tags: Sequence[str] | None) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.engines.backed import BackedEngine, agreed, awakened, check_tokens
+from megarl.engines.backed import TAGS, BackedEngine, agreed, awakened, check_tokens
 from megarl.engines.base import EngineRefused, EngineSpec
 from megarl.engines.group import Group, free_ports
 from megarl.engines.vllm_args import build_engine_args, knows_log_probs, log_probs_mode
@@ -18,7 +18,6 @@ from megarl.types import Completion, GenerationRequest, Prompt, SampleImages
 
 _SHOWN = 5  # names in an error
 _PORTS = 4  # in a row, for a group: vLLM wants two, one for its engines and one for its workers
-_TAGS = ("weights", "kv_cache")  # vLLM's names for what sleeps
 
 
 class VllmEngine(BackedEngine):
@@ -41,7 +40,7 @@ class _VllmBackend:
         self._merge: int | None = None  # patches on a side of the square that is a token; None: it reads no images
         self._running: dict[str, GenerationRequest] = {}
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
-        self.asleep: tuple[str, ...] = ()  # of _TAGS
+        self.asleep: tuple[str, ...] = ()  # of TAGS
 
     def join(self, group: Group) -> None:
         self._group = group
@@ -256,7 +255,7 @@ class _VllmBackend:
         # expert-parallel tables stale, so weights go to host memory (level 1).
         level = 1 if self._can.device == "npu" else 2
         self._engine.sleep(level)
-        self.asleep = _TAGS
+        self.asleep = TAGS
         if level == 2:
             self.unloaded = "dropped its weights when it went to sleep"
 

@@ -49,14 +49,13 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     """Lay processes out, build this rank's part of the model, and load the weights of `recipe.model.path` (where the
     platform's tensors have values).
 
-    `value_head`: a critic's, in the place of the output layer; see value_head.py. `weights_only`: it will not be
-    trained, so that there are no gradients to keep.
+    `value_head`: a critic's, in the output layer's place; see value_head.py. `weights_only`: no gradients are to be kept.
     Needs an initialised torch.distributed and a prepared platform. All ranks call it together. Raises
     ValueError for a layout that does not divide and for a model that cannot be trained as asked.
     """
     hf_config = _read_hf_config(recipe.model.path)
-    check_layout(hf_config.to_dict(), recipe.megatron, torch.distributed.get_world_size())
     with_adapters = recipe.lora.rank > 0 and not value_head  # they are the actor's
+    check_layout(hf_config.to_dict(), recipe.megatron, torch.distributed.get_world_size())
     if with_adapters:
         check_lora(hf_config.to_dict(), recipe.lora, recipe.megatron)
     platform.adapt(_with_enums(adaptor_settings(recipe, hf_config.to_dict())))
@@ -101,11 +100,10 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
             hidden_states_out(language_model(chunk))
     if value_head:
         critic.name_head(bridge)
-    if platform.holds_values:
-        if value_head:
-            critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
-        else:
-            bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
+    if platform.holds_values and value_head:
+        critic.load_weights(bridge, chunks, recipe.model.path, recipe.train.seed)
+    elif platform.holds_values:
+        bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
     return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config), lora)
 
 
