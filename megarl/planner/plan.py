@@ -1,0 +1,108 @@
+"""What a plan is made of: everything that the console, the page and JSON show. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megarl.planner.stages import Stage
+from megarl.platform.devices import Device
+
+
+@dataclass(frozen=True)
+class EngineRank:
+    """One device of an engine, by the engine's own model."""
+
+    parameters: int
+    weights: int  # bytes
+    cache_per_token: float  # bytes of the KV cache that a token of one sequence takes
+    working: int  # bytes of its largest step beyond weights and cache
+    cache: int | None = None  # bytes that are left for the KV cache; None: the device is not known
+    sequences: float | None = None  # of the longest length, that the whole engine has room for at a time
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes of one device in one phase, by what takes them. Phases have the names of `timing_s/...` where there is one."""
+
+    phase: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Place:
+    """Devices on which the same lies: of a pipeline stage, of an engine, of both where they take turns."""
+
+    name: str
+    devices: int
+    uses: list[Use]
+
+    @property
+    def peak(self) -> Use:
+        return max(self.uses, key=lambda use: use.total)
+
+
+@dataclass(frozen=True)
+class PhaseTime:
+    """An estimate of one phase of a step. `bound`: what it is limited by; `assumed`: what the estimate stands on."""
+
+    name: str  # as in timing_s/...
+    seconds: float
+    bound: str
+    assumed: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one step. All of it is estimated."""
+
+    phases: list[PhaseTime]
+    seconds: float  # of the step: phases that run beside each other count once
+    tokens: float  # prompts and responses
+    micro_batches: int  # of a mini batch, of one data-parallel rank
+    tokens_per_micro_batch: float
+    bubble: float  # share of the update in which a pipeline stage waits for others
+    response: float  # tokens of a response, in the mean
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes of one weight exchange."""
+
+    sent: int  # by the trainer rank that sends the most
+    received: int  # by the engine rank that receives the most
+    total: int
+    between_nodes: int  # of the total
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why the recipe cannot work: its key, the arithmetic, and what to change."""
+
+    key: str
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of one recipe on one kind of device."""
+
+    recipe: str  # its name
+    device: Device | None
+    stages: list[Stage]
+    engine: EngineRank | None
+    places: list[Place]
+    estimate: Estimate | None
+    exchange: Links | None
+    refusals: list[Refusal] = field(default_factory=list)
+    proposals: list[str] = field(default_factory=list)  # layouts that fit, the fastest first: what to give on the command line
+    unchecked: list[str] = field(default_factory=list)  # what could not be looked at here, and why
+    notes: list[str] = field(default_factory=list)
