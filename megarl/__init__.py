@@ -6,12 +6,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from megarl.config import Recipe, RecipeError, load_recipe
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megarl.config import Recipe, RecipeError, load_recipe
 
 __version__ = "0.1.0"
 __all__ = ["Recipe", "RecipeError", "load_recipe", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    """What is in `__all__` is imported when it is asked for: a command that is interrupted while it starts can then say so."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megarl import config
+
+    return getattr(config, name)
 
 
 def train(recipe: Recipe) -> Path:

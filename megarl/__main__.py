@@ -1,6 +1,12 @@
 """``python -m megarl``."""
 
-from megarl.cli import main
+import sys
+
+try:
+    from megarl.cli import main
+except KeyboardInterrupt:  # there is nothing to put away yet
+    print("\nstopped by Ctrl-C", file=sys.stderr)
+    sys.exit(130)
 
 if __name__ == "__main__":  # engine and Ray processes import this module anew
     main()

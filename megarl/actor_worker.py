@@ -24,7 +24,7 @@ from megarl.algorithms.objective import (
 )
 from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.config.schema import Recipe
-from megarl.exchange.session import ExchangeSession
+from megarl.exchange.session import Session
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
 from megarl.worker import Worker, collect_parts
 
@@ -35,6 +35,7 @@ class ActorWorker(Worker):
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
         self.sender: Any = None
+        self.planned = False  # whether it sends what engines need, and nothing else
         # Of the step under way:
         self.mismatch = Mismatch()
         self.numbers: list[int] = []  # of the shard's samples, within the batch
@@ -291,25 +292,36 @@ class ActorWorker(Worker):
             for batch, members in zip(self.batches[number], self.members[number], strict=True)
         ]
 
-    def open_exchange(self, receivers: list[tuple[str, str]]) -> ExchangeSession | None:
-        """Rank 0 becomes the sender to `receivers` (name, host id) and returns what they need to connect."""
-        if self.rank != 0:
-            return None
-        from megarl.exchange.sender import WeightSender
+    def open_exchange(self, receivers: list[tuple[str, str]], route: str) -> Session | str | None:
+        """Become a sender to `receivers` (name, host id), in place of what this was before: rank 0 alone (`route` "export"),
+        or every rank ("planned"). Returns, on rank 0, what receivers need to connect; or why nothing can be planned."""
+        exchange, host = self.recipe.exchange, os.environ["MASTER_ADDR"]
+        self.planned = route == "planned"
+        self._close_sender()
+        if self.planned:
+            from megarl.megatron.planned_weights import open_sender
 
-        exchange = self.recipe.exchange
-        self.sender = WeightSender.open(
-            os.environ["MASTER_ADDR"],
-            receivers,
-            transport=exchange.transport,
-            bucket_bytes=exchange.bucket_mb << 20,
-            timeout=exchange.timeout,
-        )
-        return self.sender.session
+            opened = open_sender(self.trainer.model, exchange, receivers, host)
+            if isinstance(opened, str):
+                return opened
+            self.sender = opened
+        elif self.rank == 0:
+            from megarl.exchange.sender import WeightSender
+
+            self.sender = WeightSender.open(
+                host,
+                receivers,
+                transport=exchange.transport,
+                bucket_bytes=exchange.bucket_mb << 20,
+                timeout=exchange.timeout,
+            )
+        return self.sender.session if self.rank == 0 else None
 
     def send_weights(self, version: int) -> Any:
-        """Export the weights through mbridge (all ranks) and send them (rank 0). Returns rank 0's report."""
-        weights = self.trainer.export_weights()
+        """Send the weights to the engines. Returns the report of what this rank sent, None where it sent nothing."""
+        if self.planned:
+            return self.sender.send(version, self.trainer.export_weights)
+        weights = self.trainer.export_weights()  # through mbridge, on all ranks
         if self.sender is not None:
             return self.sender.send(version, weights)
         for _ in weights:
@@ -318,6 +330,10 @@ class ActorWorker(Worker):
 
     def shutdown(self) -> None:
         """Give shared memory back, too."""
+        self._close_sender()
+        super().shutdown()
+
+    def _close_sender(self) -> None:
         if self.sender is not None:
             self.sender.close()
-        super().shutdown()
+            self.sender = None

@@ -174,16 +174,81 @@ def plan(
         ),
     ] = None,
     device: Annotated[
-        Optional[str], typer.Option(help="Device whose memory is enough or not, e.g. 910B, H100.")
+        Optional[str], typer.Option(help="Device, e.g. 910B, H100. Unset: that of the `Hardware` in the recipe's head.")
     ] = None,
     memory: Annotated[Optional[float], typer.Option(help="Its memory in GiB, in place of --device.", min=0)] = None,
+    devices: Annotated[
+        Optional[Path], typer.Option(metavar="FILE", help="YAML with devices of your own: docs/planner.md.")
+    ] = None,
+    response: Annotated[
+        Optional[float],
+        typer.Option(
+            metavar="TOKENS", help="Mean response that seconds are estimated for; unset: half of the longest."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        Optional[Path], typer.Option(metavar="RUN", help="Fit the device to a run of this recipe, and show how well.")
+    ] = None,
+    out: Annotated[
+        Optional[Path], typer.Option(metavar="FILE", help="With --calibrate: the fitted device, for --devices.")
+    ] = None,
+    html: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Also write the plan as a page.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The whole plan as an object, in place of the tables.")
+    ] = False,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict", help="Refuse what cannot be checked here, e.g. data that is not on this machine."),
+    ] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Look for the fastest layouts that fit, in place of the recipe's own.")
+    ] = False,
+    seconds: Annotated[
+        Optional[float], typer.Option(help="With --search: how long to look; unset: 120.", min=1)
+    ] = None,
+    debug: Debug = False,
+) -> int:
+    """What every device of the recipe holds in each phase of a step, and for how long, without any device. Exit status 1 where memory is too small."""
+    from megarl.planner.command import plan as count
+
+    return count(
+        recipe,
+        overrides or [],
+        model=model,
+        device=device,
+        memory=memory,
+        as_json=as_json,
+        devices=devices,
+        response=response,
+        calibrate=calibrate,
+        out=out,
+        html=html,
+        strict=strict,
+        search=search,
+        seconds=seconds,
+    )
+
+
+@app.command()
+def exchange(
+    recipe: Annotated[Path, typer.Option("--explain", metavar="RECIPE", help="Recipe, a YAML file.")],
+    overrides: Overrides = None,
+    model: Annotated[
+        Optional[str],
+        typer.Option(
+            help="A published model, e.g. Qwen3-8B. Unset: model.path, else the `Shape` in the recipe's head."
+        ),
+    ] = None,
+    per_node: Annotated[
+        Optional[int], typer.Option(help="Devices of a machine; unset: as the recipe's head says.", min=1)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="An object in place of the table.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Count what each pipeline stage holds and needs, without its devices. Exit status 1 where memory is too small."""
-    from megarl.planner.command import plan as count
+    """Show who sends which weights to whom in an update of the engines, without their devices."""
+    from megarl.planner.exchange_command import exchange as explain
 
-    return count(recipe, overrides or [], model=model, device=device, memory=memory, as_json=as_json)
+    return explain(recipe, overrides or [], model=model, per_node=per_node, as_json=as_json)
 
 
 @app.command(name="convert-config")

@@ -12,7 +12,15 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from megarl.cluster.base import Service, WorkerGroup
-from megarl.exchange.session import ExchangeSession, compare_reports
+from megarl.exchange.session import (
+    PHASES,
+    PlannedReport,
+    PlannedSession,
+    Session,
+    compare_planned,
+    compare_reports,
+    together,
+)
 from megarl.rollout.calls import wait_for_all
 from megarl.types import Metrics
 
@@ -42,7 +50,7 @@ class TrainersOnly:
 class Disaggregated:
     """Engines and critic have devices of their own, and stay there."""
 
-    def __init__(self, trainers: WorkerGroup, services: Sequence[Service], session: ExchangeSession):
+    def __init__(self, trainers: WorkerGroup, services: Sequence[Service], session: Session):
         self.trainers, self.services, self.session = trainers, list(services), session
 
     def to_critic(self) -> None: ...
@@ -84,7 +92,7 @@ class Colocated(Disaggregated):
         actor: Tenant,
         critic: Tenant | None,
         services: Sequence[Service],
-        session: ExchangeSession,
+        session: Session,
         *,
         engines_sleep: bool,
         engines_asleep: bool,
@@ -133,20 +141,36 @@ class Colocated(Disaggregated):
             wait_for_engines(self.services, calls, doing=f"wake its {tag}", limit=self.patience)
 
 
-def publish(trainers: WorkerGroup, services: Sequence[Service], session: ExchangeSession, version: int) -> Metrics:
+def publish(trainers: WorkerGroup, services: Sequence[Service], session: Session, version: int) -> Metrics:
     """Send the trainers' weights to every engine; they count as `version` only when all fingerprints agree."""
     updates = [service.call("update_weights", version) for service in services]
     for service, update in zip(services, updates, strict=True):
         update.add_done_callback(functools.partial(_abort_on_error, session, service.name))
-    sent = trainers.call("send_weights", version)[0]
+    sent = [report for report in trainers.call("send_weights", version) if report is not None]
     reports = wait_for_all(
         services, updates, doing="take the new weights in", key="exchange.timeout", limit=session.timeout
     )
-    compare_reports(sent, {service.name: report for service, report in zip(services, reports, strict=True)})
-    return {"exchange/bytes": float(sent.bytes), "exchange/version": float(version)}
+    if isinstance(session, PlannedSession):
+        return _planned_metrics(sent, reports)
+    compare_reports(sent[0], {service.name: report for service, report in zip(services, reports, strict=True)})
+    return {"exchange/bytes": float(sent[0].bytes), "exchange/version": float(version)}
 
 
-def _abort_on_error(session: ExchangeSession, name: str, done: Future[Any]) -> None:
+def _planned_metrics(sent: Sequence[PlannedReport], received: Sequence[PlannedReport]) -> Metrics:
+    """Of a planned update that both sides agree on."""
+    trainers, engines = together(sent), together(received)
+    compare_planned(trainers, engines)
+    phases = {phase: max(one.seconds.get(phase, 0.0) for one in (trainers, engines)) for phase in PHASES}
+    return {
+        "exchange/bytes": float(trainers.bytes),
+        "exchange/version": float(trainers.version),
+        "exchange/received_bytes": float(engines.bytes),
+        "exchange/sent_bytes/max": float(max(one.bytes for one in sent)),
+        **{f"exchange/seconds/{phase}": seconds for phase, seconds in phases.items()},
+    }
+
+
+def _abort_on_error(session: Session, name: str, done: Future[Any]) -> None:
     """An engine that fails in mid-update must not leave the trainers waiting for it."""
     error = done.exception()
     if error is not None:

@@ -5,23 +5,25 @@ Whatever is wrong here ends the command in seconds with one message (exit status
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megarl import engines
+from megarl import platform as platforms
 from megarl.agents.build import AgentSetup, check_tools
 from megarl.algorithms.advantages import uses_critic
-from megarl.algorithms.objective import needs_teacher, teacher_top_k
+from megarl.algorithms.objective import needs_teacher
 from megarl.algorithms.trial import try_own_functions
 from megarl.checkpoint import checkpoint_step, find_checkpoint
 from megarl.cluster import transport
+from megarl.cluster.placement import Demand
 from megarl.config.critic import ONE_LAYOUT, critic_view
 from megarl.config.data import training_sets
-from megarl.config.errors import RecipeError, plain
+from megarl.config.errors import NotHereError, RecipeError, blaming, plain
 from megarl.config.judge import uses_judge
 from megarl.config.load import flat_settings, to_yaml
 from megarl.config.remote import remote_notices
@@ -30,21 +32,31 @@ from megarl.data.images import ImageReader
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
-from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
-from megarl.engines.specs import first_specs
+from megarl.data.tokenizer import Tokenizer, check_vocabulary
+from megarl.engines.specs import first_specs, fixed_models, longest_sample
 from megarl.flops import ModelFlops, model_flops
 from megarl.identity import check_identity
-from megarl.megatron.config_fields import check_extra, check_extra_names
-from megarl.megatron.layout import check_layout
-from megarl.megatron.lora.targets import check_lora
-from megarl.megatron.model_checks import check_model
-from megarl.model_config import context_length
+from megarl.megatron.config_fields import check_extra_names
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
-from megarl.preflight_engines import check_engines, check_experts
+from megarl.platform.kinds import kind_of
+from megarl.preflight_engines import check_engine, check_engines
 from megarl.preflight_judge import check_judge
+from megarl.preflight_model import (
+    CRITIC,
+    JUDGE,
+    POLICY,
+    TEACHER,
+    check_critic,
+    check_policy,
+    check_sampled,
+    check_teacher,
+    check_teacher_tokens,
+    read_tokenizer,
+    read_weights_config,
+)
 from megarl.rewards import ScorerSettings
-from megarl.rewards.weighted import terms_of
+from megarl.rewards.weighted import Term, terms_of
 
 LEAST_FREE_BYTES = 64 << 20
 _SHOWN = 8  # changed settings in a notice
@@ -91,34 +103,55 @@ def prepare_training(recipe: Recipe, begin: Callable[[str], None] = lambda stage
 
     `begin` is called with each of `STAGES` before it."""
     begin("settings")
-    if not recipe.data.train_files and not recipe.data.mix:
-        raise RecipeError("data.train_files", "there is nothing to train on", "name .parquet or .jsonl files", value=[])
-    check_engines(recipe.rollout)
-    check_extra_names(recipe, "megatron")
-    try_own_functions(recipe.algorithm)
+    check_settings(recipe)
     begin("model")
-    tokenizer, config = _read_model(recipe)
-    check_model(config)
-    check_layout(config, recipe.megatron, recipe.cluster.trainers)
-    check_lora(config, recipe.lora, recipe.megatron)
-    check_extra(recipe, config, "megatron")
+    config = read_weights_config(recipe.model.path, POLICY)
+    tokenizer = read_tokenizer(recipe, config)
+    check_policy(recipe, config)
     critic = _read_critic(recipe, tokenizer) if uses_critic(recipe.algorithm) else None
     if needs_teacher(recipe.algorithm):
-        _check_teacher(recipe, tokenizer)
+        teacher = read_weights_config(str(recipe.teacher.path), TEACHER)
+        check_teacher(recipe, teacher)
+        check_teacher_tokens(recipe, tokenizer, teacher)
     begin("data")
-    prepared = _read_data(recipe, tokenizer, training=True)
+    prepared = read_data(recipe, tokenizer, training=True)
     begin("rewards")
     prepared = _with_rewards(recipe, prepared)
     if uses_judge(recipe):
         check_judge(
             recipe,
-            read_weights_config(str(recipe.judge.path), "judge.path"),
+            read_weights_config(str(recipe.judge.path), JUDGE),
             [data for data in (prepared.prompts, prepared.evaluation) if data is not None],
         )
     prepared.model, prepared.flops = config, model_flops(config)
     if critic is not None:
         prepared.critic_model, prepared.critic_flops = critic, model_flops(critic)
     return prepared
+
+
+def check_settings(recipe: Recipe) -> None:
+    """Refuse what the recipe alone shows and training cannot have: names and arguments of engines, settings of Megatron's
+    and of what adapts it, functions of the recipe's own, devices. Nothing but code is read."""
+    if not recipe.data.train_files and not recipe.data.mix:
+        raise RecipeError("data.train_files", "there is nothing to train on", "name .parquet or .jsonl files", value=[])
+    check_engines(recipe.rollout)
+    if needs_teacher(recipe.algorithm):
+        check_engine("teacher", recipe.teacher)
+    if uses_judge(recipe):
+        check_engine("judge", recipe.judge)
+    check_extra_names(recipe, "megatron")
+    if uses_critic(recipe.algorithm):
+        check_extra_names(critic_view(recipe), "critic.megatron")
+    try_own_functions(recipe.algorithm)
+    if kind_of(platforms.kind(recipe.cluster.device)).ray_resource is not None:  # on a CPU there are none to run out of
+        check_demand(recipe)
+
+
+def check_demand(recipe: Recipe) -> None:
+    """Refuse more engines or critics on the trainers' devices than there are of these."""
+    samples, critic = recipe.train.source == "rollout", uses_critic(recipe.algorithm)
+    demand = Demand.of(recipe, trainers=True, engines=samples, critic=critic, fixed=fixed_models(recipe))
+    demand.require_trainers_devices_suffice()
 
 
 def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
@@ -143,15 +176,19 @@ def prepare_evaluation(recipe: Recipe, begin: Callable[[str], None] = lambda sta
             "data.eval_files", "there is nothing to evaluate on", "name .parquet or .jsonl files", value=[]
         )
     check_engines(recipe.rollout)
+    if uses_judge(recipe):
+        check_engine("judge", recipe.judge)
     begin("model")
-    tokenizer, _ = _read_model(recipe)
+    config = read_weights_config(recipe.model.path, POLICY)
+    tokenizer = read_tokenizer(recipe, config)
+    check_sampled(recipe, config)
     begin("data")
-    prepared = _read_data(recipe, tokenizer, training=False)
+    prepared = read_data(recipe, tokenizer, training=False)
     begin("rewards")
     prepared = _with_rewards(recipe, prepared)
     if uses_judge(recipe):
         assert prepared.evaluation is not None
-        check_judge(recipe, read_weights_config(str(recipe.judge.path), "judge.path"), [prepared.evaluation])
+        check_judge(recipe, read_weights_config(str(recipe.judge.path), JUDGE), [prepared.evaluation])
     return prepared
 
 
@@ -167,13 +204,25 @@ class RunPlace:
 
 
 def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
-    """The run's directory and the checkpoint to go on from. Refuses to mix two runs, or a run with other data."""
+    """The run's directory, made where it is not there, and the checkpoint to go on from. Refuses as `find_place`."""
+    place = find_place(recipe, identity)
+    path = place.directory.path
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(recipe, f"{path}: {error.strerror}") from error
+    return place
+
+
+def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
+    """Where the run would write and begin; nothing is made. Refuses to mix two runs, or a run with other data, and a
+    directory that cannot be written to."""
     directory = RunDirectory(Path(recipe.runs_dir) / recipe.name)
     notices: list[str] = []
     checksums = recipe.train.verify_checkpoints == "checksums"
     checkpoint = find_checkpoint(recipe.train.resume, directory.checkpoints, checksums=checksums, notice=notices.append)
     if recipe.train.resume == "never" and directory.holds_a_run():
-        raise RecipeError(
+        raise NotHereError(
             "train.resume",
             f"{directory.path} already holds a run",
             "set train.resume=auto to go on with it, name=... for another directory, or move it away",
@@ -182,18 +231,17 @@ def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
     if checkpoint is not None:
         check_identity(checkpoint, identity)
         notices += _changed_settings(directory, recipe)
-    _check_disk(directory.path)
-    try:
-        directory.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        remedy = "name a directory that can be written to"
-        raise RecipeError("runs_dir", f"{directory.path}: {error.strerror}", remedy, value=recipe.runs_dir) from error
+    _check_disk(recipe, directory.path)
     if checkpoint is None:
         return RunPlace(directory, None, 1, identity, notices)
     step = checkpoint_step(checkpoint)
     own = checkpoint.parent.resolve() == directory.checkpoints.resolve()
     written = not own or any(line["step"] == step for line in read_metrics(directory.metrics))
     return RunPlace(directory, checkpoint, step + 1 if written else step, identity, notices)
+
+
+def _not_writable(recipe: Recipe, what: str) -> RecipeError:
+    return RecipeError("runs_dir", what, "name a directory that can be written to", value=recipe.runs_dir)
 
 
 def _changed_settings(directory: RunDirectory, recipe: Recipe) -> list[str]:
@@ -209,108 +257,32 @@ def _changed_settings(directory: RunDirectory, recipe: Recipe) -> list[str]:
     return [f"changed since the run was last started: {said}{more}"]
 
 
-def read_hf_config(path: str, key: str = "model.path") -> dict[str, Any]:
-    """config.json of the Hugging Face directory that `key` names. Raises RecipeError where it is missing or no JSON."""
-    directory = Path(path)
-    if not directory.is_dir():
-        raise RecipeError(
-            key,
-            f"there is no such directory (seen from {Path.cwd()})",
-            "give the model's Hugging Face directory (recipes/quickstart_sft.yaml makes the quickstart's)",
-            value=path,
-        )
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except FileNotFoundError:
-        remedy = "give a Hugging Face directory: config.json, *.safetensors and a tokenizer"
-        raise RecipeError(key, "it holds no config.json", remedy, value=path) from None
-    except ValueError as error:
-        raise RecipeError(key, f"its config.json is no JSON: {error}", "mend the file", value=path) from error
-    assert isinstance(config, dict)
-    return config
-
-
-def _read_model(recipe: Recipe) -> tuple[Tokenizer, dict[str, Any]]:
-    config = read_weights_config(recipe.model.path, "model.path")
-    tokenizer = load_tokenizer(recipe.model.tokenizer or recipe.model.path, recipe.model.path)
-    check_vocabulary(tokenizer, config)
-    _check_context(recipe, config)
-    if recipe.train.source == "rollout":
-        check_experts(recipe.rollout, config)
-    return tokenizer, config
-
-
-def read_weights_config(path: str, key: str) -> dict[str, Any]:
-    config = read_hf_config(path, key)
-    if not any(Path(path).glob("*.safetensors")):
-        remedy = "convert the weights to safetensors (save_pretrained does)"
-        raise RecipeError(key, "it holds no *.safetensors", remedy, value=path)
-    return config
-
-
 def _read_critic(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
     """config.json of the critic's model, which reads the policy's tokens; checked, and its layout with it."""
     if transport(recipe) == "torchrun":
         raise RecipeError("cluster.transport", ONE_LAYOUT, "start it without torchrun", value=recipe.cluster.transport)
-    view = critic_view(recipe)
-    key = "critic.model_path" if recipe.critic.model_path else "model.path"
-    config = read_weights_config(view.model.path, key)
-    check_vocabulary(tokenizer, config)
-    check_model(config)
-    if "vision_config" in config:
-        remedy = "name a language model in critic.model_path, or use another algorithm.advantage"
-        raise RecipeError(key, "a critic cannot be made of a vision-language model yet", remedy, value=view.model.path)
-    try:
-        check_layout(config, view.megatron, view.cluster.trainers)
-    except ValueError as error:
-        raise ValueError(
-            f"The critic cannot be laid out (critic.megatron and critic.trainers stand for megatron and "
-            f"cluster.trainers here). {error}"
-        ) from error
-    check_extra(view, config, "critic.megatron")
+    path = critic_view(recipe).model.path
+    key = CRITIC if recipe.critic.model_path else POLICY
+    config = read_weights_config(path, key)
+    with blaming(key, "name a model with the policy's tokens", path):
+        check_vocabulary(tokenizer, config)
+    check_critic(recipe, config)
     return config
 
 
-def _check_teacher(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Refuse a teacher for whom the policy's tokens mean something else."""
-    teacher = recipe.teacher
-    assert teacher.path is not None
-    engines.check_known(teacher.engine, "teacher.engine")
-    engines.check_args(teacher.engine, teacher.engine_args, "teacher")
-    config = read_weights_config(teacher.path, "teacher.path")
-    check_same_tokens(tokenizer, load_tokenizer(teacher.path))
-    check_vocabulary(tokenizer, config)
-    top_k = teacher_top_k(recipe.algorithm)
-    if top_k > tokenizer.vocab_size:
-        what = f"the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens"
-        raise RecipeError("algorithm.distill_top_k", what, "ask for no more", value=top_k)
-
-
-def _check_context(recipe: Recipe, config: dict[str, Any]) -> None:
-    """Refuse samples longer than the policy was made for, which its engine would refuse once it loads."""
-    known, data, rollout = context_length(config), recipe.data, recipe.rollout
-    longest = data.max_prompt_length + rollout.max_response_length
-    if recipe.train.source != "rollout" or known is None or "hf_overrides" in rollout.engine_args or longest <= known:
-        return
-    raise RecipeError(
-        "rollout.max_response_length",
-        f"with data.max_prompt_length = {data.max_prompt_length} a sample may have {longest} tokens, and the model was made "
-        f"for {known} (max_position_embeddings of its config.json)",
-        "lower the two together to that",
-        value=rollout.max_response_length,
-    )
-
-
-def _read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool) -> Prepared:
+def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: int | None = None) -> Prepared:
+    """The rows of the recipe's files, `training`: those to learn from as well; `sample`: so many of each file alone, None:
+    all. Raises ValueError for what cannot be read, or does not fit."""
     data = recipe.data
     prepared = Prepared(tokenizer, None, None, None, None, [])
     if recipe.train.source != "rollout":
-        longest = data.max_prompt_length + recipe.rollout.max_response_length
         kind = PreferenceDataset if recipe.train.source == "preferences" else SFTDataset
-        prepared.examples = kind(training_sets(data), tokenizer, data, longest, data.curriculum)
-        _note(prepared, "training examples", prepared.examples)
+        longest = longest_sample(recipe)
+        if training:
+            prepared.examples = kind(training_sets(data), tokenizer, data, longest, data.curriculum, sample)
+            _note(prepared, "training examples", prepared.examples)
         if data.eval_files:
-            prepared.held_out = kind(data.eval_files, tokenizer, data, longest)
+            prepared.held_out = kind(data.eval_files, tokenizer, data, longest, sample=sample)
             _note(prepared, "evaluation examples", prepared.held_out)
         _check_pixels(recipe, has_images=False)
         return prepared
@@ -318,12 +290,15 @@ def _read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool) -> Prepa
     tools = check_tools(setup, tokenizer) if setup is not None else []
     images = ImageReader.of(recipe.model.path, data)
     if training:
-        prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum, tools, images)
+        prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum, tools, images, sample)
         _note(prepared, "training prompts", prepared.prompts)
     if data.eval_files:
-        prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data, tools=tools, images=images)
+        prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data, tools=tools, images=images, sample=sample)
         _note(prepared, "evaluation prompts", prepared.evaluation)
-    _check_pixels(recipe, any(one is not None and one.has_images for one in (prepared.prompts, prepared.evaluation)))
+    if sample is None:  # else an image may be among the other rows
+        _check_pixels(
+            recipe, any(one is not None and one.has_images for one in (prepared.prompts, prepared.evaluation))
+        )
     return prepared
 
 
@@ -344,23 +319,35 @@ def _note(prepared: Prepared, what: str, data: PromptDataset | SFTDataset | Pref
 
 
 def _with_rewards(recipe: Recipe, prepared: Prepared) -> Prepared:
+    check_rewards(recipe, prepared.data_sources)
+    prepared.notices += remote_notices(recipe.reward)
+    return prepared
+
+
+def check_rewards(recipe: Recipe, data_sources: Sequence[str]) -> dict[str, tuple[Term, ...]]:
+    """What rows of each data source are scored by, ready to be called. Raises ValueError where there is no such scorer, and
+    NotHereError for one that cannot be used on this machine."""
     reward, settings = recipe.reward, ScorerSettings(recipe.reward.remote, recipe.sandbox)
-    terms = terms_of(reward.function, reward.functions, prepared.data_sources, settings)
-    prepared.notices += remote_notices(reward)
+    terms = terms_of(reward.function, reward.functions, data_sources, settings)
     for scorer in {term.scorer.name: term.scorer for row in terms.values() for term in row}.values():
         try:
             if scorer.prepare is not None:
                 scorer.prepare()
         except Exception as error:
-            raise ValueError(
-                f"the scorer {scorer.name!r} cannot be used here: {type(error).__name__}: {error}. "
-                "Install what it needs, or set reward.function to another"
+            raise NotHereError(
+                "reward",
+                f"the scorer {scorer.name!r} cannot be used here: {type(error).__name__}: {error}",
+                "install what it needs, or set reward.function to another",
             ) from error
-    return prepared
+    return terms
 
 
-def _check_disk(path: Path) -> None:
+def _check_disk(recipe: Recipe, path: Path) -> None:
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not existing.is_dir():
+        raise _not_writable(recipe, f"{existing} is no directory")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise _not_writable(recipe, f"{existing} cannot be written to")
     free = shutil.disk_usage(existing).free
     if free < LEAST_FREE_BYTES:
         raise RecipeError(

@@ -6,15 +6,21 @@ from typing import Any
 
 from megarl import engines
 from megarl.config.errors import RecipeError
-from megarl.config.schema import RolloutConfig
+from megarl.config.judge import JudgeConfig
+from megarl.config.schema import RolloutConfig, TeacherConfig
 from megarl.model_config import number_of_experts, text_fields
 
 
 def check_engines(rollout: RolloutConfig) -> None:
     """Refuse an engine that is not known, arguments that it does not have, and groups that it cannot form."""
-    engines.check_known(rollout.engine)
-    engines.check_args(rollout.engine, rollout.engine_args, "rollout")
+    check_engine("rollout", rollout)
     engines.check_groups(rollout.engine, rollout.data_parallel)
+
+
+def check_engine(section: str, settings: RolloutConfig | TeacherConfig | JudgeConfig) -> None:
+    """Refuse an engine that is not known, and arguments that it does not have. `settings`: the recipe's `section`."""
+    engines.check_known(settings.engine, f"{section}.engine")
+    engines.check_args(settings.engine, settings.engine_args, section)
 
 
 def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:
@@ -34,3 +40,28 @@ def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:
             "change these two until they do",
             value=value,
         )
+
+
+def check_heads(
+    section: str, settings: RolloutConfig | TeacherConfig | JudgeConfig, config: dict[str, Any], *, spread: bool = False
+) -> None:
+    """Refuse devices of an engine that its model cannot be cut over. `settings`: the recipe's `section`; `config`:
+    config.json; `spread`: each device has whole experts."""
+    tensor_parallel, engine_args = settings.tensor_parallel, settings.engine_args
+    text, spread = text_fields(config), spread or bool(engine_args.get("enable_expert_parallel"))
+    heads, groups = text["num_attention_heads"], text.get("num_key_value_heads") or 0
+    key = f"{section}.tensor_parallel"
+    if heads % tensor_parallel:
+        what = f"the model's {heads} attention heads do not divide over so many devices of an engine"
+        raise RecipeError(key, what, f"choose a divisor of {heads}", value=tensor_parallel)
+    if groups and not text.get("kv_lora_rank") and groups % tensor_parallel and tensor_parallel % groups:
+        what = f"the model's {groups} key/value heads can be neither divided over so many devices of an engine nor repeated"
+        raise RecipeError(key, what, f"choose a divisor or a multiple of {groups}", value=tensor_parallel)
+    experts = number_of_experts(text)
+    name = "moe_intermediate_size" if experts else "intermediate_size"
+    width = text.get(name) or 0
+    if width % tensor_parallel and not (experts and spread):
+        what = f"the model's {name} of {width} does not divide over so many devices of an engine"
+        whole = "rollout.expert_parallel" if section == "rollout" else f"{section}.engine_args.enable_expert_parallel"
+        remedy = f"choose a divisor of {width}" + (f", or set {whole}=true" if experts else "")
+        raise RecipeError(key, what, remedy, value=tensor_parallel)

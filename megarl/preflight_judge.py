@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarl import engines
-from megarl.config.errors import RecipeError
+from megarl.config.errors import RecipeError, blaming
 from megarl.config.judge import JudgeConfig
 from megarl.config.schema import Recipe
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer, unread
+from megarl.megatron.model_checks import check_sizes
 from megarl.model_config import context_length
+from megarl.preflight_engines import check_heads
 from megarl.rollout.judge_server import Interrogation
 
 
@@ -21,11 +22,10 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
     the first row of each set."""
     judge = recipe.judge
     assert judge.path is not None and judge.prompt is not None
-    engines.check_known(judge.engine, "judge.engine")
-    engines.check_args(judge.engine, judge.engine_args, "judge")
-    _check_context(judge, config)
-    tokenizer = load_tokenizer(judge.path)
-    check_vocabulary(tokenizer, config)
+    check_judge_model(judge, config)
+    with blaming("judge.path", "give the judge's own Hugging Face directory", judge.path):
+        tokenizer = load_tokenizer(judge.path)
+        check_vocabulary(tokenizer, config)
     if tokenizer.chat_template is None:
         what = "its tokenizer has no chat template, and the judge's question is a message of a chat"
         raise RecipeError("judge.path", what, "name an instruction-tuned model, or add one", value=judge.path)
@@ -50,8 +50,11 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
         )
 
 
-def _check_context(judge: JudgeConfig, config: dict[str, Any]) -> None:
-    """Refuse lengths that the judge was not made for."""
+def check_judge_model(judge: JudgeConfig, config: dict[str, Any]) -> None:
+    """Refuse devices that the judge's model cannot be cut over, and lengths that it was not made for."""
+    with blaming("judge.path", "give the judge's own config.json", judge.path):
+        check_sizes(config)
+    check_heads("judge", judge, config)
     known = context_length(config)
     longest = judge.max_prompt_length + judge.max_tokens
     if known is not None and longest > known and "hf_overrides" not in judge.engine_args:

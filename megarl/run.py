@@ -30,16 +30,17 @@ from megarl.identity import check_base, identity_of
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.placement import Colocated, Disaggregated, Placement, Tenant, TrainersOnly, wait_for_engines
-from megarl.platform.peaks import peak_flops
+from megarl.platform.devices import peak_flops
 from megarl.preflight import Prepared, RunPlace, check_device, open_run_directory, prepare_evaluation, prepare_training
 from megarl.rollout.calls import Service as RolloutService
-from megarl.rollout.calls import wait_for_all, watching
+from megarl.rollout.calls import watching
 from megarl.rollout.data_source import DataSource
 from megarl.rollout.engines_source import EnginesSource
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.held_out import HeldOut
 from megarl.rollout.judged import with_judge
 from megarl.rollout.source import Source
+from megarl.route import open_exchange
 from megarl.saver import Saver
 from megarl.start_engines import environment_notices, load_engines, start_engines, start_judge, start_teacher
 from megarl.teacher import Teacher
@@ -244,7 +245,7 @@ def _assemble(
     engines = engines or wait_for_engines(services, starting, doing="load", limit=patience)
     wait_for_engines(fixed, fixed_starting, doing="load", limit=patience)
     samplers, check = with_judge(recipe, services, judges, _check_of(recipe, services, cluster))
-    placement = _placement(recipe, actor, critic_tenant, services, engines, asleep=take_turns)
+    placement = _placement(recipe, actor, critic_tenant, services, engines, log.notice, asleep=take_turns)
     layout = _layout(recipe, prepared.flops, trainers.call("describe"))
     return Controller(
         recipe=recipe,
@@ -376,17 +377,13 @@ def _placement(
     critic: Tenant | None,
     services: Sequence[Service],
     engines: Sequence[dict[str, Any]],
+    notice: Callable[[str], None],
     *,
     asleep: bool,
 ) -> Placement:
     if not services:
         return TrainersOnly()
-    receivers = [(name, host) for engine in engines for name, host in engine["receivers"]]
-    session = actor.workers.call("open_exchange", receivers)[0]
-    connecting = [service.call("connect_exchange", session) for service in services]
-    wait_for_all(
-        services, connecting, doing="connect to the trainers", key="exchange.timeout", limit=recipe.exchange.timeout
-    )
+    session = open_exchange(recipe, actor.workers, services, engines, notice)
     if recipe.cluster.placement == "disaggregated":
         return Disaggregated(actor.workers, services, session)
     return Colocated(

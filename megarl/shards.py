@@ -63,7 +63,7 @@ def plan_step(
         tokens = loss_tokens[members.start : members.stop]
         weights = AGGREGATIONS[recipe.algorithm.aggregation](tokens, recipe.rollout.max_response_length)
         own_lengths, own_costs = lengths[members], costs[members]
-        plan = _plan(own_lengths, own_costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
+        plan = plan_mini_batch(own_lengths, own_costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
         packing.add(plan, own_lengths, own_costs, _limit(recipe))
         _add_mini_batch(shards, plan, int(tokens.sum()), credited, members, tokens, weights)
     metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
@@ -104,7 +104,7 @@ def plan_held_out(
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths, costs = _lengths_and_costs(samples, model_flops)
-    plan = _plan(lengths, costs, _bundles(groups, recipe), recipe, data_parallel, micro_batches_multiple_of)
+    plan = plan_mini_batch(lengths, costs, _bundles(groups, recipe), recipe, data_parallel, micro_batches_multiple_of)
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
     tokens = np.array([sample.loss_tokens for sample in samples])
     credited = _Credited(samples, np.zeros(len(samples)), [()] * len(samples))
@@ -173,7 +173,7 @@ def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:
     return np.repeat(rewards, [len(group.samples) for group in groups]) if rewards else None
 
 
-def _plan(
+def plan_mini_batch(
     lengths: np.ndarray, costs: np.ndarray, sizes: Sequence[int], recipe: Recipe, data_parallel: int, multiple_of: int
 ) -> Plan:
     """Micro batches of one mini batch, in which bundles of `sizes` neighbouring samples stay together."""

@@ -35,6 +35,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 32,
         "v_head_dim": 64,
     },
+    "Qwen2.5-VL-7B-Instruct": {
+        **SMALL,
+        "num_key_value_heads": 2,
+        "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
+        "vision_config": {
+            **model_configs.read("Qwen2.5-VL-7B-Instruct")["vision_config"],
+            "depth": 4,
+            "hidden_size": 256,
+            "num_heads": 4,
+            "intermediate_size": 512,
+            "out_hidden_size": 256,
+            "fullatt_block_indexes": [1, 3],
+        },
+    },
 }
 
 
@@ -48,6 +62,7 @@ def recipe_of(case: dict[str, Any]) -> Recipe:
     recipe.cluster.trainers = case["processes"]
     if "Qwen3-30B" in case["model"] or "DeepSeek" in case["model"]:
         recipe.megatron.routing_replay = "rollout"  # what a real run is given, so that its experts are balanced, too
+    recipe.data.max_prompt_length = 256  # so large an image stands at the head of each sequence
     for name, value in case["megatron"].items():
         setattr(recipe.megatron, name, value)
     return recipe
@@ -70,6 +85,9 @@ def case(
 
 CASES = [
     *[case(model, recompute=how) for model in MODELS for how in ("none", "selective", "full")],
+    case("Qwen2.5-VL-7B-Instruct", 2, tensor_parallel=2),
+    case("Qwen2.5-VL-7B-Instruct", 2, context_parallel=2),
+    *[case("Qwen2.5-VL-7B-Instruct", 2, rank=rank, micro_batches=4, pipeline_parallel=2) for rank in (0, 1)],
     case("Qwen3-8B", keep_logits=True),
     case("Qwen3-8B", packing=False),
     case("Qwen3-8B", 2, tensor_parallel=2),

@@ -54,7 +54,13 @@ def serve(connection):
         former = state.setdefault((module, name), getattr(owner, name))
         setattr(owner, name, former if function is None else globals()[function])
 
+    def rpc(method):
+        """What each of the engine's workers answers."""
+        engine = state["engine"]
+        return engine.call(lambda: engine._weights._engine.collective_rpc(method))
+
     own = {
+        "rpc": rpc,
         "start": start,
         "open_meeting_place": open_meeting_place,
         "generate": generate,
@@ -75,6 +81,49 @@ def serve(connection):
     lock = threading.Lock()
     while (message := connection.recv()) is not None:
         threading.Thread(target=run, args=message).start()
+
+
+def with_digests(spec, device):
+    """For `replace`: the engine's arguments, with workers that tell what their parameters are."""
+    from megarl.engines.vllm_args import build_engine_args
+
+    return build_engine_args(spec, device) | {"worker_extension_cls": "tests.digests.Extension"}
+
+
+def some_whole(model, tensors):
+    """For `replace`: needs of an engine whose loader gives no box for the first layer's attention and the second's experts."""
+    from megarl.engines.vllm_needs import needs
+    from megarl.exchange.boxes import BOX, Describer
+
+    need = needs(model, tensors)
+    layers = ("model.layers.0.self_attn.qkv_proj.", "model.layers.1.mlp.experts.")
+    told = {name: (shape, dtype) for name, shape, dtype in tensors}
+    describer, whole = Describer(), {}
+    for tensor, row, column, rows, columns, parameter, offset, stride in need.boxes.tolist():
+        name, own = need.tensors[tensor], need.parameters[parameter]
+        if own.startswith(layers):
+            whole[name] = None
+            continue
+        number = describer.parameter(own, need.dtypes[parameter])
+        describer.add(describer.tensor(name, told[name][0]), (row, column, rows, columns), number, offset, stride)
+    for name in whole:
+        describer.add_whole(name, *told[name])
+    assert len(BOX) == 8 and len(whole) > 10
+    return describer.done()
+
+
+def flipping(data):
+    """For `replace`: a fingerprint, of bytes of which one bit flipped on its way."""
+    from megarl.exchange.fingerprint import fingerprint
+
+    changed = data.copy()
+    changed[len(changed) // 2] ^= 8
+    return fingerprint(changed)
+
+
+def dying(data):
+    """For `replace`: an engine that dies when it has got a bucket."""
+    os._exit(9)
 
 
 def nothing(*_):
@@ -115,6 +164,8 @@ class EngineProcess:
             try:
                 number, error, value = self.connection.recv()
             except (EOFError, OSError):
+                for future in self.futures.values():
+                    future.set_exception(RuntimeError("the engine's process is gone"))
                 return
             future = self.futures.pop(number)
             future.set_exception(error) if error is not None else future.set_result(value)
@@ -156,6 +207,14 @@ def build_model(path, kind="qwen3_moe"):
             **common, num_key_value_heads=2, head_dim=32, num_experts=4, moe_intermediate_size=32
         )
         transformers.Qwen3MoeForCausalLM(config).save_pretrained(path)
+        return str(path)
+    if kind == "qwen3":
+        config = transformers.Qwen3Config(
+            **{k: v for k, v in common.items() if k not in ("num_experts_per_tok", "norm_topk_prob")},
+            num_key_value_heads=2,
+            head_dim=32,
+        )
+        transformers.Qwen3ForCausalLM(config).save_pretrained(path)
         return str(path)
     if kind == "qwen2_tied":
         config = transformers.Qwen2Config(

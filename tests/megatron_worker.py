@@ -22,7 +22,7 @@ platform.prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from tests import held_ranks, megatron_critic  # noqa: E402
+from tests import held_ranks, holdings_check, megatron_critic  # noqa: E402
 from tests.megatron_checkpoints import assert_same, check_failed_write, check_other_model, check_reshard, save  # noqa: E402
 from tests.megatron_models import (  # noqa: E402
     CLIP_GRAD,
@@ -142,6 +142,7 @@ def run_case(case: dict[str, Any], output: Path) -> None:
     gradient = gradient_of(trainer) if dist.get_world_size() == 1 and not case.get("lora") else {}
     metrics += train(trainer, batches, 1)
     after = weights_of(trainer)
+    holdings_check.check(trainer, after, output / f"{case['name']}.holdings.json")
     where = trainer.coordinates
     assert (rows is None) == (metrics[0] is None) == (not where.is_last_stage)
     if where.reports:

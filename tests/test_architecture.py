@@ -19,13 +19,15 @@ LAYERS = [
         "config",
         "model_config",
         "model_configs",
+        "hf_weights",
+        "declared",
         "platform",
         "checks",
         "durable",
         "manifest",
         "sandbox",
     ],
-    ["algorithms", "rewards", "tools", "data", "flops", "schedule", "padded_schedule"],
+    ["algorithms", "rewards", "tools", "data", "model_shape", "flops", "schedule", "padded_schedule"],
     ["shards", "engines", "megatron", "exchange"],
     ["worker", "actor_worker", "critic_worker"],
     ["cluster"],
@@ -37,6 +39,7 @@ LAYERS = [
         "skipped",
         "saver",
         "placement",
+        "route",
         "critic",
         "teacher",
         "observe",
@@ -44,6 +47,7 @@ LAYERS = [
         "preflight",
         "preflight_engines",
         "preflight_judge",
+        "preflight_model",
         "convert",
     ],
     ["controller", "start_engines"],
@@ -80,6 +84,7 @@ DEVICE_WORDS = re.compile(r"(?<![a-z])(npus?|ascend|hccl|mindspeed|cann)(?![a-z]
 KNOW_DEVICES = ("platform", "engines")
 WORD_EXCEPTIONS = {
     "config/supported.py": "the page that it writes names verl's tables, and scripts of theirs, as verl calls them",
+    "planner/published.py": "it names the recipes of others whose steps were timed as they call them",
 }
 
 

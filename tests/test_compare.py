@@ -307,6 +307,9 @@ class TestCommand:
             (["{a}", "{b}", "--metric", "critic/reward"], "Nearest: critic/rewards/mean"),
             (["{a}", "{b}", "--throughput-steps", "0"], "throughput-steps"),
             (["{a}", "{b}", "--html", "no/such/page.html"], "does not exist"),
+            (["{a}", "{b}", "--html", "{folder}"], "is a folder. Name a file in it"),
+            (["{a}", "{b}", "--html", "{a}/page.html"], "is a file"),
+            (["{a}", "{b}", "--html", "/proc/page.html"], "nothing can be written to the folder /proc"),
         ],
     )
     def test_bad_input(

@@ -168,3 +168,10 @@ def test_a_group_may_span_machines_and_an_engine_may_not() -> None:
     demand = Demand(trainers=0, engines=4, tensor_parallel=2)
     plan = place([("a", 4), ("b", 4)], demand, "devices")
     assert [[machine for machine, _ in engine] for engine in plan.engines] == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
+def test_a_text_in_the_place_of_a_number_is_refused_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM is not installed nothing else knows of which type an argument is."""
+    monkeypatch.setattr("megarl.engines.vllm_args.fields", dict)
+    with pytest.raises(RecipeError, match="it must be a number"):
+        check_engine_args({"gpu_memory_utilization": "0.9"})

@@ -59,7 +59,7 @@ def test_two_recipes_share_no_mutable_default() -> None:
     ("override", "key", "words"),
     [
         ("rollout.temprature=1", "rollout.temprature", "did you mean rollout.temperature?"),
-        ("temperature=1", "temperature", "did you mean rollout.temperature?"),
+        ("temperature=1", "temperature", "did you mean rollout.temperature or "),
         ("rollout.temperature=warm", "rollout.temperature", "float"),
         ("rollout.temperature=-1", "rollout.temperature", "above 0"),
         ("rollout=3", "rollout", "section"),
@@ -80,6 +80,11 @@ def test_two_recipes_share_no_mutable_default() -> None:
         ),
         ("megatron.extra={num_layers: 1}", "megatron.extra.num_layers", "config.json"),
         ("megatron.extra={calculate_per_token_loss: false}", "megatron.extra.calculate_per_token_loss", "leave it out"),
+        (
+            "megatron.extra={moe_token_dispatcher_type: allgather}",
+            "megatron.extra.moe_token_dispatcher_type",
+            "use alltoall",
+        ),
         ("megatron.extra={moe_expert_capacity_factor: 1.0}", "megatron.extra.moe_expert_capacity_factor", "dropped"),
         ("megatron.extra={moe_z_loss_coeff: 0.1}", "megatron.extra.moe_z_loss_coeff", "megatron.moe_z_loss_coef"),
         ("evaluation.every=5", "data.eval_files", "held-out"),

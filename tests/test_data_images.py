@@ -290,7 +290,7 @@ def test_the_recipe_and_its_model(tmp_path: Path, quickstart_data: Path) -> None
         "recipes/quickstart.yaml",
         [*given, f"data.train_files=[{quickstart_data}/data/train.parquet]", "data.max_pixels=9000"],
     )
-    with pytest.raises(RecipeError, match="no row has an image"):
+    with pytest.raises(RecipeError, match="the model reads no images"):
         prepare_training(recipe)
     with pytest.raises(RecipeError, match=r"above data\.max_pixels=9000"):
         load_recipe("recipes/quickstart.yaml", [*given, "data.max_pixels=9000", "data.min_pixels=9001"])

@@ -87,9 +87,9 @@ class TestFactsOfOthers:
 
     def test_of_the_exchange_and_of_ray(self) -> None:
         from megarl.cluster import ray_start
-        from megarl.exchange import sender
+        from megarl.exchange import session
 
-        assert system._SLOTS == sender._SLOTS
+        assert system._SLOTS == session.EXPORT_SLOTS
         assert (system._STORE_LEAST, system._STORE_SHARE) == (ray_start.STORE_LEAST, ray_start.STORE_SHARE)
         assert Needs().bucket_bytes == ExchangeConfig().bucket_mb << 20
         assert DEFAULT_PORT == 6379

@@ -228,7 +228,7 @@ def test_an_sglang_without_update_sessions_is_refused(fake, spec, monkeypatch) -
 
 
 def test_arguments(spec, monkeypatch) -> None:
-    monkeypatch.setattr(sglang_args, "_fields_of_server_args", lambda: ["mem_fraction_static", "attention_backend"])
+    monkeypatch.setattr(sglang_args, "fields", lambda: ["mem_fraction_static", "attention_backend"])
     with pytest.raises(ValueError, match="did you mean 'mem_fraction_static'"):
         check_args("sglang", {"mem_fraction": 0.3}, "rollout")
     with pytest.raises(
@@ -241,7 +241,7 @@ def test_arguments(spec, monkeypatch) -> None:
         check_args("sglang", {"ep_size": 2}, "rollout")
     spread = build_engine_args(replace(spec, tensor_parallel=4, expert_parallel=True), "npu")
     assert (spread["tp_size"], spread["ep_size"]) == (4, 4), "rollout.expert_parallel was read and ignored"
-    monkeypatch.setattr(sglang_args, "_fields_of_server_args", lambda: ["ep_size"])
+    monkeypatch.setattr(sglang_args, "fields", lambda: ["ep_size"])
     fixed = replace(spec, tensor_parallel=4, engine_args={"ep_size": 2}, recipe_section="judge")
     assert build_engine_args(fixed, "npu")["ep_size"] == 2, "a judge has no expert_parallel"
     made = build_engine_args(spec, "npu")

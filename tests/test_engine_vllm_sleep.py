@@ -11,6 +11,7 @@ import pytest
 from megarl.engines.base import EngineDead, EngineRefused, EngineSpec
 from megarl.engines.vllm import VllmEngine
 from megarl.engines.vllm_compat import Capabilities
+from megarl.exchange.session import PlannedSession
 from megarl.types import GenerationRequest, Prompt, Sampling
 
 
@@ -45,6 +46,7 @@ def capabilities(**changes: Any) -> Capabilities:
         "version": "0.15.1",
         "device": "cuda",
         "layerwise_reload": True,
+        "layer_filling": True,
         "preempting_reset": True,
         "flat_logprobs": True,
         "routed_experts": False,
@@ -99,6 +101,30 @@ def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: Fa
     with pytest.raises(EngineRefused, match="dropped its weights when it went to sleep"):
         sleeper.generate([REQUEST], print)
     sleeper.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("layer_filling", "quantization", "words"),
+    [(False, None, "no way to finish one layer"), (True, "fp8", "quantised as they are loaded"), (True, None, None)],
+)
+def test_an_engine_says_why_it_takes_no_planned_weights(
+    monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, layer_filling: bool, quantization: str | None, words: str | None
+) -> None:
+    """And lives on: the export may take the plan's place. What a worker says of its model is passed on."""
+    vllm.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(quantization=quantization), parallel_config=SimpleNamespace()
+    )
+    vllm.collective_rpc = lambda method, args=(): [
+        ["e/0", "host"] if method == "megarl_endpoint" else "lm_head is odd",
+    ]
+    session = PlannedSession(
+        host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto", check_every=0
+    )
+    asked = engine(monkeypatch, layer_filling=layer_filling)
+    asked.start()
+    told = asked.connect_exchange(session)
+    assert told is not None and (words or "lm_head is odd") in told
+    asked.shutdown()
 
 
 def test_another_device_than_the_recipes_is_refused(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:

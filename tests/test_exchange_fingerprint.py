@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
+from megarl.exchange.fingerprint import _ROW_WORDS, VersionFingerprint, fingerprint
 
-ROW = 8 * 4096  # bytes of a row
+ROW = 8 * _ROW_WORDS  # bytes
 
 
 def random_bytes(size: int, seed: int = 0) -> np.ndarray:
@@ -57,6 +57,17 @@ def test_rows_in_another_order_and_length():
     assert fingerprint(memory.ravel()) != fingerprint(np.roll(memory, 1, axis=0).ravel())
     zeros = np.zeros(3 * ROW, np.uint8)
     assert len({fingerprint(zeros[:n]) for n in (0, 1, 8, ROW, ROW + 8, 2 * ROW)}) == 6
+
+
+def test_two_values_swapped_in_a_row_or_in_a_column():
+    """Either kind of sum is blind to one of the two. In any block, not only in the first."""
+    words = random_bytes(300 * ROW).view(np.int64).reshape(300, -1)
+    before = fingerprint(words.view(np.uint8).ravel())
+    for one, other in (((3, 4), (3, 77)), ((3, 4), (290, 4)), ((290, 0), (290, 1)), ((0, 9), (1, 9))):
+        words[one], words[other] = words[other], words[one]
+        assert fingerprint(words.view(np.uint8).ravel()) != before
+        words[one], words[other] = words[other], words[one]
+    assert fingerprint(words.view(np.uint8).ravel()) == before
 
 
 def test_version_counts_headers_and_order():

@@ -9,8 +9,9 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from megarl.controller import speed
-from megarl.flops import COUNTED, FORWARD_BACKWARD, ModelFlops, model_flops
-from megarl.platform.peaks import peak_flops
+from megarl.flops import FORWARD_BACKWARD, ModelFlops, model_flops
+from megarl.model_shape import COUNTED
+from megarl.platform.devices import peak_flops
 from tests.megatron_models import COMMON, EXPERTS
 
 LENGTHS = [5, 24]

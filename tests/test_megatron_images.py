@@ -13,7 +13,7 @@ from megarl.megatron.batch import MicroBatch, pack
 from megarl.megatron.images import ImageLayout, Images, batch_positions, positions_of
 from megarl.types import SampleImages
 
-LAYOUT = ImageLayout(merge=2, patch_values=3)
+LAYOUT = ImageLayout(merge=2, patch=1, patch_values=3)
 IMAGE = 9
 
 

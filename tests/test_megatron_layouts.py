@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from tests import held_ranks, megatron_critic
+from tests import held_ranks, holdings_check, megatron_critic
 from tests.megatron_layouts import (
     OPTIONS,
     PARITY,
@@ -75,6 +75,15 @@ def test_the_planner_counts_what_ranks_hold(request: pytest.FixtureRequest, resu
     """To the byte, on every rank of every case that ran: weights, gradients, master weights, moments."""
     critics = [*megatron_critic.ONE, *megatron_critic.TWO]
     held_ranks.check(results, [*selected(request, [*PARITY, *OPTIONS]), *RESUME, *critics])
+
+
+@pytest.mark.slow
+def test_the_planner_knows_which_boxes_ranks_hold(
+    request: pytest.FixtureRequest, results: Path, tmp_path: Path
+) -> None:
+    """Each rank's description, which the rank itself has held to mbridge's export."""
+    for case in selected(request, [*PARITY, *OPTIONS]):
+        holdings_check.check_planned(results, case, tmp_path / case["name"])
 
 
 @cases(PARITY, OPTIONS)

@@ -12,7 +12,6 @@ import torch
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig, OptimizerConfig
-from megarl.flops import COUNTED
 from megarl.megatron.batch import MicroBatch, pack
 from megarl.megatron.config_fields import check_extra, check_extra_names, fields_of_megatron
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
@@ -21,6 +20,7 @@ from megarl.megatron.native_kernels import rms_norm, rotate_packed
 from megarl.megatron.optimizer import learning_rate
 from megarl.megatron.vocab import log_probs_and_entropy
 from megarl.model_config import number_of_experts, text_fields
+from megarl.model_shape import COUNTED
 from tests.megatron_models import MODELS
 from tests.vl_model import config as vl_config
 

@@ -32,7 +32,7 @@ def colocated(engines: list[Any]) -> Any:
     recipe.exchange.timeout, recipe.rollout.start_timeout = 0.2, 0.1
     actor = Tenant(Trainers(), offload=False)  # type: ignore[arg-type]
     answers = [{"receivers": [(engine.name, "host")], "can_sleep": True} for engine in engines]
-    return _placement(recipe, actor, None, engines, answers, asleep=False)
+    return _placement(recipe, actor, None, engines, answers, print, asleep=False)
 
 
 class Trainers:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,14 @@ from megarl import model_configs
 from megarl.cli import app, guarded
 from megarl.config.load import load_recipe
 from megarl.config.schema import Recipe
+from megarl.planner.ask import Question
 from megarl.planner.command import plan
 from megarl.planner.counts import Activations, Held, Phase, phases
 from megarl.planner.live import Live
-from megarl.planner.stages import Stage, stages
-from megarl.planner.workload import Workload, first_ranks, largest
+from megarl.planner.options import device_of
+from megarl.planner.stages import Counted, Stage, stages
+from megarl.planner.workload import Workload, first_ranks, image_grid, image_tokens, largest
+from megarl.platform.meta import KnownValues
 
 ROOT = Path(__file__).parent.parent
 HELD = Held(parameters=10, trained=10, weights=20, buffers=1, gradients=40, masters=30, moments=60, reference=21)
@@ -53,6 +58,60 @@ def test_earlier_stages_have_more_under_way() -> None:
     interleaved = recipe(10, 5, 5, pipeline_parallel=4, virtual_pipeline=2)
     assert largest(interleaved, 3) == Workload([10], 8, None)
     assert first_ranks(piped.megatron, 32) == [0, 8, 16, 24]
+
+
+def test_the_largest_image() -> None:
+    """A prompt's length at most, or of so many pixels, 28 x 28 a token; about square, in whole tokens."""
+    made = recipe(1000, 100, 300)
+    assert image_tokens(made, 28 * 28) == 100
+    made.data.max_pixels = 28 * 28 * 30 + 1
+    assert image_tokens(made, 28 * 28) == 30
+    assert image_grid(30, 2) == (10, 12) and image_grid(1, 2) == (2, 2) and image_grid(7, 1) == (2, 3)
+
+
+def test_values_that_the_host_sent_are_followed() -> None:
+    """Through views, sums, operations on the spot and those whose size hangs on them, and no further."""
+    meta = torch.device("meta")
+    grids = torch.empty(2, 3, dtype=torch.int64, device=meta)
+    grids._on_host = torch.tensor([[1, 4, 6], [1, 8, 4]])
+    with KnownValues():
+        assert [torch.arange(rows * columns).numel() for _, rows, columns in grids] == [24, 32]
+        sizes = torch.repeat_interleave(grids[:, 1] * grids[:, 2], grids[:, 0])
+        sizes += 1
+        offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+        assert offsets.device == meta and offsets._on_host.tolist() == [0, 25, 58]
+        assert int(sizes.max()) == 33 and sizes.cpu().tolist() == [25, 33]
+        unknown = torch.empty(2, dtype=torch.int64, device=meta)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            int((sizes + unknown).sum())
+
+
+def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DeepEP's dispatcher a rank is built with another one, which holds as much; its activations are not counted."""
+    asked: list[Question] = []
+
+    class Answers:
+        def __enter__(self) -> Answers:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def submit(self, question: Question) -> Future[dict[str, object]]:
+            asked.append(question)
+            future: Future[dict[str, object]] = Future()
+            future.set_result({"held": asdict(HELD), "largest": question.rank})
+            return future
+
+    monkeypatch.setattr("megarl.planner.stages.Asker", Answers)
+    path, model = ROOT / "recipes" / "dapo_qwen3_30b.yaml", model_configs.read("Qwen3-30B-A3B")
+    extra = (
+        "megatron.extra={moe_token_dispatcher_type: flex, moe_flex_dispatcher_backend: deepep, moe_grouped_gemm: true}"
+    )
+    found = stages(load_recipe(path, [extra]), model, model)
+    assert asked[0].work is None
+    assert asked[0].recipe.megatron.extra == {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
+    assert "moe_token_dispatcher_type=flex" in str(found[0].not_counted) and found[0].activations is None
 
 
 def test_phases_without_offload() -> None:
@@ -92,25 +151,58 @@ def test_live_memory_counts_each_memory_once_while_it_is_there() -> None:
     assert weight.grad is not None and live.peak >= live.kept + weight.grad.nbytes
 
 
+COMMON: dict[str, Any] = {"model": None, "device": None, "as_json": False}
+
+
 def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Colocated with what sleeps, a trainer alone has 151 GiB, and the optimizer's step 50 beside."""
     held, beyond = (type(one)(**{k: v << 30 for k, v in asdict(one).items()}) for one in (HELD, BEYOND))
     stage = Stage("actor", 0, 0, held, beyond, None, phases(held, beyond, reference=True, leaves=False))
-    monkeypatch.setattr("megarl.planner.command.stages", lambda *_: [stage])
+    monkeypatch.setattr("megarl.planner.build.counted", lambda *_, **__: Counted([stage]))
+    monkeypatch.setattr("megarl.planner.build.engines", lambda *_: [])
+    monkeypatch.setattr("megarl.planner.build.proposals", lambda _, **__: ["megatron.pipeline_parallel=2"])
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
-    common = {"model": None, "device": None, "as_json": False}
-    assert plan(path, [], memory=151 + 50, **common) == 0
-    assert plan(path, [], memory=151 + 48, **common) == 1
+    assert plan(path, [], memory=151 + 50, **COMMON) == 0
+    assert plan(path, [], memory=151 + 48, **COMMON) == 1
     printed = capsys.readouterr().out
-    assert "-2.0 optimizer" in printed and max(map(len, printed.splitlines())) <= 100
+    assert "2.0 short" in printed and "actor 0 needs 201.0 GiB in update_actor, Adam: optimizer 90.0" in " ".join(
+        printed.split()
+    )
+    assert "fits: megatron.pipeline_parallel=2" in printed
+    assert max(map(len, printed.splitlines())) <= 100
 
 
-def test_what_was_not_counted_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_was_not_counted_is_not_said_to_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     stage = Stage("actor", 0, 0, HELD, None, "images", phases(HELD, None, reference=True, leaves=False))
-    monkeypatch.setattr("megarl.planner.command.stages", lambda *_: [stage])
+    monkeypatch.setattr("megarl.planner.build.counted", lambda *_, **__: Counted([stage]))
+    monkeypatch.setattr("megarl.planner.build.engines", lambda *_: [])
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
-    assert plan(path, [], memory=1, model=None, device=None, as_json=False) == 0
+    assert plan(path, [], memory=3, **COMMON) == 0
     printed = capsys.readouterr().out
-    assert "not known" in printed and "fits" not in printed and "Activations are not known: images." in printed
+    assert "not known" in printed and "left" not in printed and "Activations are not known: images." in printed
+
+
+def test_a_machine_has_as_many_devices_as_the_head_says(tmp_path: Path) -> None:
+    """16 a machine: a tenth of a step's seconds hangs on it. A user's own number wins."""
+    path = ROOT / "recipes" / "grpo_deepseek_v3.yaml"
+    for name in (None, "910B", "910b"):
+        found, notes = device_of(path, name, None)
+        assert (
+            found is not None
+            and found.per_node == 16
+            and notes == ["910B: 16 devices a machine, as the recipe's head says."]
+        )
+    other, notes = device_of(path, "H100", None)
+    assert other is not None and other.per_node == 8 and "as the table of devices has it" in notes[0]
+    own = tmp_path / "own.yaml"
+    own.write_text("910B: {like: 910B, per_node: 4}")
+    found, notes = device_of(path, None, own)
+    assert found is not None and found.per_node == 4 and f"as {own} says" in notes[0]
+
+
+_DAPO = "recipes/dapo_qwen3_30b.yaml"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +212,21 @@ def test_what_was_not_counted_does_not_fit(monkeypatch: pytest.MonkeyPatch, caps
         (["recipes/tiny/TINY", "--device", "H100"], "there is no file"),
         (["recipes/dapo_qwen3_30b.yaml", "--model", "Qwen3-30B"], "config.json of 'Qwen3-30B' is not kept"),
         (["recipes/dapo_qwen3_30b.yaml", "cluster.trainers=12"], "12 processes do not divide by"),
+        (["recipes/dapo_qwen3_30b.yaml", "cluster.trainers=12"], "divides   megarl.instead=1"),
+        (["recipes/quickstart.yaml", "--search"], "give --device"),
+        ([_DAPO, "--out", "x.yaml"], "--out writes the device that --calibrate fits. Give --calibrate RUN as well"),
+        ([_DAPO, "--seconds", "5"], "--seconds is how long --search looks. Give --search as well"),
+        ([_DAPO, "--search", "--html", "x.html"], "--html writes the page of a recipe's plan; --search prints"),
+        (
+            [_DAPO, "--calibrate", "runs/x", "--html", "x.html"],
+            "--html writes the page of a recipe's plan; --calibrate",
+        ),
+        ([_DAPO, "--calibrate", "runs/x", "--json"], "--json prints a plan"),
+        ([_DAPO, "--calibrate", "runs/x", "--response", "9"], "--response is the mean response"),
+        ([_DAPO, "--calibrate", "runs/x", "--search"], "--search looks for layouts; --calibrate"),
+        (["recipes/quickstart.yaml", "--response", "9"], "Give --device as well"),
+        (["recipes/quickstart.yaml", "--devices", "megarl/platform/devices.yaml"], "Give --device as well"),
+        (["recipes/quickstart.yaml", "--devices", "there/is/none.yaml"], "none.yaml: cannot be read as YAML"),
     ],
 )
 def test_bad_input_is_said(
@@ -127,6 +234,7 @@ def test_bad_input_is_said(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("megarl.planner.search_command.untried", lambda _: ["megarl.instead=1"])
     assert guarded(lambda: app(args=["plan", *arguments], standalone_mode=False), debug=False) == 2
     assert words in capsys.readouterr().err
 

@@ -57,6 +57,23 @@ def reference(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -
     return runs / "reference"
 
 
+@pytest.mark.slow
+def test_planned_weights_are_the_exported_ones(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
+    """Every number of the run is the same to the last bit, and each version was held to the export besides."""
+    more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
+    done = train(quickstart_data, tmp_path, "planned", *more, "exchange.route=auto", "exchange.check_every=1")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "exchange.route=auto: planned; " in done.stderr + done.stdout
+    planned, exported = without_times(metrics(tmp_path / "planned")), without_times(metrics(reference))
+    assert planned[0] == exported[0]
+    for line, other in zip(planned[1:], exported[1:], strict=True):
+        # one engine of one rank, which needs each tensor: what was sent is what it holds, without padding to 64 bytes
+        assert line.pop("exchange/received_bytes") == line["exchange/bytes"] <= other["exchange/bytes"]
+        assert line.pop("exchange/sent_bytes/max") < 0.6 * line.pop("exchange/bytes")
+        other.pop("exchange/bytes")
+        assert line == other
+
+
 class TestReference:
     def test_metrics_are_complete_and_the_engine_agrees_with_the_trainer(self, reference: Path) -> None:
         lines = metrics(reference)

@@ -205,7 +205,7 @@ def main() -> None:
             f"{__spec__.name}:DisturbingWorker", case.processes, (recipe, case.updates + 1), env={}
         )
         receivers = [(name, host) for name, host in wait(starting, cluster.check)["receivers"]]
-        session = trainers.call("open_exchange", receivers)[0]
+        session = trainers.call("open_exchange", receivers, "export")[0]
         service.call("connect_exchange", session).result()
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         figures = drive(case, Driver(recipe, cluster, trainers, service, session, vocabulary), directory)

@@ -14,6 +14,7 @@ from megarl.agents.python_tools import PythonTools
 from megarl.agents.toolbox import Caller, Toolbox
 from megarl.agents.trajectory import AgentLoop
 from megarl.config.agent import AgentConfig, uses_tools
+from megarl.config.errors import NotHereError, blaming
 from megarl.config.schema import Recipe
 from megarl.data.tokenizer import Tokenizer
 from megarl.tools import Tool, ToolUnavailable
@@ -101,8 +102,9 @@ def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]
     try:
         offered = asyncio.run(_offered(agent)) if agent.mcp else {}
     except ToolUnavailable as error:
-        raise ValueError(f"agent.mcp: {error}") from error
-    own = [("agent.tools", tools.find(path)) for path in agent.tools]
+        raise NotHereError("agent.mcp", str(error), "start the server, or leave it out") from error
+    with blaming("agent.tools", "name tools that there are", agent.tools):
+        own = [("agent.tools", tools.find(path)) for path in agent.tools]
     for origin, tool in [*own, *((f"agent.mcp.{name}", tool) for name, more in offered.items() for tool in more)]:
         if tool.name in found:
             raise ValueError(
@@ -122,7 +124,8 @@ def _prepare(found: list[Tool], settings: dict[str, Any]) -> None:
             try:
                 tool.prepare(settings)
             except Exception as error:
-                raise ValueError(f"tool {tool.name!r} cannot be used here: {error}") from error
+                what = f"tool {tool.name!r} cannot be used here: {error}"
+                raise NotHereError("agent.tools", what, "install what it needs, or leave the tool out") from error
 
 
 async def _offered(agent: AgentConfig) -> dict[str, list[Tool]]:

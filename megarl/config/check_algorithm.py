@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sysconfig
 import traceback
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -14,11 +15,14 @@ from megarl.config.errors import RecipeError, plain
 if TYPE_CHECKING:
     from megarl.config.schema import Recipe
 
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+
 
 def check_algorithm(recipe: Recipe) -> None:
     """Raise RecipeError for the first thing that cannot be had as asked."""
     _import_modules(recipe.algorithm)
     _names_are_registered(recipe.algorithm)
+    _source_and_loss_agree(recipe)
     _settings_are_read(recipe.algorithm)
     _source_is_what_it_needs(recipe)
     _rewards_are_learned_from(recipe)
@@ -54,7 +58,9 @@ def _where(error: Exception) -> str:
 
 
 def _is_of_a_library(file: str) -> bool:
-    return file.startswith("<frozen") or "site-packages" in file or f"{os.sep}megarl{os.sep}" in file
+    return (
+        file.startswith(("<frozen", _STANDARD_LIBRARY)) or "site-packages" in file or f"{os.sep}megarl{os.sep}" in file
+    )
 
 
 def _remedy_of_import(error: Exception, modules: list[str]) -> str:
@@ -84,6 +90,20 @@ def _names_are_registered(algorithm: AlgorithmConfig) -> None:
         if value not in registry:
             remedy = f"choose one of: {', '.join(registry.names())}"
             raise RecipeError(f"algorithm.{name}", registry.unknown(value), remedy, value=value)
+
+
+def _source_and_loss_agree(recipe: Recipe) -> None:
+    from megarl.algorithms.catalogue import LOSSES
+
+    source, loss = recipe.train.source, recipe.algorithm.loss
+    if LOSSES[loss].source != source:
+        fitting = ", ".join(name for name in LOSSES.names() if LOSSES[name].source == source)
+        raise RecipeError(
+            "algorithm.loss",
+            f"it learns from train.source={LOSSES[loss].source}, and train.source is '{source}'",
+            f"set train.source={LOSSES[loss].source}, or algorithm.loss to one of: {fitting}",
+            value=loss,
+        )
 
 
 def _settings_are_read(algorithm: AlgorithmConfig) -> None:

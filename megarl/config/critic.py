@@ -7,7 +7,7 @@ from dataclasses import replace
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.config.training import CriticConfig, LoraConfig, MegatronConfig
-from megarl.config.validate import check_betas, check_mini_batches, check_parallel_sizes
+from megarl.config.validate import check_mini_batches, check_optimizer, check_parallel_sizes
 
 
 def critic_view(recipe: Recipe) -> Recipe:
@@ -57,7 +57,7 @@ def check_critic(recipe: Recipe) -> None:
             "warm up for fewer steps, or train for more",
             value=critic.warmup_steps,
         )
-    check_betas("critic", critic.optimizer)
+    check_optimizer("critic", critic.optimizer)
     check_mini_batches("critic", critic.mini_batches, recipe)
     check_parallel_sizes("critic.trainers", critic.trainers, "critic.megatron", critic.megatron)
     _check_megatron(recipe)

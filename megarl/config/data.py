@@ -104,14 +104,14 @@ def check_data(recipe: Recipe) -> None:
         if not 0 < part.weight < float("inf"):
             remedy = "give a number above 0, or leave the set out"
             raise RecipeError("data.mix", f"the weight of {name} is not above 0", remedy, value=part.weight)
-    for name, file in _files(data):
+    for name, file in files_of(data):
         if not file.endswith((".parquet", ".jsonl")):
             what = f"{file} is neither .parquet nor .jsonl"
             raise RecipeError(name, what, "write its rows to one of these, as docs/data.md shows", value=file)
 
 
-def _files(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """(key, file) of every file that is named."""
+def files_of(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """(the setting that names it, file) of every file; those to learn from first."""
     yield from (("data.train_files", file) for file in data.train_files)
-    yield from (("data.mix", file) for part in data.mix.values() for file in part.files)
+    yield from ((f"data.mix.{name}.files", file) for name, part in data.mix.items() for file in part.files)
     yield from (("data.eval_files", file) for file in data.eval_files)

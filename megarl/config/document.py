@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from megarl.config import rehearsed
 from megarl.config.load import section_types
 from megarl.config.schema import Recipe
 
@@ -38,7 +39,7 @@ def document() -> str:
     for field in dataclasses.fields(Recipe):
         if _is_section(Recipe, field.name):
             parts += _section(section_types(Recipe)[field.name], field.name)
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts) + "\n" + rehearsed.table(rehearsed.read_record())
 
 
 def _section(section: type, name: str) -> list[str]:

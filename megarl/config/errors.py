@@ -30,8 +30,23 @@ class RecipeError(ValueError):
         return "".join(f"\n  {label} {text}" for label, text in lines if text)
 
 
+class NotHereError(RecipeError):
+    """What is asked for may well be had, but not on this machine, now."""
+
+
 class InputError(ValueError):
     """What a user gave (files, data, arguments) cannot be used; found before any process started."""
+
+
+@contextlib.contextmanager
+def blaming(key: str, remedy: str, value: Any = _NO_VALUE) -> Iterator[None]:
+    """Whatever ValueError is raised in here is the fault of the setting `key`."""
+    try:
+        yield
+    except RecipeError:
+        raise
+    except ValueError as error:
+        raise RecipeError(key, str(error), remedy, value=value) from error
 
 
 @contextlib.contextmanager

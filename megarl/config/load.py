@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,10 +31,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
     Raises RecipeError for a missing file, YAML that does not parse, an unknown key, a wrong type or
     (with `check`) a combination that cannot work.
     """
-    merged = OmegaConf.structured(Recipe)
+    merged = copy.deepcopy(_schema())
     origins: dict[str, str] = {}
-    layers = [*_file_layers(Path(path), ()), (COMMAND_LINE, _parse_overrides(overrides))]
-    for origin, layer in layers:
+    given = [*((str(file), layer) for file, layer in layers(Path(path))), (COMMAND_LINE, _parse_overrides(overrides))]
+    for origin, layer in given:
         merged = _merge(merged, layer, origin)
         origins.update(dict.fromkeys(_leaves(layer), origin))
     recipe = _to_object(merged, str(path))
@@ -43,6 +45,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool 
             error.origin = origins.get(error.key, f"{path} (default value)")
             raise
     return recipe
+
+
+@functools.cache
+def _schema() -> DictConfig:
+    """A recipe of defaults, which takes OmegaConf longer to make than to copy."""
+    return typing.cast("DictConfig", OmegaConf.structured(Recipe))
+
+
+def layers(path: Path) -> list[tuple[Path, DictConfig]]:
+    """The files that the recipe at `path` is made of, its bases first, and what each of them sets. RecipeError as
+    `load_recipe`."""
+    return list(_file_layers(path, ()))
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -67,12 +81,13 @@ def flat_settings(text: str) -> dict[str, Any]:
     return flat
 
 
+@functools.cache
 def section_types(section: type) -> dict[str, Any]:
     """Resolved type of each field of a schema dataclass."""
     return typing.get_type_hints(section)
 
 
-def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[str, DictConfig]]:
+def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[Path, DictConfig]]:
     """The file's bases, deepest first, then the file itself."""
     named_by = f"{children[-1]}: base" if children else COMMAND_LINE
     if path.resolve() in [child.resolve() for child in children]:
@@ -83,7 +98,7 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[tuple[str, 
         if not isinstance(base, str):
             raise RecipeError("base", "a base is a file name", "write base: other.yaml", value=base, origin=str(path))
         yield from _file_layers(path.parent / base, (*children, path))
-    yield str(path), OmegaConf.create(content)
+    yield path, OmegaConf.create(content)
 
 
 def _read_yaml(path: Path, named_by: str) -> dict[str, Any]:
@@ -150,9 +165,10 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
             OmegaConf.update(merged, name, value, merge=not isinstance(value, Mapping) or bool(value))
         except OmegaConfBaseException as error:
             cause = str(error).splitlines()[0]
-            raise RecipeError(
-                name, cause, f"give a value of type {_type_name(name)}", value=value, origin=origin
-            ) from error
+            remedy = f"give a value of type {_type_name(name)}"
+            if isinstance(value, Mapping) and any(":" in str(key) and item is None for key, item in value.items()):
+                remedy += "; in YAML a space follows the colon: {name: value}"
+            raise RecipeError(name, cause, remedy, value=value, origin=origin) from error
     return merged
 
 
@@ -175,12 +191,11 @@ def _check_keys(content: Mapping[Any, Any], section: type, prefix: str, origin: 
 
 
 def _suggestion(name: str, prefix: str, types: Mapping[str, Any]) -> str:
-    close = nearest(name, types)
-    if close:
-        return f"did you mean {prefix}{close}?"
     elsewhere = [dotted for dotted in all_keys() if dotted.rsplit(".", 1)[-1] == name]
-    if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
+    close = f"{prefix}{nearest(name, types)}" if nearest(name, types) else None
+    meant = [*elsewhere[:3], *([close] if close and close not in elsewhere else [])]
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
     return f"known here: {', '.join(types)}"
 
 

@@ -219,10 +219,28 @@ class ClusterConfig:
 class ExchangeConfig:
     """Weights from the trainer to the engines."""
 
+    route: Literal["export", "planned", "auto"] = key(
+        "export",
+        "export: mbridge gathers the model, rank 0 sends all of it to every engine rank. planned: every trainer rank sends "
+        "the slices that engine ranks need, once (vLLM alone, and no adapters). auto: planned where recipe, model and engines "
+        "allow it, else export; a notice at the start says which, and why. To be the default once every recipe has been "
+        "rehearsed with it.",
+    )
+    check_every: int = key(
+        0,
+        "With planned slices: the first update, and every so many after it, is held to mbridge's export, tensor by tensor; "
+        "0: the first one alone.",
+        at_least=0,
+    )
     transport: Literal["auto", "shared_memory", "collective"] = key(
         "auto", "auto: shared memory for engines on the sending trainer's host, a collective for others."
     )
-    bucket_mb: int = key(64, "Size of a bucket in MiB; a larger tensor has a bucket of its own.", at_least=1)
+    bucket_mb: int = key(
+        64,
+        "Size of a bucket in MiB; a larger tensor has a bucket of its own. With planned slices a rank holds four at most, and "
+        "tensors are cut.",
+        at_least=1,
+    )
     timeout: float = key(
         600.0, "Seconds until a silent peer fails the update, or the connection that it needs.", above=0
     )

@@ -66,10 +66,12 @@ def rows() -> list[Row]:
     return [row for path in sorted((ROOT / "recipes").glob("*.yaml")) if (row := _read(path))]
 
 
-def shape_of(path: Path) -> str | None:
-    """The model whose config.json the recipe at `path` says that it is for; None where its head says nothing."""
-    found = re.search(r"^# Shape: (.*)$", path.read_text(), re.MULTILINE)
-    return found[1] if found else None
+def hardware_of(path: Path) -> tuple[str, int, int] | None:
+    """The machine that the head of the recipe at `path` names, how many of them, and the devices of each."""
+    if not path.is_file():  # who loads it says so
+        return None
+    found = re.search(r"^# Hardware: (.+), (\d+) x (\d+)$", path.read_text(), re.MULTILINE)
+    return (found[1], int(found[2]), int(found[3])) if found else None
 
 
 def document() -> str:

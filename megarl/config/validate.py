@@ -7,6 +7,7 @@ checked where they are read (megarl/preflight.py), still before any process star
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -41,6 +42,8 @@ def _check_bounds(section: Any, prefix: str) -> None:
             continue
         if value is None or isinstance(value, (str, bool, list, dict, tuple)):
             continue
+        if math.isnan(value):
+            raise RecipeError(name, "this is no number", "give a number", value=value)
         for bound, holds, words in (
             ("at_least", lambda value, limit: value >= limit, "at least"),
             ("above", lambda value, limit: value > limit, "above"),
@@ -66,10 +69,14 @@ def _required_keys(recipe: Recipe) -> None:
         )
     if not recipe.name or "/" in recipe.name or recipe.name in (".", ".."):
         raise RecipeError("name", "a run's name is one folder name", "use letters, digits, - and _", value=recipe.name)
-    check_betas("actor", recipe.actor.optimizer)
+    check_optimizer("actor", recipe.actor.optimizer)
 
 
-def check_betas(section: str, optimizer: OptimizerConfig) -> None:
+def check_optimizer(section: str, optimizer: OptimizerConfig) -> None:
+    for name, value in vars(optimizer).items():
+        if isinstance(value, float) and math.isinf(value):
+            what = "with an infinite one every weight would be no number"
+            raise RecipeError(f"{section}.optimizer.{name}", what, "give a finite number", value=value)
     if any(beta < 0 or beta >= 1 for beta in optimizer.betas):
         raise RecipeError(
             f"{section}.optimizer.betas",
@@ -83,6 +90,7 @@ def check_betas(section: str, optimizer: OptimizerConfig) -> None:
 def _sections_fit(recipe: Recipe) -> None:
     from megarl.config.agent import check_agent
     from megarl.config.critic import check_critic
+    from megarl.config.exchange import check_exchange
     from megarl.config.judge import check_judge
     from megarl.config.reward import check_reward
     from megarl.config.teacher import check_teacher
@@ -92,21 +100,7 @@ def _sections_fit(recipe: Recipe) -> None:
     check_reward(recipe)
     check_judge(recipe)
     check_agent(recipe)
-
-
-@check
-def _source_and_loss_agree(recipe: Recipe) -> None:
-    from megarl.algorithms.catalogue import LOSSES
-
-    source, loss = recipe.train.source, recipe.algorithm.loss
-    if LOSSES[loss].source != source:
-        fitting = ", ".join(name for name in LOSSES.names() if LOSSES[name].source == source)
-        raise RecipeError(
-            "algorithm.loss",
-            f"it learns from train.source={LOSSES[loss].source}, and train.source is '{source}'",
-            f"set train.source={LOSSES[loss].source}, or algorithm.loss to one of: {fitting}",
-            value=loss,
-        )
+    check_exchange(recipe)
 
 
 @check
@@ -340,59 +334,11 @@ def check_parallel_sizes(key: str, processes: int, section: str, megatron: Megat
         )
 
 
-# Fields of Megatron's TransformerConfig that other settings decide, and which; None: megarl itself.
-_OWNED_BY_MEGATRON_KEYS = {
-    "tensor_model_parallel_size": "tensor_parallel",
-    "sequence_parallel": "sequence_parallel",
-    "pipeline_model_parallel_size": "pipeline_parallel",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline",
-    "num_layers_in_first_pipeline_stage": "first_stage_layers",
-    "num_layers_in_last_pipeline_stage": "last_stage_layers",
-    "context_parallel_size": "context_parallel",
-    "expert_model_parallel_size": "expert_parallel",
-    "expert_tensor_parallel_size": "expert_tensor_parallel",
-    "moe_aux_loss_coeff": "moe_aux_loss_coef",
-    "moe_z_loss_coeff": "moe_z_loss_coef",
-    "moe_router_load_balancing_type": "moe_aux_loss_coef",
-    "calculate_per_token_loss": None,
-    "variable_seq_lengths": None,
-}
-# Fields that mbridge reads off the model.
-_OWNED_BY_MODEL = (
-    "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
-    "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "num_moe_experts", "moe_router_topk", "moe_layer_freq",
-    "layernorm_epsilon", "normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "mtp_num_layers",
-    "params_dtype", "bf16", "fp16",
-)  # fmt: skip
-# Each drops tokens by what else is in their micro batch.
-_DROPS_TOKENS = ("moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity", "moe_token_drop_policy")
-
-
 @check
 def _extra_is_left_over(recipe: Recipe) -> None:
-    """What megarl sets keeps the loss independent of micro batches and layout; Megatron's router losses are not."""
-    for section, megatron in (("megatron", recipe.megatron), ("critic.megatron", recipe.critic.megatron)):
-        for name, value in megatron.extra.items():
-            if refusal := refusal_of_extra(name, section):
-                raise RecipeError(f"{section}.extra.{name}", *refusal, value=value)
+    from megarl.config.extra import check_extra_is_left_over
 
-
-def refusal_of_extra(name: str, section: str) -> tuple[str, str] | None:
-    """(what is wrong, what to do), or None."""
-    if instead := _OWNED_BY_MEGATRON_KEYS.get(name):
-        return f"{section}.{instead} decides it", f"set {section}.{instead}"
-    if name in _OWNED_BY_MEGATRON_KEYS:
-        return "losses are right with megarl's own setting alone", "leave it out"
-    if name in _OWNED_BY_MODEL:
-        what = (
-            "the model (its config.json, model.dtype) decides it: the trainer would compute another one than the engine"
-        )
-        return what, "leave it out"
-    if name in _DROPS_TOKENS:
-        what = "tokens would be dropped by what else is in their micro batch, so the loss would depend on the split"
-        return what, f"leave it out; {section}.moe_aux_loss_coef balances experts"
-    return None
+    check_extra_is_left_over(recipe)
 
 
 @check

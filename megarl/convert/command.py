@@ -16,9 +16,9 @@ import yaml
 from megarl import model_configs
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.config.errors import InputError, RecipeError
+from megarl.config.extra import refusal_of_extra
 from megarl.config.load import flat_settings, load_recipe, to_yaml
 from megarl.config.schema import Recipe
-from megarl.config.validate import refusal_of_extra
 from megarl.convert.sheet import Sheet, read_options, value_of
 from megarl.convert.shell import TRAINERS, Command, read_command
 from megarl.convert.table import DEFAULTS, RL, SFT, SFT_DEFAULTS, TRAINER

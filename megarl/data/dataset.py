@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from megarl.config.schema import DataConfig
 from megarl.data.cache import Encoded
 from megarl.data.encode import Encode, encode_files
-from megarl.data.rows import Row, iterate_rows, unique_uids
+from megarl.data.rows import Row, iterate_rows, sample_rows, unique_uids
 from megarl.data.sampler import MixedSampler, Sampler
 from megarl.data.tokenizer import Tokenizer
 
@@ -28,11 +28,12 @@ Files = Sequence[str | Path] | Mapping[str, Sequence[str | Path]]
 
 @dataclass(frozen=True)
 class FileCount:
-    """Rows of one file: all, and those of them that were longer than the limit."""
+    """Rows of one file: those that were read, those of them that were longer than the limit, and all."""
 
     file: str
     rows: int
     over: int
+    total: int
 
 
 class RowDataset(Sequence[Item], ABC, Generic[Item]):
@@ -42,6 +43,7 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         sets: rows that stayed of each set, by name; they lie one set after another.
         counts: what each file held, and what of it was too long.
         notices: what a person should know: a cache or processes that could not be used, rows without a difficulty.
+        longest: tokens of the longest row that was read.
     """
 
     layouts: ClassVar[Sequence[Sequence[str]]]  # columns, of which one set must be there in full
@@ -52,9 +54,17 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
     too_long: ClassVar[str]  # "prompts are longer than data.max_prompt_length"
 
     def __init__(
-        self, files: Files, tokenizer: Tokenizer, config: DataConfig, limit: int, difficulty: str | None = None
+        self,
+        files: Files,
+        tokenizer: Tokenizer,
+        config: DataConfig,
+        limit: int,
+        difficulty: str | None = None,
+        sample: int | None = None,
     ) -> None:
-        """`limit`: tokens of the longest row. `difficulty`: the number of extra_info that a curriculum goes by."""
+        """`limit`: tokens of the longest row. `difficulty`: the number of extra_info that a curriculum goes by. `sample`:
+        rows to read of each file, spread over it; None: all."""
+        self._sample, self._totals = sample, dict[Path, int]()
         with without_collection():
             self._read(files, tokenizer, config, limit, difficulty)
 
@@ -90,20 +100,28 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
                     rows_kept.append(row)
                     kept += 1
             self.sets[name] += kept
-            self.counts.append(FileCount(str(file), len(rows), len(rows) - kept))
+            self.counts.append(FileCount(str(file), len(rows), len(rows) - kept, self._totals.get(file, len(rows))))
+        self.longest = longest
         self._check_lengths(config, limit, longest, longest_row)
         self.difficulty = None if difficulty is None else self._difficulties(rows_kept, difficulty)
 
     def read(self, file: Path) -> list[Row]:
         """The rows of one file."""
         rows = []
-        for row in iterate_rows(file, *self.layouts, optional=(*self.optional, *_PICTURES)):
+        for row in self.rows_of(file, (*self.optional, *_PICTURES)):
             for column in _PICTURES:
                 if row.values.get(column):
                     raise ValueError(f"{row.where}: column {column!r} is not empty, and {self.text_alone}")
             rows.append(row)
         if not rows:
             raise ValueError(f"{file}: the file has no rows")
+        return rows
+
+    def rows_of(self, file: Path, optional: Sequence[str]) -> Iterable[Row]:
+        """The rows of one file, or the sample of them, with the columns of `layouts` and `optional`."""
+        if self._sample is None:
+            return iterate_rows(file, *self.layouts, optional=optional)
+        rows, self._totals[file] = sample_rows(file, self._sample, *self.layouts, optional=optional)
         return rows
 
     def whole(self, row: Row, texts: Sequence[Encoded]) -> Sequence[Encoded]:
@@ -139,7 +157,8 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
 
     def _check_lengths(self, config: DataConfig, limit: int, longest: int, where: str) -> None:
         empty = [name for name, rows in self.sets.items() if not rows]
-        if not self.filtered or (config.overlong_prompts == "filter" and not empty):
+        partial = any(count.rows < count.total for count in self.counts)  # of all rows some may be shorter
+        if not self.filtered or (config.overlong_prompts == "filter" and (partial or not empty)):
             return
         total = sum(count.rows for count in self.counts)
         files = f": {self.too_long_by_file()}" if len(self.counts) > 1 else ""
@@ -163,7 +182,8 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
                 there = sorted({key for row in rows[start : start + size] for key in row.get("extra_info", dict) or {}})
                 of = f" of data.mix.{part}" if len(self.sets) > 1 else ""
                 raise ValueError(
-                    f"data.curriculum: no row{of} has a number {name!r} in extra_info, but {', '.join(there) or 'nothing'}"
+                    f"data.curriculum: no row{of} has a number {name!r} in extra_info, but {', '.join(there) or 'nothing'}: "
+                    "name one of these that is a number, or leave it out"
                 )
             start += size
         unknown = int(np.isnan(found).sum())

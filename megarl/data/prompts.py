@@ -14,7 +14,7 @@ from megarl.data.cache import Encoded
 from megarl.data.dataset import Files, RowDataset
 from megarl.data.encode import Encode
 from megarl.data.images import ImageReader, expanded, images_of, with_image_parts
-from megarl.data.rows import Row, iterate_rows, messages_of, text_of
+from megarl.data.rows import Row, messages_of, text_of
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt, PromptImage
 
@@ -45,13 +45,14 @@ class PromptDataset(RowDataset[Prompt]):
         difficulty: str | None = None,
         tools: Sequence[dict[str, Any]] = (),
         images: ImageReader | None = None,
+        sample: int | None = None,
     ) -> None:
         """`tools`: schemas that the chat template shows the policy. `images`: of the model that is to read them; None:
-        rows have none."""
+        rows have none. `sample`: rows to read of each file; None: all."""
         self._tools = tuple(tools)
         self._reader = images
         self._images: dict[str, tuple[PromptImage, ...]] = {}  # of each row by its place, while rows are read
-        super().__init__(files, tokenizer, config, config.max_prompt_length, difficulty)
+        super().__init__(files, tokenizer, config, config.max_prompt_length, difficulty, sample)
         self._images.clear()
         self.data_sources = sorted({prompt.data_source for prompt in self._items})
         self.has_images = any(prompt.images for prompt in self._items)
@@ -59,7 +60,7 @@ class PromptDataset(RowDataset[Prompt]):
     def read(self, file: Path) -> list[Row]:
         """In `images`, where the file has the column, the number of images: processes that tokenise need no more."""
         rows = []
-        for row in iterate_rows(file, *self.layouts, optional=self.optional):
+        for row in self.rows_of(file, self.optional):
             found = images_of(row, file, self._reader)
             if found:
                 self._images[row.where] = found

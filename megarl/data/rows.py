@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 Layouts = Sequence[Sequence[str]]
 
 _BATCH = 4096  # rows of a parquet file that are Python objects at a time, where the reader does not keep them
+_SAMPLED_GROUPS = 4  # row groups of a parquet file that a sample is read of
 _BATCH_OF_IMAGES = 64  # the same of rows with images, which are large
 
 
@@ -63,14 +65,20 @@ def read_rows(files: Sequence[str | Path], *layouts: Sequence[str], optional: Se
 
 def iterate_rows(file: Path, *layouts: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
     """The rows of one file, of which a few thousand are in memory at a time. Otherwise as `read_rows`."""
-    if not file.is_file():
-        raise ValueError(f"{file}: no such file{_neighbours(file)}")
-    if file.suffix == ".parquet":
-        yield from _parquet_rows(file, layouts, optional)
-    elif file.suffix == ".jsonl":
-        yield from _jsonl_rows(file, layouts, optional)
-    else:
-        raise ValueError(f"{file}: {wrong_format(file)}")
+    _check_file(file)
+    yield from (_parquet_rows if file.suffix == ".parquet" else _jsonl_rows)(file, layouts, optional)
+
+
+def sample_rows(file: Path, count: int, *layouts: Sequence[str], optional: Sequence[str] = ()) -> tuple[list[Row], int]:
+    """At most `count` rows of one file, spread over it, and how many it has. Otherwise as `read_rows`.
+
+    Of a parquet file with several row groups a few of these are read, so that it takes seconds of any file."""
+    _check_file(file)
+    read = _parquet_sample if file.suffix == ".parquet" else _jsonl_sample
+    rows, total = read(file, count, layouts, optional)
+    if not total:
+        raise ValueError(f"{file}: the file has no rows")
+    return rows, total
 
 
 def wrong_format(file: str | Path) -> str:
@@ -146,39 +154,90 @@ def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path, compression="zstd")
 
 
-def _parquet_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[Row]:
+def _check_file(file: Path) -> None:
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file{_neighbours(file)}")
+    if file.suffix not in (".parquet", ".jsonl"):
+        raise ValueError(f"{file}: {wrong_format(file)}")
+
+
+@contextmanager
+def _parquet(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The opened file, and what its batches are asked for with: columns, and rows at a time."""
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
             there = opened.schema_arrow.names
             _check_columns(file, layouts, there)
             wanted = [name for name in there if name in _columns(layouts, optional)]
-            size = _BATCH_OF_IMAGES if "images" in wanted else _BATCH
-            for batch in opened.iter_batches(batch_size=size, columns=wanted):
-                for values in batch.to_pylist():
-                    yield Row(f"{file}, row {number}", values)
-                    number += 1
+            yield opened, {"columns": wanted, "batch_size": _BATCH_OF_IMAGES if "images" in wanted else _BATCH}
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file} is not a readable parquet file: {error}") from error
 
 
+def _parquet_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[Row]:
+    number = 0
+    with _parquet(file, layouts, optional) as (opened, asked):
+        for batch in opened.iter_batches(**asked):
+            for values in batch.to_pylist():
+                yield Row(f"{file}, row {number}", values)
+                number += 1
+
+
+def _parquet_sample(file: Path, count: int, layouts: Layouts, optional: Sequence[str]) -> tuple[list[Row], int]:
+    rows: list[Row] = []
+    with _parquet(file, layouts, optional) as (opened, asked):
+        sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+        groups = _spread(len(sizes), _SAMPLED_GROUPS)
+        for place, group in enumerate(groups):
+            share = count * (place + 1) // len(groups) - count * place // len(groups)
+            wanted, start = {*_spread(sizes[group], share)}, 0
+            for batch in opened.iter_batches(row_groups=[group], **asked):
+                for number in sorted(wanted & {*range(start, start + len(batch))}):
+                    (values,) = batch.slice(number - start, 1).to_pylist()
+                    rows.append(Row(f"{file}, row {sum(sizes[:group]) + number}", values))
+                start += len(batch)
+        return rows, sum(sizes)
+
+
+def _spread(size: int, count: int) -> list[int]:
+    """At most `count` of `size` numbers from 0, evenly apart, the first and the last among them."""
+    if count >= size:
+        return list(range(size))
+    return sorted({round(number * (size - 1) / max(count - 1, 1)) for number in range(count)})
+
+
 def _jsonl_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[Row]:
-    wanted = _columns(layouts, optional)
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                values = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{file}, line {number} is not JSON: {error}") from error
-            if not isinstance(values, dict):
-                raise ValueError(f"{file}, line {number} is {_short(values)}, not an object of columns")
-            _check_columns(f"{file}, line {number}", layouts, values)
-            yield Row(f"{file}, line {number}", {name: values[name] for name in wanted & values.keys()})
+            if line.strip():
+                yield _jsonl_row(f"{file}, line {number}", line, layouts, optional)
+
+
+def _jsonl_sample(file: Path, count: int, layouts: Layouts, optional: Sequence[str]) -> tuple[list[Row], int]:
+    with file.open("rb") as lines:
+        total = sum(1 for line in lines if line.strip())
+    wanted, place, rows = {*_spread(total, count)}, 0, []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                if place in wanted:
+                    rows.append(_jsonl_row(f"{file}, line {number}", line, layouts, optional))
+                place += 1
+    return rows, total
+
+
+def _jsonl_row(where: str, line: bytes, layouts: Layouts, optional: Sequence[str]) -> Row:
+    try:
+        values = json.loads(line)
+    except ValueError as error:  # UnicodeDecodeError among them
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is {_short(values)}, not an object of columns")
+    _check_columns(where, layouts, values)
+    return Row(where, {name: values[name] for name in _columns(layouts, optional) & values.keys()})
 
 
 def _columns(layouts: Layouts, optional: Sequence[str]) -> set[str]:

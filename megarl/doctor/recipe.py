@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megarl import hf_weights
 from megarl.algorithms.advantages import uses_critic
 from megarl.checks.finding import Finding, Needs, fail, ok, warning
 from megarl.cluster.placement import Demand, place
@@ -24,7 +22,6 @@ from megarl.preflight import STAGES, check_device, prepare_evaluation, prepare_t
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _RUNS_PROGRAMS = ("code", "code_all", "code_interpreter")  # in the sandbox
 ALL_NODES = "launch/multinode.sh -- python -m megarl doctor RECIPE"
-_MOST_HEADER = 100 << 20  # bytes of a safetensors file's header
 
 
 def demand_of(recipe: Recipe) -> Demand:
@@ -45,7 +42,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
     if recipe is None:
         return Needs(nodes=nodes, runs_dir=os.path.abspath("runs"), ray_address=environ.get("RAY_ADDRESS", ""))
     demand, rl = demand_of(recipe), recipe.train.source == "rollout"
-    sizes = _tensor_sizes(Path(recipe.model.path))
+    sizes = hf_weights.sizes(Path(recipe.model.path))
     each, scorers = _BYTES[recipe.model.dtype], [recipe.reward.function or "", *recipe.reward.functions]
     runs = [name for name in [*recipe.agent.tools, *scorers] if name in _RUNS_PROGRAMS]
     return Needs(
@@ -59,27 +56,23 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         runs_dir=recipe.runs_dir,
         bucket_bytes=max(recipe.exchange.bucket_mb << 20, each * max(sizes, default=0)),
         shared_memory=recipe.exchange.transport != "collective",
-        # Weights, and of bfloat16 ones their float32 masters; the optimizer's two moments. Adapters alone are small.
-        checkpoint_bytes=0 if recipe.lora.rank else sum(sizes) * (each + 8 + (4 if each == 2 else 0)),
-        checkpoints=(recipe.train.keep_checkpoints + 1) if recipe.train.save_every else int(recipe.train.save_at_end),
+        checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
+        checkpoints=checkpoints_at_a_time(recipe),
         sandbox=runs[0] if runs else "",
         ray_address=recipe.cluster.ray_address or environ.get("RAY_ADDRESS", ""),
     )
 
 
-def _tensor_sizes(model: Path) -> list[int]:
-    """Elements of each tensor of a Hugging Face directory, from the headers of its files; none where it cannot be read,
-    which reading the model says."""
-    sizes = []
-    for path in sorted(model.glob("*.safetensors")):
-        try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length)) if length <= _MOST_HEADER else {}
-        except (OSError, ValueError, struct.error):
-            continue
-        sizes += [math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
-    return sizes
+def checkpoint_bytes(recipe: Recipe, parameters: int) -> int:
+    """Of one, of a model with so many parameters: weights, and of bfloat16 ones their float32 masters; the optimizer's two
+    moments. 0 with adapters, which are small."""
+    each = _BYTES[recipe.model.dtype]
+    return 0 if recipe.lora.rank else parameters * (each + 8 + (4 if each == 2 else 0))
+
+
+def checkpoints_at_a_time(recipe: Recipe) -> int:
+    """The one being written included."""
+    return (recipe.train.keep_checkpoints + 1) if recipe.train.save_every else int(recipe.train.save_at_end)
 
 
 def stages(recipe: Recipe) -> Iterator[Finding]:

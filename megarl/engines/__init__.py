@@ -11,6 +11,7 @@ from megarl.platform.environment import users_first
 
 if TYPE_CHECKING:
     from megarl.engines.base import EngineSpec, RolloutEngine
+    from megarl.engines.limits import Limits
 
 _ENGINES = {"vllm": "megarl.engines.vllm:VllmEngine", "sglang": "megarl.engines.sglang:SglangEngine"}
 _ARGUMENTS = {"vllm": "megarl.engines.vllm_args", "sglang": "megarl.engines.sglang_args"}
@@ -46,9 +47,19 @@ def check_args(name: str, engine_args: Mapping[str, Any], section: str) -> None:
     _arguments(name).check_engine_args(engine_args, section)
 
 
+def knows_args(name: str) -> bool:
+    """Whether the engine called `name` is installed here, so that the names of its arguments are known."""
+    return bool(_arguments(name).fields())
+
+
 def check_plan(name: str, spec: EngineSpec, device: str) -> None:
     """RecipeError or ValueError for what an engine of `spec` can never do on `device` ("cpu", "cuda", "npu")."""
     _arguments(name).check_plan(spec, device)
+
+
+def limits_of(name: str, spec: EngineSpec) -> Limits:
+    """How large the steps of an engine called `name` are, and how much of its device the engine takes."""
+    return _arguments(name).limits(spec)
 
 
 def engine_env(

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
 from megarl.engines.loop import Backend, EngineLoop
-from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport
+from megarl.exchange.session import ExchangeError, PlannedReport, Report, Session, UpdateReport, together
 from megarl.types import GenerationRequest
 
 TAGS = ("weights", "kv_cache")  # what sleeps, by the names that vLLM and SGLang both have
@@ -23,9 +23,9 @@ class WeightsBackend(Backend, Protocol):
         """ValueError for a request that cannot be served. Called from any thread."""
         ...
 
-    def connect_exchange(self, session: ExchangeSession) -> None: ...
+    def connect_exchange(self, session: Session) -> str | None: ...
 
-    def update_weights(self, version: int, running: int) -> UpdateReport: ...
+    def update_weights(self, version: int, running: int) -> Report: ...
 
     def sleep(self, running: int) -> None: ...
 
@@ -49,10 +49,10 @@ class BackedEngine(EngineLoop):
             raise EngineRefused(f"engine {self._spec.name!r} {self._weights.unloaded}; update its weights first")
         super().generate(requests, on_finished)
 
-    def connect_exchange(self, session: ExchangeSession) -> None:
-        self.call(lambda: self._weights.connect_exchange(session))
+    def connect_exchange(self, session: Session) -> str | None:
+        return self.call(lambda: self._weights.connect_exchange(session))
 
-    def update_weights(self, version: int) -> UpdateReport:
+    def update_weights(self, version: int) -> Report:
         return self.call(lambda: self._weights.update_weights(version, self.running), together=True)
 
     def sleep(self) -> None:
@@ -80,12 +80,17 @@ def check_tokens(request: GenerationRequest, spec: EngineSpec, vocab_size: int) 
         raise ValueError(f"greedy sampling gives one answer, but n is {sampling.n}; ask for n=1")
 
 
-def agreed(reports: Sequence[UpdateReport], engine: str) -> UpdateReport:
-    """The report of an engine's slowest rank. ExchangeError where ranks hold different weights."""
-    for report in reports[1:]:
-        if not report.agrees_with(reports[0]):
-            raise ExchangeError(f"ranks of engine {engine!r} hold different weights: {list(reports)}")
-    return max(reports, key=lambda report: report.seconds)
+def agreed(reports: Sequence[Report], engine: str) -> Report:
+    """What an engine's ranks report together: of the export, the slowest one's. ExchangeError where they then hold different
+    weights."""
+    planned = [report for report in reports if isinstance(report, PlannedReport)]
+    if planned:
+        return together(planned)
+    exported = [report for report in reports if isinstance(report, UpdateReport)]
+    for report in exported[1:]:
+        if not report.agrees_with(exported[0]):
+            raise ExchangeError(f"ranks of engine {engine!r} hold different weights: {exported}")
+    return max(exported, key=lambda report: report.seconds)
 
 
 def awakened(tags: Sequence[str], asleep: tuple[str, ...], engine: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megarl.exchange.session import ExchangeSession, UpdateReport
+from megarl.exchange.session import Report, Session
 from megarl.types import Completion, GenerationRequest
 
 OnFinished = Callable[[int, list[Completion]], None]  # group number, its completions in seed order
@@ -94,12 +94,13 @@ class RolloutEngine(Protocol):
 
     def resume(self) -> None: ...
 
-    def connect_exchange(self, session: ExchangeSession) -> None:
-        """Join a weight exchange; replaces an earlier one. EngineRefused where the engine's software cannot
-        take weights safely."""
+    def connect_exchange(self, session: Session) -> str | None:
+        """Join a weight exchange; replaces an earlier one. Returns why the engine cannot take part in a planned one, where
+        it cannot: an exported one may still replace it. EngineRefused where the engine's software cannot take weights
+        safely."""
         ...
 
-    def update_weights(self, version: int) -> UpdateReport:
+    def update_weights(self, version: int) -> Report:
         """Take `version` from the exchange; no step runs meanwhile, cached prefixes are dropped.
 
         Requests in flight go on under the new weights (their past is computed anew) where

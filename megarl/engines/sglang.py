@@ -21,7 +21,7 @@ from megarl.engines.base import EngineRefused, EngineSpec
 from megarl.engines.group import Group
 from megarl.engines.sglang_args import LOADER, build_engine_args, ends_of
 from megarl.engines.sglang_worker import answers, order
-from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport, host_id
+from megarl.exchange.session import ExchangeError, ExchangeSession, PlannedSession, Session, UpdateReport, host_id
 from megarl.types import Completion, GenerationRequest, Sampling
 
 _GRAPHS = "cuda_graph"  # SGLang's third tag, beside TAGS
@@ -150,8 +150,11 @@ class _SglangBackend:
 
         self._run(self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput()))
 
-    def connect_exchange(self, session: ExchangeSession) -> None:
+    def connect_exchange(self, session: Session) -> str | None:
+        if isinstance(session, PlannedSession):
+            return "SGLang takes whole tensors alone"
         self._session = session  # each rank joins when it first receives
+        return None
 
     def update_weights(self, version: int, running: int) -> UpdateReport:
         name = self._spec.name
@@ -164,6 +167,7 @@ class _SglangBackend:
         if self._session is None:
             raise EngineRefused(f"engine {name!r} is part of no weight exchange; connect it first")
         report = agreed(self._receive(self._session, version), name)
+        assert isinstance(report, UpdateReport)
         self.unloaded = None
         return report
 

@@ -17,9 +17,11 @@ from typing import Any
 
 from megarl.config.errors import RecipeError
 from megarl.engines.base import EngineSpec
+from megarl.engines.limits import Limits
 
 LOADER = "megarl.engines.sglang_worker.receive"  # called in each of SGLang's scheduler processes
 _SPARE_TOKENS = 2  # SGLang cuts a response that would come nearer to the end of its context (managers/scheduler.py)
+_PREFILL_TOKENS, _SEQUENCES = 16384, 256  # of a step: SGLang's own max_prefill_tokens; and of sequences, assumed
 # Arguments that follow from other settings, and which.
 _OWNED = {
     "model_path": "{section}.path",
@@ -63,7 +65,7 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
     """ValueError for names that SGLang's ServerArgs does not have, or that another setting decides.
 
     SGLang's source is read, not imported. Where it is not installed, unknown names are found when the engine starts."""
-    known = _fields_of_server_args()
+    known = fields()
     for name in engine_args:
         if name in _OWNED and (name, section == "rollout") != ("ep_size", False):  # a fixed model's is its own
             owner = _OWNED[name]
@@ -79,7 +81,7 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
 
 
 @cache
-def _fields_of_server_args() -> list[str]:
+def fields() -> list[str]:
     """The fields of SGLang's ServerArgs (arg_groups/field_order.py); none where SGLang is not installed."""
     found = importlib.util.find_spec("sglang")
     for place in (found.submodule_search_locations or ()) if found else ():
@@ -152,6 +154,24 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         arguments.setdefault("attention_backend", "ascend")
         arguments.setdefault("sampling_backend", "ascend")
     return arguments
+
+
+def limits(spec: EngineSpec) -> Limits:
+    """Of an engine of `spec` on an accelerator."""
+    given = spec.engine_args
+    chunk = given.get("chunked_prefill_size")
+    whole = max(int(given.get("max_prefill_tokens") or _PREFILL_TOKENS), spec.max_model_len)
+    share = given.get("mem_fraction_static")
+    return Limits(
+        tokens=int(chunk) if chunk and chunk > 0 else whole,
+        sequences=int(given.get("max_running_requests") or _SEQUENCES),
+        share=None if share is None else float(share),
+        share_key="mem_fraction_static",
+        covers_step=False,
+        assumed=None
+        if given.get("max_running_requests")
+        else f"SGLang is taken to step {_SEQUENCES} sequences at a time.",
+    )
 
 
 def ends_of(model_path: str) -> set[int]:

@@ -13,7 +13,7 @@ from megarl.engines.group import Group, free_ports
 from megarl.engines.vllm_args import build_engine_args, knows_log_probs, log_probs_mode
 from megarl.engines.vllm_images import check_images, engine_input, has_prepared_inputs
 from megarl.engines.vllm_outputs import completions
-from megarl.exchange.session import ExchangeSession, UpdateReport
+from megarl.exchange.session import PlannedSession, Report, Session, report_of
 from megarl.types import Completion, GenerationRequest, Prompt, SampleImages
 
 _SHOWN = 5  # names in an error
@@ -196,12 +196,26 @@ class _VllmBackend:
             del self._running[key]
         self._engine.abort_request(keys)
 
-    def connect_exchange(self, session: ExchangeSession) -> None:
+    def connect_exchange(self, session: Session) -> str | None:
         if not self._can.layerwise_reload:
             raise EngineRefused(self._no_updates())
-        self._engine.collective_rpc("megarl_connect", args=(session.to_json(), self._spec.name))
+        reason = self._unplannable() if isinstance(session, PlannedSession) else None
+        if reason is not None:
+            return reason
+        answers = self._engine.collective_rpc("megarl_connect", args=(session.to_json(), self._spec.name))
+        return next((answer for answer in answers if answer is not None), None)
 
-    def update_weights(self, version: int, running: int) -> UpdateReport:
+    def _unplannable(self) -> str | None:
+        """Why boxes of the checkpoint cannot be copied into the engine's layers, whatever these are."""
+        config = self._engine.vllm_config
+        reasons = {
+            f"vLLM {self._can.version} has no way to finish one layer of a reload by itself": not self._can.layer_filling,
+            "its weights are quantised as they are loaded": config.model_config.quantization is not None,
+            "its experts move between devices (enable_eplb)": getattr(config.parallel_config, "enable_eplb", False),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def update_weights(self, version: int, running: int) -> Report:
         if running and not self._can.preempting_reset:
             raise EngineRefused(
                 f"vLLM {self._can.version} cannot take weights while {running} requests run; let them finish or abort"
@@ -211,8 +225,7 @@ class _VllmBackend:
                 f"engine {self._spec.name!r} has no memory for weights while they sleep; wake them first"
             )
         results = self._engine.collective_rpc("megarl_update", args=(version,))
-        reports = [UpdateReport(**report) for report, _, _ in results]
-        report = agreed(reports, self._spec.name)
+        report = agreed([report_of(report) for report, _, _ in results], self._spec.name)
         self._check_read(results[0][1], [set(unread) for _, _, unread in results])
         self._drop_cached_prefixes()
         self.unloaded = None

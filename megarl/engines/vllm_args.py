@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib.util
 import json
@@ -15,8 +14,10 @@ from typing import Any
 from packaging.version import Version
 
 from megarl.config.errors import RecipeError
+from megarl.declared import Fields, fields_of, problem
 from megarl.engines import vllm_ascend
 from megarl.engines.base import EngineSpec
+from megarl.engines.limits import Limits
 from megarl.engines.vllm_ascend import task_queue as task_queue
 from megarl.engines.vllm_images import image_args
 from megarl.types import Sampling
@@ -26,6 +27,8 @@ _CPU_BATCHED_TOKENS = 8192  # prompts are computed whole there, so the longest m
 _PROMPT_SCORES_TOKENS = (
     2048  # of a step that tells prompts' log-probs: 2.5 GB of float32 with 150,000 tokens to choose from
 )
+# vLLM's own, where its arguments leave them out and its LLMEngine is used (config/scheduler.py, config/cache.py).
+_BATCHED_TOKENS, _SEQUENCES, _SHARE = 2048, 128, 0.92
 # Engines of a group are told in their environment where it meets (vllm.py:_group_env).
 _DATA_PARALLEL = (
     "data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
@@ -86,7 +89,7 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
     vLLM's source is read, not imported: that takes many seconds, and wants the platform prepared. Without vLLM on this
     machine (a controller's) unknown names are found where the engine starts.
     """
-    known, owned = _fields_of_engine_args(), {**_OWNED, **_OWNED_IN.get(section, {})}
+    known, owned = fields(), {**_OWNED, **_OWNED_IN.get(section, {})}
     if engine_args.get("distributed_executor_backend") == "external_launcher":
         raise ValueError(
             f"{section}.engine_args.distributed_executor_backend cannot be external_launcher: megarl starts one process an "
@@ -104,6 +107,9 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
         if known and name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
             raise ValueError(f"{section}.engine_args.{name}: vLLM has no such engine argument; did you mean {near!r}?")
+        if known and (wrong := problem("vLLM", known[name], engine_args[name])):
+            raise RecipeError(f"{section}.engine_args.{name}", *wrong, value=engine_args[name])
+    _check_values(engine_args, section)
 
 
 def check_plan(spec: EngineSpec, device: str) -> None:
@@ -133,21 +139,57 @@ def _check_npu(spec: EngineSpec, version: Version) -> None:
         vllm_ascend.check_updates(spec.engine_args, _model_config(spec.model_path), version, spec.recipe_section)
 
 
+def limits(spec: EngineSpec) -> Limits:
+    """Of an engine of `spec`, on an accelerator unless its `device` says otherwise."""
+    given = spec.engine_args
+    if spec.device == "cpu":
+        given = {
+            "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
+            "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, spec.max_model_len),
+            **given,
+        }
+    tokens = _BATCHED_TOKENS if spec.prompt_top_k is None else _PROMPT_SCORES_TOKENS
+    if given.get("enable_chunked_prefill") is False:  # prompts are computed whole
+        tokens = max(tokens, spec.max_model_len)
+    return Limits(
+        tokens=int(given.get("max_num_batched_tokens") or tokens),
+        sequences=int(given.get("max_num_seqs") or _SEQUENCES),
+        share=float(given.get("gpu_memory_utilization") or _SHARE),
+        share_key="gpu_memory_utilization",
+        covers_step=True,
+        cache=given.get("kv_cache_memory_bytes"),
+    )
+
+
 @cache
-def _fields_of_engine_args() -> list[str]:
-    """The fields of vLLM's EngineArgs; none where vLLM is not installed."""
+def fields() -> Fields:
+    """Those of vLLM's EngineArgs; none where vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
     for place in (found.submodule_search_locations or ()) if found else ():
         file = Path(place) / "engine" / "arg_utils.py"
         if file.is_file():
-            return [
-                statement.target.id
-                for node in ast.parse(file.read_text()).body
-                if isinstance(node, ast.ClassDef) and node.name == "EngineArgs"
-                for statement in node.body
-                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-            ]
-    return []
+            return fields_of(file, "EngineArgs")
+    return {}
+
+
+def _check_values(engine_args: Mapping[str, Any], section: str) -> None:
+    """RecipeError for values that vLLM would refuse when it starts, of numbers that recipes give often."""
+    for name, low, high in (
+        ("gpu_memory_utilization", 0.0, 1.0),
+        ("max_num_seqs", 0, None),
+        ("max_num_batched_tokens", 0, None),
+    ):
+        value = engine_args.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise RecipeError(f"{section}.engine_args.{name}", "it must be a number", "give one", value=value)
+        if value is not None and not (value > low and (high is None or value <= high)):
+            words = f"above {low:g}" + (f", and at most {high:g}" if high is not None else "")
+            raise RecipeError(f"{section}.engine_args.{name}", f"it must be {words}", f"set it {words}", value=value)
+    tokens, sequences = engine_args.get("max_num_batched_tokens"), engine_args.get("max_num_seqs")
+    if tokens is not None and sequences is not None and tokens < sequences:
+        what = f"a step has room for fewer tokens than max_num_seqs = {sequences} sequences, of which each needs one"
+        remedy = "raise it, or lower max_num_seqs"
+        raise RecipeError(f"{section}.engine_args.max_num_batched_tokens", what, remedy, value=tokens)
 
 
 def log_probs_mode(spec: EngineSpec) -> str:

@@ -25,6 +25,7 @@ class Capabilities:
     version: str
     device: str  # "cpu" | "cuda" | "npu" | ...
     layerwise_reload: bool  # takes checkpoint tensors although live weights were repacked: without, no updates
+    layer_filling: bool  # what finishes one layer of a reload can be called by itself: without, no planned exchange
     preempting_reset: bool  # resetting the prefix cache can send running requests back to the queue
     routed_experts: bool  # can tell which experts each token went to: not with the CPU's kernels, nor old vllm-ascend's
     flat_logprobs: bool  # log-probs as plain lists instead of an object a token
@@ -48,6 +49,7 @@ def capabilities() -> Capabilities:
         version=vllm.__version__,
         device=device,
         layerwise_reload=has_layerwise_reload(),
+        layer_filling=has_layerwise_reload() and _has_layer_filling(),
         preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
         routed_experts=(device != "cpu" if ascend is None else ascend.routed_experts)
         and "enable_return_routed_experts" in {field.name for field in dataclasses.fields(EngineArgs)},
@@ -61,6 +63,27 @@ def has_layerwise_reload() -> bool:
     except ModuleNotFoundError:
         return False
     return hasattr(reload, "initialize_layerwise_reload") and hasattr(reload, "finalize_layerwise_reload")
+
+
+def _has_layer_filling() -> bool:
+    """What `vllm_layers` calls is vLLM's own and undocumented: with other names or arguments it is refused."""
+    layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
+    wanted = {
+        "_layerwise_process": ["layer", "info"],
+        "_place_kernel_tensors": ["layer", "info"],
+        "_get_original_loader": ["tensor"],
+        "materialize_layer": ["layer", "info"],
+        "get_layerwise_info": ["layer"],
+        "is_deferred_attention_layer": ["layer"],
+    }
+    functions = all(
+        hasattr(layerwise, name) and list(inspect.signature(getattr(layerwise, name)).parameters) == arguments
+        for name, arguments in wanted.items()
+    )
+    package = "vllm.model_executor.model_loader.reload"
+    information = getattr(importlib.import_module(f"{package}.types"), "LayerReloadingInfo", None)
+    fields = {"kernel_tensors", "load_numel"} <= set(getattr(information, "__dataclass_fields__", ()))
+    return functions and fields and hasattr(importlib.import_module(f"{package}.utils"), "get_layer_tensors")
 
 
 def drop_packed_experts(model: torch.nn.Module) -> None:

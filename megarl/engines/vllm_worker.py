@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from megarl.engines import vllm_ascend, vllm_compat, vllm_cpu_collectives
+from megarl.engines.vllm_layers import Filling, check_complete, describe
+from megarl.exchange.boxes import tensors_held
+from megarl.exchange.planned_receiver import PlannedReceiver
 from megarl.exchange.receiver import WeightReceiver
-from megarl.exchange.session import ExchangeSession, host_id
+from megarl.exchange.session import PlannedSession, host_id, session_of
 
 _SHOWN = 5  # names in an error
 
@@ -45,10 +48,30 @@ class WorkerExtension:
         """[rank, host id]: where weights must go."""
         return [self.rank, host_id()]
 
-    def megarl_connect(self, session: str, engine: str) -> None:
-        """Join the exchange `session` (JSON) as receiver "engine/rank"; leaves an earlier one."""
+    def megarl_connect(self, session: str, engine: str) -> str | None:
+        """Join the exchange `session` (JSON) as receiver "engine/rank"; leaves an earlier one. Returns why the model cannot
+        be filled by a planned one, where it cannot."""
         self.megarl_disconnect()
-        self._megarl_receiver = WeightReceiver(ExchangeSession.from_json(session), f"{engine}/{self.rank}")
+        joined, name = session_of(session), f"{engine}/{self.rank}"
+        if not isinstance(joined, PlannedSession):
+            self._megarl_receiver: WeightReceiver | PlannedReceiver = WeightReceiver(joined, name)
+            return None
+        receiver = PlannedReceiver(joined, name)
+        tensors = tensors_held(receiver.holdings())
+        self._megarl_tensors = [name for name, _, _ in tensors]
+        self._megarl_receiver = receiver
+        try:
+            with self._megarl_context():
+                self._megarl_need = describe(self.model_runner.model, tensors)
+        except ValueError as error:
+            return str(error)
+        receiver.describe(self._megarl_need)
+        return None
+
+    @contextlib.contextmanager
+    def _megarl_context(self) -> Iterator[None]:
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
+            yield
 
     def megarl_disconnect(self) -> None:
         receiver = getattr(self, "_megarl_receiver", None)
@@ -72,11 +95,24 @@ class WorkerExtension:
         """
         receiver = self._megarl_receiver
         try:
-            names, unread = self._megarl_load(receiver.weights(version))
+            if isinstance(receiver, PlannedReceiver):
+                names, unread = self._megarl_fill(receiver, version)
+            else:
+                names, unread = self._megarl_load(receiver.weights(version))
             return [receiver.finish().to_dict(), names, unread]
         except BaseException as error:
             receiver.fail(f"{type(error).__name__}: {error}")
             raise
+
+    def _megarl_fill(self, receiver: PlannedReceiver, version: int) -> tuple[list[str], list[str]]:
+        need = self._megarl_need
+        with self._megarl_context():
+            filling = Filling(self.model_runner.model, need, receiver.begin(version))
+            receiver.receive(filling)
+            filling.finish(self.model_config)
+        told, self._megarl_tensors = self._megarl_tensors, []
+        needed = set(need.tensors)
+        return told, [name for name in told if name not in needed]
 
     def _megarl_load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
         known: list[str] | None = getattr(self, "_megarl_names", None)
@@ -112,7 +148,7 @@ def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], mo
     parameters = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in tied}
     loaded = model.load_weights(weights)
     _check_names(parameters, loaded)
-    _check_complete(model, leave_out=tied)
+    check_complete(model, leave_out=tied)
     finalize_layerwise_reload(model, model_config)
     vllm_compat.repack_tied(tied)
 
@@ -125,33 +161,6 @@ def _check_names(parameters: set[str], loaded: set[str] | None) -> None:
             f"{len(missing)} parameters of the engine's model got no weights: {', '.join(missing[:_SHOWN])}; "
             f"the trainer's export does not name them"
         )
-
-
-def _check_complete(model: torch.nn.Module, leave_out: Container[str]) -> None:
-    """Every layer that has parameters was filled, but for those to `leave_out`; a fused one also by all of its parts.
-
-    Layerwise reload finishes a layer when as many elements came as it holds. One that is left over
-    lacks some, unless what it lacks is the padding of its vocabulary.
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    for name, module in model.named_modules():
-        info = get_layerwise_info(module)
-        elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        if elements == 0 or name in leave_out or not info.can_load():
-            continue
-        lacking = elements - _vocabulary_padding(module, elements) - info.load_numel
-        if lacking > 0:
-            raise ValueError(
-                f"{name} of the engine's model lacks {lacking:,} of its {elements:,} elements: the trainer's export "
-                f"does not have all the weights that it is made of"
-            )
-
-
-def _vocabulary_padding(module: torch.nn.Module, elements: int) -> int:
-    """Elements of an embedding or output layer that belong to no token and are never loaded."""
-    rows = getattr(module, "num_embeddings_per_partition", 0)
-    return (rows - module.num_org_embeddings_per_partition) * (elements // rows) if rows else 0
 
 
 class _Reads(TorchDispatchMode):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.exchange.session import ExchangeError, ExchangeSession
+from megarl.exchange.session import ExchangeError, Meeting
 
 _ABORT_POLL_SECONDS = 0.2
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
@@ -22,12 +22,30 @@ class Channel:
     all appear, not on the first of several, and its own time-outs print warnings.
     """
 
-    def __init__(self, session: ExchangeSession, store: Any = None) -> None:
+    def __init__(self, session: Meeting, store: Any = None) -> None:
         self.session = session
         self.store = session.open_store() if store is None else store
 
     def publish(self, key: str, value: Any) -> None:
         self._call(self.store.set, self.session.key(key), json.dumps(value))
+
+    def publish_bytes(self, key: str, value: bytes) -> None:
+        self._call(self.store.set, self.session.key(key), value)
+
+    def bytes_of(self, key: str) -> bytes:
+        """Of a key that is there already."""
+        return bytes(self._call(self.store.get, self.session.key(key)))
+
+    def has(self, key: str) -> bool:
+        return bool(self._call(self.store.check, [self.session.key(key)]))
+
+    def latest(self, keys: Sequence[str]) -> list[Any]:
+        """The values of keys that are there already, in one request."""
+        return [json.loads(value) for value in self._call(self.store.multi_get, [self.session.key(k) for k in keys])]
+
+    def next_number(self, counter: str) -> int:
+        """0, 1, 2, ...: each once, whoever asks."""
+        return int(self._call(self.store.add, self.session.key(counter), 1)) - 1
 
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -43,7 +61,7 @@ class Channel:
             return not missing
 
         self.wait_until(arrived, lambda: f"{awaited} ({', '.join(missing)})")
-        return [json.loads(value) for value in self._call(self.store.multi_get, [self.session.key(k) for k in keys])]
+        return self.latest(keys)
 
     def wait_until(self, done: Callable[[], bool], awaited: Callable[[], str]) -> None:
         """Poll `done`. Raises ExchangeError on an abort of the session or after its time-out."""

@@ -1,4 +1,4 @@
-"""Buckets over the network: one gloo group of the sender (rank 0) and the remote receivers.
+"""Buckets over the network: gloo groups of a sender (rank 0) and the receivers that it reaches in no other way.
 
 gloo works from host memory on every platform, next to whatever collective library training uses.
 """
@@ -17,15 +17,19 @@ from megarl.exchange.session import ExchangeError
 
 
 class BroadcastGroup:
-    """Forms the group; every member must do so at about the same time."""
+    """Forms the group; every member must do so at about the same time.
 
-    def __init__(self, channel: Channel, rank: int) -> None:
+    Broadcasts, also between two: gloo's sending and receiving move nothing until someone waits, so that nothing could
+    be done beside it.
+    """
+
+    def __init__(self, channel: Channel, rank: int, size: int, name: str = "gloo", client: Any = None) -> None:
+        """`name` tells the session's groups apart. `client`: of the session's store, for groups that form one after the
+        other; it cannot be the channel's, since forming blocks inside it and the channel must stay free to notice an
+        abort."""
         self._channel = channel
         session = channel.session
-        size = len(session.remote) + 1
-        # A client of its own: forming the group blocks inside the store, and the channel must stay
-        # free to notice an abort.
-        store = dist.PrefixStore(session.key("gloo"), session.open_store())
+        store = dist.PrefixStore(session.key(name), client or session.open_store())
         made: list[Any] = []
         failed: list[BaseException] = []
 

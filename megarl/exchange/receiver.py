@@ -51,7 +51,8 @@ class WeightReceiver:
         self._started, self._pending = time.perf_counter(), None
         if self._remote and self._group is None:
             self._channel.wait(["form"], "the sender and all other receivers to connect")
-            self._group = BroadcastGroup(self._channel, rank=1 + self._session.remote.index(self.name))
+            remote = self._session.remote
+            self._group = BroadcastGroup(self._channel, 1 + remote.index(self.name), len(remote) + 1)
         total = VersionFingerprint()
         nbytes = tensors = buckets = 0
         last = False

@@ -19,6 +19,7 @@ from megarl.exchange.channel import Channel
 from megarl.exchange.collective import BroadcastGroup
 from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
 from megarl.exchange.session import (
+    EXPORT_SLOTS,
     SHARED_MEMORY_DIR,
     ExchangeError,
     ExchangeSession,
@@ -26,30 +27,9 @@ from megarl.exchange.session import (
     compare_reports,
     host_id,
     resolve_transports,
+    shown,
 )
-from megarl.exchange.slots import SharedSlot, remove_stale_files
-
-_SLOTS = 2  # the next bucket is packed while engines load the last
-
-
-class PrivateSlot:
-    """Memory of this process, where no receiver shares the host."""
-
-    name = ""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def reserve(self, size: int) -> torch.Tensor:
-        if size > len(self._memory):
-            self._memory = torch.empty(size, dtype=torch.uint8)
-        return self._memory[:size]
-
-    def unlink(self) -> None:
-        """Nothing has a name."""
-
-    def close(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+from megarl.exchange.slots import PrivateSlot, SharedSlot, remove_stale_files
 
 
 @dataclass
@@ -77,7 +57,7 @@ class WeightSender:
         self._group: BroadcastGroup | None = None
         self._connected = False
         shared = len(session.remote) < len(session.receivers)
-        self._slots = [SharedSlot(session.shm_dir) if shared else PrivateSlot() for _ in range(_SLOTS)]
+        self._slots = [SharedSlot(session.shm_dir) if shared else PrivateSlot() for _ in range(EXPORT_SLOTS)]
         self._in_flight: list[_InFlight] = []  # oldest first, at most one a slot
         self._next_bucket = 0  # counts over versions: slots and keys follow from it
         atexit.register(self.close)
@@ -102,7 +82,13 @@ class WeightSender:
         remove_stale_files(shm_dir)
         store = dist.TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
         session = ExchangeSession(
-            host, store.port, uuid.uuid4().hex, tuple(transports.items()), bucket_bytes, timeout, shm_dir
+            host=host,
+            port=store.port,
+            prefix=uuid.uuid4().hex,
+            receivers=tuple(transports.items()),
+            bucket_bytes=bucket_bytes,
+            timeout=timeout,
+            shm_dir=shm_dir,
         )
         return cls(session, store)
 
@@ -149,16 +135,16 @@ class WeightSender:
         self._channel.wait([f"hello/{name}" for name, _ in self.session.receivers], "receivers to connect")
         if self.session.remote:
             self._channel.publish("form", True)
-            self._group = BroadcastGroup(self._channel, rank=0)
+            self._group = BroadcastGroup(self._channel, 0, len(self.session.remote) + 1)
         self._connected = True
 
     def _put(self, version: int, bucket: Bucket) -> str:
         """Pack and publish a bucket; returns its fingerprint."""
-        if len(self._in_flight) == _SLOTS:
+        if len(self._in_flight) == EXPORT_SLOTS:
             self._await_oldest()
         number = self._next_bucket
         self._next_bucket += 1
-        slot = self._slots[number % _SLOTS]
+        slot = self._slots[number % EXPORT_SLOTS]
         # More will come: a full-sized slot now saves growing it bucket by bucket.
         slot.reserve(bucket.nbytes if bucket.last else max(bucket.nbytes, self.session.bucket_bytes))
         memory = slot.reserve(bucket.nbytes)
@@ -170,7 +156,7 @@ class WeightSender:
             "nbytes": bucket.nbytes,
             "last": bucket.last,
             "fingerprint": value,
-            "slot": number % _SLOTS,
+            "slot": number % EXPORT_SLOTS,
             "file": slot.name,
         }
         self._channel.publish(f"bucket/{number}", header)
@@ -202,9 +188,8 @@ class WeightSender:
 
 def mismatch(receiver: str, bucket: int, names: Sequence[str], sent: str, received: str) -> str:
     """The message for bytes that changed on their way."""
-    shown = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
     return (
-        f"receiver {receiver!r} got other bytes than were sent in bucket {bucket} ({shown}): "
+        f"receiver {receiver!r} got other bytes than were sent in bucket {bucket} ({shown(names)}): "
         f"fingerprint {received}, sent {sent}"
     )
 

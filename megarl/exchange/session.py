@@ -5,12 +5,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 SHARED_MEMORY_DIR = "/dev/shm"
+# Buckets that a sender holds at most. Exported: the next one is packed while engines load the last. Planned, at every rank:
+# some are packed while engines take the others in.
+EXPORT_SLOTS, PLANNED_SLOTS = 2, 4
 _ABORT_CONNECT_SECONDS = 5.0
 
 
@@ -54,13 +60,12 @@ def resolve_transports(transport: str, sender_host: str, endpoints: Iterable[tup
     return resolved
 
 
-@dataclass(frozen=True)
-class ExchangeSession:
-    """How to find the sender, and who receives. Plain values: it travels as JSON.
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Where everyone that takes part in an exchange meets. Plain values: it travels as JSON.
 
-    `host` and `port` are those of a key-value store in the sender's process; `prefix` is random and
-    keeps sessions apart. `receivers` are (name, transport); those with "collective" form, in this
-    order and behind the sender, the ranks of one gloo group.
+    `host` and `port` are those of a key-value store in the process of the trainer's rank 0; `prefix` is random and
+    keeps sessions apart. `receivers` have two words each, the first their name.
     """
 
     host: str
@@ -75,15 +80,10 @@ class ExchangeSession:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> ExchangeSession:
+    def from_json(cls, text: str) -> Self:
         values = json.loads(text)
-        values["receivers"] = tuple((name, transport) for name, transport in values["receivers"])
+        values["receivers"] = tuple((name, other) for name, other in values["receivers"])
         return cls(**values)
-
-    @property
-    def remote(self) -> tuple[str, ...]:
-        """Receivers that the collective reaches, in rank order (rank 0 is the sender)."""
-        return tuple(name for name, transport in self.receivers if transport == "collective")
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
@@ -117,6 +117,51 @@ class ExchangeSession:
         store.compare_set(self.key("abort"), "", reason)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExchangeSession(Meeting):
+    """Rank 0 sends all weights to everyone. `receivers` are (name, transport); those with "collective" form, in this
+    order and behind the sender, the ranks of one gloo group."""
+
+    @property
+    def remote(self) -> tuple[str, ...]:
+        """Receivers that the collective reaches, in rank order (rank 0 is the sender)."""
+        return tuple(name for name, transport in self.receivers if transport == "collective")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSession(Meeting):
+    """Every trainer rank sends the boxes that engine ranks need, and no others. `receivers` are (name, host id); their
+    order numbers the engine ranks. `senders`: host ids of the trainer ranks.
+
+    `check_every`: the first update, and every so many after it, is held to the trainers' export as well.
+    """
+
+    senders: tuple[str, ...]
+    transport: str  # as `exchange.transport`
+    check_every: int
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        session = super().from_json(text)
+        return dataclasses.replace(session, senders=tuple(session.senders))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.receivers]
+
+    def checked(self, version: int, first: int) -> bool:
+        """Whether the update to `version` is held to the export; `first`: the first one that was sent."""
+        return version == first or (self.check_every > 0 and (version - first) % self.check_every == 0)
+
+
+Session = ExchangeSession | PlannedSession
+
+
+def session_of(text: str) -> Session:
+    """The session that was written as JSON, whichever kind it is."""
+    return (PlannedSession if "senders" in json.loads(text) else ExchangeSession).from_json(text)
+
+
 @dataclass(frozen=True)
 class UpdateReport:
     """What one side of an update saw. Sender's and receivers' must agree in all but `seconds`."""
@@ -140,3 +185,69 @@ def compare_reports(sent: UpdateReport, received: Mapping[str, UpdateReport]) ->
     for name, report in received.items():
         if not sent.agrees_with(report):
             raise ExchangeError(f"receiver {name!r} does not hold what was sent: sent {sent}, received {report}")
+
+
+PHASES = ("pack", "fingerprint", "wait", "load", "check")  # of a planned update, on either side
+
+
+@dataclass(frozen=True)
+class PlannedReport:
+    """What some of the ranks of a planned update sent, or received. The trainers' together and the engines' together
+    must have the same `streams`."""
+
+    version: int
+    streams: dict[str, str]  # by `stream_key`: fingerprint of what travelled, in order
+    bytes: int
+    buckets: int
+    checked: int  # boxes that were held to the trainers' export
+    seconds: dict[str, float]  # by phase; of several ranks, the longest
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def shown(names: Sequence[str]) -> str:
+    """Tensors of a bucket, for messages."""
+    return ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
+
+
+Report = UpdateReport | PlannedReport
+
+
+def report_of(values: Mapping[str, Any]) -> Report:
+    """The report that was told as plain values, whichever kind it is."""
+    return PlannedReport(**values) if "streams" in values else UpdateReport(**values)
+
+
+def stream_key(stream: int, receiver: str) -> str:
+    return f"{stream} to {receiver}"
+
+
+def together(reports: Sequence[PlannedReport]) -> PlannedReport:
+    """Of several ranks, or engines."""
+    phases = dict.fromkeys(phase for report in reports for phase in report.seconds)
+    return PlannedReport(
+        version=reports[0].version,
+        streams={key: value for report in reports for key, value in report.streams.items()},
+        bytes=sum(report.bytes for report in reports),
+        buckets=sum(report.buckets for report in reports),
+        checked=sum(report.checked for report in reports),
+        seconds={phase: max(report.seconds.get(phase, 0.0) for report in reports) for phase in phases},
+    )
+
+
+def compare_planned(sent: PlannedReport, received: PlannedReport) -> None:
+    """Raise ExchangeError unless what was sent is what was received: the same streams with the same fingerprints."""
+    differing = sorted(
+        key
+        for key in sent.streams.keys() | received.streams.keys()
+        if sent.streams.get(key) != received.streams.get(key)
+    )
+    if differing or sent.version != received.version:
+        shown = ", ".join(
+            f"{key}: sent {sent.streams.get(key)}, received {received.streams.get(key)}" for key in differing[:3]
+        )
+        raise ExchangeError(
+            f"engines do not hold what was sent as version {sent.version} (they: {received.version}); "
+            f"{len(differing)} streams differ: {shown}"
+        )

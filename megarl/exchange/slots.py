@@ -13,6 +13,7 @@ import fcntl
 import mmap
 import os
 import uuid
+from collections.abc import Hashable
 
 import torch
 
@@ -70,15 +71,36 @@ class SharedSlot:
         self._fd, self._size, self._memory = -1, 0, torch.empty(0, dtype=torch.uint8)
 
 
+class PrivateSlot:
+    """Memory of this process, where no receiver shares the host."""
+
+    name = ""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size: int) -> torch.Tensor:
+        if size > len(self._memory):
+            self._memory = torch.empty(size, dtype=torch.uint8)
+        return self._memory[:size]
+
+    def unlink(self) -> None:
+        """Nothing has a name."""
+
+    def close(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+
 class MappedSlots:
     """The sender's slots as a receiver sees them: each file is mapped once."""
 
     def __init__(self, shm_dir: str) -> None:
         self._dir = shm_dir
-        self._memories: dict[int, tuple[str, torch.Tensor]] = {}
+        self._memories: dict[Hashable, tuple[str, torch.Tensor]] = {}
 
-    def memory(self, slot: int, name: str) -> torch.Tensor:
-        """uint8 memory of slot number `slot`, whose file is called `name`."""
+    def memory(self, slot: Hashable, name: str) -> torch.Tensor:
+        """uint8 memory of `slot`, a number among the sender's (and, of several senders, whose), whose file is called
+        `name`."""
         if slot not in self._memories or self._memories[slot][0] != name:
             self._memories.pop(slot, None)
             fd = os.open(os.path.join(self._dir, name), os.O_RDWR | os.O_CLOEXEC)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+
+_AT_A_TIME = 2**26  # numbers that are updated together: 256 MiB in float32 of what a step needs for itself
 
 
 class Adam(torch.optim.Optimizer):
@@ -52,11 +54,22 @@ class Adam(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+        for some in _batches([(p, p.grad, *self._moments(p)) for p in params], _AT_A_TIME):
+            self._update_some(group, *some)
+
+    def _moments(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+
+    def _update_some(
+        self,
+        group: dict[str, Any],
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        means: list[torch.Tensor],
+        squares: list[torch.Tensor],
+    ) -> None:
         beta1, beta2 = group["betas"]
         lr, decay, step = group["lr"], group["weight_decay"], group["step"]
-        grads = [p.grad for p in params]
-        means = [self.state[p]["exp_avg"] for p in params]
-        squares = [self.state[p]["exp_avg_sq"] for p in params]
         if decay and self.adam_w_mode:
             torch._foreach_mul_(params, 1 - lr * decay)
         elif decay:
@@ -69,3 +82,18 @@ class Adam(torch.optim.Optimizer):
         torch._foreach_div_(denominators, correction2**0.5)
         torch._foreach_add_(denominators, group["eps"])
         torch._foreach_addcdiv_(params, means, denominators, -lr / correction1)
+
+
+def _batches(rows: Iterable[tuple[Any, ...]], most: int) -> Iterator[tuple[list[torch.Tensor], ...]]:
+    """Tensors of one shape a row -> columns of parts of them, flat, of at most `most` numbers together."""
+    batch: list[tuple[torch.Tensor, ...]] = []
+    used = 0
+    for row in rows:
+        for parts in zip(*(tensor.view(-1).split(most) for tensor in row), strict=True):
+            if batch and used + parts[0].numel() > most:
+                yield tuple(map(list, zip(*batch, strict=True)))
+                batch, used = [], 0
+            batch.append(parts)
+            used += parts[0].numel()
+    if batch:
+        yield tuple(map(list, zip(*batch, strict=True)))

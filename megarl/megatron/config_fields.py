@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from megarl import platform
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig
+from megarl.declared import Fields, fields_of, problem
 from megarl.megatron.layout import uses_sequence_parallel
 from megarl.model_config import number_of_experts, text_fields
 from megarl.platform.adaptor import Adaptor, adaptor
@@ -32,14 +33,17 @@ def check_extra_names(recipe: Recipe, section: str) -> None:
     Megatron's source is read, not imported: that takes seconds, and wants the platform prepared. Says nothing where
     Megatron is not installed on this machine; trainers ask again.
     """
-    known, extra = fields_of_megatron(), recipe.megatron.extra
+    known, extra = _annotations(), recipe.megatron.extra
     if known is None:
         return
     adapts = adaptor(platform.kind(recipe.cluster.device))
     for name, value in extra.items():
-        problem = _problem(name, value) if name in known - adapts.settings else adapts.problem(name, value)
-        if problem is not None:
-            raise RecipeError(f"{section}.extra.{name}", *problem, value=value)
+        wrong = adapts.problem(name, value) if name in adapts.settings or name not in known else None
+        # What adapts Megatron may know further words, but no switch that is a number.
+        if name in known and (name not in adapts.settings or ast.unparse(known[name]) == "bool"):
+            wrong = wrong or problem("Megatron", known[name], value)
+        if wrong is not None:
+            raise RecipeError(f"{section}.extra.{name}", *wrong, value=value)
     check_names(extra, known, section, adapts)
 
 
@@ -106,38 +110,12 @@ def fields_of_megatron() -> frozenset[str] | None:
     return None if annotations is None else frozenset(annotations)
 
 
-def _problem(name: str, value: Any) -> tuple[str, str] | None:
-    """What is wrong with a value of Megatron's own, as far as its declaration says it: a switch, or one of some words."""
-    declared = (_annotations() or {})[name]
-    if isinstance(declared, ast.Subscript) and ast.unparse(declared.value) == "Optional":
-        if value is None:
-            return None
-        declared = declared.slice
-    if ast.unparse(declared) == "bool" and not isinstance(value, bool):
-        return "Megatron expects true or false", "give true or false"
-    if isinstance(declared, ast.Subscript) and ast.unparse(declared.value) == "Literal":
-        choices = ast.literal_eval(declared.slice)
-        choices = choices if isinstance(choices, tuple) else (choices,)
-        if value not in choices:
-            near = nearest(str(value), choices)
-            return f"Megatron knows {', '.join(choices)}", f"write {near}" if near else "write one of these"
-    return None
-
-
 @cache
-def _annotations() -> dict[str, ast.expr] | None:
+def _annotations() -> Fields | None:
     """What each field is declared as."""
     found: Any = importlib.util.find_spec("megatron")
     for place in found.submodule_search_locations if found else ():
         files = {Path(place) / file: classes for file, classes in _CLASSES.items()}
         if all(file.is_file() for file in files):
-            return {name: declared for file, classes in files.items() for name, declared in _annotated(file, classes)}
+            return {name: kind for file, classes in files.items() for name, kind in fields_of(file, *classes).items()}
     return None
-
-
-def _annotated(file: Path, classes: tuple[str, ...]) -> Iterator[tuple[str, ast.expr]]:
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name in classes:
-            for statement in node.body:
-                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                    yield statement.target.id, statement.annotation

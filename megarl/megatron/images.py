@@ -23,6 +23,7 @@ class ImageLayout:
     """What a model's vision tower expects."""
 
     merge: int  # patches on a side of the square that becomes one token
+    patch: int  # pixels on a side of a patch
     patch_values: int  # numbers of one patch: channels x frames x height x width
 
 

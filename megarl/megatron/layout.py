@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from megarl.config.training import MegatronConfig
 from megarl.model_config import number_of_experts, text_fields
+
+_MOST_NAMED = 64  # of sizes that an error proposes
 
 
 def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size: int) -> None:
@@ -70,23 +73,30 @@ def _check_world(megatron: MegatronConfig, world_size: int) -> int:
 def _check_heads(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     tp = megatron.tensor_parallel
     heads = hf_config["num_attention_heads"]
+    latent = bool(hf_config.get("kv_lora_rank"))  # MLA has no key/value heads to cut
+    groups = heads if latent else hf_config.get("num_key_value_heads") or heads
     if heads % tp:
         raise ValueError(
             f"megatron.tensor_parallel={tp} does not divide the model's {heads} attention heads "
-            f"({heads} / {tp} = {heads / tp:g})."
+            f"({heads} / {tp} = {heads / tp:g}). {_that_divide('tensor_parallel', heads, groups)}"
         )
-    latent = bool(hf_config.get("kv_lora_rank"))  # MLA has no key/value heads to cut
-    groups = hf_config.get("num_key_value_heads") or heads
-    if not latent and groups % tp:
+    if groups % tp:
         raise ValueError(
             f"megatron.tensor_parallel={tp} does not divide the model's {groups} key/value heads "
-            f"({groups} / {tp} = {groups / tp:g})."
+            f"({groups} / {tp} = {groups / tp:g}). {_that_divide('tensor_parallel', heads, groups)}"
         )
     if hf_config["vocab_size"] % tp and hf_config.get("model_type") == "deepseek_v3":
         raise ValueError(
             f"megatron.tensor_parallel={tp} does not divide the vocabulary of {hf_config['vocab_size']}, "
-            "and mbridge cannot pad deepseek_v3's."
+            f"and mbridge cannot pad deepseek_v3's. {_that_divide('tensor_parallel', hf_config['vocab_size'], heads)}"
         )
+
+
+def _that_divide(key: str, *counts: int) -> str:
+    """What to choose in its place, in words."""
+    common = math.gcd(*counts)
+    fitting = [size for size in range(1, min(common, _MOST_NAMED) + 1) if common % size == 0]
+    return f"megatron.{key} may be {', '.join(map(str, fitting))}{' ...' if common > _MOST_NAMED else ''}."
 
 
 def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
@@ -103,7 +113,7 @@ def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
         if width % tp:
             raise ValueError(
                 f"megatron.tensor_parallel={tp} does not divide the model's {name} of {width} "
-                f"({width} / {tp} = {width / tp:g})."
+                f"({width} / {tp} = {width / tp:g}). {_that_divide('tensor_parallel', width)}"
             )
 
 
@@ -116,7 +126,7 @@ def _check_vision_tower(vision: dict[str, Any] | None, megatron: MegatronConfig)
         if vision and vision.get(name, 0) % tp:
             raise ValueError(
                 f"megatron.tensor_parallel={tp} does not divide the vision tower's {name} of {vision[name]} "
-                f"({vision[name]} / {tp} = {vision[name] / tp:g})."
+                f"({vision[name]} / {tp} = {vision[name] / tp:g}). {_that_divide('tensor_parallel', vision[name])}"
             )
 
 
@@ -126,7 +136,9 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
     if pp == 1:
         for name, value in (("virtual_pipeline", vpp), ("first_stage_layers", first), ("last_stage_layers", last)):
             if value is not None:
-                raise ValueError(f"megatron.{name}={value} needs megatron.pipeline_parallel > 1.")
+                raise ValueError(
+                    f"megatron.{name}={value} needs megatron.pipeline_parallel > 1. Raise that, or leave it out."
+                )
         return
     rest = layers - (first or 0) - (last or 0)
     stages = pp - (first is not None) - (last is not None)
@@ -143,11 +155,17 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
             f"megatron.virtual_pipeline={vpp}: mbridge cannot build virtual pipeline stages of qwen2_5_vl. Leave "
             "megatron.virtual_pipeline unset."
         )
+    if stages == 0:
+        raise ValueError(
+            f"megatron.virtual_pipeline={vpp} with the layers of both stages given: Megatron cannot interleave stages of "
+            "which none is between the first and the last. Leave megatron.first_stage_layers or megatron.last_stage_layers "
+            "unset, or megatron.virtual_pipeline."
+        )
     for what, count in (("first", first), ("last", last), ("other", rest // stages if stages else None)):
         if count is not None and count % vpp:
             raise ValueError(
                 f"megatron.virtual_pipeline={vpp} does not divide the {count} layers of the {what} pipeline stage"
-                f"{'s' if what == 'other' else ''}."
+                f"{'s' if what == 'other' else ''}. {_that_divide('virtual_pipeline', count)}"
             )
 
 
@@ -157,17 +175,23 @@ def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_par
     if not experts:
         for name, size in (("expert_parallel", ep), ("expert_tensor_parallel", etp)):
             if size > 1:
-                raise ValueError(f"megatron.{name}={size} needs a mixture of experts; this model is dense.")
+                raise ValueError(
+                    f"megatron.{name}={size} needs a mixture of experts; this model is dense. Leave it out."
+                )
         if megatron.routing_replay != "none":
             raise ValueError(
-                f"megatron.routing_replay={megatron.routing_replay} needs a mixture of experts; this model is dense."
+                f"megatron.routing_replay={megatron.routing_replay} needs a mixture of experts; this model is dense. "
+                "Leave it out."
             )
         for name in ("moe_aux_loss_coef", "moe_z_loss_coef"):
             if getattr(megatron, name):
-                raise ValueError(f"megatron.{name} needs a mixture of experts; this model is dense.")
+                raise ValueError(f"megatron.{name} needs a mixture of experts; this model is dense. Leave it out.")
         return
     if experts % ep:
-        raise ValueError(f"megatron.expert_parallel={ep} does not divide the model's {experts} experts.")
+        raise ValueError(
+            f"megatron.expert_parallel={ep} does not divide the model's {experts} experts. "
+            f"{_that_divide('expert_parallel', experts)}"
+        )
     stage = data_parallel * tp * cp
     if stage % (ep * etp):
         raise ValueError(
@@ -177,7 +201,10 @@ def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_par
         )
     width = hf_config.get("moe_intermediate_size") or hf_config.get("intermediate_size")
     if width and width % etp:
-        raise ValueError(f"megatron.expert_tensor_parallel={etp} does not divide the experts' width of {width}.")
+        raise ValueError(
+            f"megatron.expert_tensor_parallel={etp} does not divide the experts' width of {width}. "
+            f"{_that_divide('expert_tensor_parallel', width)}"
+        )
     if tp > 1 and megatron.sequence_parallel is False:
         raise ValueError(
             f"megatron.sequence_parallel=false with tensor_parallel={tp}: Megatron's mixture of experts needs sequence "

@@ -9,6 +9,7 @@ from megarl.model_config import text_fields
 PROVEN = ("deepseek_v3", "glm4_moe", "llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe")
 """`model_type` of the models whose log-probs and gradients tests hold to transformers'."""
 
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
@@ -18,6 +19,8 @@ def check_model(hf_config: dict[str, Any]) -> None:
     `hf_config` is the model's config.json. Raises ValueError with the field that stands in the way.
     """
     kind = hf_config.get("model_type")
+    if kind is None:
+        raise ValueError("The model's config.json has no model_type: it is not one that transformers wrote.")
     if kind not in PROVEN:
         raise ValueError(
             f"model.path holds a {kind!r} model. megarl trains {', '.join(PROVEN)} models, which are tested against "
@@ -38,6 +41,16 @@ def rotary_scaling(hf_config: dict[str, Any]) -> dict[str, Any]:
     """What config.json says of it: in `rope_parameters` since transformers 5, in `rope_scaling` before."""
     scaling = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     return {**scaling, "rope_type": scaling.get("rope_type") or scaling.get("type") or "default"}
+
+
+def check_sizes(hf_config: dict[str, Any]) -> None:
+    """Refuse a config.json without the sizes that every model has: whatever reads it further takes them for granted."""
+    config = text_fields(hf_config)
+    for name in _SIZES:
+        size = config.get(name)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            found = "has no" if size is None else f"says {size!r} for its"
+            raise ValueError(f"The model's config.json {found} {name}, which is a whole number of every model's.")
 
 
 def _check_weights(config: dict[str, Any]) -> None:

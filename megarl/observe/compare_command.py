@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.observe.compare_logs import read_log
 from megarl.observe.compare_rules import Options, compare_logs
-from megarl.observe.files import disk_errors, strict, write_whole
+from megarl.observe.files import check_target, disk_errors, strict, write_whole
 
 
 def compare(run_a: Path, run_b: Path, options: Options, *, html: Path | None, as_json: bool) -> bool:
@@ -16,8 +16,8 @@ def compare(run_a: Path, run_b: Path, options: Options, *, html: Path | None, as
 
     ValueError where the logs or what is asked of them cannot be used.
     """
-    if html is not None and not html.parent.is_dir():
-        raise ValueError(f"--html {html}: the folder {html.parent} does not exist. Make it, or name another place.")
+    if html is not None:
+        check_target("--html", html)
     result = compare_logs(read_log(run_a), read_log(run_b), options)
     if html is not None:
         from megarl.observe.compare_show import render

@@ -80,7 +80,7 @@ class AppendFile:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Replace `path` by `data` in one stroke: a reader, or a crash, sees the old file or the new one."""
-    part = path.with_name(path.name + ".part")
+    part = _part(path)
     try:
         file = AppendFile(part, fresh=True)
         try:
@@ -92,6 +92,34 @@ def write_whole(path: Path, data: bytes) -> None:
         part.unlink(missing_ok=True)
         raise
     sync(path.parent)
+
+
+def check_target(option: str, path: Path) -> None:
+    """Before the work whose result `write_whole` is to write to `path`, which `option` names: ValueError where it cannot."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder. Name a file in it, as in {path / 'page.html'}.")
+    if not path.parent.is_dir():
+        what = "is a file" if path.parent.exists() else "does not exist"
+        raise ValueError(f"{option} {path}: the folder {path.parent} {what}. Make it, or name another place.")
+    part = _part(path)
+    try:
+        AppendFile(part, fresh=True).close()
+        part.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: nothing can be written to the folder {path.parent} ({error.strerror}). Name another place."
+        ) from error
+
+
+def check_new(option: str, path: Path) -> None:
+    """As `check_target`, and ValueError where there is such a file, of which nothing would be kept."""
+    check_target(option, path)
+    if path.exists():
+        raise ValueError(f"{option} {path} is there already, and would be lost. Name another file, or move this one.")
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
 
 
 def drop_torn_line(path: Path) -> bytes:

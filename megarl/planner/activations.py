@@ -3,42 +3,49 @@ memory: the real model, heads and pipeline schedule."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 
 from megarl.algorithms.objective import teacher_top_k
 from megarl.megatron.batch import Candidates, MicroBatch, padded_lengths
+from megarl.megatron.heads import language_model, output_weight
+from megarl.megatron.images import Images
 from megarl.megatron.layout import uses_sequence_parallel
 from megarl.megatron.trainer import PolicyTrainer, Trainer
 from megarl.megatron.value_head import ValueHead
 from megarl.planner import assumed
 from megarl.planner.counts import Activations
 from megarl.planner.live import Live
-from megarl.planner.workload import Workload
+from megarl.planner.workload import Workload, image_grid, image_tokens
+from megarl.platform.meta import KnownValues
 
 
 def activations(trainer: Trainer, work: Workload) -> Activations:
     """Run the passes of `trainer`, whose platform holds no values, over `work`."""
     assert not trainer.platform.holds_values
     config, device = trainer.model.config, trainer.platform.device()
-    if trainer.model.image_layout is not None:
-        raise ValueError("the activations of a model that reads images depend on its images, and are not counted yet")
-    if config.num_moe_experts and config.moe_token_dispatcher_type != "alltoall":
-        raise ValueError(
-            f"activations under megatron.extra.moe_token_dispatcher_type={config.moe_token_dispatcher_type} are not "
-            "counted yet: only alltoall's are"
-        )
     assume(trainer, work)
-    ways = assumed.stand_ins(config)
+    ways, width = assumed.stand_ins(config), _vocabulary(trainer)
     seen = {}
     for phase, compute in passes(trainer, work).items():
-        with Live(device, ways, backwards=work.backwards) as live:
+        forget()
+        with Live(device, ways, backwards=work.backwards, width=width) as live, _known_values(trainer):
             compute()
         seen[phase] = live
-    return Activations(seen["forward"].peak, seen["update"].peak, seen["update"].kept, seen["optimizer"].peak)
+    forward, update = seen["forward"], seen["update"]
+    return Activations(
+        forward.peak,
+        update.peak,
+        update.kept,
+        seen["optimizer"].peak,
+        forward_logits=forward.wide,
+        update_logits=update.wide,
+    )
 
 
 def assume(trainer: Trainer, work: Workload) -> None:
@@ -69,6 +76,11 @@ def passes(trainer: Trainer, work: Workload) -> dict[str, Callable[[], Any]]:
     }
 
 
+def forget() -> None:
+    """Megatron keeps the buffer that it gathers sequences into: made by an earlier pass, it would not count in the next."""
+    parallel_state.get_global_memory_buffer().buffer.clear()
+
+
 def _loss(_: MicroBatch, *of_tokens: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A loss that reads all that the head computes. The real ones add some vectors of a number a token."""
     terms = [vector.float().sum() for vector in of_tokens if vector is not None]
@@ -82,7 +94,29 @@ def micro_batches(trainer: Trainer, work: Workload) -> list[MicroBatch]:
         tokens = torch.zeros(total, top_k, dtype=torch.int32)
         candidates = Candidates(tokens, torch.zeros(total, top_k))
     tokens = torch.zeros(total, dtype=torch.int64)
-    return [MicroBatch(tokens, work.lengths, candidates=candidates) for _ in range(work.micro_batches)]
+    images = largest_images(trainer, work.lengths)
+    return [MicroBatch(tokens, work.lengths, candidates=candidates, images=images) for _ in range(work.micro_batches)]
+
+
+def largest_images(trainer: Trainer, lengths: list[int]) -> Images | None:
+    """An image at the head of each sequence, as large as it may be. None for a model that reads no images."""
+    layout = trainer.model.image_layout
+    if layout is None:
+        return None
+    most = image_tokens(trainer.recipe, pixels=(layout.merge * layout.patch) ** 2)
+    grids = [[1, *image_grid(min(most, length), layout.merge)] for length in lengths]
+    pixels = torch.zeros(sum(rows * columns for _, rows, columns in grids), layout.patch_values)
+    return Images(pixels, torch.tensor(grids), sequences=list(range(len(lengths))), starts=[0] * len(lengths))
+
+
+def _known_values(trainer: Trainer) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if trainer.model.image_layout is None else KnownValues()
+
+
+def _vocabulary(trainer: Trainer) -> int | None:
+    """How many of a token's logits the rank computes; None where it has none, on another stage or in a critic."""
+    last = language_model(trainer.model.chunks[-1])
+    return int(output_weight(last).shape[0]) if last.post_process and isinstance(trainer, PolicyTrainer) else None
 
 
 def _arriving(trainer: Trainer, lengths: list[int]) -> list[int]:

@@ -1,17 +1,10 @@
-"""The process that is any rank of any layout: reads questions from standard input, writes answers to standard output.
-
-Started by `ask.py`. Everything is imported once; each question is then answered in a fork of its own, since Megatron
-keeps one layout in a process.
-"""
+"""The process that is any trainer rank of any layout: see serve.py. Started by `ask.py`."""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
-import json
-import multiprocessing
-import os
 import sys
-import warnings
 from typing import Any
 
 from megarl.platform.meta import MetaPlatform, join
@@ -22,21 +15,26 @@ platform.prepare()  # before Megatron is imported, below
 from megarl.config.critic import critic_view  # noqa: E402
 from megarl.config.load import load_recipe  # noqa: E402
 from megarl.megatron.critic import CriticTrainer  # noqa: E402
+from megarl.megatron.holdings import describe  # noqa: E402
+from megarl.megatron.model import Model  # noqa: E402
 from megarl.megatron.trainer import PolicyTrainer, Trainer  # noqa: E402
 from megarl.planner.activations import activations  # noqa: E402
 from megarl.planner.held import held, largest_rank  # noqa: E402
+from megarl.planner.serve import serve  # noqa: E402
 from megarl.planner.workload import Workload  # noqa: E402
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Of one rank: what it holds, the `largest_rank` of its stage, and, where asked for, what it takes beyond.
+    """Of one rank: what it holds, the `largest_rank` of its stage, and, where asked for, what it takes beyond, and which
+    boxes of the checkpoint's tensors the ranks of its stage hold (`holdings`).
 
-    `error`: there is no such rank. `not_counted`: why what it takes beyond is not known.
+    `error`: there is no such rank. `not_planned`: why these are no boxes.
     """
     recipe = load_recipe(question["recipe"], check=False)
     if question["critic"]:
         recipe = critic_view(recipe)
-    join(question["rank"], recipe.cluster.trainers)
+    rank, world = question["rank"], recipe.cluster.trainers
+    join(rank, world)
     make = CriticTrainer if question["critic"] else PolicyTrainer
     try:
         with platform.device():
@@ -44,25 +42,35 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:
         return {"error": str(error)}
     result: dict[str, Any] = {"held": dataclasses.asdict(held(trainer)), "largest": largest_rank(trainer)}
-    if question["work"] is not None:
+    if question["holdings"]:
         try:
-            result["activations"] = dataclasses.asdict(activations(trainer, Workload(**question["work"])))
+            result["holdings"] = _holdings(trainer.model, rank, world // recipe.megatron.pipeline_parallel)
         except ValueError as error:
-            result["not_counted"] = str(error)
+            result["not_planned"] = str(error)
+    if question["work"] is not None:
+        result["activations"] = dataclasses.asdict(activations(trainer, Workload(**question["work"])))
     return result
 
 
-def main() -> None:
-    warnings.simplefilter("ignore")  # of a model that nobody will train
-    asked = json.load(sys.stdin)
-    answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    os.dup2(2, 1)  # what libraries print is no answer
-    import mbridge  # noqa: F401 - before the forks, which then have it
+def _holdings(model: Model, rank: int, ranks: int) -> dict[str, Any]:
+    """Of all `ranks` of a stage: the different descriptions, `unique`, and the number of each rank's, `of_rank`.
 
-    with multiprocessing.get_context("fork").Pool(asked["processes"], maxtasksperchild=1) as pool:
-        json.dump(pool.map(answer, asked["questions"], chunksize=1), answers)
-    answers.close()
+    They have the same shapes, and are described by saying to mbridge that this one is they. They stand in the order
+    tensor, context, data parallel; for experts, expert tensor, expert, data parallel.
+    """
+    chunks = model.lora.base() if model.lora else model.chunks
+    own = model.bridge.mpu
+    places = [(one % own.tp_size, one // own.etp_size % own.ep_size, one % own.etp_size) for one in range(ranks)]
+    assert places[rank % ranks] == (own.tp_rank, own.ep_rank, own.etp_rank), "Megatron orders ranks in another way"
+    found: dict[tuple[int, ...], str] = {}
+    for place in dict.fromkeys(places):
+        tensor, expert, expert_tensor = place
+        model.bridge.mpu = dataclasses.replace(own, tp_rank=tensor, ep_rank=expert, etp_rank=expert_tensor)
+        found[place] = base64.b64encode(describe(model.bridge, chunks).to_bytes()).decode()
+    model.bridge.mpu = own
+    numbers = {place: number for number, place in enumerate(found)}
+    return {"unique": list(found.values()), "of_rank": [numbers[place] for place in places]}
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer, int(sys.argv[1]), "mbridge")

@@ -1,34 +1,28 @@
-"""The command `plan`: what each stage of a recipe holds and needs, beside a device's memory."""
+"""The command `plan`: whether a recipe can work, and what each of its devices holds and does."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from megarl import model_configs
 from megarl.config.errors import InputError, blaming_input
 from megarl.config.load import load_recipe
-from megarl.config.schema import Recipe
-from megarl.planner.stages import Stage, left_out, stages
-from megarl.platform.memory import DEVICES
-from megarl.registry import nearest
+from megarl.observe.files import check_target
+from megarl.planner.build import make_plan
+from megarl.planner.calibrate_command import calibrate_run
+from megarl.planner.checks import checked
+from megarl.planner.estimate import estimate_of
+from megarl.planner.options import SECONDS, Options, device_of
+from megarl.planner.page import write_page
+from megarl.planner.plan import Plan
+from megarl.planner.search_command import known, proposing, search_layouts, to_lay_out
+from megarl.planner.show import show
+from megarl.platform.devices import Device
+from megarl.preflight_model import CRITIC, JUDGE, POLICY, TEACHER
 
-ASSUMED = (
-    "Every micro batch is full (actor.max_tokens_per_micro_batch, or one sequence of the longest length), and the "
-    "pipeline full of them.",
-    "Experts are sent equally many tokens.",
-    "Layers, attention and Adam are megarl's own on torch's kernels; fused ones of a device's own libraries keep less.",
-    "Not counted: what communication libraries and drivers take, fragmentation, the engine, and another role on the same "
-    "device.",
-)
+_SECTIONS = {POLICY: "rollout", CRITIC: "critic", TEACHER: "teacher", JUDGE: "judge"}
 
 
 def plan(
@@ -39,100 +33,65 @@ def plan(
     device: str | None,
     memory: float | None,
     as_json: bool,
+    devices: Path | None = None,
+    response: float | None = None,
+    calibrate: Path | None = None,
+    out: Path | None = None,
+    html: Path | None = None,
+    strict: bool = False,
+    search: bool = False,
+    seconds: float | None = None,
 ) -> int:
-    """Print the plan. 1 where some phase needs more than the device has, else 0."""
-    recipe = load_recipe(path, overrides)
-    limit = memory if memory is not None else _memory_of(device)
+    """Print the plan. 1 where some phase needs more than the device has, else 0. `search`: print layouts that fit, found
+    in `seconds`; 1 where there are none."""
+    options = Options(html, out, calibrate, devices, response, search, seconds, as_json)
+    options.check()
+    if html is not None:
+        with blaming_input():
+            check_target("--html", html)
+    kind, of_machines = device_of(path, device, devices)
+    options.check_with(kind)
+    if kind is not None and memory is not None:
+        kind = replace(kind, memory=memory)
+    if search:
+        recipe, divides = to_lay_out(path, overrides, model, known(kind))
+        look = checked(divides, path, model)
+        look.require(strict=strict)
+        models = {_SECTIONS[key]: config for key, config in look.models.items()}
+        return search_layouts(recipe, models, kind, response=response, seconds=seconds or SECONDS, as_json=as_json)
+    with proposing(path, overrides, model, kind):
+        recipe = load_recipe(path, overrides)
+        look = checked(recipe, path, model)
+        look.require(strict=strict)
+    models = {_SECTIONS[key]: config for key, config in look.models.items()}
     with blaming_input():
-        actor = _config(recipe.model.path, model, path)
-        critic = actor
-        if recipe.critic.model_path:
-            critic = _config(recipe.critic.model_path, model, path)
-        found = stages(recipe, actor, critic)
-    notes = [*_notes(recipe, found), *ASSUMED]
+        if calibrate is not None:
+            print("\n".join(calibrate_run(recipe, models, _of_run(kind), calibrate, out)))
+            return 0
+        made = make_plan(recipe, models, kind, memory=memory)
+        if kind is not None:
+            made = replace(made, estimate=estimate_of(made, recipe, models, kind, response=response))
+    made = replace(made, unchecked=[*made.unchecked, *look.unchecked], notes=[*look.notes, *of_machines, *made.notes])
+    if html is not None:
+        write_page(made, html)
     if as_json:
-        print(json.dumps({"memory_gib": limit, "stages": [asdict(stage) for stage in found], "assumed": notes}))
+        print(json.dumps(as_dict(made)))
     else:
-        console = Console(width=100)
-        console.print(_table(found, limit))
-        for note in notes:
-            console.print(f"- {note}", style="dim", highlight=False)
-    return int(limit is not None and any(gib(_peak(stage)[1]) > limit for stage in found))
+        show(made)
+    return int(bool(made.refusals))
 
 
-def _memory_of(device: str | None) -> float | None:
-    if device is None or device in DEVICES:
-        return DEVICES[device] if device else None
-    near = nearest(device, list(DEVICES))
-    hint = f" Nearest: {near}." if near else ""
-    raise InputError(f"--device {device} is not known; {', '.join(DEVICES)} are.{hint} Others: --memory GIB.")
+def as_dict(made: Plan) -> dict[str, object]:
+    """All of the plan in plain values; with what is computed from them where the console shows it."""
+    found = asdict(made)
+    for place, plain in zip(made.places, found["places"], strict=True):
+        plain["peak"] = {"phase": place.peak.phase, "total": place.peak.total}
+    if made.estimate is not None:
+        found["estimate"]["tokens_per_second"] = made.estimate.tokens_per_second
+    return found
 
 
-def _config(directory: str, model: str | None, recipe: Path) -> dict[str, Any]:
-    """The model's config.json: of `model`, of `directory`, or of the shape that the recipe's head names."""
-    if model is not None:
-        return model_configs.read(model)
-    own = Path(directory) / "config.json"
-    if own.is_file():
-        return dict(json.loads(own.read_text(encoding="utf-8")))
-    shape = re.search(r"^# Shape: (.*)$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
-    if shape is None:
-        raise InputError(
-            f"{directory or 'model.path'} has no config.json here, and {recipe} names no Shape: give --model, one of "
-            f"{', '.join(model_configs.names())}."
-        )
-    return model_configs.read(shape[1])
-
-
-def _notes(recipe: Recipe, found: list[Stage]) -> list[str]:
-    unknown = sorted({*left_out(recipe.megatron), *left_out(recipe.critic.megatron)})
-    notes = [
-        f"Activations are not known: {reason}." for reason in sorted({s.not_counted for s in found if s.not_counted})
-    ]
-    if unknown:
-        notes.append(
-            f"Left out of megatron.extra, since only what adapts Megatron to the device knows them: {', '.join(unknown)}."
-        )
-    if "swap_optimizer" in unknown:
-        notes.append("With swap_optimizer, master weights and moments are on the host; its own parts were not run.")
-    return notes
-
-
-def _peak(stage: Stage) -> tuple[str, int]:
-    """The phase that needs the most of the device, and its bytes."""
-    return max(((name, phase.device) for name, phase in stage.phases.items()), key=lambda pair: pair[1])
-
-
-_PASSES = ("log_probs", "update", "optimizer")
-
-
-def _table(found: list[Stage], limit: float | None) -> Table:
-    """What a rank holds, what each pass takes beyond, and the peak."""
-    table = Table(
-        title="GiB of a rank, by pipeline stage", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    for name in ("stage", "params", "weights", "grads", "optim", "forward", "update", "Adam", "peak", "host"):
-        table.add_column(name, justify="right" if name != "stage" else "left", no_wrap=True)
-    if limit is not None:
-        table.add_column(f"of {limit:g}", no_wrap=True)
-    for stage in found:
-        held, here = stage.held, stage.phases
-        passes = [here[name].device - here["resident"].device for name in _PASSES if name in here]
-        phase, most = _peak(stage)
-        cells = [
-            f"{stage.role} {stage.number}",
-            f"{held.parameters / 1e9:.2f} B",
-            *(f"{gib(size):.1f}" for size in (held.weights, held.gradients, held.masters + held.moments)),
-            *([f"+{gib(size):.1f}" for size in passes] or ["?"] * len(_PASSES)),
-            f"{gib(most):.1f}",
-            f"{gib(max(one.host for one in stage.phases.values())):.1f}",
-        ]
-        if limit is not None:
-            enough = "fits" if stage.activations else "not known"
-            cells.append(enough if gib(most) <= limit else f"-{gib(most) - limit:.1f} {phase}")
-        table.add_row(*cells)
-    return table
-
-
-def gib(size: int) -> float:
-    return size / 2**30
+def _of_run(device: Device | None) -> Device:
+    if device is None:
+        raise InputError("--calibrate fits a device: say with --device which one the run had.")
+    return device

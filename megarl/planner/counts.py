@@ -29,6 +29,8 @@ class Activations:
     update: int  # forward and backward of a mini batch
     kept: int  # of `update`, what forward passes keep for backward passes, when most of them wait for theirs
     optimizer: int  # the optimizer's update
+    forward_logits: int = 0  # of `forward`, tensors of a row's whole share of the vocabulary
+    update_logits: int = 0  # of `update`
 
     @property
     def peak(self) -> int:

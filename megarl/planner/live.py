@@ -21,6 +21,7 @@ class Live(TorchDispatchMode):
     not count. What a kernel takes for itself while it runs, no mode can see.
 
     `kept` is the most there was when a backward pass began: what forward passes have kept for it.
+    `wide`: of `peak`, the tensors whose last dimension is `width`.
     `stand_ins`: functions in the place of operations that cannot run without values.
     `backwards`: leave the block, quietly, where so many backward passes are over.
     """
@@ -31,10 +32,12 @@ class Live(TorchDispatchMode):
         stand_ins: dict[Any, Callable[..., torch.Tensor]] | None = None,
         *,
         backwards: int | None = None,
+        width: int | None = None,
     ) -> None:
         super().__init__()
         self.device, self.stand_ins, self.left = device.type, stand_ins or {}, backwards
         self.now = self.peak = self.kept = 0
+        self.width, self.wide, self._wide_now = width, 0, 0
         self._in_backward = False
         self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -57,30 +60,35 @@ class Live(TorchDispatchMode):
         self._in_backward = in_backward
         result = self.stand_ins.get(function, function)(*args, **(kwargs or {}))
         given: set[int] | None = None
-        for storage in self._storages((result,)):
+        for tensor in self._tensors((result,)):
+            storage = tensor.untyped_storage()
             if storage._cdata not in self._seen:
                 if given is None:
-                    given = {one._cdata for one in self._storages((*args, *(kwargs or {}).values()))}
+                    tensors = self._tensors((*args, *(kwargs or {}).values()))
+                    given = {one.untyped_storage()._cdata for one in tensors}
                 if storage._cdata not in given:
-                    self._add(storage)
+                    self._add(storage, wide=tensor.dim() > 0 and tensor.shape[-1] == self.width)
         return result
 
-    def _storages(self, values: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
-        """Of tensors, and of lists of them. (torch's own walk through arguments takes longer than the operations.)"""
+    def _tensors(self, values: Iterable[Any]) -> Iterator[torch.Tensor]:
+        """On the device, in lists too. (torch's own walk through arguments takes longer than the operations.)"""
         for value in values:
             if isinstance(value, torch.Tensor):
                 if value.device.type == self.device:
-                    yield value.untyped_storage()
+                    yield value
             elif isinstance(value, (list, tuple)):
-                yield from self._storages(value)
+                yield from self._tensors(value)
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage, *, wide: bool) -> None:
         key, size = storage._cdata, storage.nbytes()
 
         def gone(_: Any) -> None:
             del self._seen[key]
             self.now -= size
+            self._wide_now -= size if wide else 0
 
         self._seen[key] = weakref.ref(storage, gone)
         self.now += size
-        self.peak = max(self.peak, self.now)
+        self._wide_now += size if wide else 0
+        if self.now > self.peak:
+            self.peak, self.wide = self.now, self._wide_now

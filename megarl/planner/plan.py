@@ -13,11 +13,13 @@ class EngineRank:
     """One device of an engine, by the engine's own model."""
 
     parameters: int
-    weights: int  # bytes
+    weights: int  # bytes, with tables and copies that the engine makes of them
     cache_per_token: float  # bytes of the KV cache that a token of one sequence takes
     working: int  # bytes of its largest step beyond weights and cache
     cache: int | None = None  # bytes that are left for the KV cache; None: the device is not known
     sequences: float | None = None  # of the longest length, that the whole engine has room for at a time
+    devices: int = 1  # of all engines of the kind
+    largest: int = 0  # bytes of the largest layer's own weights, of which there are two while new ones are loaded
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Place:
     name: str
     devices: int
     uses: list[Use]
+    not_counted: str | None = None  # what of all that lies there is not known, so that no use is whole
 
     @property
     def peak(self) -> Use:
@@ -53,6 +56,8 @@ class PhaseTime:
     seconds: float
     bound: str
     assumed: str
+    begin: float | None = None  # seconds since the step began; None: where the phase before it ends
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by what they are spent on: see cost.py
 
 
 @dataclass(frozen=True)
@@ -74,8 +79,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes of one weight exchange."""
+    """Bytes of one weight exchange, by the route that the recipe asks for."""
 
+    route: str  # "export" or "planned"
     sent: int  # by the trainer rank that sends the most
     received: int  # by the engine rank that receives the most
     total: int
@@ -98,11 +104,18 @@ class Plan:
     recipe: str  # its name
     device: Device | None
     stages: list[Stage]
-    engine: EngineRank | None
+    engine: EngineRank | None  # of the policy
     places: list[Place]
     estimate: Estimate | None
     exchange: Links | None
+    readers: dict[str, EngineRank] = field(default_factory=dict)  # of a teacher and a judge
+    memory: float | None = None  # GiB of a device; None: not known
     refusals: list[Refusal] = field(default_factory=list)
-    proposals: list[str] = field(default_factory=list)  # layouts that fit, the fastest first: what to give on the command line
+    proposals: list[str] = field(
+        default_factory=list
+    )  # layouts that fit, the fastest first: what to give on the command line
+    not_counted: list[str] = field(
+        default_factory=list
+    )  # sections of which `places` lack what engines hold: see unchecked
     unchecked: list[str] = field(default_factory=list)  # what could not be looked at here, and why
     notes: list[str] = field(default_factory=list)

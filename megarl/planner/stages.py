@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,24 @@ from megarl.algorithms.objective import runs_reference_pass
 from megarl.config.critic import critic_view
 from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig
+from megarl.exchange.boxes import Description
 from megarl.megatron.config_fields import check_extra, fields_of_megatron
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
-from megarl.planner.ask import Question, ask
+from megarl.planner.ask import Asker, Question
 from megarl.planner.counts import Activations, Held, Phase, phases
+from megarl.planner.turns import leaves
 from megarl.planner.workload import first_ranks, largest
 from megarl.platform.memory import swapped_parts
+
+_NOT_COUNTED = (
+    "activations under megatron.extra.moe_token_dispatcher_type=flex are those of kernels that run on devices alone "
+    "(DeepEP, HybridEP)"
+)
+
+# Kernels of Transformer Engine, which Megatron looks for while it makes its configuration.
+_FUSED = ("moe_permute_fusion", "moe_router_fusion")
 
 
 @dataclass(frozen=True)
@@ -34,22 +46,65 @@ class Stage:
     activations: Activations | None
     not_counted: str | None  # why there are no activations
     phases: dict[str, Phase]
+    chunks: int = 1  # parts of the model that the stage holds: more than one under virtual pipeline stages
+
+
+@dataclass(frozen=True)
+class Counted:
+    """`held`: of the actor's ranks, in their order, where it was asked for; `not_planned`: why it cannot be told."""
+
+    stages: list[Stage]
+    held: list[Description] | None = None
+    not_planned: str | None = None
+
+
+def check_trainable(recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any]) -> None:
+    """Raise ValueError for a model that cannot be trained and a layout that does not divide, before anything is started."""
+    views = [("megatron", recipe, actor_model)]
+    if uses_critic(recipe.algorithm):
+        views.append(("critic.megatron", critic_view(recipe), critic_model))
+    for section, view, model in views:
+        check_extra(view, model, section)
+        _check(view, model)
 
 
 def stages(recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any]) -> list[Stage]:
     """Every stage of the actor, then of the critic where the recipe has one; `..._model`: their config.json.
 
-    Raises ValueError for a model that cannot be trained and a layout that does not divide.
+    Raises ValueError as `check_trainable` does.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        check_extra(recipe, actor_model, "megatron")
-        found = _stages_of("actor", _built_from(recipe, actor_model, Path(directory, "actor")), recipe.megatron)
+    return counted(recipe, actor_model, critic_model).stages
+
+
+def counted(
+    recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any], *, holdings: bool = False
+) -> Counted:
+    """As `stages`; `holdings`: and what the actor's ranks hold of the checkpoint's tensors."""
+    check_trainable(recipe, actor_model, critic_model)
+    with tempfile.TemporaryDirectory() as directory, Asker() as asker:
+        built = built_from(recipe, actor_model, Path(directory, "actor"))
+        found = _counted("actor", built, recipe.megatron, asker, holdings=holdings)
         if uses_critic(recipe.algorithm):
-            check_extra(critic_view(recipe), critic_model, "critic.megatron")
             view = replace(recipe, critic=replace(recipe.critic, model_path=None))
-            found += _stages_of(
-                "critic", _built_from(view, critic_model, Path(directory, "critic")), recipe.critic.megatron
-            )
+            built = built_from(view, critic_model, Path(directory, "critic"))
+            found = replace(found, stages=found.stages + stages_of("critic", built, recipe.critic.megatron, asker))
+    return found
+
+
+def holdings(recipe: Recipe, asker: Asker) -> list[Description]:
+    """Of each of the actor's ranks. `recipe`: of `built_from`. Raises ValueError where they cannot be told."""
+    firsts = dict(enumerate(first_ranks(recipe.megatron, recipe.cluster.trainers)))
+    answers = _answers({stage: Question(recipe, rank, holdings=True) for stage, rank in firsts.items()}, asker)
+    return _descriptions(answers)
+
+
+def _descriptions(answers: dict[int, dict[str, Any]]) -> list[Description]:
+    found = []
+    for answer in answers.values():
+        if "not_planned" in answer:
+            raise ValueError(answer["not_planned"])
+        unique = [Description.from_bytes(base64.b64decode(text)) for text in answer["holdings"]["unique"]]
+        found += [unique[number] for number in answer["holdings"]["of_rank"]]
     return found
 
 
@@ -59,14 +114,17 @@ def left_out(megatron: MegatronConfig) -> list[str]:
     return [] if known is None else sorted(name for name in megatron.extra if name not in known)
 
 
-def _built_from(recipe: Recipe, model: dict[str, Any], directory: Path) -> Recipe:
-    """`recipe`, as a process can build its ranks that has nothing of the model but `model`."""
+def built_from(recipe: Recipe, model: dict[str, Any], directory: Path) -> Recipe:
+    """`recipe`, as a process can build its ranks that has nothing of the model but `model`, and no device's own libraries.
+
+    Ranks hold the same without these."""
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(model), encoding="utf-8")
 
     def known(megatron: MegatronConfig) -> MegatronConfig:
-        unknown = left_out(megatron)
-        return replace(megatron, extra={name: value for name, value in megatron.extra.items() if name not in unknown})
+        without = {*left_out(megatron), *_FUSED}
+        extra = {name: value for name, value in megatron.extra.items() if name not in without}
+        return replace(megatron, extra=_without_flex(extra) if _flex(megatron) else extra)
 
     return replace(
         recipe,
@@ -76,32 +134,75 @@ def _built_from(recipe: Recipe, model: dict[str, Any], directory: Path) -> Recip
     )
 
 
-def _stages_of(role: str, recipe: Recipe, asked: MegatronConfig) -> list[Stage]:
-    """`asked`: the section as the recipe has it, with what `recipe` leaves out."""
+def _flex(megatron: MegatronConfig) -> bool:
+    """Tokens are dispatched by kernels that there are for devices alone, DeepEP's or HybridEP's."""
+    return megatron.extra.get("moe_token_dispatcher_type") == "flex"
+
+
+def _without_flex(extra: dict[str, Any]) -> dict[str, Any]:
+    """The same model with a dispatcher that can be built anywhere: a rank holds as much with either."""
+    own = ("moe_flex_", "moe_deepep_", "moe_hybridep_", "moe_enable_deepep")
+    return {name: value for name, value in extra.items() if not name.startswith(own)} | {
+        "moe_token_dispatcher_type": "alltoall"
+    }
+
+
+def stages_of(
+    role: str, recipe: Recipe, asked: MegatronConfig, asker: Asker, numbers: Sequence[int] | None = None
+) -> list[Stage]:
+    """`recipe`: of `built_from`. `asked`: the section as the recipe has it, with what `recipe` leaves out. `numbers`: of
+    the stages that are wanted; None: all."""
+    return _counted(role, recipe, asked, asker, numbers).stages
+
+
+def _counted(
+    role: str,
+    recipe: Recipe,
+    asked: MegatronConfig,
+    asker: Asker,
+    numbers: Sequence[int] | None = None,
+    *,
+    holdings: bool = False,
+) -> Counted:
     view = critic_view(recipe) if role == "critic" else recipe
     model = json.loads((Path(view.model.path) / "config.json").read_text(encoding="utf-8"))
+    _check(view, model)
+    firsts = dict(enumerate(first_ranks(view.megatron, view.cluster.trainers)))
+    questions = {
+        stage: Question(
+            recipe, firsts[stage], role == "critic", None if _flex(asked) else largest(view, stage), holdings
+        )
+        for stage in numbers or firsts
+    }
+    answers = _answers(questions, asker)
+    held, not_planned = None, None
+    if holdings:
+        try:
+            held = _descriptions(answers)
+        except ValueError as error:
+            not_planned = str(error)
+    others = {
+        stage: replace(questions[stage], rank=answer["largest"], holdings=False)
+        for stage, answer in answers.items()
+        if answer["largest"] != questions[stage].rank
+    }
+    answers |= _answers(others, asker)
+    questions |= others
+    swaps = swapped_parts(asked.extra)
+    found = [_stage(role, stage, questions[stage], answer, view, swaps) for stage, answer in answers.items()]
+    return Counted(found, held, not_planned)
+
+
+def _check(view: Recipe, model: dict[str, Any]) -> None:
     check_model(model)
     check_layout(model, view.megatron, view.cluster.trainers)
     check_lora(model, view.lora, view.megatron)
-    firsts = first_ranks(view.megatron, view.cluster.trainers)
-    questions = [Question(recipe, rank, role == "critic", largest(view, stage)) for stage, rank in enumerate(firsts)]
-    answers = _asked(questions)
-    others = {
-        stage: replace(question, rank=answer["largest"])
-        for stage, (question, answer) in enumerate(zip(questions, answers, strict=True))
-        if answer["largest"] != question.rank
-    }
-    for (stage, question), answer in zip(others.items(), _asked(list(others.values())), strict=True):
-        questions[stage], answers[stage] = question, answer
-    return [
-        _stage(role, stage, question, answer, view, swapped_parts(asked.extra))
-        for stage, (question, answer) in enumerate(zip(questions, answers, strict=True))
-    ]
 
 
-def _asked(questions: list[Question]) -> list[dict[str, Any]]:
-    answers = ask(questions) if questions else []
-    for answer in answers:
+def _answers(questions: dict[int, Question], asker: Asker) -> dict[int, dict[str, Any]]:
+    under_way = {stage: asker.submit(question) for stage, question in questions.items()}
+    answers = {stage: future.result() for stage, future in under_way.items()}
+    for answer in answers.values():
         if "error" in answer:
             raise ValueError(answer["error"])
     return answers
@@ -116,7 +217,8 @@ def _stage(
         held,
         beyond,
         reference=role == "actor" and runs_reference_pass(view.algorithm),
-        leaves=view.megatron.offload and view.cluster.placement == "colocated",
+        leaves=leaves(view),
         swaps=swaps,
     )
-    return Stage(role, number, question.rank, held, beyond, answer.get("not_counted"), in_phases)
+    chunks = view.megatron.virtual_pipeline or 1
+    return Stage(role, number, question.rank, held, beyond, None if beyond else _NOT_COUNTED, in_phases, chunks)

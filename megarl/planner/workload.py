@@ -48,3 +48,15 @@ def first_ranks(megatron: MegatronConfig, world_size: int) -> list[int]:
     """The first rank of each pipeline stage."""
     each = world_size // megatron.pipeline_parallel
     return [stage * each for stage in range(megatron.pipeline_parallel)]
+
+
+def image_tokens(recipe: Recipe, pixels: int) -> int:
+    """Of the largest image: `data.max_pixels`, of which `pixels` make a token, or a whole prompt of the longest length."""
+    longest = recipe.data.max_prompt_length
+    return longest if recipe.data.max_pixels is None else min(longest, max(1, recipe.data.max_pixels // pixels))
+
+
+def image_grid(tokens: int, merge: int) -> tuple[int, int]:
+    """Rows and columns of patches, `merge` x `merge` a token, of an image of at most `tokens` tokens, about square."""
+    rows = math.isqrt(tokens)
+    return rows * merge, tokens // rows * merge

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from megarl.platform.base import Platform
 from megarl.platform.cpu import stand_in
@@ -123,6 +125,44 @@ def _remember_what_is_sent() -> None:
     torch.tensor = remembering_tensor
     torch.Tensor.tolist = lambda self: tolist(getattr(self, "_on_host", self))
     torch.Tensor.item = lambda self: item(getattr(self, "_on_host", self))
+
+
+_ONLY_VALUES = (  # operations that tell values, or whose output has a size that hangs on them
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.repeat_interleave.Tensor,
+    torch.ops.aten.unique_consecutive.default,
+)
+
+
+class KnownValues(TorchDispatchMode):
+    """Computes on the host, too, what is computed of the few numbers that the host has sent: where an image's windows lie
+    follows from its size by some arithmetic on the device, and shapes follow from that.
+
+    Only within it, since it looks at every operation.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        known = any(hasattr(tensor, "_on_host") for tensor in tensors) and all(
+            tensor.device != META or hasattr(tensor, "_on_host") for tensor in tensors
+        )
+        if not known:
+            return function(*args, **kwargs)
+        on_host = function(*tree_map(_host, args), **tree_map(_host, kwargs))
+        if function == torch.ops.aten._local_scalar_dense.default or kwargs.get("device", META) != META:
+            return on_host  # which the host is told
+        by_value = function in _ONLY_VALUES
+        result = tree_map(lambda value: value.to(META), on_host) if by_value else function(*args, **kwargs)
+        for made, value in zip(tree_leaves(result), tree_leaves(on_host), strict=True):
+            made._on_host = value
+        return result
+
+
+def _host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return getattr(value, "_on_host", value)
+    return torch.device("cpu") if value == META else value
 
 
 # --- kernels that every accelerator has as one, and that torch takes apart on "meta" ---------------------------

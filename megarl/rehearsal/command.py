@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from megarl.config.errors import blaming_input, plain
@@ -19,10 +22,11 @@ from megarl.rehearsal.changes import Change
 from megarl.rehearsal.settings import STEPS
 from megarl.rehearsal.twin import Twin, make_twin
 
-REPORT = "rehearsal.txt"
+REPORT, RECORD = "rehearsal.txt", "rehearsal.json"
 _WIDTH = 100
 _GAP = 0.05  # between engine and trainer, of a tiny model's tokens: in bfloat16 0.01 was measured at most
 _PATIENCE = 60.0  # seconds that an interrupted training may take to end
+_STOPPED = (130, 143)  # exit statuses of a training that was told to end, and has said so
 _TITLES = {"kept": "as in the recipe", "reduced": "reduced", "left out": "could not be exercised"}
 
 
@@ -48,6 +52,9 @@ def rehearse(
     status = run_twin(twin, resume=resume)
     seconds = time.monotonic() - began
     (folder / REPORT).write_text(table(twin.changes, width=None) + "\n", encoding="utf-8")
+    changes = [asdict(change) for change in twin.changes]
+    text = json.dumps({"recipe": str(path), "status": status, "seconds": seconds, "changes": changes}, indent=1)
+    (folder / RECORD).write_text(text + "\n", encoding="utf-8")
     if status:  # whose cause stands above: it is not to be searched for behind a table
         print(f"\nthe rehearsal failed: megarl train {twin.path} shows it again", file=sys.stderr)
         return status
@@ -74,16 +81,24 @@ def run_twin(twin: Twin, *, resume: bool) -> int:
 
 
 def _ended(command: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The exit status of a process, which is let put away what it started where this one is interrupted."""
-    with subprocess.Popen(command, env=environ) as process:
+    """The exit status of a process. Where this one is interrupted, that one is told, and let put away what it started; it
+    says that it was stopped, and this one ends without a word of its own."""
+    # In a session of its own: Ctrl-C would reach both, and both would say so.
+    with subprocess.Popen(command, env=environ, start_new_session=True) as process:
         try:
             return process.wait()
-        except BaseException:
-            process.terminate()
+        except BaseException as error:
+            by_hand = isinstance(error, KeyboardInterrupt)
+            process.send_signal(signal.SIGINT if by_hand else signal.SIGTERM)
             try:
-                process.wait(_PATIENCE)
+                status = process.wait(_PATIENCE)
             except subprocess.TimeoutExpired:
-                process.kill()  # else it would be waited for without end
+                status = None
+            finally:  # also where this one is interrupted again
+                if process.poll() is None:
+                    process.kill()  # else it would be waited for without end
+            if status in _STOPPED:
+                raise SystemExit(status) from None
             raise
 
 

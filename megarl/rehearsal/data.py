@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.config.data import files_of
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.data.prepare import deepscaler, geo3k, gsm8k, math, retool_sft, word_problems
@@ -50,7 +51,8 @@ def write_data(recipe: Recipe, twin: Recipe, folder: Path, changes: Changes) -> 
         return [_write(columns_of(recipe, key, file), file, folder, next(number)) for file in files]
 
     data = twin.data
-    sources = {columns_of(recipe, key, file).data_source for key, file in _training_files(recipe)}
+    learned = [named for named in files_of(recipe.data) if named[0] != "data.eval_files"]
+    sources = {columns_of(recipe, key, file).data_source for key, file in learned}
     changes.set(data, "data.train_files", tiny("data.train_files", data.train_files), _GENERATED)
     changes.set(data, "data.eval_files", tiny("data.eval_files", data.eval_files), _GENERATED)
     for name, part in data.mix.items():
@@ -58,12 +60,6 @@ def write_data(recipe: Recipe, twin: Recipe, folder: Path, changes: Changes) -> 
         changes.set(part, key, tiny(key, part.files), _GENERATED)
     if recipe.train.source == "rollout":
         _score(twin, sources, changes)
-
-
-def _training_files(recipe: Recipe) -> list[tuple[str, str]]:
-    """(the setting that names it, file) of each."""
-    named = [("data.train_files", file) for file in recipe.data.train_files]
-    return named + [(f"data.mix.{name}.files", file) for name, part in recipe.data.mix.items() for file in part.files]
 
 
 def columns_of(recipe: Recipe, key: str, file: str) -> Columns:

@@ -54,12 +54,14 @@ def shrink_layout(megatron: MegatronConfig, trainers: int, processes: int) -> tu
 
 
 def stage_layers(megatron: MegatronConfig) -> tuple[int | None, int | None]:
-    """Layers of the first and of the last of two stages, uneven where the recipe's are; None: not said."""
+    """Layers of the first and of the last of two stages, uneven where the recipe's are; None: not said. Of both Megatron
+    interleaves more stages alone: of two, the last has what the first leaves."""
     if megatron.pipeline_parallel == 1:
         return None, None
     each = megatron.virtual_pipeline or 1
     first = 3 * each if megatron.first_stage_layers else None
-    last = each if megatron.last_stage_layers else None
+    both = megatron.virtual_pipeline and first is not None
+    last = each if megatron.last_stage_layers and not both else None
     return first, last
 
 

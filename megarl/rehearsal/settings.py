@@ -13,7 +13,7 @@ from megarl.rehearsal.changes import Changes, settings_of
 from megarl.rehearsal.layout import processes_for, shrink_layout
 
 STEPS = 2
-PROMPT, RESPONSE, DEMONSTRATION = 64, 16, 192  # tokens
+PROMPT, PROMPT_WITH_TOOLS, RESPONSE, DEMONSTRATION = 64, 256, 16, 192  # tokens
 PROMPTS, SAMPLES = 4, 4
 _ROWS = 4  # that an evaluation reads
 _SEQUENCES = 16  # that an engine computes at a time
@@ -94,9 +94,10 @@ def _lay_out(owner: Any, key: str, small: MegatronConfig, changes: Changes) -> N
 
 def _lengths(twin: Recipe, changes: Changes) -> None:
     data, rollout, agent = twin.data, twin.rollout, twin.agent
-    prompt = min(data.max_prompt_length, PROMPT)
+    tools = bool(agent.tools or agent.mcp)
+    prompt = min(data.max_prompt_length, PROMPT_WITH_TOOLS if tools else PROMPT)
     changes.set(data, "data.max_prompt_length", prompt, _SIZE)
-    turns = min(agent.max_turns, _TURNS) if agent.tools or agent.mcp else 1
+    turns = min(agent.max_turns, _TURNS) if tools else 1
     response = min(rollout.max_response_length, RESPONSE if turns == 1 else turns * (RESPONSE + _ANSWER))
     if twin.train.source != "rollout":
         response = DEMONSTRATION

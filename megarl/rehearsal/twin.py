@@ -8,17 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl import model_configs
-from megarl.config.errors import RecipeError
 from megarl.config.load import load_recipe, to_yaml
 from megarl.config.schema import Recipe
-from megarl.config.supported import shape_of
 from megarl.data.prepare.tiny_model import write_model
 from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
-from megarl.megatron.config_fields import check_extra
-from megarl.megatron.layout import check_layout
-from megarl.megatron.model_checks import check_model
-from megarl.preflight import read_hf_config
+from megarl.preflight_model import check_policy, config_of
 from megarl.rehearsal.changes import Change, Changes
 from megarl.rehearsal.data import write_data
 from megarl.rehearsal.layout import layers_for
@@ -51,10 +45,8 @@ def make_twin(
     """
     recipe = load_recipe(path, overrides)
     changes = Changes()
-    given = _model_of(recipe, shape or shape_of(path))
-    check_model(given)  # the recipe as it is: of the twin much could not be wrong any more
-    check_layout(given, recipe.megatron, recipe.cluster.trainers)
-    check_extra(recipe, given, "megatron")
+    given = config_of(recipe.model.path, path, name=shape)
+    check_policy(recipe, given)  # the recipe as it is: of the twin much could not be wrong any more
     twin = shrink_settings(recipe, processes, changes)
     config = shrink_model(given, max(layers_for(twin.megatron), layers_for(twin.critic.megatron)), changes)
     model = folder / "model"
@@ -68,23 +60,6 @@ def make_twin(
     note_kept(recipe, twin, changes)
     (folder / RECIPE).write_text(to_yaml(twin), encoding="utf-8")
     return Twin(folder / RECIPE, load_recipe(folder / RECIPE, []), config, changes.found)
-
-
-def _model_of(recipe: Recipe, shape: str | None) -> dict[str, Any]:
-    """The config.json of the recipe's model: where it lies, or as it is kept here under the model's name."""
-    place = Path(recipe.model.path)
-    if (place / "config.json").is_file():
-        return read_hf_config(recipe.model.path)
-    name = shape or place.name
-    try:
-        return model_configs.read(name)
-    except ValueError as error:
-        raise RecipeError(
-            "model.path",
-            f"there is no {place / 'config.json'}, and {error}",
-            "make the model first, or say which one's config.json it has: --shape NAME",
-            value=recipe.model.path,
-        ) from error
 
 
 def _name_models(twin: Recipe, model: str, changes: Changes) -> None:

@@ -21,7 +21,7 @@ from megarl.config.schema import RewardConfig
 from megarl.data.images import ImageReader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.base import EngineSpec, Seat
-from megarl.exchange.session import ExchangeSession
+from megarl.exchange.session import Session
 from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.weighted import terms_of
 from megarl.rollout.assemble import control_data, question, said, vectors
@@ -185,8 +185,9 @@ class RolloutServer:
             self._results[group] = asyncio.get_running_loop().create_future()
         return self._results[group]
 
-    async def connect_exchange(self, session: ExchangeSession) -> None:
-        await self._in_thread(self.engine.connect_exchange, session)
+    async def connect_exchange(self, session: Session) -> str | None:
+        """Join the trainers' weight exchange; returns why the engine cannot, of a planned one."""
+        return await self._in_thread(self.engine.connect_exchange, session)
 
     async def update_weights(self, version: int) -> Any:
         """Receive the weights of `version` from the trainers; returns the engine's report of what arrived."""

@@ -1,0 +1,158 @@
+"""How long a weight exchange takes to plan, over numbers of ranks: DeepSeek-V3's tensors, in layouts that cut them.
+
+    python benchmarks/exchange_plan.py
+
+Needs no device and no weights. Descriptions are made as discovery makes them; what is timed is what every rank does with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import time
+from functools import cache
+
+import numpy as np
+
+from megarl import model_configs
+from megarl.exchange.boxes import Describer, Description
+from megarl.exchange.flows import totals
+from megarl.exchange.plan import Hosts, plan
+
+BUCKET = 64 << 20
+PER_NODE = 16
+# Trainers: ranks, TP, PP, EP. Engines: ranks, TP, EP (0: experts are cut by TP).
+CASES = [
+    ((64, 1, 8, 8), (32, 4, 32)),
+    ((256, 1, 8, 32), (256, 2, 256)),
+    ((1024, 1, 16, 64), (256, 2, 256)),
+    ((1024, 8, 16, 8), (256, 2, 256)),
+    ((1024, 1, 16, 64), (256, 32, 256)),
+    ((1024, 1, 16, 64), (256, 32, 0)),
+]
+
+
+@cache
+def tensors() -> list[tuple[str, tuple[int, int], int | None, int | None, str]]:
+    """Name, rows and columns, layer, expert, and which of rows and columns tensor parallel cuts."""
+    c = model_configs.read("DeepSeek-V3")
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
+    attention = {
+        "q_a_proj": ((c["q_lora_rank"], hidden), ""),
+        "q_a_layernorm": ((1, c["q_lora_rank"]), ""),
+        "q_b_proj": ((heads * (nope + rope), c["q_lora_rank"]), "rows"),
+        "kv_a_proj_with_mqa": ((c["kv_lora_rank"] + rope, hidden), ""),
+        "kv_a_layernorm": ((1, c["kv_lora_rank"]), ""),
+        "kv_b_proj": ((heads * (nope + value), c["kv_lora_rank"]), "rows"),
+        "o_proj": ((hidden, heads * value), "columns"),
+    }
+    last = c["num_hidden_layers"] - 1
+    found = [("model.embed_tokens", (c["vocab_size"], hidden), 0, None, "rows")]
+    for layer in range(last + 1):
+        at = f"model.layers.{layer}"
+        found += [(f"{at}.{norm}_layernorm", (1, hidden), layer, None, "") for norm in ("input", "post_attention")]
+        found += [(f"{at}.self_attn.{name}", shape, layer, None, cut) for name, (shape, cut) in attention.items()]
+        dense = layer < c["first_k_dense_replace"]
+        mlps = (
+            [("mlp", c["intermediate_size"], None)]
+            if dense
+            else [("mlp.shared_experts", c["moe_intermediate_size"], None)]
+        )
+        if not dense:
+            found.append((f"{at}.mlp.gate", (c["n_routed_experts"], hidden), layer, None, ""))
+            mlps += [(f"mlp.experts.{one}", c["moe_intermediate_size"], one) for one in range(c["n_routed_experts"])]
+        for name, width, expert in mlps:
+            found += [(f"{at}.{name}.{part}_proj", (width, hidden), layer, expert, "rows") for part in ("gate", "up")]
+            found.append((f"{at}.{name}.down_proj", (hidden, width), layer, expert, "columns"))
+    return [
+        *found,
+        ("model.norm", (1, hidden), last, None, ""),
+        ("lm_head", (c["vocab_size"], hidden), last, None, "rows"),
+    ]
+
+
+@cache
+def description(tensor: int, tensor_size: int, expert: int, expert_size: int, stage: int, stages: int) -> Description:
+    """Of a rank at these coordinates. `expert_size` 0: experts are cut as all else is."""
+    describer = Describer()
+    layers = tensors()[-1][2] + 1  # type: ignore[operator]
+    for name, (rows, columns), layer, number, cut in tensors():
+        if layer is not None and layer * stages // layers != stage:
+            continue
+        box = [0, 0, rows, columns]
+        if number is not None and expert_size:
+            if number * expert_size // 256 != expert:
+                continue
+        elif cut:
+            side = int(cut == "columns")
+            box[2 + side] //= tensor_size
+            box[side] = tensor * box[2 + side]
+        place = (box[0], box[1], box[2], box[3])
+        describer.add(describer.tensor(name, (rows, columns)), place, describer.parameter(name, "bfloat16"), 0, box[3])
+    return describer.done()
+
+
+def ranks(count: int, tensor: int, stages: int, expert: int) -> list[Description]:
+    each = count // stages
+    return [
+        description(rank % tensor, tensor, rank % each % expert if expert else 0, expert, rank // each, stages)
+        for rank in range(count)
+    ]
+
+
+def measure(trainers: tuple[int, int, int, int], engines: tuple[int, int, int]) -> str:
+    haves = ranks(*trainers)
+    needs = ranks(engines[0], engines[1], 1, engines[2])
+    for one in {*haves, *needs}:
+        _ = one.digest  # everyone has published it
+    hosts = Hosts(
+        [f"trainers {rank // PER_NODE}" for rank in range(len(haves))],
+        [f"engines {rank // PER_NODE}" for rank in range(len(needs))],
+    )
+    start = time.process_time()
+    made = plan(haves, needs, hosts, BUCKET)
+    planned = time.process_time()
+    sends, receives = made.sends(len(haves) // 2), made.receives(len(needs) // 2)
+    own = time.process_time()
+    told = totals(made)
+    balance = told.sent_by_rank / np.bincount(made.sources, made.nbytes, len(haves)).mean()
+    layout = (
+        f"TP{trainers[1]} PP{trainers[2]} EP{trainers[3]}",
+        f"TP{engines[1]}" + (f" EP{engines[2]}" if engines[2] else ""),
+    )
+    cells = [
+        f"{trainers[0]}: {layout[0]}",
+        f"{engines[0]}: {layout[1]}",
+        f"{len(made.pieces):,}",
+        f"{planned - start:.2f}",
+        f"{own - planned:.2f}",
+        f"{max(len(part.to_bytes()) for part in (sends, receives)) / 1e3:.0f}",
+        f"{told.received_by_rank / 1e9:.1f}",
+        f"{told.received_by_rank / max(one.nbytes for one in needs):.3f}",
+        f"{balance:.2f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    size = sum(math.prod(shape) for _, shape, *_ in tensors()) * 2
+    print(f"DeepSeek-V3, {len(tensors()):,} tensors, {size / 1e9:,.0f} GB in bfloat16, buckets of {BUCKET >> 20} MiB\n")
+    print(
+        "| trainer ranks | engine ranks | boxes | plan, s | own part, s | own part, kB | GB to an engine rank | "
+        "of what it holds | busiest sender / mean |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    for trainers, engines in CASES:
+        print(measure(trainers, engines), flush=True)
+        description.cache_clear()
+    print(
+        f"\nCPU seconds of one rank; {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB of memory at most."
+    )
+
+
+if __name__ == "__main__":
+    main()

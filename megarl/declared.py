@@ -1,0 +1,63 @@
+"""What the source of a class says of its fields, read without importing it: their names, and values that they would not take."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+from megarl.registry import nearest
+
+Fields = dict[str, ast.expr]
+"""What each field is declared as."""
+
+_WORDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+}
+
+
+def fields_of(file: Path, *classes: str) -> Fields:
+    """The annotated fields of `classes`."""
+    return {
+        statement.target.id: statement.annotation
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in classes
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
+
+
+def problem(who: str, declared: ast.expr, value: Any) -> tuple[str, str] | None:
+    """What is wrong with the value of a field, and what to do, as far as its declaration says it: a switch, a number, one
+    of some words; None: nothing. `who`: whose field it is."""
+    kinds = _alternatives(declared)
+    if value is None and "None" in map(ast.unparse, kinds):
+        return None
+    kinds = [kind for kind in kinds if ast.unparse(kind) != "None"]
+    if len(kinds) != 1:
+        return None
+    (kind,) = kinds
+    if known := _WORDS.get(ast.unparse(kind)):
+        types, words = known
+        fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+        return None if fits else (f"{who} expects {words}", f"give {words}")
+    if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Literal":
+        choices = ast.literal_eval(kind.slice)
+        choices = choices if isinstance(choices, tuple) else (choices,)
+        if value not in choices:
+            near = nearest(str(value), map(str, choices))
+            return f"{who} knows {', '.join(map(str, choices))}", f"write {near}" if near else "write one of these"
+    return None
+
+
+def _alternatives(declared: ast.expr) -> list[ast.expr]:
+    """The parts of `A | B`, `Optional[A]` and `Union[A, B]`."""
+    if isinstance(declared, ast.BinOp) and isinstance(declared.op, ast.BitOr):
+        return [*_alternatives(declared.left), *_alternatives(declared.right)]
+    if isinstance(declared, ast.Subscript) and ast.unparse(declared.value) in ("Optional", "Union"):
+        parts = declared.slice.elts if isinstance(declared.slice, ast.Tuple) else [declared.slice]
+        none = [ast.Constant(None)] if ast.unparse(declared.value) == "Optional" else []
+        return [*(one for part in parts for one in _alternatives(part)), *none]
+    return [declared]

@@ -1,0 +1,73 @@
+"""A bucket's boxes, out of a rank's parameters and into another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from megarl.exchange.boxes import ITEM_BYTES
+from megarl.exchange.plan import COPY, Stream
+
+_BUCKET = COPY.index("bucket")
+
+
+class Boxes:
+    """The boxes of one stream, bucket by bucket. `tensor` gives the memory of a parameter by its number; a box may be
+    part of any contiguous one."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.dtype: torch.dtype = getattr(torch, stream.dtype)
+        numbers = np.arange(len(stream.buckets) + 1)
+        self._starts = np.searchsorted(stream.copies[:, _BUCKET], numbers).tolist()
+        self._copies: list[list[int]] = stream.copies[:, _BUCKET + 1 :].tolist()
+
+    def nbytes(self, bucket: int) -> int:
+        return int(self.stream.buckets[bucket]) * ITEM_BYTES[self.stream.dtype]
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return max(self.nbytes(bucket) for bucket in range(len(self.stream.buckets)))
+
+    def pack(self, bucket: int, memory: torch.Tensor, tensor: Callable[[int], torch.Tensor]) -> None:
+        """Into `memory` (uint8, on the host), converted to what travels."""
+        flat = memory.view(self.dtype)
+        copies = self._copies[self._starts[bucket] : self._starts[bucket + 1]]
+        device = tensor(copies[0][1]).device
+        packed = flat if device.type == "cpu" else torch.empty(len(flat), dtype=self.dtype, device=device)
+        for at, parameter, offset, stride, rows, columns in copies:
+            part = packed[at : at + rows * columns].view(rows, columns)
+            part.copy_(box(tensor(parameter), offset, stride, rows, columns))
+        if packed is not flat:
+            flat.copy_(packed)
+
+    def unpack(
+        self,
+        bucket: int,
+        memory: torch.Tensor,
+        tensor: Callable[[int], torch.Tensor],
+    ) -> list[tuple[int, int]]:
+        """Out of `memory` (uint8, on the host), converted to what each parameter has. Returns of each box the
+        parameter's number, and how many elements it has."""
+        flat = memory.view(self.dtype)
+        copies = self._copies[self._starts[bucket] : self._starts[bucket + 1]]
+        for at, parameter, offset, stride, rows, columns in copies:
+            target = tensor(parameter)
+            if flat.device != target.device:
+                flat = flat.to(target.device)
+            part = flat[at : at + rows * columns].view(rows, columns)
+            box(target, offset, stride, rows, columns).copy_(part)
+        return [(parameter, rows * columns) for _, parameter, _, _, rows, columns in copies]
+
+    def names(self, bucket: int, tensors: tuple[str, ...]) -> list[str]:
+        """The checkpoint's tensors of which boxes are in `bucket`. `tensors`: of this rank's description."""
+        numbers = self.stream.tensors[self._starts[bucket] : self._starts[bucket + 1]]
+        return [tensors[number] for number in dict.fromkeys(numbers.tolist())]
+
+
+def box(tensor: torch.Tensor, offset: int, stride: int, rows: int, columns: int) -> torch.Tensor:
+    """Elements `offset + i * stride + j` of a tensor's memory, as a matrix."""
+    return tensor.as_strided((rows, columns), (stride, 1), tensor.storage_offset() + offset)

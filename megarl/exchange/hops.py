@@ -1,0 +1,54 @@
+"""Whose memory the buckets of a stream lie in, and who reads them there.
+
+A bucket is packed by a trainer into memory that engine ranks of its host read. Where the stream goes on to another host,
+the first engine rank there gets it over the network, into memory of its own, out of which the others of that host read it;
+and so on. So it is packed once, and crosses each network link once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megarl.exchange.plan import Stream
+from megarl.exchange.session import PlannedSession
+
+Party = tuple[str, int]  # ("trainer", rank) or ("engine", rank)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """The buckets of one stream, from the memory of `holder`. Numbers are those of engine ranks."""
+
+    holder: Party
+    local: tuple[int, ...]  # who reads it there
+    remote: int | None  # who gets it over the network
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        return self.local if self.remote is None else (*self.local, self.remote)
+
+
+def hops(stream: Stream, session: PlannedSession) -> list[Hop]:
+    """In the order in which buckets take them."""
+    found: list[Hop] = []
+    holder: Party = ("trainer", stream.source)
+    host, local = session.senders[stream.source], []
+    for target in stream.targets:
+        there = session.receivers[target][1]
+        if session.transport != "collective" and there == host:
+            local.append(target)
+            continue
+        found.append(Hop(holder, tuple(local), target))
+        holder, host, local = ("engine", target), there, []
+    return [*found, Hop(holder, tuple(local), None)] if local else found
+
+
+def of_holder(holder: Party, streams: Iterable[Stream], session: PlannedSession) -> dict[int, Hop]:
+    """The hop that begins in the memory of `holder`, by number of its stream; of streams that have one."""
+    return {one.number: hop for one in streams for hop in hops(one, session) if hop.holder == holder}
+
+
+def name_of(party: Party, names: Sequence[str]) -> str:
+    """`names`: of the engine ranks."""
+    return f"trainer {party[1]}" if party[0] == "trainer" else names[party[1]]

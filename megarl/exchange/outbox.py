@@ -1,0 +1,159 @@
+"""Buckets that a rank holds for others: packed, announced, and free again when everyone has said what it read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.exchange.channel import Channel
+from megarl.exchange.collective import BroadcastGroup
+from megarl.exchange.hops import Hop, Party, name_of
+from megarl.exchange.inbox import Inboxes, await_answers, expect_answers
+from megarl.exchange.session import PLANNED_SLOTS, ExchangeError, PlannedSession
+from megarl.exchange.slots import PrivateSlot, SharedSlot
+
+Link = tuple[Party, int]  # whose memory, and which engine rank gets it over the network
+
+
+@dataclass
+class Held:
+    """Memory for one bucket."""
+
+    slot: int
+    memory: torch.Tensor  # uint8
+
+
+@dataclass
+class _InFlight:
+    held: Held
+    count: int  # of this holder's buckets
+    fingerprint: str
+    what: str
+    hop: Hop
+    broadcast: Any  # a gloo work, where a reader is on another host
+
+
+class Outbox:
+    def __init__(
+        self, channel: Channel, session: PlannedSession, party: Party, hops: Iterable[Hop], bucket_bytes: int
+    ) -> None:
+        """Begin to connect to readers; `connect` ends it. `hops`: all that begin with `party`. `bucket_bytes`: of the
+        largest bucket."""
+        self._channel, self._session, self._party = channel, session, party
+        hops = list(hops)
+        self._local = sorted({reader for hop in hops for reader in hop.local})
+        self._readers = sorted({reader for hop in hops for reader in hop.readers})
+        slots: list[SharedSlot | PrivateSlot] = [
+            SharedSlot(session.shm_dir) if self._local else PrivateSlot() for _ in range(PLANNED_SLOTS if hops else 0)
+        ]
+        self._slots = slots
+        self._free = list(range(len(slots)))
+        self._in_flight: list[_InFlight] = []  # oldest first
+        self._count = 0
+        try:
+            for slot in slots:
+                slot.reserve(bucket_bytes)
+        except OSError:
+            self.close()
+            raise
+        expect_answers(channel, party, self._readers)
+        if self._local:
+            channel.publish(files(party), [slot.name for slot in slots])
+        self._links: Mapping[Link, BroadcastGroup] = {}
+
+    def connect(self, links: Mapping[Link, BroadcastGroup]) -> None:
+        """Wait until the readers of this host have mapped the memory, whose files then need no name. `links`: to those of
+        other hosts, among others."""
+        self._links = links
+        names = ", ".join(self._session.names[reader] for reader in self._local)
+        self._channel.wait([mapped(self._party, reader) for reader in self._local], f"{names} to map shared memory")
+        for slot in self._slots:
+            slot.unlink()
+        self._inboxes = Inboxes(self._channel, self._readers, "engines to plan what they receive")
+
+    def claim(self, nbytes: int) -> Held:
+        """Memory for a bucket; waits until the oldest one has been read where all of it is in use."""
+        if not self._free:
+            self._settle()
+        number = self._free.pop(0)
+        return Held(number, self._slots[number].reserve(nbytes))
+
+    def send(self, held: Held, hop: Hop, header: dict[str, Any], what: str) -> None:
+        """Announce a packed bucket. `header` has its `fingerprint`; `what` says in errors which one it is."""
+        told = {
+            **header,
+            "holder": list(self._party),
+            "count": self._count,
+            "slot": held.slot,
+        }
+        for reader in hop.local:
+            self._inboxes.tell(reader, {**told, "local": True})
+        broadcast = None
+        if hop.remote is not None:
+            self._inboxes.tell(hop.remote, {**told, "local": False})
+            broadcast = self._links[self._party, hop.remote].start(held.memory)
+        self._in_flight.append(_InFlight(held, self._count, header["fingerprint"], what, hop, broadcast))
+        self._count += 1
+
+    def drain(self) -> None:
+        """Wait until everything has been read."""
+        while self._in_flight:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the oldest bucket has been read, and read right."""
+        bucket = self._in_flight[0]
+        names = self._session.names
+        readers = bucket.hop.readers
+        if bucket.broadcast is not None:
+            assert bucket.hop.remote is not None
+            group = self._links[self._party, bucket.hop.remote]
+            group.finish(bucket.broadcast, f"{bucket.what} to reach {names[bucket.hop.remote]}")
+        values = await_answers(
+            self._channel, self._party, bucket.count, readers, [names[reader] for reader in readers], bucket.what
+        )
+        for reader, value in zip(readers, values, strict=True):
+            if value != bucket.fingerprint:
+                raise ExchangeError(
+                    f"receiver {names[reader]!r} got other bytes than {name_of(self._party, names)} sent in "
+                    f"{bucket.what}: fingerprint {value}, sent {bucket.fingerprint}"
+                )
+        self._in_flight.pop(0)
+        self._free.append(bucket.held.slot)
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.close()
+
+
+def files(holder: Party) -> str:
+    """Where a holder says which files its memory is."""
+    return f"files/{holder[0]}{holder[1]}"
+
+
+def mapped(holder: Party, reader: int) -> str:
+    """Where engine rank `reader` says that it has mapped them."""
+    return f"mapped/{holder[0]}{holder[1]}/{reader}"
+
+
+def form_links(channel: Channel, party: Party, hops: Iterable[Hop]) -> dict[Link, BroadcastGroup]:
+    """The connections to other hosts that `party` takes part in. `hops`: all that it has to do with.
+
+    Everyone forms its own in the same order, so that the first of all that is not formed yet has both ends waiting for it."""
+    wanted = sorted(
+        {
+            (hop.holder, hop.remote)
+            for hop in hops
+            if hop.remote is not None and party in (hop.holder, ("engine", hop.remote))
+        }
+    )
+    client = channel.session.open_store() if wanted else None
+    return {
+        (holder, reader): BroadcastGroup(
+            channel, 0 if holder == party else 1, 2, f"link/{holder[0]}{holder[1]}/{reader}", client
+        )
+        for holder, reader in wanted
+    }

@@ -1,0 +1,246 @@
+"""A trainer rank's side of a planned exchange."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.exchange import descriptions
+from megarl.exchange.boxes import Description
+from megarl.exchange.channel import Channel
+from megarl.exchange.check import differing, expected
+from megarl.exchange.copying import Boxes
+from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
+from megarl.exchange.hops import Party, of_holder
+from megarl.exchange.outbox import Held, Outbox, form_links
+from megarl.exchange.plan import Hosts, plan
+from megarl.exchange.session import (
+    SHARED_MEMORY_DIR,
+    ExchangeError,
+    PlannedReport,
+    PlannedSession,
+    compare_planned,
+    resolve_transports,
+    shown,
+    stream_key,
+    together,
+)
+from megarl.exchange.slots import remove_stale_files
+
+Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+
+
+def meet(
+    host: str,
+    senders: Sequence[str],
+    receivers: Sequence[tuple[str, str]],
+    *,
+    transport: str,
+    bucket_bytes: int,
+    timeout: float,
+    check_every: int,
+    shm_dir: str = SHARED_MEMORY_DIR,
+) -> tuple[PlannedSession, Any]:
+    """Start a session, in the process of the trainers' rank 0: what everyone needs to take part, and its key-value store.
+
+    `host`: this machine's address as all others reach it. `senders`: `host_id` of every trainer rank. `receivers`: (name,
+    `host_id`) of every engine rank. Raises ValueError where the transport cannot reach a receiver.
+    """
+    for sender in set(senders):
+        resolve_transports(transport, sender, receivers)
+    store = dist.TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    session = PlannedSession(
+        host=host,
+        port=store.port,
+        prefix=uuid.uuid4().hex,
+        receivers=tuple(receivers),
+        bucket_bytes=bucket_bytes,
+        timeout=timeout,
+        shm_dir=shm_dir,
+        senders=tuple(senders),
+        transport=transport,
+        check_every=check_every,
+    )
+    return session, store
+
+
+@dataclass
+class _Packed:
+    """A bucket that is told of when its fingerprint is known."""
+
+    stream: int
+    bucket: int
+    held: Held
+    fingerprint: Future[str]
+
+
+class PlannedSender:
+    """Sends this rank's streams of every version. Every trainer rank has one. Not thread-safe.
+
+    After an error the session is dead: close this sender and meet again.
+    """
+
+    def __init__(
+        self,
+        session: PlannedSession,
+        rank: int,
+        held: Description,
+        tensors: Callable[[], Sequence[torch.Tensor]],
+        store: Any = None,
+    ) -> None:
+        """`held`: what this rank holds; `tensors` gives its parameters as they are now, in the order of `held`. `store`: the
+        session's, in the process that serves it."""
+        remove_stale_files(session.shm_dir)
+        self.session = session
+        self._rank, self._held, self._tensors = rank, held, tensors
+        self._channel = Channel(session, store)
+        self._boxes: dict[int, Boxes] | None = None  # by stream, once all is planned
+        self._outbox: Outbox | None = None
+        self._beside = ThreadPoolExecutor(1, "megarl-fingerprint")  # of a bucket while the next is packed
+        self._first: int | None = None  # version that was sent first
+        descriptions.tell(self._channel, descriptions.holder(rank), held)
+        atexit.register(self.close)
+
+    def send(self, version: int, export: Export) -> PlannedReport:
+        """Send what engines need of this rank as `version`; returns when they have loaded it. Collective over the
+        trainer's ranks where the update is checked: `export` is then called, and all of it taken.
+
+        No parameter may change meanwhile. Raises ExchangeError where an engine failed, fell silent or got other bytes,
+        or holds other values than those exported; OSError where /dev/shm is full.
+        """
+        try:
+            return self._send(version, export)
+        except BaseException as error:
+            with contextlib.suppress(ExchangeError):  # only where the session's own store is broken
+                self._channel.abort(f"trainer {self._rank} failed: {type(error).__name__}: {error}")
+            raise
+
+    def _send(self, version: int, export: Export) -> PlannedReport:
+        self._channel.raise_if_aborted()
+        seconds = dict.fromkeys(("pack", "fingerprint", "wait", "check"), 0.0)
+        boxes = self._plan() if self._boxes is None else self._boxes
+        assert self._outbox is not None
+        self._first = version if self._first is None else self._first
+        totals = {number: VersionFingerprint() for number in boxes}
+        nbytes = buckets = 0
+        tensors = self._tensors()
+        assert all(tensor.is_contiguous() for tensor in tensors), "boxes are places in memory"
+        last: _Packed | None = None
+        for number, bucket in _in_turns(boxes):
+            times = [time.perf_counter()]
+            size = boxes[number].nbytes(bucket)
+            held = self._outbox.claim(size)
+            times.append(time.perf_counter())
+            boxes[number].pack(bucket, held.memory, tensors.__getitem__)
+            times.append(time.perf_counter())
+            self._tell(version, last, totals)
+            last = _Packed(number, bucket, held, self._beside.submit(fingerprint, held.memory.numpy()))
+            times.append(time.perf_counter())
+            for phase, begin, end in zip(("wait", "pack", "fingerprint"), times[:-1], times[1:], strict=True):
+                seconds[phase] += end - begin
+            nbytes, buckets = nbytes + size, buckets + 1
+        start = time.perf_counter()
+        self._tell(version, last, totals)
+        seconds["fingerprint"] += time.perf_counter() - start
+        start = time.perf_counter()
+        self._outbox.drain()
+        drained = time.perf_counter()
+        checked = self._check(version, export) if self.session.checked(version, self._first) else 0
+        seconds["wait"] += drained - start
+        seconds["check"] = time.perf_counter() - drained
+        names = self.session.names
+        streams = {
+            stream_key(number, names[target]): totals[number].hexdigest()
+            for number, one in boxes.items()
+            for target in one.stream.targets
+        }
+        report = PlannedReport(version, streams, nbytes, buckets, checked, seconds)
+        self._await_loaded(report)
+        return report
+
+    def _tell(self, version: int, packed: _Packed | None, totals: dict[int, VersionFingerprint]) -> None:
+        """Announce a bucket, once its fingerprint is known."""
+        if packed is None:
+            return
+        assert self._outbox is not None
+        number, bucket, value = packed.stream, packed.bucket, packed.fingerprint.result()
+        header = {"version": version, "stream": number, "bucket": bucket, "fingerprint": value}
+        self._outbox.send(packed.held, self._hops[number], header, self._what(number, bucket))
+        totals[number].add(str(bucket), value)
+
+    def _plan(self) -> dict[int, Boxes]:
+        """Once, when all engine ranks have said what they need."""
+        session, channel = self.session, self._channel
+        ranks = range(len(session.senders))
+        held = descriptions.hear(channel, [descriptions.holder(rank) for rank in ranks], "the trainers' descriptions")
+        self._needed = descriptions.hear(
+            channel, [descriptions.needing(name) for name in session.names], "the engines to say what they need"
+        )
+        descriptions.agree(channel, session, held, self._needed, first=self._rank == 0)
+        hosts = Hosts(session.senders, [host for _, host in session.receivers])
+        streams = plan(held, self._needed, hosts, session.bucket_bytes).sends(self._rank).streams
+        own: Party = ("trainer", self._rank)
+        self._hops = of_holder(own, streams, session)
+        boxes = {one.number: Boxes(one) for one in streams}
+        largest = max((one.largest for one in boxes.values()), default=0)
+        self._outbox = Outbox(channel, session, own, self._hops.values(), largest)
+        self._outbox.connect(form_links(channel, own, self._hops.values()))
+        self._boxes = boxes
+        return boxes
+
+    def _what(self, stream: int, bucket: int) -> str:
+        assert self._boxes is not None
+        names = shown(self._boxes[stream].names(bucket, self._held.tensors))
+        return f"bucket {bucket} of stream {stream} from trainer {self._rank} ({names})"
+
+    def _check(self, version: int, export: Export) -> int:
+        """Compare what engine ranks loaded with the export, each engine rank in one trainer rank. Returns how many boxes
+        were compared here."""
+        mine = range(self._rank, len(self.session.receivers), len(self.session.senders))
+        needs = [self._needed[rank] for rank in mine]
+        wanted = expected(export(), needs)
+        for rank, need, own in zip(mine, needs, wanted, strict=True):
+            name = self.session.names[rank]
+            key = f"examined/{version}/{name}"
+            (found,) = self._channel.wait([key], f"receiver {name!r} to say what it loaded")
+            self._channel.delete([key])
+            self._channel.publish(f"verdict/{version}/{name}", differing(need, found, own))
+        return sum(len(one) for one in wanted)
+
+    def _await_loaded(self, sent: PlannedReport) -> None:
+        """Until every engine rank that this rank sends to has loaded the version, and the same one."""
+        assert self._boxes is not None
+        targets = sorted({target for one in self._boxes.values() for target in one.stream.targets})
+        names = [self.session.names[target] for target in targets]
+        keys = [f"done/{sent.version}/{name}" for name in names]
+        loaded = [PlannedReport(**one) for one in self._channel.wait(keys, f"receivers to load version {sent.version}")]
+        if loaded:
+            received = together(loaded)
+            own = {key: value for key, value in received.streams.items() if key in sent.streams}
+            compare_planned(sent, PlannedReport(**{**received.to_dict(), "streams": own}))
+
+    def close(self) -> None:
+        """Give the slots' memory back. May be called twice."""
+        atexit.unregister(self.close)
+        self._beside.shutdown()
+        if self._outbox is not None:
+            self._outbox.close()
+
+
+def _in_turns(boxes: dict[int, Boxes]) -> Iterator[tuple[int, int]]:
+    """(stream, bucket): a bucket of each stream, then the next of each, so that all engine ranks have work."""
+    longest = max((len(one.stream.buckets) for one in boxes.values()), default=0)
+    for bucket in range(longest):
+        for number, one in boxes.items():
+            if bucket < len(one.stream.buckets):
+                yield number, bucket

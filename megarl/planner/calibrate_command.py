@@ -1,0 +1,39 @@
+"""`plan RECIPE --calibrate RUN [--out FILE]`: a device as a run found it, beside what was estimated of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import blaming_input
+from megarl.config.schema import Recipe
+from megarl.model_shape import model_shape
+from megarl.observe.files import check_new
+from megarl.planner.build import make_plan
+from megarl.planner.calibrate import calibrate, calibration_lines, write_entry
+from megarl.planner.estimate import estimate_of
+from megarl.planner.measured import read_run
+from megarl.planner.plan import Estimate
+from megarl.platform.devices import Device
+
+
+def calibrate_run(
+    recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device, run: Path, out: Path | None
+) -> list[str]:
+    """Lines for the console; `out` is written. `models`: of `make_plan`. Raises InputError for a run of something else."""
+    with blaming_input():
+        if out is not None:
+            check_new("--out", out)
+        measured = read_run(run, recipe, model_shape(models["rollout"]))
+        counted = make_plan(recipe, models, device, advise=False)
+
+    def of(one: Device) -> Estimate:
+        return estimate_of(counted, recipe, models, one, lengths=measured.lengths, tried=measured.tried)
+
+    found = calibrate(measured, device, of)
+    lines = calibration_lines(found, measured)
+    if out is not None:
+        write_entry(out, found)
+        lines.append(f"  written to {out}: plan RECIPE --devices {out} --device {device.name}")
+    return lines

@@ -1,0 +1,119 @@
+"""Writes what docs/planner.md holds estimates to: ``python -m megarl.planner.document``. The rest of the page is by hand."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from megarl import model_configs
+from megarl.model_shape import model_shape
+from megarl.planner.estimate import estimate
+from megarl.planner.lengths import Lengths
+from megarl.planner.plan import Estimate
+from megarl.planner.published import SIZES, STEPS, Published
+from megarl.platform.devices import Device, device_named, devices
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
+BEGIN = "<!-- from here on made by `python -m megarl.planner.document` -->"
+END = "<!-- made until here -->"
+_WIDTH = 120
+
+_DEVICES = """### Devices
+
+Of one device, as torch sees it: of a 910C one of its two dies. Sources are in
+[`megarl/platform/devices.yaml`](../megarl/platform/devices.yaml), figure by figure.
+
+| device | GiB | dense bf16 TFLOP/s | memory TB/s | link, network, host GB/s | per node | shares: train, prefill, decode, links |
+|---|---|---|---|---|---|---|
+"""
+_SIZES = """
+### Parameters beside published ones
+
+Counted from each model's config.json by `megarl/model_shape.py`, in billions; norms and biases are left out. A token meets
+the output layer and its experts; publishers count the embedding as well, of which it meets one row, so it is counted here.
+(Qwen2.5-32B's card says 32.5; the published tensors are what is counted.)
+
+| model | published | counted | active: published | active: counted | source |
+|---|---|---|---|---|---|
+"""
+_STEPS = """
+### Steps beside published ones
+
+Nothing was tuned on them: rates and shares are those of the table, lengths are the published means. What sources do not tell
+is taken as `megarl/planner/published.py` says. The one dense model comes out near. Mixtures of experts come out too fast: three
+at 0.5 to 0.6 of what was timed (the fourth is near by chance, as said there), and the one sampling phase among them that
+is published at a fifth. Take theirs for what could be had, and fit a device to a run of your own.
+"""
+
+
+def block() -> str:
+    """What stands between the two marks."""
+    sizes = "".join(_size_row(size.model, size.total, size.active, size.source) for size in SIZES)
+    table = "".join(_device_row(device) for device in devices().values())
+    return f"{BEGIN}\n\n{_DEVICES}{table}{_SIZES}{sizes}{_STEPS}" + "".join(_step(one) for one in STEPS) + f"\n{END}\n"
+
+
+def document(page: str) -> str:
+    """`page` with the block anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(f"{END}\n")
+    return before + block() + after
+
+
+def estimated(published: Published) -> Estimate:
+    """With megarl's recipe for it, on its device, at its lengths."""
+    recipe = published.recipe()
+    lengths = Lengths.around(published.prompt, published.response, recipe.rollout.max_response_length, "as published")
+    model = model_configs.read(published.model)
+    return estimate(recipe, model, None, device_named(published.device), lengths=lengths)
+
+
+def _device_row(device: Device) -> str:
+    rates = ", ".join(f"{rate / 1e9:.0f}" for rate in (device.link, device.network, device.host_link))
+    shares = ", ".join(
+        f"{share:g}" for share in (device.train_share, device.prefill_share, device.decode_share, device.link_share)
+    )
+    cells = [device.name, f"{device.memory:g}", f"{device.flops / 1e12:.4g}", f"{device.bandwidth / 1e12:.3g}", rates]
+    return f"| {' | '.join([*cells, str(device.per_node), shares])} |\n"
+
+
+def _size_row(model: str, total: float, active: float | None, source: str) -> str:
+    shape = model_shape(model_configs.read(model))
+    met = (shape.active + (0 if shape.tied else shape.output)) / 1e9
+    cells = [model, f"{total:g}", f"{shape.total / 1e9:.2f}"]
+    cells += [f"{active:g}", f"{met:.2f}"] if active else ["", ""]
+    return f"| {' | '.join([*cells, source])} |\n"
+
+
+def _step(published: Published) -> str:
+    found = estimated(published)
+    seconds = {phase.name: phase.seconds for phase in found.phases}
+    bounds = {phase.name: phase.bound for phase in found.phases}
+    about = (
+        f"**{published.name}**: mean prompt {published.prompt:g} and response {published.response:g} tokens. Source: "
+        f"{published.source}."
+    )
+    lines = [
+        f"\n{_filled(about)}\n",
+        "| phase | published, s | estimated, s | estimated / published | bound by |",
+        "|---|---|---|---|---|",
+    ]
+    for name in dict.fromkeys([*published.seconds, *seconds]):
+        if name != "step":
+            lines.append(_phase_row(name, published.seconds.get(name), seconds.get(name), bounds.get(name, "")))
+    lines.append(_phase_row("step", published.seconds["step"], found.seconds, ""))
+    return "\n".join([*lines, "", _filled(published.why), ""])
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_on_hyphens=False)
+
+
+def _phase_row(name: str, measured: float | None, estimated: float | None, bound: str) -> str:
+    cells = [f"{value:.1f}" if value else "" for value in (measured, estimated)]
+    ratio = f"{estimated / measured:.2f}" if measured and estimated else ""
+    return f"| {name} | {' | '.join([*cells, ratio, bound])} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

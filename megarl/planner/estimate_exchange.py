@@ -1,0 +1,45 @@
+"""Seconds of new weights on their way to the engines, and of devices that change hands. Pure."""
+
+from __future__ import annotations
+
+from megarl.algorithms.advantages import uses_critic
+from megarl.cluster.placement import Demand
+from megarl.planner.cost import Cost, host_seconds, ring_seconds
+from megarl.planner.estimate_engines import Engines
+from megarl.planner.estimate_training import Trainers, state_bytes, weight_bytes
+from megarl.planner.plan import Links
+from megarl.planner.turns import leaves
+
+
+def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cost:
+    """Weights to all engines.
+
+    Planned: what the busiest sender sends or the busiest receiver receives, as much of it over the network as of all
+    bytes. Else as mbridge exports: every trainer gathers every weight, rank 0 hands them over through the host's memory,
+    and engines of other nodes have them over the network; none of it at the same time.
+    """
+    device = trainers.device
+    if planned is not None:
+        most = max(planned.sent, planned.received)
+        outside = planned.between_nodes / planned.total if planned.total else 0.0
+        slow, fast = most * outside / device.network, most * (1 - outside) / device.link
+        return Cost(links=max(slow, fast) / device.link_share)
+    whole = float(trainers.shape.total * trainers.number)
+    links = ring_seconds(device, whole, trainers.world)
+    if _reaches_another_node(trainers):
+        links += whole / (device.network * device.link_share)
+    return Cost(links=links, host=2 * host_seconds(device, whole))
+
+
+def moved(trainers: Trainers) -> Cost:
+    """Optimizer states and weights go to the host, or come back, where the recipe offloads."""
+    if not leaves(trainers.recipe):
+        return Cost()
+    return Cost(host=host_seconds(trainers.device, weight_bytes(trainers) + state_bytes(trainers)))
+
+
+def _reaches_another_node(trainers: Trainers) -> bool:
+    """Whether engines lie beyond rank 0's node: colocated, on the first of the trainers' devices, else behind all of them."""
+    recipe = trainers.recipe
+    demand = Demand.of(recipe, trainers=True, engines=True, critic=uses_critic(recipe.algorithm))
+    return (demand.engine_devices if demand.shared else demand.devices) > trainers.device.per_node

@@ -1,0 +1,123 @@
+"""The command `exchange --explain`: who sends which weights to whom, before anything has started."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.config.errors import InputError, blaming_input
+from megarl.config.load import load_recipe
+from megarl.config.schema import Recipe
+from megarl.config.supported import hardware_of
+from megarl.exchange.flows import Flow, Totals, flows, totals
+from megarl.exchange.matching import ITEM
+from megarl.exchange.plan import ExchangePlan
+from megarl.planner.exchange import planned
+from megarl.preflight_model import config_of
+
+
+def exchange(path: Path, overrides: Sequence[str], *, model: str | None, per_node: int | None, as_json: bool) -> int:
+    """Print who sends what to whom."""
+    recipe = load_recipe(path, overrides)
+    if recipe.train.source != "rollout":
+        raise InputError(f"{path}: train.source is {recipe.train.source}, which has no engines: no weights are sent")
+    with blaming_input():
+        config = config_of(recipe.model.path, path, name=model)
+        each = per_node or _per_node(path)
+        start = time.perf_counter()
+        made = planned(recipe, config, each)
+        seconds = time.perf_counter() - start
+    found, of_all = flows(made, _kinds(recipe)), totals(made)
+    notes = _notes(recipe, made, each)
+    if as_json:
+        told = {"totals": asdict(of_all), "flows": [asdict(flow) for flow in found], "notes": notes, "seconds": seconds}
+        print(json.dumps(told))
+        return 0
+    console = Console(width=100)
+    console.print(_table(found))
+    for line in [*_lines(recipe, made, of_all, seconds), *notes]:
+        console.print(f"- {line}", highlight=False)
+    return 0
+
+
+def _per_node(path: Path) -> int | None:
+    """Devices of a machine that the recipe's head names."""
+    machine = hardware_of(path)
+    return None if machine is None else machine[2]
+
+
+def _kinds(recipe: Recipe) -> list[str]:
+    each = recipe.cluster.trainers // recipe.megatron.pipeline_parallel
+    return [f"stage {rank // each}" for rank in range(recipe.cluster.trainers)]
+
+
+def _table(found: Sequence[Flow]) -> Table:
+    table = Table(
+        title="One update of the engines, in bytes",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for name in ("from", "ranks", "what", "tensors", "to", "sent", "a rank", "engine", "relayed", "nodes", "buckets"):
+        table.add_column(name, justify="left" if name in ("from", "what") else "right", no_wrap=True)
+    for flow in found:
+        table.add_row(
+            flow.source,
+            str(flow.senders),
+            flow.what,
+            f"{flow.tensors:,}",
+            "-".join(map(str, dict.fromkeys(flow.audience))),
+            *map(_size, (flow.sent, flow.sent_by_rank, flow.received_by_rank, flow.relayed, flow.between_hosts)),
+            f"{flow.buckets:,}",
+        )
+    return table
+
+
+def _lines(recipe: Recipe, made: ExchangePlan, of_all: Totals, seconds: float) -> list[str]:
+    trainers, engines = len(made.hosts.trainers), len(made.hosts.engines)
+    model = _whole_model(made)
+    return [
+        "to: engine ranks that need the same; the first has it from a trainer, each other from the one before it "
+        "(relayed). a rank, engine: the most that one of the senders sends, and that one engine rank receives. "
+        "nodes: from machine to machine.",
+        f"{trainers} trainer ranks send {_size(of_all.sent)}, {_size(of_all.sent_by_rank)} at most of one; {engines} engine "
+        f"ranks receive {_size(of_all.received)}, {_size(of_all.received_by_rank)} at most by one, which passes on up to "
+        f"{_size(of_all.relayed_by_rank)}; {_size(of_all.between_hosts)} go from machine to machine.",
+        f"{of_all.streams:,} streams, {of_all.buckets:,} buckets of at most {recipe.exchange.bucket_mb} MiB; described, traced "
+        f"and planned in {seconds:.1f} s.",
+        f"Exported and loaded whole instead, every trainer rank gathers and every engine rank reads {_size(model)}.",
+    ]
+
+
+def _whole_model(made: ExchangePlan) -> int:
+    """Bytes of all tensors that trainers hold, once, as they hold them."""
+    boxes = made.haves.boxes
+    return int((boxes[:, 3] * boxes[:, 4] * ITEM[boxes[:, 5]]).sum())
+
+
+def _notes(recipe: Recipe, made: ExchangePlan, per_node: int | None) -> list[str]:
+    notes = []
+    if recipe.rollout.engine != "vllm":
+        notes.append(f"As vLLM would need it: {recipe.rollout.engine} takes whole tensors, as mbridge exports them.")
+    if recipe.lora.rank:
+        notes.append("Of whole weights, with what adapters add merged into them.")
+    if per_node is None:
+        notes.append("All devices are taken to be of one machine; --per-node says otherwise.")
+    if whole := sorted({name for one in made.needs.descriptions for name in one.whole}):
+        shown = ", ".join(whole[:3]) + (", ..." if len(whole) > 3 else "")
+        notes.append(f"Through vLLM's loader, being no copies of boxes: {len(whole)} tensors ({shown}).")
+    return notes
+
+
+def _size(count: int) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 100 * size else f"{count / size:.0f} {unit}"
+    return f"{count / 1e3:.3g} kB" if count else "0"

@@ -1,0 +1,199 @@
+"""Whether a layout fits: what a run would refuse, what is forecast, what is counted."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import InputError
+from megarl.config.schema import Recipe
+from megarl.model_shape import ModelShape, model_shape
+from megarl.planner.ask import Asker
+from megarl.planner.cache import not_counted, rank_of, too_small
+from megarl.planner.engines import policies, taken_at_least
+from megarl.planner.floor import at_least, held_at_least, largest_parts, parts
+from megarl.planner.forecast import Forecast
+from megarl.planner.layouts import Choice, Engines, choice_of, chosen, refusal
+from megarl.planner.places import ROLLOUT, largest_tensor, places, swaps_of
+from megarl.planner.plan import EngineRank
+from megarl.planner.stages import Stage, built_from, stages_of
+from megarl.platform.devices import Device
+
+Chosen = tuple[Engines, EngineRank | None]
+"""Engines, and one device of them; None: there are none, or nothing here can count them."""
+
+_NEAR = 1.01
+"""How much above the limit a forecast may lie for a layout to be counted: forecasts are some thousandths off."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What layouts are looked for. `response`: mean tokens of one, for estimates."""
+
+    recipe: Recipe
+    model: dict[str, Any]
+    critic_model: dict[str, Any] | None  # None: there is no critic
+    device: Device
+    response: float | None = None
+
+    @property
+    def limit(self) -> float:
+        """Bytes of the device."""
+        return self.device.memory * 2**30
+
+    @cached_property
+    def taken(self) -> float:
+        """Bytes of the device that an engine takes at least."""
+        return taken_at_least(self.recipe, self.device.memory)
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return model_shape(self.model)
+
+    @cached_property
+    def critic_shape(self) -> ModelShape | None:
+        return model_shape(self.critic_model) if self.critic_model else None
+
+
+class Judge:
+    """Of layouts of one recipe. `directory`: an empty one. `engines`: those to choose from, the best first; the first whose
+    devices hold what they must is chosen. `deadline`, of time.monotonic: asking about engines ends there. `known`: engines
+    that were chosen and counted before."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        asker: Asker,
+        directory: Path,
+        engines: list[Engines],
+        deadline: float,
+        known: Chosen | None = None,
+    ) -> None:
+        self._subject, self._asker, self._shape = subject, asker, subject.shape
+        self._deadline = deadline
+        self._directory, self._choices = directory, engines if known is None else [known[0]]
+        self._not_counted: str | None = None  # until engines are chosen
+        self._built = built_from(subject.recipe, subject.model, directory / "model")
+        self._forecast = Forecast(asker, self._built, subject.model, self._shape, directory / "samples")
+        beside = ThreadPoolExecutor(2)  # both take seconds, in which layouts are estimated
+        self._chosen = beside.submit(self._choose_engines if known is None else lambda: known)
+        self._critic = beside.submit(self._stages_of_critic)
+        beside.shutdown(wait=False)
+
+    @property
+    def engines(self) -> Engines:
+        """The chosen ones. Raises InputError where all are too large."""
+        return self._chosen.result()[0]
+
+    @property
+    def not_counted(self) -> str | None:
+        """What is not known of the chosen engines' devices, and why."""
+        self._chosen.result()
+        return self._not_counted
+
+    def refused(self, choice: Choice) -> str | None:
+        """What a run would say of it, with whichever engines: those to choose from are none that it refuses."""
+        return refusal(self._with_some(self._subject.recipe, choice), self._subject.model)
+
+    def too_large(self, choice: Choice) -> bool:
+        """By arithmetic alone."""
+        return too_large(self._subject, choice)
+
+    def is_forecast(self, choice: Choice) -> bool:
+        """Whether `excess` has all that it needs: else it takes seconds."""
+        recipe = chosen(self._built, choice)
+        return self._forecast.knows(recipe) and (self._chosen.done() or not _stays(choice, recipe))
+
+    def excess(self, choice: Choice) -> float:
+        """Bytes by which the forecast lies above all that might fit; 0: it might."""
+        most, recipe = _NEAR * self._subject.limit, chosen(self._built, choice)
+        if _stays(choice, recipe) and (rank := self._chosen.result()[1]) is not None:
+            beside = _resident(recipe, self._shape) + rank.weights + (rank.cache or 0) + rank.working
+            if beside > most:
+                return beside - most
+        return max(0.0, self._forecast.peak(recipe) - most)
+
+    def peak(self, choice: Choice) -> int:
+        """Bytes of the device that needs the most, counted. Raises ValueError for what Megatron refuses as it is built."""
+        recipe = self._with_some(self._built, choice)  # of trainers, engines make no difference
+        numbers = [part.number for part in largest_parts(recipe, self._shape)] if self._alike(recipe) else None
+        found = stages_of("actor", recipe, self._subject.recipe.megatron, self._asker, numbers)
+        recipe = self.made(self._built, choice)
+        rank, critic = self._chosen.result()[1], self._critic.result()
+        for stage in (*found, *critic):
+            if stage.activations is None:
+                raise InputError(f"No layout can be said to fit: {stage.not_counted}.")
+        lying = places(
+            recipe,
+            [*found, *critic],
+            {} if rank is None else {ROLLOUT: rank},
+            swaps=swaps_of(self._subject.recipe),
+            largest=largest_tensor(self._subject.recipe, self._subject.model),
+        )
+        return max(place.peak.total for place in lying)
+
+    def _alike(self, recipe: Recipe) -> bool:
+        """Whether the same lies beside every trainer."""
+        used = {engines.engines * engines.tensor_parallel for engines in self._choices}
+        everywhere = recipe.train.source != "rollout" or used == {recipe.cluster.trainers}
+        return self._subject.critic_model is None and (everywhere or not _shared(recipe))
+
+    def _with_some(self, recipe: Recipe, choice: Choice) -> Recipe:
+        """With engines to choose from, without waiting for the choice."""
+        return chosen(recipe, replace(choice, engines=self._choices[0]))
+
+    def made(self, recipe: Recipe, choice: Choice) -> Recipe:
+        """`recipe` as `choice` says, with the chosen engines."""
+        return chosen(recipe, replace(choice, engines=self.engines))
+
+    def _choose_engines(self) -> Chosen:
+        recipe, own = self._subject.recipe, choice_of(self._subject.recipe)
+        if recipe.train.source != "rollout":
+            return own.engines, None
+        made = [chosen(recipe, replace(own, engines=engines)) for engines in self._choices]
+        found = policies(made, self._subject.model, self._deadline)
+        for engines, kind in zip(self._choices, found, strict=True):
+            rank = rank_of(kind, self._subject.device.memory)
+            if rank is not None and too_small(kind, rank, self._subject.device.memory) is None:
+                self._not_counted = not_counted(kind, self._subject.device.memory)
+                return engines, rank
+        if all(kind.counts is None for kind in found):
+            self._not_counted = not_counted(found[0], self._subject.device.memory)
+            return own.engines, None
+        raise InputError(
+            f"Of {len(found)} ways to lay out engines, the fastest by their estimates, none has room for a sequence of the "
+            "longest length: give rollout.engine_args another share of the device, or use more devices."
+        )
+
+    def _stages_of_critic(self) -> list[Stage]:
+        recipe, model = self._subject.recipe, self._subject.critic_model
+        if model is None:
+            return []
+        view = replace(recipe, critic=replace(recipe.critic, model_path=None))
+        built = built_from(view, model, self._directory / "critic")
+        return stages_of("critic", built, recipe.critic.megatron, self._asker)
+
+
+def too_large(subject: Subject, choice: Choice) -> bool:
+    """By arithmetic alone."""
+    recipe = chosen(subject.recipe, choice)
+    if _stays(choice, recipe) and _resident(recipe, subject.shape) + subject.taken > subject.limit:
+        return True
+    return at_least(recipe, subject.shape) > subject.limit
+
+
+def _stays(choice: Choice, recipe: Recipe) -> bool:
+    """Whether trainers keep what they hold on the device while engines sample there."""
+    return _shared(recipe) and recipe.train.source == "rollout" and not choice.offload
+
+
+def _resident(recipe: Recipe, shape: ModelShape) -> float:
+    """Bytes that trainers hold at least."""
+    return max(held_at_least(recipe, shape, part) for part in parts(recipe, shape))
+
+
+def _shared(recipe: Recipe) -> bool:
+    return recipe.cluster.placement == "colocated"

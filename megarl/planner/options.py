@@ -1,0 +1,87 @@
+"""What the command `plan` is asked for: options that go together, and the device that they name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megarl.config.errors import InputError
+from megarl.config.supported import hardware_of
+from megarl.platform.devices import Device, device_named, devices
+from megarl.platform.machines import DEVICES_OF
+
+SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """As they are given; None, or False: not."""
+
+    html: Path | None = None
+    out: Path | None = None
+    calibrate: Path | None = None
+    devices: Path | None = None
+    response: float | None = None
+    search: bool = False
+    seconds: float | None = None
+    as_json: bool = False
+
+    def check(self) -> None:
+        """InputError for an option that what is asked for would not read."""
+        given = {
+            "--html": self.html is not None,
+            "--response": self.response is not None,
+            "--json": self.as_json,
+            "--seconds": self.seconds is not None,
+            "--out": self.out is not None,
+            "--search": self.search,
+        }
+        if self.calibrate is not None:
+            for name in ("--search", "--html", "--json", "--response"):
+                if given[name]:
+                    raise InputError(
+                        f"{name} {_WHAT[name]}; --calibrate fits a device to a run. Leave one of them out."
+                    )
+        if self.search and given["--html"]:
+            raise InputError(
+                f"--html {_WHAT['--html']}; --search prints layouts, --json all of them. Leave one of them out."
+            )
+        for name, owner, has in (("--out", "--calibrate RUN", self.calibrate), ("--seconds", "--search", self.search)):
+            if given[name] and not has:
+                raise InputError(f"{name} {_WHAT[name]}. Give {owner} as well, or leave {name} out.")
+
+    def check_with(self, device: Device | None) -> None:
+        """InputError for an option that is read where a device is known."""
+        if device is None:
+            for name, given in (("--devices", self.devices), ("--response", self.response)):
+                if given is not None:
+                    raise InputError(
+                        f"{name} {_WHAT[name]}, and none is known: the recipe's head names no machine. Give --device as well."
+                    )
+
+
+_WHAT = {
+    "--html": "writes the page of a recipe's plan",
+    "--json": "prints a plan, or what a search found",
+    "--response": "is the mean response that seconds are estimated for, of a device",
+    "--search": "looks for layouts",
+    "--out": "writes the device that --calibrate fits",
+    "--seconds": "is how long --search looks",
+    "--devices": "has the figures of the device that a plan is for",
+}
+
+
+def device_of(path: Path, name: str | None, table: Path | None) -> tuple[Device | None, list[str]]:
+    """What `name` says, else the recipe's head, whose machine says how many of its devices it has; and what was decided
+    of that. A device whose number `table` says has that number."""
+    known = devices(table)  # read in any case: what is wrong with the user's is said
+    machine = hardware_of(path) if path.is_file() else None  # that it is not there, reading the recipe says
+    own = DEVICES_OF.get(machine[0]) if machine is not None else None
+    if name is None and own is None:
+        return None, []
+    found = device_named(name or str(own), table)
+    if machine is None or own is None or found.name != own:
+        return found, [f"{found.name}: {found.per_node} devices a machine, as the table of devices has it."]
+    if known[own].per_node != devices()[own].per_node:
+        return found, [f"{found.name}: {found.per_node} devices a machine, as {table} says."]
+    return replace(found, per_node=machine[2]), [f"{own}: {machine[2]} devices a machine, as the recipe's head says."]

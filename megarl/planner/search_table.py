@@ -1,0 +1,147 @@
+"""What a search found, for the console and as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from megarl.megatron.layout import check_layout
+from megarl.planner.estimate import estimate
+from megarl.planner.judge import Subject
+from megarl.planner.layouts import Choice, Layout, chosen, overrides
+from megarl.planner.plan import Estimate
+from megarl.planner.search import Fitting, Found
+
+_WHY = 2  # phases that are named
+
+
+def show(subject: Subject, found: Found) -> None:
+    """Print the best, what to write for the first of them, and what became of the others."""
+    console = Console(width=100)
+    own = _own_estimate(subject)
+    if found.best:
+        console.print(_table(subject, found, own))
+        best = found.best[0].choice
+        engines = best.engines
+        group = f" in groups of {engines.data_parallel}" if engines.data_parallel > 1 else ""
+        console.print(f"All with {engines.engines} engines of TP{engines.tensor_parallel}{group}.", highlight=False)
+        if own is not None:
+            console.print(f"The recipe's own layout: {own.seconds:.1f} s, estimated.", highlight=False)
+        console.print("On the command line, the first of them:")
+        console.print(f"  {' '.join(_overrides(subject, best)) or 'nothing: it is the recipe'}\n", soft_wrap=True)
+    else:
+        console.print(f"No layout was found that fits into {subject.limit / 2**30:g} GiB.")
+    for line in said(found):
+        console.print(f"- {line}", style="dim", highlight=False)
+
+
+def as_json(subject: Subject, found: Found) -> str:
+    counts = {name: value for name, value in asdict(found).items() if name != "best"}
+    best = [
+        {
+            "overrides": _overrides(subject, one.choice),
+            "choice": asdict(one.choice),
+            "peak_gib": one.peak / 2**30,
+            "estimate": asdict(_estimate(subject, one.choice)),
+        }
+        for one in found.best
+    ]
+    return json.dumps({"memory_gib": subject.limit / 2**30, "best": best, "choices": counts})
+
+
+def said(found: Found) -> list[str]:
+    """What became of all that was possible."""
+    lines = [
+        f"{found.possible} choices are possible: layouts, micro batches, recomputation and offloading, as far as model and "
+        "machines allow.",
+        f"{found.too_large} were left out by arithmetic: what they need at least is more than the device has.",
+        f"{len(found.best) + found.counted_too_large} were counted, of which {len(found.best)} fit; "
+        f"{found.unlikely} were forecast to be too large, and not counted.",
+        f"{found.slower} are slower than one in the table that differs from them in layers of stages, micro batch, "
+        "recomputation or offloading alone.",
+        f"{found.not_reached} were not reached in {found.seconds:.0f} s (--seconds)."
+        if found.not_reached
+        else f"All were looked at, in {found.seconds:.0f} s.",
+        *([f"Engines are left out of what fits. {found.not_counted}."] if found.not_counted else []),
+        "Seconds are estimated (docs/planner.md). Teacher, judge and critic are left as the recipe has them.",
+    ]
+    return lines + [f"{times} would be refused: {' '.join(why.split())}" for why, times in found.refused.most_common(3)]
+
+
+def name_of(layout: Layout) -> str:
+    """As in "TP4 PP2x3 EP8": two stages of three chunks; sizes of 1 are left out."""
+    pipeline = f"PP{layout.pipeline_parallel}" if layout.pipeline_parallel > 1 else ""
+    if layout.virtual_pipeline:
+        pipeline += f"x{layout.virtual_pipeline}"
+    if layout.first_stage_layers or layout.last_stage_layers:
+        pipeline += f"({layout.first_stage_layers or ''}..{layout.last_stage_layers or ''})"
+    others = (
+        ("TP", layout.tensor_parallel),
+        ("CP", layout.context_parallel),
+        ("EP", layout.expert_parallel),
+        ("ETP", layout.expert_tensor_parallel),
+    )
+    sizes = [f"{name}{size}" for name, size in others if size > 1]
+    return (
+        " ".join([*sizes[:1], pipeline, *sizes[1:]] if layout.tensor_parallel > 1 else [pipeline, *sizes]).strip()
+        or "DP"
+    )
+
+
+def _table(subject: Subject, found: Found, own: Estimate | None) -> Table:
+    title = f"Layouts that fit into {subject.limit / 2**30:g} GiB, by estimated seconds of a step"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("layout", "micro batch", "recompute", "GiB", "s", "bubble", "why"):
+        side = "left" if name in ("layout", "recompute", "why") else "right"
+        table.add_column(name, justify=side, no_wrap=name != "why")  # type: ignore[arg-type]
+    for one in found.best:
+        table.add_row(*_row(subject, one, own))
+    return table
+
+
+def _row(subject: Subject, one: Fitting, own: Estimate | None) -> list[str]:
+    made = _estimate(subject, one.choice)
+    leaves = ", stays" if subject.recipe.megatron.offload and not one.choice.offload else ""
+    return [
+        name_of(one.choice.layout),
+        str(one.choice.tokens),
+        one.choice.recompute + leaves,
+        f"{one.peak / 2**30:.1f}",
+        f"{made.seconds:.1f}",
+        f"{made.bubble:.0%}",
+        why(made, own),
+    ]
+
+
+def why(made: Estimate, own: Estimate | None) -> str:
+    """The phases in which `made` and the recipe's own differ the most."""
+    if own is None:
+        return "the recipe's own cannot run"
+    before = {phase.name: phase.seconds for phase in own.phases}
+    after = {phase.name: phase.seconds for phase in made.phases}
+    changes = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in {**before, **after}}
+    largest = sorted(changes, key=lambda name: -abs(changes[name]))[:_WHY]
+    return (
+        ", ".join(f"{name} {changes[name]:+.0f} s" for name in largest if abs(changes[name]) >= 0.5) or "as the recipe"
+    )
+
+
+def _estimate(subject: Subject, choice: Choice) -> Estimate:
+    recipe = chosen(subject.recipe, choice)
+    return estimate(recipe, subject.model, subject.critic_model, subject.device, response=subject.response)
+
+
+def _own_estimate(subject: Subject) -> Estimate | None:
+    try:
+        check_layout(subject.model, subject.recipe.megatron, subject.recipe.cluster.trainers)
+    except ValueError:
+        return None
+    return estimate(subject.recipe, subject.model, subject.critic_model, subject.device, response=subject.response)
+
+
+def _overrides(subject: Subject, choice: Choice) -> list[str]:
+    return overrides(subject.recipe, chosen(subject.recipe, choice))

@@ -1,0 +1,11 @@
+"""Which devices the machines have that recipes' heads name."""
+
+from __future__ import annotations
+
+# https://www.hiascend.com/hardware: each of an Atlas 800T A3's devices is one die of a 910C.
+DEVICES_OF = {
+    "Atlas 200T A2 Box16": "910B",
+    "Atlas 800T A2": "910B",
+    "Atlas 900 A2 PODc": "910B",
+    "Atlas 800T A3": "910C",
+}

@@ -1,0 +1,64 @@
+"""How the weights will go to the engines: by the recipe's `exchange.route`, agreed on with trainers and engines once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megarl.cluster.base import Service, WorkerGroup
+from megarl.config.exchange import never_planned
+from megarl.config.schema import Recipe
+from megarl.exchange.session import Session
+from megarl.rollout.calls import wait_for_all
+
+
+def open_exchange(
+    recipe: Recipe,
+    trainers: WorkerGroup,
+    services: Sequence[Service],
+    engines: Sequence[dict[str, Any]],
+    notice: Callable[[str], None],
+) -> Session:
+    """Open an exchange and let every engine join it. `engines`: what each said of itself when it had started.
+
+    `exchange.route: auto` is planned unless recipe, trainers or engines say why it cannot be; `notice` is told which way
+    was taken. RuntimeError where `planned` cannot be.
+    """
+    receivers = [(name, host) for engine in engines for name, host in engine["receivers"]]
+    route = recipe.exchange.route
+    if route == "export":
+        return _exported(recipe, trainers, services, receivers)
+    met = never_planned(recipe) or _met(recipe, trainers, services, receivers, "planned")
+    if not isinstance(met, str):
+        if route == "auto":
+            notice("exchange.route=auto: planned; every trainer rank sends the engines the slices that they need")
+        return met
+    if route == "planned":
+        raise RuntimeError(f"exchange.route=planned: {met}. Set exchange.route=export, or auto")
+    unchecked = (
+        f"; exchange.check_every={recipe.exchange.check_every} has no effect" if recipe.exchange.check_every else ""
+    )
+    notice(f"exchange.route=auto: export, not planned, because {met}{unchecked}")
+    return _exported(recipe, trainers, services, receivers)
+
+
+def _exported(
+    recipe: Recipe, trainers: WorkerGroup, services: Sequence[Service], receivers: list[tuple[str, str]]
+) -> Session:
+    met = _met(recipe, trainers, services, receivers, "export")
+    assert not isinstance(met, str), "every engine takes whole tensors, or says that it takes none"
+    return met
+
+
+def _met(
+    recipe: Recipe, trainers: WorkerGroup, services: Sequence[Service], receivers: list[tuple[str, str]], route: str
+) -> Session | str:
+    """A session that everyone has joined; or why trainers or engines cannot take this route."""
+    session = trainers.call("open_exchange", receivers, route)[0]
+    if isinstance(session, str):
+        return session
+    joining = [service.call("connect_exchange", session) for service in services]
+    limit = recipe.exchange.timeout
+    answers = wait_for_all(services, joining, doing="connect to the trainers", key="exchange.timeout", limit=limit)
+    reasons = (f"{service.name}: {reason}" for service, reason in zip(services, answers, strict=True) if reason)
+    return next(reasons, session)

@@ -1,0 +1,170 @@
+"""Trainer and engine ranks of a planned exchange, as threads of one process, with parameters that anyone can compare."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from megarl.exchange.boxes import Describer, Description
+from megarl.exchange.planned_receiver import PlannedReceiver
+from megarl.exchange.planned_sender import PlannedSender, meet
+from megarl.exchange.session import PlannedReport, compare_planned, host_id, together
+
+SHAPES = {"embed": (64, 48), "norm": (48,), "experts.0": (16, 8), "experts.1": (16, 8), "odd": (7, 5)}
+
+
+def checkpoint(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Rank:
+    """Parameters, and which boxes of the checkpoint they are: (name, rows, columns) a parameter."""
+
+    def __init__(self, boxes: list[tuple[str, slice, slice]], dtype: torch.dtype = torch.float32) -> None:
+        self.boxes, self.memory = boxes, []
+        describer = Describer()
+        for number, (name, rows, columns) in enumerate(boxes):
+            shape = SHAPES[name]
+            high, wide = len(range(shape[0])[rows]) if len(shape) > 1 else 1, len(range(shape[-1])[columns])
+            stride = wide + number % 2  # every other parameter has a gap behind each row
+            self.memory.append(
+                torch.full((3 + high * stride,), torch.nan, dtype=dtype)[3:]
+            )  # not at its storage's start
+            first = (range(shape[0])[rows].start if len(shape) > 1 else 0, range(shape[-1])[columns].start)
+            parameter = describer.parameter(f"p{number}", str(dtype).removeprefix("torch."))
+            describer.add(describer.tensor(name, shape), (*first, high, wide), parameter, 0, stride)
+        self.description: Description = describer.done()
+
+    def view(self, number: int) -> torch.Tensor:
+        _, _, _, rows, columns, _, offset, stride = self.description.boxes[number].tolist()
+        memory = self.memory[number]
+        return memory.as_strided((rows, columns), (stride, 1), memory.storage_offset() + offset)
+
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        for number in range(len(self.boxes)):
+            self.view(number).copy_(self.true(number, weights))
+
+    def true(self, number: int, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        name, rows, columns = self.boxes[number]
+        weight = weights[name]
+        return (weight if weight.dim() > 1 else weight[None])[rows, columns].to(self.memory[number].dtype)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return self.memory
+
+    # An engine's target
+    def tensor(self, number: int) -> torch.Tensor:
+        return self.memory[number]
+
+    def wrote(self, number: int, elements: int) -> None:
+        self.left[number] -= elements
+        if self.left[number] == 0 and self.examine is not None:
+            self.examine([number], self.tensor)
+
+    def begin(self, examine: Any) -> None:
+        self.examine = examine
+        self.left = [self.view(number).numel() for number in range(len(self.boxes))]
+
+
+ALL = slice(None)
+
+
+def trainers() -> list[Rank]:
+    """TP2 by rows, twice over; an expert each; the rest everywhere."""
+    ranks = []
+    for rank in range(4):
+        own = slice(32 * (rank % 2), 32 * (rank % 2 + 1))
+        ranks.append(
+            Rank([("embed", own, ALL), ("norm", ALL, ALL), (f"experts.{rank // 2}", ALL, ALL), ("odd", ALL, ALL)])
+        )
+    return ranks
+
+
+def engines() -> list[Rank]:
+    """Two replicas of TP2 by columns, one of them in bfloat16."""
+    ranks = []
+    for rank in range(4):
+        own = slice(24 * (rank % 2), 24 * (rank % 2 + 1))
+        boxes = [("embed", own_rows, own) for own_rows in (slice(0, 20), slice(20, 64))]
+        rest = [(name, ALL, ALL) for name in ("norm", "experts.0", "experts.1", "odd")]
+        ranks.append(Rank([*boxes, *rest], torch.bfloat16 if rank >= 2 else torch.float32))
+    return ranks
+
+
+class Exchange:
+    def __init__(self, shm_dir: Any, places: list[str] | None = None, **options: Any) -> None:
+        """`places`: host of each of the four engine ranks; "here" is the trainers'."""
+        here = host_id(str(shm_dir))
+        hosts = [here if place == "here" else place for place in places or ["here"] * 4]
+        settings = {"transport": "auto", "bucket_bytes": 2048, "timeout": 20.0, "check_every": 0, **options}
+        receivers = [(f"e{rank // 2}/{rank % 2}", host) for rank, host in enumerate(hosts)]
+        self.session, self.store = meet("127.0.0.1", [here] * 4, receivers, shm_dir=str(shm_dir), **settings)
+        self.trainers, self.engines = trainers(), engines()
+        self.pool = ThreadPoolExecutor(16)
+        self.senders = [
+            PlannedSender(self.session, rank, one.description, one.tensors, self.store if rank == 0 else None)
+            for rank, one in enumerate(self.trainers)
+        ]
+        self.receivers = [PlannedReceiver(self.session, name) for name in self.session.names]
+        self.weights: dict[str, torch.Tensor] = {}
+        self.exports = 0
+
+    def connect(self) -> None:
+        for receiver, rank in zip(self.receivers, self.engines, strict=True):
+            assert [one.digest for one in receiver.holdings()] == [one.description.digest for one in self.trainers]
+            receiver.describe(rank.description)
+
+    def export(self) -> Any:
+        self.exports += 1
+        return self.weights.items()
+
+    def receive(self, number: int, version: int) -> PlannedReport:
+        receiver, rank = self.receivers[number], self.engines[number]
+        try:
+            rank.begin(receiver.begin(version))
+            receiver.receive(rank)
+            return receiver.finish()
+        except BaseException as error:
+            receiver.fail(f"{type(error).__name__}: {error}")
+            raise
+
+    def start(self, version: int) -> tuple[list[Any], list[Any]]:
+        self.weights = checkpoint(version)
+        for rank in self.trainers:
+            rank.load(self.weights)
+        receiving = [self.pool.submit(self.receive, number, version) for number in range(4)]
+        sending = [self.pool.submit(sender.send, version, self.export) for sender in self.senders]
+        return sending, receiving
+
+    def update(self, version: int) -> tuple[PlannedReport, PlannedReport]:
+        sending, receiving = self.start(version)
+        sent, received = (together([one.result(30) for one in side]) for side in (sending, receiving))
+        compare_planned(sent, received)
+        for rank in self.engines:
+            for number in range(len(rank.boxes)):
+                assert torch.equal(rank.view(number), rank.true(number, self.weights)), rank.boxes[number]
+        return sent, received
+
+    def close(self) -> None:
+        for one in [*self.senders, *self.receivers]:
+            one.close()
+        self.pool.shutdown(wait=False)
+
+
+@contextlib.contextmanager
+def exchange(shm_dir: Any, places: list[str] | None = None, **options: Any) -> Iterator[Exchange]:
+    made = Exchange(shm_dir, places, **options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def replaced(report: PlannedReport, **changes: Any) -> PlannedReport:
+    return dataclasses.replace(report, **changes)

@@ -1,0 +1,157 @@
+"""The plan of a weight exchange: carried out on arrays, every needed element arrives once, whatever the layouts."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.exchange.boxes import ITEM_BYTES, Describer, Description
+from megarl.exchange.plan import ExchangePlan, Hosts, Part, Stream, plan
+
+NUMPY = {"float32": np.float32, "bfloat16": np.float16, "float16": np.float16}  # numpy has no bfloat16
+
+
+class Rank:
+    """Parameters of one rank, and what they are of the checkpoint."""
+
+    def __init__(self) -> None:
+        self.describer = Describer()
+        self.memory: list[np.ndarray] = []
+        self.boxes: list[tuple[str, tuple[int, int, int, int], int, int, int]] = []
+
+    def parameter(self, size: int, dtype: str) -> int:
+        number = self.describer.parameter(f"parameter{len(self.memory)}", dtype)
+        self.memory.append(np.full(size, np.nan, NUMPY[dtype]))
+        return number
+
+    def add(self, name: str, shape: tuple[int, ...], box: tuple[int, int, int, int], at: tuple[int, int, int]) -> None:
+        self.describer.add(self.describer.tensor(name, shape), box, *at)
+        self.boxes.append((name, box, *at))
+
+    def place(self, name: str, shape: tuple[int, ...], box: tuple[int, int, int, int], dtype: str, gap: int) -> None:
+        """A parameter of its own for the box, whose rows have `gap` elements between them."""
+        _, _, rows, columns = box
+        stride = columns + gap
+        self.add(name, shape, box, (self.parameter(gap + rows * stride, dtype), gap, stride))
+
+    def done(self) -> Description:
+        return self.describer.done()
+
+
+def part_of(memory: np.ndarray, offset: int, stride: int, rows: int, columns: int) -> np.ndarray:
+    item = memory.itemsize
+    assert offset >= 0 and offset + (rows - 1) * stride + columns <= memory.size
+    return np.lib.stride_tricks.as_strided(memory[offset:], (rows, columns), (stride * item, item))
+
+
+def carry_out(made: ExchangePlan, trainers: list[Rank], engines: list[Rank]) -> np.ndarray:
+    """Bytes that each engine rank received."""
+    sent: dict[tuple[int, int], list[np.ndarray]] = {}
+    for number, rank in enumerate(trainers):
+        for stream in Part.from_bytes(made.sends(number).to_bytes()).streams:
+            assert stream.source == number
+            buckets = [np.full(size, np.nan, NUMPY[stream.dtype]) for size in stream.buckets]
+            for bucket, at, parameter, offset, stride, rows, columns in stream.copies.tolist():
+                hole = buckets[bucket][at : at + rows * columns]
+                assert np.isnan(hole).all(), "two boxes in one place of a bucket"
+                hole[:] = part_of(rank.memory[parameter], offset, stride, rows, columns).ravel()
+            assert all(bucket.size and not np.isnan(bucket).any() for bucket in buckets), "a bucket with a hole"
+            sent[stream.number, stream.targets[0]] = buckets
+    received = np.zeros(len(engines), np.int64)
+    waiting = [(number, stream) for number in range(len(engines)) for stream in made.receives(number).streams]
+    while waiting:
+        ready = [one for one in waiting if (one[1].number, one[0]) in sent]
+        assert ready, "engine ranks wait for each other"
+        for number, stream in ready:
+            waiting.remove((number, stream))
+            received[number] += receive(stream, number, sent, engines[number])
+    return received
+
+
+def receive(stream: Stream, number: int, sent: dict, rank: Rank) -> int:
+    buckets = sent.pop((stream.number, number))
+    assert [bucket.size for bucket in buckets] == stream.buckets.tolist()
+    for bucket, at, parameter, offset, stride, rows, columns in stream.copies.tolist():
+        values = buckets[bucket][at : at + rows * columns].reshape(rows, columns)
+        target = part_of(rank.memory[parameter], offset, stride, rows, columns)
+        assert np.isnan(target).all(), "an element of a parameter came twice"
+        target[:] = values
+    if (after := stream.after(number)) is not None:
+        sent[stream.number, after] = buckets
+    return sum(bucket.nbytes for bucket in buckets)
+
+
+def cuts(draw, size: int) -> list[tuple[int, int]]:
+    """`size` cut into runs (start, length)."""
+    inner = draw(st.lists(st.integers(1, size - 1), max_size=3, unique=True)) if size > 1 else []
+    bounds = [0, *sorted(inner), size]
+    return [(a, b - a) for a, b in pairwise(bounds)]
+
+
+@st.composite
+def exchanges(draw):
+    """Tensors, cut one way over trainer ranks and another way over engine ranks; some ranks alike."""
+    shapes = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=5))
+    trainers = [Rank() for _ in range(draw(st.integers(1, 5)))]
+    engines = [Rank() for _ in range(draw(st.integers(1, 5)))]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    values = {}
+    for number, shape in enumerate(shapes):
+        name = f"model.{number}.weight"
+        values[name] = rng.integers(-1000, 1000, shape).astype(np.float32)  # exact in each type
+        for ranks in (trainers, engines):
+            dtype = draw(st.sampled_from(["float32", "bfloat16"]))
+            boxes = [
+                (row, column, rows, columns)
+                for row, rows in cuts(draw, shape[0])
+                for column, columns in cuts(draw, shape[1])
+            ]
+            for place, box in enumerate(boxes):
+                # each box on a rank at least, so that there are no holes; of engines, each rank needs what it likes
+                some = draw(st.sets(st.integers(0, len(ranks) - 1), min_size=ranks is trainers))
+                if ranks is trainers or some or place == 0:
+                    for one in sorted(some):
+                        ranks[one].place(name, shape, box, dtype, draw(st.integers(0, 2)))
+    for rank in trainers:
+        for name, (row, column, rows, columns), parameter, offset, stride in rank.boxes:
+            part_of(rank.memory[parameter], offset, stride, rows, columns)[:] = values[name][
+                row : row + rows, column : column + columns
+            ]
+    names = st.sampled_from(["a", "b", "c"])
+    hosts = Hosts([draw(names) for _ in trainers], [draw(names) for _ in engines])
+    return values, trainers, engines, hosts, draw(st.sampled_from([1, 7, 64, 1 << 20]))
+
+
+@given(exchanges())
+@settings(max_examples=75, deadline=None)
+def test_every_needed_element_arrives_once(exchange) -> None:
+    values, trainers, engines, hosts, bucket_bytes = exchange
+    haves, needs = [rank.done() for rank in trainers], [rank.done() for rank in engines]
+    made = plan(haves, needs, hosts, bucket_bytes)
+    received = carry_out(made, trainers, engines)
+    for rank in engines:
+        for name, (row, column, rows, columns), parameter, offset, stride in rank.boxes:
+            value = part_of(rank.memory[parameter], offset, stride, rows, columns)
+            assert np.array_equal(value, values[name][row : row + rows, column : column + columns])
+    types = {name: dtype for one in haves for name, dtype in types_of(one)}
+    for number, need in enumerate(needs):
+        wanted = 0
+        for _, name, rows, columns, dtype in set(boxes_of(need)):
+            wanted += rows * columns * min(ITEM_BYTES[dtype], ITEM_BYTES[types[name]])
+        assert received[number] == wanted
+    for stream in range(len(made.targets)):
+        pieces = made.pieces[made.starts[stream] : made.starts[stream + 1]]
+        sizes = np.add.reduceat(pieces[:, 4] * pieces[:, 5], made.buckets(stream)[:-1])
+        assert (sizes <= max(bucket_bytes // ITEM_BYTES[("float32", "bfloat16")[made.dtypes[stream]]], 1)).all()
+
+
+def types_of(one: Description):
+    return [(one.tensors[box[0]], one.dtypes[box[5]]) for box in one.boxes.tolist()]
+
+
+def boxes_of(one: Description):
+    for box in one.boxes.tolist():
+        yield tuple(box[1:3]), one.tensors[box[0]], *box[3:5], one.dtypes[box[5]]

@@ -1,0 +1,126 @@
+"""What a plan promises beyond being right: balance, near holders, relays, determinism, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megarl.exchange.boxes import Describer, Description, as_matrix
+from megarl.exchange.plan import ExchangePlan, Hosts, plan
+
+MIB = 1 << 20
+
+
+def holding(*boxes: tuple[str, tuple[int, ...], tuple[int, int, int, int]], dtype: str = "bfloat16") -> Description:
+    describer = Describer()
+    for number, (name, shape, box) in enumerate(boxes):
+        describer.add(describer.tensor(name, shape), box, describer.parameter(f"{number}", dtype), 0, box[3])
+    return describer.done()
+
+
+def whole(*names: str, size: int = 256, dtype: str = "bfloat16") -> Description:
+    return holding(*((name, (size, size), (0, 0, size, size)) for name in names), dtype=dtype)
+
+
+def sent(made: ExchangePlan, trainers: int) -> np.ndarray:
+    return np.bincount(made.sources, made.nbytes, trainers)
+
+
+def layers(count: int) -> list[str]:
+    return [f"model.layers.{number}.weight" for number in range(count)]
+
+
+def test_holders_send_about_as_much() -> None:
+    """Four replicas hold all; two of them alone hold something more, which nobody else can send."""
+    names = layers(61)
+    rich, poor = whole(*names, "extra.0", "extra.1"), whole(*names)
+    made = plan([rich, rich, poor, poor], [rich], Hosts(["a"] * 4, ["b"]), MIB)
+    assert sent(made, 4).sum() == rich.nbytes
+    assert np.ptp(sent(made, 4)) <= 256 * 256 * 2, "more than one tensor apart"
+
+
+def test_large_tensors_are_divided_over_holders() -> None:
+    one = whole("embedding", size=1024)  # 2 MiB
+    made = plan([one] * 4, [one], Hosts(["a"] * 4, ["b"]), 128 * 1024)
+    assert sent(made, 4).tolist() == [one.nbytes / 4] * 4
+
+
+def test_replicas_are_fed_by_one_another() -> None:
+    one = whole(*layers(8))
+    made = plan([one] * 2, [one] * 4, Hosts(["t", "t"], ["a", "b", "a", "b"]), MIB)
+    assert sent(made, 2).sum() == one.nbytes, "trainers send once, whatever the number of engines"
+    assert set(made.targets) == {(0, 2, 1, 3)}, "within a host first"
+    (stream, _) = made.receives(2).streams
+    assert (stream.before(0), stream.after(0), stream.before(2), stream.after(3)) == (None, 2, 0, None)
+
+
+def test_a_holder_of_the_engines_host_comes_first() -> None:
+    one = whole(*layers(8))
+    made = plan([one] * 3, [one] * 3, Hosts(["a", "b", "c"], ["b", "d", "a"]), MIB)
+    feeds = {(int(source), targets) for source, targets in zip(made.sources, made.targets, strict=True)}
+    assert feeds == {(1, (0, 1)), (0, (2,))}, "hosts with a holder are fed there, others by the host before them"
+
+
+def test_what_an_engine_holds_in_two_places_comes_once() -> None:
+    box = ("shared", (8, 8), (0, 0, 8, 8))
+    made = plan([holding(box)], [holding(box, box)], Hosts(["a"], ["a"]), MIB)
+    (stream,) = made.receives(0).streams
+    assert len(stream.copies) == 2 and stream.buckets.tolist() == [64]
+
+
+@pytest.mark.parametrize(
+    "held, needed, travels",
+    [("float32", "bfloat16", "bfloat16"), ("bfloat16", "float32", "bfloat16"), ("float32", "float32", "float32")],
+)
+def test_the_smaller_type_travels(held: str, needed: str, travels: str) -> None:
+    made = plan([whole("w", dtype=held)], [whole("w", dtype=needed)], Hosts(["a"], ["a"]), MIB)
+    assert [stream.dtype for stream in made.sends(0).streams] == [travels]
+
+
+def test_the_same_descriptions_give_the_same_plan() -> None:
+    def once() -> list[bytes]:
+        haves = [holding(*((n, (64, 64), (32 * r, 0, 32, 64)) for n in layers(9))) for r in (0, 1, 0, 1)]
+        made = plan(haves, [whole(*layers(9), size=64)] * 3, Hosts(["a", "a", "b", "b"], ["a", "b", "c"]), 4096)
+        return [made.sends(r).to_bytes() for r in range(4)] + [made.receives(r).to_bytes() for r in range(3)]
+
+    assert once() == once()
+
+
+def test_descriptions_survive_their_journey() -> None:
+    describer = Describer()
+    describer.add_whole("conv", (4, 3, 2, 2), "float32")
+    one = describer.done()
+    read = Description.from_bytes(one.to_bytes())
+    assert read.shapes == ((4, 3, 2, 2),) and read.whole == {"conv"} and read.digest == one.digest
+    assert (read.boxes == one.boxes).all() and read.nbytes == 4 * 48
+    assert as_matrix((5,)) == (1, 5) and as_matrix(()) == (1, 1)
+
+
+def test_digests_do_not_depend_on_who_compresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers and engines may have different zlibs, and then other bytes of the same description."""
+    one, same = whole("w"), whole("w")
+    monkeypatch.setattr("zlib.compress", lambda data, level: data)
+    assert one.to_bytes() and one.digest == same.digest
+    monkeypatch.undo()
+    assert whole("w").digest == one.digest != whole("v").digest
+
+
+def halves(*rows: tuple[int, int]) -> list[Description]:
+    return [holding(("w", (8, 4), (row, 0, count, 4))) for row, count in rows]
+
+
+@pytest.mark.parametrize(
+    "haves, message",
+    [
+        (halves((0, 4), (5, 3)), "engine ranks 0, 1 need 8 rows .* of w: of these 32 elements the trainers hold 28"),
+        (halves((0, 5), (4, 4)), "trainer rank 0 and trainer rank 1 hold boxes of w .* 1 rows from row 4"),
+        ([*halves((0, 5), (4, 4))][:1] * 2, "engine ranks 0, 1 need .* hold 20"),
+        ([holding(("w", (4, 8), (0, 0, 4, 8)))], r"w is \[8, 4\] at engine rank 0, and \[4, 8\] at trainer rank 0"),
+        ([holding(("v", (8, 4), (0, 0, 8, 4)))], "hold 0"),
+        ([*halves((0, 8)), holding(("w", (8, 4), (0, 0, 8, 4)), dtype="float32")], "in different types"),
+    ],
+)
+def test_holes_and_overlaps_are_refused(haves: list[Description], message: str) -> None:
+    """A hole and an overlap of the same size would pass a check of sizes alone: the third overlaps by a row."""
+    with pytest.raises(ValueError, match=message):
+        plan(haves, halves((0, 8)) * 2, Hosts(["a"] * len(haves), ["b"] * 2), MIB)

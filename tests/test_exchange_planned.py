@@ -1,0 +1,263 @@
+"""Slices go from where they are to where they belong, once, proven; or everyone learns why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from megarl.config.errors import RecipeError
+from megarl.config.load import load_recipe
+from megarl.exchange import check, planned_receiver
+from megarl.exchange.boxes import Describer
+from megarl.exchange.channel import Channel
+from megarl.exchange.copying import Boxes
+from megarl.exchange.hops import Hop, hops
+from megarl.exchange.plan import Stream
+from megarl.exchange.planned_receiver import PlannedReceiver
+from megarl.exchange.planned_sender import meet
+from megarl.exchange.session import ExchangeError, PlannedSession, compare_planned, host_id, session_of
+from tests.planned_ranks import SHAPES, Exchange, exchange, replaced
+
+HERE = ["here"] * 4
+RELAYED = ["here", "b", "b", "c"]
+APART = ["b", "b", "c", "c"]
+
+
+@pytest.mark.parametrize(
+    ("places", "transport"), [(HERE, "auto"), (RELAYED, "auto"), (APART, "auto"), (HERE, "collective")]
+)
+def test_every_element_arrives_once_and_proven(tmp_path, places, transport):
+    with exchange(tmp_path, places, transport=transport) as one:
+        assert session_of(one.session.to_json()) == one.session
+        one.connect()
+        needed = sum(rank.description.nbytes for rank in one.engines)
+        for version in (3, 4, 5):
+            sent, received = one.update(version)
+            assert received.bytes == needed
+            assert received.buckets > 8
+            assert sent.version == received.version == version
+            assert os.listdir(tmp_path) == []
+        assert one.exports == 4, "the first version alone is held to the export, by every trainer rank"
+        once = {key.split(" to ")[0] for key in sent.streams}
+        assert len(once) < len(sent.streams), "replicas read what was packed for the first"
+        with pytest.raises(ExchangeError, match=r"1 streams differ: 0 to e0/0: sent x, received"):
+            compare_planned(replaced(sent, streams=sent.streams | {"0 to e0/0": "x"}), received)
+
+
+@pytest.mark.parametrize("places", [HERE, RELAYED])
+def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
+    """Of a bucket and reader: a number, a note, an answer; and two that read these, but for those in vain."""
+    counts: Counter[str] = Counter()
+    call = Channel._call
+
+    def counted(self, operation, *arguments):
+        counts[operation.__name__] += 1
+        return call(self, operation, *arguments)
+
+    with exchange(tmp_path, places) as one:
+        one.connect()
+        one.update(1)  # is held to the export, besides
+        one.update(2)
+        keys = one.store.num_keys()
+        monkeypatch.setattr(Channel, "_call", counted)
+        received = one.update(3)[1]
+        assert one.store.num_keys() == keys, "what was read is written over"
+        assert counts["add"] == received.buckets
+        assert counts["set"] == 2 * received.buckets + 4, "notes, answers, and that each of four ranks has loaded it"
+        assert counts["delete_key"] == 4, "that they had loaded the version before"
+
+
+def test_who_reads_whose_memory(tmp_path):
+    session, _ = meet(
+        "127.0.0.1", ["a", "a"], [("0", "a"), ("1", "a"), ("2", "b"), ("3", "b"), ("4", "c")],
+        transport="auto", bucket_bytes=1, timeout=1.0, check_every=0, shm_dir=str(tmp_path),
+    )  # fmt: skip
+    stream = Stream(7, 1, (0, 1, 2, 3, 4), "float32", *[torch.zeros(0).numpy()] * 3)
+    assert hops(stream, session) == [
+        Hop(("trainer", 1), (0, 1), 2),
+        Hop(("engine", 2), (3,), 4),
+    ]
+    alone = Stream(8, 0, (4,), "float32", *[torch.zeros(0).numpy()] * 3)
+    assert hops(alone, session) == [Hop(("trainer", 0), (), 4)]
+    with pytest.raises(ValueError, match="'0' does not share /dev/shm"):
+        meet("127.0.0.1", ["a"], [("0", "b")], transport="shared_memory", bucket_bytes=1, timeout=1.0, check_every=0)
+
+
+def failures(one: Exchange, version: int) -> list[BaseException | None]:
+    sending, receiving = one.start(version)
+    return [future.exception(20) for future in (*sending, *receiving)]
+
+
+@pytest.mark.parametrize("places", [HERE, APART])
+def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, places):
+    take = PlannedReceiver._load
+
+    def corrupt(self, taken, target):
+        if self.name == "e1/1" and len(taken.memory) > 100:
+            taken.memory = taken.memory.clone()  # one reader's alone
+            taken.group and taken.group.finish(taken.broadcast, "x")
+            taken.memory[100] ^= 4
+            taken.group = None
+        before = list(target.left)
+        try:
+            take(self, taken, target)
+        except ExchangeError:
+            assert target.left == before, "nothing may be made of bytes that are not proven"
+            raise
+
+    with exchange(tmp_path, places, timeout=3.0) as one:  # gloo waits as long for what was under way
+        one.connect()
+        one.update(1)
+        monkeypatch.setattr(planned_receiver.PlannedReceiver, "_load", corrupt)
+        start = time.monotonic()
+        told = failures(one, 2)
+        assert time.monotonic() - start < 5
+        words = r"'e1/1' got other bytes than .* sent in bucket 0 of stream \d+ from trainer \d \((embed|odd|norm|exp)"
+        assert re.search(words, str(told[7]))
+        others = [error for error in told[:7] if error is not None]
+        assert len(others) >= 2 and all(isinstance(error, ExchangeError) for error in others)
+        assert all("got other bytes" in str(error) for error in others), "the cause, not its consequences"
+
+
+@pytest.mark.parametrize("check_every", [0, 2])
+def test_what_was_loaded_is_held_to_the_export(tmp_path, check_every):
+    """A box that is wrong from the start has right fingerprints on its way: the export tells, and names it."""
+    with exchange(tmp_path, check_every=check_every) as one:
+        one.connect()
+        for version in (1, 2):
+            one.update(version)
+        exports = one.exports
+
+        def wrong_embed():
+            one.exports += 1
+            weights = {name: weight.clone() for name, weight in one.weights.items()}
+            weights["embed"][60, 30] += 1
+            return weights.items()
+
+        one.export = wrong_embed  # type: ignore[method-assign]
+        told = failures(one, 3)
+        if check_every == 0:
+            assert told == [None] * 8 and one.exports == exports
+            return
+        message = str(told[5])
+        assert "what receiver 'e0/1' loaded is not what the trainers export, in 1 tensors: embed (bucket" in message
+        assert "from trainer" in message and "set exchange.route=export" in message
+        assert any(error is not None for error in told[:4])
+
+
+def test_holes_are_refused_by_everyone_and_at_once(tmp_path):
+    with exchange(tmp_path) as one:
+        describer = Describer()
+        describer.add(describer.tensor("unknown", (4, 4)), (0, 0, 4, 4), describer.parameter("p", "float32"), 0, 4)
+        for receiver in one.receivers:
+            receiver.holdings()
+            receiver.describe(describer.done())
+        for error in failures(one, 1):
+            assert "of unknown: of these 16 elements the trainers hold 0" in str(error) or "aborted" in str(error)
+
+
+def test_a_silent_peer_is_named_after_the_timeout(tmp_path):
+    with exchange(tmp_path, timeout=0.5) as one:
+        one.connect()
+        one.update(1)
+        receiving = [one.pool.submit(one.receive, number, 2) for number in range(4)]
+        [one.pool.submit(one.senders[rank].send, 2, one.export) for rank in (0, 1, 2)]
+        told = [str(future.exception(10)) for future in receiving]
+        assert any("waited 0.5 s for e" in one and "a bucket from trainers [3]" in one for one in told), told
+    with exchange(tmp_path, timeout=0.5) as one:
+        one.connect()
+        one.update(1)
+        sending = [one.pool.submit(sender.send, 2, one.export) for sender in one.senders]
+        [one.pool.submit(one.receive, number, 2) for number in (0, 1, 2)]
+        told = [str(future.exception(10)) for future in sending]
+        assert any("waited 0.5 s for " in one and "e1/1" in one for one in told), told
+
+
+def test_plans_from_other_descriptions_are_refused(tmp_path):
+    with exchange(tmp_path) as one:
+        one.connect()
+        one.receivers[2]._held = one.receivers[2]._held[:3]
+        told = failures(one, 1)
+        assert "plan the weight exchange from different descriptions" in str(told[6])
+
+
+def test_another_version_than_expected(tmp_path):
+    with exchange(tmp_path) as one:
+        one.connect()
+        one.update(1)
+        receiving = one.pool.submit(one.receive, 0, 9)
+        sending = [one.pool.submit(sender.send, 2, one.export) for sender in one.senders]
+        assert "expects version 9, got 2" in str(receiving.exception(10))
+        assert all("expects version 9, got 2" in str(future.exception(10)) for future in sending)
+
+
+def test_checked_versions():
+    session = PlannedSession(
+        host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto", check_every=3
+    )
+    assert [version for version in range(5, 16) if session.checked(version, 5)] == [5, 8, 11, 14]
+
+
+def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
+    import errno
+
+    def full(fd, start, size):
+        raise OSError(errno.ENOSPC, "no room")
+
+    with exchange(tmp_path) as one:
+        one.connect()
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        told = failures(one, 1)
+        assert any(isinstance(error, OSError) and "is full: a weight bucket needs" in str(error) for error in told[:4])
+        assert all("is full: a weight bucket needs" in str(error) for error in told[4:]), told
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"exchange.route": "planned", "lora.rank": 4}, "exchange.route.*merged weights"),
+        ({"exchange.route": "planned", "rollout.engine": "sglang"}, "rollout.engine=sglang takes whole tensors alone"),
+        ({"exchange.check_every": 5}, "exchange.check_every.*nothing to compare"),
+    ],
+)
+def test_recipes_that_cannot_be_planned(settings, words):
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    with pytest.raises(RecipeError, match=f"(?s){words}"):
+        load_recipe("recipes/quickstart.yaml", overrides)
+    load_recipe("recipes/quickstart.yaml", ["exchange.route=planned", "exchange.check_every=5"])
+
+
+def test_boxes_are_converted_once():
+    """A bucket of what engines need in bfloat16, out of float32."""
+    import numpy as np
+
+    stream = Stream(0, 0, (0,), "bfloat16", np.array([6]), np.array([[0, 0, 0, 1, 4, 2, 3]]), np.array([0]))
+    held = torch.arange(12, dtype=torch.float32) / 3
+    memory = torch.empty(12, dtype=torch.uint8)
+    Boxes(stream).pack(0, memory, lambda _: held)
+    wanted = held[1:9].view(2, 4)[:, :3].bfloat16()
+    assert torch.equal(memory.view(torch.bfloat16).view(2, 3), wanted)
+    target = torch.zeros(12)
+    assert Boxes(stream).unpack(0, memory, lambda _: target) == [(0, 6)]
+    assert torch.equal(target[1:9].view(2, 4)[:, :3], wanted.float())
+
+
+def test_fingerprints_of_boxes_see_each_element(tmp_path):
+    assert set(SHAPES) == {"embed", "norm", "experts.0", "experts.1", "odd"} and host_id(str(tmp_path))
+    with exchange(tmp_path) as one:
+        need = one.engines[2].description
+        one.weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        one.engines[2].load(one.weights)
+        examined = check.Examined(need)
+        examined.examine(range(6), one.engines[2].tensor)
+        (wanted,) = check.expected(one.weights.items(), [need])
+        assert wanted == examined.fingerprints
+        one.engines[2].view(5)[3, 2] += 1
+        examined.examine([5], one.engines[2].tensor)
+        assert check.differing(need, examined.fingerprints, wanted) == ["odd"]

@@ -1,0 +1,43 @@
+"""Layers that are alike are asked about once: what is told of the others is what asking about all would have told."""
+
+from __future__ import annotations
+
+from megarl.exchange.boxes import Describer, Description
+from megarl.planner.alike import Sampled, Tensor
+
+LAYERS = 12
+EVERY: list[Tensor] = [("model.embed.weight", (8, 4), "bfloat16")]
+EVERY += [
+    (f"model.layers.{layer}.{name}.weight", (8 if layer else 16, 4), "bfloat16")
+    for layer in range(LAYERS)
+    for name in ("q", "k")
+]
+
+
+def told(tensors: list[Tensor], odd: int | None = None, *, whole: str = "") -> Description:
+    """As the loader of rank 1 of two would: its half of each, q and k in one parameter. Layer `odd` takes the other half."""
+    describer = Describer()
+    for name, shape, dtype in tensors:
+        if whole and whole in name:
+            describer.add_whole(name, shape, dtype)
+            continue
+        rows = shape[0] // 2
+        first = 0 if odd is not None and f".{odd}." in name else rows
+        parameter = describer.parameter(name.replace(".q.", ".qk.").replace(".k.", ".qk."), dtype)
+        at = rows * 4 if ".k." in name else 0
+        describer.add(describer.tensor(name, shape), (first, 0, rows, 4), parameter, at, 4)
+    return describer.done()
+
+
+def test_the_first_and_the_last_tell_of_those_between() -> None:
+    sampled = Sampled.of(EVERY)
+    asked = [name for name, *_ in sampled.tensors]
+    assert asked == [name for name, *_ in EVERY if name.split(".")[2] in ("weight", "0", "1", str(LAYERS - 1))]
+    found = sampled.whole(told(sampled.tensors))
+    assert found is not None and found.digest == told(EVERY).digest
+
+
+def test_layers_that_are_not_alike_tell_nothing() -> None:
+    sampled = Sampled.of(EVERY)
+    assert sampled.whole(told(sampled.tensors, odd=LAYERS - 1)) is None
+    assert sampled.whole(told(sampled.tensors, whole="layers.1.q")) is None

@@ -1,0 +1,69 @@
+"""The process that is any rank: answers come as they are found, failures reach who asked, and leaving ends it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from concurrent.futures import wait
+
+import pytest
+
+from megarl.config.schema import Recipe
+from megarl.planner import ask as module
+from megarl.planner.ask import Asker, Question
+
+# A stand-in for child.py: what it answers says what it was asked; rank 7 fails, rank 8 ends it, rank 9 takes long.
+CHILD = """
+import json, sys, time
+for line in sys.stdin:
+    asked = json.loads(line)
+    if asked["rank"] == 8:
+        sys.exit("out of memory")
+    if asked["rank"] == 9:
+        continue
+    found = {"failed": "no such rank"} if asked["rank"] == 7 else {"answer": asked}
+    print(json.dumps({"number": asked["number"], **found}), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = subprocess.Popen
+    monkeypatch.setattr(
+        module.subprocess, "Popen", lambda arguments, **options: real([arguments[0], "-c", CHILD], **options)
+    )
+
+
+def test_a_recipe_is_written_once() -> None:
+    recipe, other = Recipe(), Recipe()
+    with Asker() as asker:
+        futures = [asker.submit(Question(one, 3, True)) for one in (recipe, recipe, other)]
+        first, second, third = (future.result() for future in futures)
+    assert first["recipe"] == second["recipe"] != third["recipe"]
+    assert (first["rank"], first["critic"], first["work"]) == (3, True, None)
+
+
+def test_a_failure_is_of_its_question_alone() -> None:
+    with Asker() as asker:
+        bad, good = asker.submit(Question(Recipe(), 7)), asker.submit(Question(Recipe(), 0))
+        assert good.result()["rank"] == 0
+        with pytest.raises(RuntimeError, match="no such rank"):
+            bad.result()
+
+
+def test_a_process_that_ends_says_why_to_all_who_wait() -> None:
+    with Asker() as asker:
+        waiting, deadly = asker.submit(Question(Recipe(), 9)), asker.submit(Question(Recipe(), 8))
+        for future in (waiting, deadly):
+            with pytest.raises(RuntimeError, match="status 1:\nout of memory"):
+                future.result(timeout=10)
+        with pytest.raises(RuntimeError, match="status 1"):
+            asker.submit(Question(Recipe(), 0)).result(timeout=10)
+
+
+def test_leaving_waits_for_nothing() -> None:
+    began = time.monotonic()
+    with Asker() as asker:
+        late = asker.submit(Question(Recipe(), 9))
+        assert not wait([late], timeout=0.2).done
+    assert time.monotonic() - began < 5

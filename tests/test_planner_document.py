@@ -1,0 +1,48 @@
+"""What docs/planner.md holds estimates to: made by a command, and true of the models that are built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl import model_configs
+from megarl.config.schema import Recipe
+from megarl.model_shape import model_shape
+from megarl.planner.document import PAGE, document, estimated
+from megarl.planner.published import SIZES, STEPS
+from megarl.planner.stages import stages
+
+
+def test_the_page_is_up_to_date() -> None:
+    assert document(PAGE.read_text()) == PAGE.read_text(), "python -m megarl.planner.document writes it"
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: size.model)
+def test_counted_parameters_are_those_published(size: object) -> None:
+    shape = model_shape(model_configs.read(size.model))
+    assert shape.total / 1e9 == pytest.approx(size.total, rel=0.01)
+    if size.active is not None:
+        assert (shape.active + shape.output) / 1e9 == pytest.approx(size.active, rel=0.02)
+
+
+@pytest.mark.parametrize("published", STEPS, ids=lambda one: one.name)
+def test_estimates_are_of_the_order_of_what_was_timed(published: object) -> None:
+    """A rate in the wrong unit, or a phase counted twice, is off by more than that."""
+    step = estimated(published)
+    assert 1 / 3 < step.seconds / published.seconds["step"] < 3
+    for phase in step.phases:
+        if phase.name in published.seconds:
+            assert 1 / 6 < phase.seconds / published.seconds[phase.name] < 6, phase.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Qwen3-4B", "Qwen3-30B-A3B"])
+def test_counted_parameters_are_those_that_stages_hold(model: str, tmp_path: Path) -> None:
+    config = model_configs.read(model)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    recipe = Recipe()
+    recipe.model.path = str(tmp_path)
+    held = sum(stage.held.parameters for stage in stages(recipe, config, config))
+    assert model_shape(config).total == pytest.approx(held, rel=1e-3)

@@ -1,0 +1,133 @@
+"""The weight exchange of a recipe before anything has started: bytes by link, from config.json and the layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl import model_configs
+from megarl.cli import app, guarded
+from megarl.config.load import load_recipe
+from megarl.config.schema import Recipe
+from megarl.exchange.boxes import Describer, Description, tensors_held
+from megarl.exchange.flows import flows, totals
+from megarl.exchange.plan import ExchangePlan, Hosts, plan
+from megarl.model_shape import model_shape
+from megarl.planner import exchange, exchange_command
+from megarl.planner.plan import Links
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+HALF = 3 * 4 * 2  # bytes of half a tensor
+
+
+def description(*names: str, rows: tuple[int, int] = (0, 6)) -> Description:
+    """Of tensors [6, 4] in bfloat16."""
+    describer = Describer()
+    for name in names:
+        box = (rows[0], 0, rows[1], 4)
+        describer.add(describer.tensor(name, (6, 4)), box, describer.parameter(name, "bfloat16"), 0, 4)
+    return describer.done()
+
+
+def run(*arguments: str) -> int:
+    return guarded(lambda: app(args=list(arguments), standalone_mode=False), debug=False)
+
+
+def small_plan() -> ExchangePlan:
+    """Two stages on two machines, the second's holds an expert; two engines, one on each machine."""
+    engine = description("a", "b.experts.1")
+    return plan(
+        [description("a"), description("b.experts.1", rows=(0, 3)), description("b.experts.1", rows=(3, 3))],
+        [engine, engine],
+        Hosts(["n0", "n1", "n1"], ["n0", "n1"]),
+        1 << 20,
+    )
+
+
+def test_bytes_by_link() -> None:
+    """a: on n0, and from there to n1. b: on n1; to n0 as well, which comes first in the order of relays."""
+    made = small_plan()
+    first, second = flows(made, ["stage 0", "stage 1", "stage 1"])
+    assert (first.source, first.what, first.audience, first.senders) == ("stage 0", "others", (2, 2), 1)
+    assert (first.sent, first.relayed, first.between_hosts, first.buckets) == (2 * HALF, 2 * HALF, 2 * HALF, 1)
+    assert (second.source, second.what, second.audience, second.senders) == ("stage 1", "experts", (1, 1), 2)
+    assert (second.sent, second.sent_by_rank, second.relayed) == (4 * HALF, 2 * HALF, 0)
+    assert (second.received_by_rank, second.between_hosts, second.buckets) == (2 * HALF, 2 * HALF, 4)
+    told = totals(made)
+    assert (told.sent, told.received, told.received_by_rank) == (6 * HALF, 8 * HALF, 4 * HALF)
+    assert (told.relayed_by_rank, told.between_hosts, told.streams, told.buckets) == (2 * HALF, 4 * HALF, 5, 5)
+
+
+def test_where_ranks_are() -> None:
+    recipe = Recipe()
+    recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
+    assert exchange.hosts(recipe, 2).engines == ["node 0", "node 0", "node 1", "node 1"]
+    recipe.cluster.placement = "disaggregated"
+    assert exchange.hosts(recipe, 2).engines == ["node 2", "node 2", "node 3", "node 3"]
+    assert set(exchange.hosts(recipe, None).engines) == {"node 0"}
+
+
+def test_exported_every_engine_rank_reads_the_whole_model() -> None:
+    recipe = Recipe()
+    recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
+    recipe.model.dtype = "bfloat16"
+    model = model_configs.read("Qwen3-8B")
+    whole = 2 * model_shape(model).total
+    assert exchange.exported(recipe, model, 2) == Links("export", whole, whole, 4 * whole, 2 * whole)
+    assert exchange.exported(recipe, model, None).between_nodes == 0
+
+
+def test_experts_of_later_ranks_have_later_numbers() -> None:
+    names = ("model.layers.1.mlp.experts.2.up", "model.layers.1.mlp.experts.3.up", "model.layers.1.mlp.gate")
+    later = exchange._later(description(*names), 3)
+    assert later.tensors == ("model.layers.1.mlp.experts.8.up", "model.layers.1.mlp.experts.9.up", names[2])
+
+
+def test_tensors_are_asked_about_layer_by_layer() -> None:
+    names = ["m.10.experts.2.w", "m.9.experts.10.w", "m.9.experts.2.w", "lm_head"]
+    held = tensors_held([description(*names[:2]), description(*names[1:])])
+    assert [name for name, *_ in held] == ["lm_head", *reversed(names[:3])]
+    assert held[0][1:] == ((6, 4), "bfloat16")
+
+
+def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given = []
+    monkeypatch.setattr(exchange_command, "planned", lambda *asked: given.append(asked[2]) or small_plan())
+    monkeypatch.setattr(exchange_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
+    recipe = str(RECIPES / "dapo_qwen3_30b.yaml")
+    assert run("exchange", "--explain", recipe) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100 and given == [16], "the head says 16 devices a machine"
+    assert "stage 1" in text and "3 trainer ranks send" in text
+    assert run("exchange", "--explain", recipe, "--json", "--per-node", "4") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["totals"]["sent"] == 6 * HALF and len(told["flows"]) == 2 and given[1] == 4
+
+
+def test_training_without_engines_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("exchange", "--explain", str(RECIPES / "quickstart_sft.yaml")) == 2
+    assert "no engines" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, model, settings, received",
+    [
+        ("dapo_qwen3_30b", "Qwen3-30B-A3B", ["rollout.tensor_parallel=4", "rollout.engines=4"], 15.285e9),
+        ("grpo_deepseek_v3", "DeepSeek-V3", [], 25.812e9),
+    ],
+)
+def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: list[str], received: float) -> None:
+    """Figures of a trace of vLLM's loader with another script, and of the sizes of the tensors."""
+    recipe = load_recipe(RECIPES / f"{name}.yaml", settings)
+    made = exchange.planned(recipe, model_configs.read(model), 16)
+    assert totals(made).received_by_rank == pytest.approx(received, rel=1e-4)
+    for rank in (0, len(made.hosts.engines) - 1):
+        need = made.needs.descriptions[made.needs.class_of[rank]]
+        got = sum(int(one.buckets.sum()) * (4 if one.dtype == "float32" else 2) for one in made.receives(rank).streams)
+        assert got == need.nbytes
+    sent = np.bincount(made.sources, made.nbytes, len(made.hosts.trainers))
+    assert sent.max() <= 1.2 * sent.mean()

@@ -1,0 +1,82 @@
+"""`exchange.route`: what was asked for, or with `auto` the way that everyone can take, and one notice of which and why."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from megarl.config.load import load_recipe
+from megarl.config.schema import Recipe
+from megarl.route import open_exchange
+
+
+class Trainers:
+    def __init__(self, problem: str | None = None) -> None:
+        self.problem, self.asked = problem, []
+
+    def call(self, method: str, receivers: Any, route: str) -> list[Any]:
+        assert method == "open_exchange" and receivers == [("e0/0", "h"), ("e1/0", "h")]
+        self.asked.append(route)
+        first: Any = route.encode()
+        if route == "planned" and self.problem:
+            return [self.problem] * 2
+        return [first, None]
+
+
+class Engine:
+    def __init__(self, name: str, problem: str | None = None) -> None:
+        self.name, self.problem, self.joined = name, problem, []
+
+    def call(self, method: str, session: bytes) -> Future[Any]:
+        assert method == "connect_exchange"
+        self.joined.append(session.decode())
+        future: Future[Any] = Future()
+        future.set_result(self.problem if session == b"planned" else None)
+        return future
+
+
+def opened(route: str, *, trainers: str | None = None, engine: str | None = None, **changes: Any) -> Any:
+    recipe = Recipe()
+    recipe.exchange.route = route  # type: ignore[assignment]
+    recipe.lora.rank = changes.get("rank", 0)
+    recipe.exchange.check_every = changes.get("check_every", 0)
+    group, services, notices = Trainers(trainers), [Engine("e0"), Engine("e1", engine)], []
+    infos = [{"receivers": [[f"{one.name}/0", "h"]]} for one in services]
+    session = open_exchange(recipe, group, services, infos, notices.append)  # type: ignore[arg-type]
+    assert all(one.joined[-1:] == [session.decode()] for one in services), "everyone is in the session that counts"
+    return group.asked, notices
+
+
+def test_what_was_asked_for() -> None:
+    assert opened("export", trainers="no", engine="no") == (["export"], [])
+    assert opened("planned") == (["planned"], [])
+    for problem in ({"trainers": "trainer rank 1: odd"}, {"engine": "odd"}):
+        with pytest.raises(RuntimeError, match=r"exchange.route=planned: (trainer rank |e)1: odd. Set exchange.route="):
+            opened("planned", **problem)
+
+
+def test_auto_takes_the_planned_way_where_it_can() -> None:
+    asked, (notice,) = opened("auto")
+    assert asked == ["planned"] and notice.startswith("exchange.route=auto: planned; ")
+
+
+@pytest.mark.parametrize(
+    ("problem", "asked", "words"),
+    [
+        ({"trainers": "trainer rank 1: odd"}, ["planned", "export"], "because trainer rank 1: odd"),
+        ({"engine": "its weights are quantised"}, ["planned", "export"], "because e1: its weights are quantised"),
+        ({"rank": 4}, ["export"], "because lora.rank=4: engines are given merged weights"),
+        ({"rank": 4, "check_every": 5}, ["export"], "exchange.check_every=5 has no effect"),
+    ],
+)
+def test_auto_exports_where_it_must_and_says_why(problem: dict[str, Any], asked: list[str], words: str) -> None:
+    found, (notice,) = opened("auto", **problem)
+    assert found == asked
+    assert notice.startswith("exchange.route=auto: export, not planned, ") and words in notice
+
+
+def test_auto_is_no_error_in_a_recipe() -> None:
+    for override in ("lora.rank=4", "rollout.engine=sglang"):
+        load_recipe("recipes/quickstart.yaml", ["exchange.route=auto", "exchange.check_every=2", override])

@@ -1,0 +1,98 @@
+"""What an engine needs is what its own loader copies: of loaders that do what vLLM's do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from megarl.engines.vllm_needs import needs
+
+
+class Model(torch.nn.Module):
+    """Rank 1 of 2, fused and cut as vLLM has it."""
+
+    def __init__(self, device: str = "meta") -> None:
+        super().__init__()
+        self.fused = torch.nn.Linear(6, 8, device=device)
+        self.down = torch.nn.Linear(3, 4, bias=False, device=device)
+        self.experts = torch.nn.Module()
+        self.experts.weight = torch.nn.Parameter(torch.empty(2, 4, 6, device=device))
+        self.norm = torch.nn.Module()
+        self.norm.weight = torch.nn.Parameter(torch.empty(6, dtype=torch.bfloat16, device=device))
+        self.odd = torch.nn.Linear(6, 6, device=device)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, weight in weights:
+            if name == "up":
+                self.fused.weight.data.narrow(0, 4, 4).copy_(weight.narrow(0, 4, 4))
+            elif name == "bias":
+                self.fused.bias.data[4:].copy_(weight.chunk(2)[1])
+                self.fused.bias.data[:4].fill_(0)
+            elif name == "down":
+                self.down.weight.data.copy_(weight[:, 3:])
+            elif name == "expert":
+                self.experts.weight.data[1].copy_(weight)
+            elif name == "norm":
+                self.norm.weight.data.copy_(weight)
+            elif name == "transposed":
+                self.odd.weight.data.copy_(weight.t())
+            elif name == "beside":
+                self.odd.bias.data.copy_(weight)
+            elif name == "scaled":
+                self.odd.bias.data.copy_(weight * 2)
+            elif name == "renamed":
+                dict(self.named_parameters())["of another name"].data.copy_(weight)
+            elif name == "read":
+                self.odd.bias.data.fill_(weight.max().item())
+
+
+GIVEN = [
+    ("up", (8, 6), "float32"),
+    ("bias", (8,), "float32"),
+    ("down", (4, 6), "float32"),
+    ("expert", (4, 6), "float32"),
+    ("norm", (6,), "float32"),
+    ("unknown", (2, 2), "float32"),
+]
+
+
+def test_boxes_are_what_the_loader_copies() -> None:
+    """Carried out on values, they give what the loader gives."""
+    wanted, got = Model("cpu"), Model("cpu")
+    values = {name: torch.randn(shape) for name, shape, _ in GIVEN}
+    with torch.no_grad():
+        for parameter in [*wanted.parameters(), *got.parameters()]:
+            parameter.zero_()
+        wanted.load_weights(values.items())
+    described = needs(Model(), GIVEN)
+    assert "unknown" not in described.tensors and not described.whole
+    assert dict(zip(described.parameters, described.dtypes, strict=True))["norm.weight"] == "bfloat16"
+    parameters = dict(got.named_parameters())
+    for tensor, row, column, rows, columns, parameter, offset, stride in described.boxes.tolist():
+        matrix = values[described.tensors[tensor]]
+        matrix = matrix if matrix.dim() == 2 else matrix[None]
+        part = parameters[described.parameters[parameter]].data.as_strided((rows, columns), (stride, 1), offset)
+        part.copy_(matrix[row : row + rows, column : column + columns])
+    for name, value in wanted.named_parameters():
+        assert torch.equal(parameters[name], value), name
+
+
+@pytest.mark.parametrize("odd", [("transposed", (6, 6), "float32"), ("scaled", (6,), "float32")])
+def test_what_is_no_copy_of_a_box_goes_through_the_loader_with_its_layer(odd: tuple) -> None:
+    described = needs(Model(), [*GIVEN, ("beside", (6,), "bfloat16"), odd])
+    assert described.whole == {odd[0], "beside"}
+    assert {"up", "down"} <= set(described.tensors)
+    number = described.parameters.index("beside")
+    assert described.dtypes[number] == "bfloat16", "the loader is given what the trainer has"
+
+
+def test_a_loader_that_reads_values_cannot_be_followed() -> None:
+    with pytest.raises(ValueError, match="at read it did what needs values"):
+        needs(Model(), [*GIVEN, ("read", (6,), "float32")])
+
+
+def test_a_name_that_the_model_lacks_is_said() -> None:
+    with pytest.raises(ValueError, match="knows no 'of another name', which renamed is loaded into"):
+        needs(Model(), [*GIVEN, ("renamed", (6,), "float32")])
