@@ -17,8 +17,6 @@ from megarl.data.rows import sample_rows, write_parquet
 from megarl.declared import fields_of, problem
 from megarl.planner.checks import Checked, checked
 
-pytestmark = pytest.mark.slow  # over a minute; each refusal of tests/refused_recipes.py is in CI
-
 ROOT = Path(__file__).parent.parent
 COLUMNS = ("prompt", "data_source", "reward_model")
 

@@ -186,7 +186,6 @@ def test_torchrun_gives_the_same_run(reference: Path, quickstart_data: Path, tmp
     assert without_times(metrics(tmp_path / "torchrun"))[:3] == without_times(metrics(reference))[:3]
 
 
-@pytest.mark.slow
 def test_one_step_off_and_two_engines(quickstart_data: Path, tmp_path: Path) -> None:
     """Engines sample ahead; the version and staleness of samples are recorded; a resume goes on with what was waiting."""
     more = [
