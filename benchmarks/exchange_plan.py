@@ -114,7 +114,8 @@ def measure(trainers: tuple[int, int, int, int], engines: tuple[int, int, int]) 
     start = time.process_time()
     made = plan(haves, needs, hosts, BUCKET)
     planned = time.process_time()
-    sends, receives = made.sends(len(haves) // 2), made.receives(len(needs) // 2)
+    made.sends(len(haves) // 2)
+    made.receives(len(needs) // 2)
     own = time.process_time()
     told = totals(made)
     balance = told.sent_by_rank / np.bincount(made.sources, made.nbytes, len(haves)).mean()
@@ -128,7 +129,6 @@ def measure(trainers: tuple[int, int, int, int], engines: tuple[int, int, int]) 
         f"{len(made.pieces):,}",
         f"{planned - start:.2f}",
         f"{own - planned:.2f}",
-        f"{max(len(part.to_bytes()) for part in (sends, receives)) / 1e3:.0f}",
         f"{told.received_by_rank / 1e9:.1f}",
         f"{told.received_by_rank / max(one.nbytes for one in needs):.3f}",
         f"{balance:.2f}",
@@ -142,10 +142,10 @@ def main() -> None:
     size = sum(math.prod(shape) for _, shape, *_ in tensors()) * 2
     print(f"DeepSeek-V3, {len(tensors()):,} tensors, {size / 1e9:,.0f} GB in bfloat16, buckets of {BUCKET >> 20} MiB\n")
     print(
-        "| trainer ranks | engine ranks | boxes | plan, s | own part, s | own part, kB | GB to an engine rank | "
+        "| trainer ranks | engine ranks | boxes | plan, s | own part, s | GB to an engine rank | "
         "of what it holds | busiest sender / mean |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for trainers, engines in CASES:
         print(measure(trainers, engines), flush=True)
         description.cache_clear()

@@ -37,6 +37,10 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YA
 Overrides = Annotated[
     Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file's.")
 ]
+Model = Annotated[
+    Optional[str],
+    typer.Option(help="A published model, e.g. Qwen3-8B. Unset: model.path, else the `Shape` in the recipe's head."),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -167,12 +171,7 @@ def rehearse(
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
-    model: Annotated[
-        Optional[str],
-        typer.Option(
-            help="A published model, e.g. Qwen3-8B. Unset: model.path, else the `Shape` in the recipe's head."
-        ),
-    ] = None,
+    model: Model = None,
     device: Annotated[
         Optional[str], typer.Option(help="Device, e.g. 910B, H100. Unset: that of the `Hardware` in the recipe's head.")
     ] = None,
@@ -233,12 +232,7 @@ def plan(
 def exchange(
     recipe: Annotated[Path, typer.Option("--explain", metavar="RECIPE", help="Recipe, a YAML file.")],
     overrides: Overrides = None,
-    model: Annotated[
-        Optional[str],
-        typer.Option(
-            help="A published model, e.g. Qwen3-8B. Unset: model.path, else the `Shape` in the recipe's head."
-        ),
-    ] = None,
+    model: Model = None,
     per_node: Annotated[
         Optional[int], typer.Option(help="Devices of a machine; unset: as the recipe's head says.", min=1)
     ] = None,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.exchange.boxes import ITEM_BYTES, Describer, Description
-from megarl.exchange.plan import ExchangePlan, Hosts, Part, Stream, plan
+from megarl.exchange.plan import ExchangePlan, Hosts, Stream, plan
 
 NUMPY = {"float32": np.float32, "bfloat16": np.float16, "float16": np.float16}  # numpy has no bfloat16
 
@@ -51,7 +51,7 @@ def carry_out(made: ExchangePlan, trainers: list[Rank], engines: list[Rank]) -> 
     """Bytes that each engine rank received."""
     sent: dict[tuple[int, int], list[np.ndarray]] = {}
     for number, rank in enumerate(trainers):
-        for stream in Part.from_bytes(made.sends(number).to_bytes()).streams:
+        for stream in made.sends(number).streams:
             assert stream.source == number
             buckets = [np.full(size, np.nan, NUMPY[stream.dtype]) for size in stream.buckets]
             for bucket, at, parameter, offset, stride, rows, columns in stream.copies.tolist():
@@ -79,8 +79,9 @@ def receive(stream: Stream, number: int, sent: dict, rank: Rank) -> int:
         target = part_of(rank.memory[parameter], offset, stride, rows, columns)
         assert np.isnan(target).all(), "an element of a parameter came twice"
         target[:] = values
-    if (after := stream.after(number)) is not None:
-        sent[stream.number, after] = buckets
+    after = stream.targets[stream.targets.index(number) + 1 :]
+    if after:
+        sent[stream.number, after[0]] = buckets
     return sum(bucket.nbytes for bucket in buckets)
 
 

@@ -50,8 +50,6 @@ def test_replicas_are_fed_by_one_another() -> None:
     made = plan([one] * 2, [one] * 4, Hosts(["t", "t"], ["a", "b", "a", "b"]), MIB)
     assert sent(made, 2).sum() == one.nbytes, "trainers send once, whatever the number of engines"
     assert set(made.targets) == {(0, 2, 1, 3)}, "within a host first"
-    (stream, _) = made.receives(2).streams
-    assert (stream.before(0), stream.after(0), stream.before(2), stream.after(3)) == (None, 2, 0, None)
 
 
 def test_a_holder_of_the_engines_host_comes_first() -> None:
@@ -78,10 +76,21 @@ def test_the_smaller_type_travels(held: str, needed: str, travels: str) -> None:
 
 
 def test_the_same_descriptions_give_the_same_plan() -> None:
-    def once() -> list[bytes]:
+    def once() -> list[object]:
         haves = [holding(*((n, (64, 64), (32 * r, 0, 32, 64)) for n in layers(9))) for r in (0, 1, 0, 1)]
         made = plan(haves, [whole(*layers(9), size=64)] * 3, Hosts(["a", "a", "b", "b"], ["a", "b", "c"]), 4096)
-        return [made.sends(r).to_bytes() for r in range(4)] + [made.receives(r).to_bytes() for r in range(3)]
+        parts = [made.sends(r) for r in range(4)] + [made.receives(r) for r in range(3)]
+        return [
+            [
+                one.number,
+                one.source,
+                one.targets,
+                one.dtype,
+                *(a.tolist() for a in (one.buckets, one.copies, one.tensors)),
+            ]
+            for part in parts
+            for one in part.streams
+        ]
 
     assert once() == once()
 

@@ -95,6 +95,8 @@ def test_buffers_are_those_of_the_route() -> None:
     made = recipe(placement="disaggregated")
     made.exchange.route = "planned"
     assert totals(of(made, [stage()])["engine"])["weight_exchange"] == 120 + ENGINE.largest + mib
+    made.megatron.pipeline_parallel = 3
+    assert totals(of(made, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + mib
 
 
 def test_a_critic_lies_beside_the_stages_whose_devices_it_has() -> None:

@@ -44,7 +44,8 @@ class Needs:
     ray: bool = True  # its processes are reached over Ray
     processes: int = 0  # trainers, critics and engines' devices, of the whole run
     runs_dir: str = "runs"
-    bucket_bytes: int = 64 << 20  # the larger of exchange.bucket_mb and the largest tensor
+    bucket_bytes: int = 64 << 20  # of the exchange: exchange.bucket_mb, or the largest tensor where that is more
+    buckets: int = 2  # that lie in a machine's /dev/shm at a time
     shared_memory: bool = True  # the exchange may use /dev/shm
     checkpoint_bytes: int = 0  # of one; 0: not known
     checkpoints: int = 0  # that are there at a time, the one being written included

@@ -12,9 +12,11 @@ from megarl.checks.finding import Finding, Needs, fail, ok, warning
 from megarl.cluster.placement import Demand, place
 from megarl.cluster.topology import read_topology
 from megarl.config.errors import RecipeError, plain
+from megarl.config.exchange import planned_by_recipe
 from megarl.config.judge import JUDGE
 from megarl.config.schema import Recipe
 from megarl.engines.specs import fixed_models
+from megarl.exchange.session import EXPORT_SLOTS, PLANNED_SLOTS
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
 from megarl.preflight import STAGES, check_device, prepare_evaluation, prepare_training
@@ -44,6 +46,12 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
     demand, rl = demand_of(recipe), recipe.train.source == "rollout"
     sizes = hf_weights.sizes(Path(recipe.model.path))
     each, scorers = _BYTES[recipe.model.dtype], [recipe.reward.function or "", *recipe.reward.functions]
+    bucket_bytes, buckets = max(recipe.exchange.bucket_mb << 20, each * max(sizes, default=0)), EXPORT_SLOTS
+    if planned_by_recipe(
+        recipe
+    ):  # tensors are cut; every trainer has slots, and every rank of an engine that passes on
+        bucket_bytes = recipe.exchange.bucket_mb << 20
+        buckets = PLANNED_SLOTS * -(-(demand.trainers + demand.engine_devices) // nodes)
     runs = [name for name in [*recipe.agent.tools, *scorers] if name in _RUNS_PROGRAMS]
     return Needs(
         device=recipe.cluster.device,
@@ -54,7 +62,8 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         ray=recipe.cluster.transport != "torchrun",
         processes=demand.trainers + demand.critics + demand.engine_devices + demand.fixed_devices,
         runs_dir=recipe.runs_dir,
-        bucket_bytes=max(recipe.exchange.bucket_mb << 20, each * max(sizes, default=0)),
+        bucket_bytes=bucket_bytes,
+        buckets=buckets,
         shared_memory=recipe.exchange.transport != "collective",
         checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
         checkpoints=checkpoints_at_a_time(recipe),

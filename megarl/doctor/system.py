@@ -18,7 +18,6 @@ GIB = 1 << 30
 _RELEASED = 1_735_689_600  # 2025-01-01: a clock before it was never set
 _CLUSTER_FILES, _FILES = 32768, 4096  # open files: Ray keeps a connection to every worker
 _LEAST_FREE = 64 << 20  # as megarl/preflight.py
-_SLOTS = 2  # of the exchange: megarl/exchange/session.py
 _STORE_LEAST, _STORE_SHARE = 256 << 20, 0.3  # of a private Ray's object store: megarl/cluster/ray_start.py
 _PROCESS_MEMORY = 2 * GIB  # a process with torch and Megatron or vLLM, of a tiny model: 1 to 1.5 measured
 _HUB_SECONDS = 3.0
@@ -76,12 +75,12 @@ def open_files(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield warning(said, "docker run --ulimit nofile=65536:65536, or raise it in /etc/security/limits.conf")
 
 
-@check("shared memory", "free space of /dev/shm, against two buckets of the exchange and a private Ray's object store")
+@check("shared memory", "free space of /dev/shm, against the buckets of the exchange and a private Ray's object store")
 def shared_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     total, free = machine.disk("/dev/shm")
-    buckets = _SLOTS * needs.bucket_bytes if needs.engines and needs.shared_memory else 0
+    buckets = needs.buckets * needs.bucket_bytes if needs.engines and needs.shared_memory else 0
     store = 0 if needs.ray_address else max(_STORE_LEAST, int(_STORE_SHARE * free))
-    parts = {f"{_SLOTS} buckets of weights": buckets, "Ray": store}
+    parts = {f"{needs.buckets} buckets of weights": buckets, "Ray": store}
     wants = ", ".join(f"{_size(size)} for {what}" for what, size in parts.items() if size) or "nothing is wanted of it"
     remedy = "docker run --ipc=host or --shm-size=16g; in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if needs.ray_address:

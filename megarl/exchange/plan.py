@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from megarl.exchange.balance import assign, chains, order_of
-from megarl.exchange.boxes import Description, from_bytes, to_bytes
+from megarl.exchange.boxes import Description
 from megarl.exchange.matching import DTYPES, ITEM, PIECE, Side, expand, gather, match, split
 
 # Columns of `Stream.copies`: the bucket, the element in it at which the box begins (row after row, without gaps), and
@@ -34,37 +34,12 @@ class Stream:
     copies: np.ndarray  # int64 [n, 7], columns as in COPY, in the order of their buckets
     tensors: np.ndarray  # int64 [n]: of which tensor of the checkpoint each copy is (numbers of the rank's description)
 
-    def before(self, target: int) -> int | None:
-        """The engine rank that engine rank `target` receives from; None: from the trainer."""
-        place = self.targets.index(target)
-        return self.targets[place - 1] if place else None
-
-    def after(self, target: int) -> int | None:
-        """The engine rank that engine rank `target` passes buckets on to, if there is one."""
-        place = self.targets.index(target) + 1
-        return self.targets[place] if place < len(self.targets) else None
-
 
 @dataclass(frozen=True, eq=False)
 class Part:
     """What one rank has to do in every update: a trainer's streams begin there, an engine rank's reach it."""
 
     streams: tuple[Stream, ...]
-
-    def to_bytes(self) -> bytes:
-        head = [[one.number, one.source, one.targets, one.dtype] for one in self.streams]
-        arrays = [array for one in self.streams for array in (one.buckets, one.copies, one.tensors)]
-        return to_bytes({"streams": head}, arrays)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Part:
-        head, arrays = from_bytes(data)
-        return cls(
-            tuple(
-                Stream(number, source, tuple(targets), dtype, *arrays[3 * i : 3 * i + 3])
-                for i, (number, source, targets, dtype) in enumerate(head["streams"])
-            )
-        )
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ OF_IMAGES = (
 )
 OF_ENGINES = (
     "An engine's weights are those of vLLM's own model. Its largest step: what all linear layers of one layer put out for "
-    "max_num_batched_tokens, and 18 bytes a logit of max_num_seqs sequences."
+    "max_num_batched_tokens, and each logit of max_num_seqs sequences once as it comes and four times in float32."
 )
 
 

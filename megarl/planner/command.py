@@ -44,7 +44,7 @@ def plan(
 ) -> int:
     """Print the plan. 1 where some phase needs more than the device has, else 0. `search`: print layouts that fit, found
     in `seconds`; 1 where there are none."""
-    options = Options(html, out, calibrate, devices, response, search, seconds, as_json)
+    options = Options(memory, html, out, calibrate, devices, response, search, seconds, as_json)
     options.check()
     if html is not None:
         with blaming_input():

@@ -20,7 +20,7 @@ from megarl.megatron.config_fields import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.model_config import number_of_experts, text_fields
-from megarl.preflight_engines import check_experts
+from megarl.preflight_engines import check_experts, check_heads
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from fast and large to slow and small
@@ -137,9 +137,7 @@ def refusal(recipe: Recipe, model: dict[str, Any]) -> str | None:
         check_lora(model, recipe.lora, recipe.megatron)
         check_extra(recipe, model, "megatron")
         if recipe.train.source == "rollout":
-            check_groups(recipe.rollout.engine, recipe.rollout.data_parallel)
-            check_experts(recipe.rollout, model)
-            Demand.of(recipe, trainers=True, engines=True).require_trainers_devices_suffice()
+            _check_engines(recipe, model)
     except ValueError as error:
         return str(error)
     return None
@@ -267,7 +265,7 @@ def engine_layouts(recipe: Recipe, model: dict[str, Any], per_node: int) -> Iter
     devices = recipe.cluster.trainers if colocated else own.engines * own.tensor_parallel
     found = [own]
     for tensor in divisors(devices):
-        if tensor > per_node or text["num_attention_heads"] % tensor:
+        if tensor > per_node:
             continue
         for group in divisors(devices // tensor):
             spread = (None, True) if group == 1 and number_of_experts(text) else (None,)
@@ -276,14 +274,20 @@ def engine_layouts(recipe: Recipe, model: dict[str, Any], per_node: int) -> Iter
 
 
 def _can_be(recipe: Recipe, model: dict[str, Any], engines: Engines) -> bool:
-    made = _with_engines(recipe, engines)
     try:
-        check_groups(made.rollout.engine, engines.data_parallel)
-        check_experts(made.rollout, model)
-        Demand.of(made, trainers=True, engines=True).require_trainers_devices_suffice()
+        _check_engines(_with_engines(recipe, engines), model)
     except ValueError:
         return False
     return True
+
+
+def _check_engines(recipe: Recipe, model: dict[str, Any]) -> None:
+    """ValueError where a run would refuse the recipe's engines."""
+    rollout = recipe.rollout
+    check_groups(rollout.engine, rollout.data_parallel)
+    check_experts(rollout, model)
+    check_heads("rollout", rollout, model, spread=rollout.spreads_experts)
+    Demand.of(recipe, trainers=True, engines=True).require_trainers_devices_suffice()
 
 
 def _with_engines(recipe: Recipe, engines: Engines) -> Recipe:

@@ -17,6 +17,7 @@ SECONDS = 120.0
 class Options:
     """As they are given; None, or False: not."""
 
+    memory: float | None = None
     html: Path | None = None
     out: Path | None = None
     calibrate: Path | None = None
@@ -28,6 +29,8 @@ class Options:
 
     def check(self) -> None:
         """InputError for an option that what is asked for would not read."""
+        if self.memory is not None and not self.memory > 0:
+            raise InputError(f"--memory {self.memory:g}: a device has more than 0 GiB.")
         given = {
             "--html": self.html is not None,
             "--response": self.response is not None,
@@ -75,7 +78,7 @@ def device_of(path: Path, name: str | None, table: Path | None) -> tuple[Device 
     """What `name` says, else the recipe's head, whose machine says how many of its devices it has; and what was decided
     of that. A device whose number `table` says has that number."""
     known = devices(table)  # read in any case: what is wrong with the user's is said
-    machine = hardware_of(path) if path.is_file() else None  # that it is not there, reading the recipe says
+    machine = hardware_of(path)
     own = DEVICES_OF.get(machine[0]) if machine is not None else None
     if name is None and own is None:
         return None, []

@@ -158,10 +158,11 @@ class _Device:
                 yield Use("weight_exchange", self._exchange(stages, engine))
 
     def loading(self, engine: EngineRank) -> int:
-        """Bytes that an engine takes beside its weights while new ones come: a layer that is laid out anew; planned, and
-        the bucket whose boxes are copied there."""
-        planned = planned_by_recipe(self.recipe)
-        return engine.largest + (self.recipe.exchange.bucket_mb * 2**20 if planned else 0)
+        """Bytes that an engine takes beside its weights while new ones come: a layer that is laid out anew. Planned, a
+        layer of each of the trainers' stages, whose buckets come in turns, and the bucket whose boxes are copied there."""
+        if not planned_by_recipe(self.recipe):
+            return engine.largest
+        return engine.largest * self.recipe.megatron.pipeline_parallel + self.recipe.exchange.bucket_mb * 2**20
 
     def _computing(
         self, stages: dict[str, Stage], role: str, passes: list[str], update: str, asleep: dict[str, int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.planner.plan import Place, Refusal, Use
 
 _GIB = 2**30
-_REMEDY = "set it, or the layout, to what is proposed as fitting, or look with megarl plan --search"
+_REMEDY = "change it, or the layout; megarl plan --search looks for layouts that fit"
 
 
 def too_large(places: list[Place], memory: float) -> list[Refusal]:
