@@ -54,7 +54,10 @@ def check(bad: Bad, status: int, said: str) -> None:
     assert bad.key in said and bad.words in said, said
 
 
-@pytest.mark.parametrize("bad", REFUSED, ids=lambda bad: bad.name)
+CALLED = [pytest.param(bad, id=bad.name, marks=pytest.mark.slow) for bad in SCORED]
+
+
+@pytest.mark.parametrize("bad", [*(pytest.param(bad, id=bad.name) for bad in REFUSED), *CALLED])
 def test_what_cannot_work_is_refused_with_advice(
     bad: Bad,
     quickstart_data: Path,
@@ -64,22 +67,7 @@ def test_what_cannot_work_is_refused_with_advice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    check(bad, *refusal_of(bad, quickstart_data, tmp_path, capsys))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bad", SCORED, ids=lambda bad: bad.name)
-def test_scorers_that_fail_are_refused(
-    bad: Bad,
-    quickstart_data: Path,
-    tmp_path: Path,
-    counts_nothing: None,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """They are called, in processes of their own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # where a recipe's own scorer lies
     check(bad, *refusal_of(bad, quickstart_data, tmp_path, capsys))
 
 

@@ -299,11 +299,7 @@ def _ray(topology: Topology, device: str, environ: dict[str, str]) -> Iterator[t
 
 @contextmanager
 def _child(
-    command: list[str],
-    environ: dict[str, str],
-    *,
-    output: IO[bytes] | None = None,
-    patience: float = STOP_SECONDS,
+    command: list[str], environ: dict[str, str], *, output: IO[bytes] | None = None, patience: float = STOP_SECONDS
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process in a group of its own, ended at the latest with the block."""
     process = subprocess.Popen(command, env=environ, stdout=output, stderr=output, start_new_session=True)
