@@ -154,6 +154,15 @@ def test_engines_take_the_devices_that_they_have() -> None:
     assert {one.engines * one.tensor_parallel for one in engine_layouts(apart, DENSE, 8)} == {2}
 
 
+def test_no_engine_is_proposed_that_its_model_cannot_be_cut_over() -> None:
+    """28 attention heads divide by 7, and 4 key/value heads neither divide over 7 devices nor are repeated on them."""
+    model = {**DENSE, "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 7 * 64}
+    made = recipe(7)
+    assert {one.tensor_parallel for one in engine_layouts(made, model, 8)} == {1}
+    made.rollout.engines, made.rollout.tensor_parallel = 1, 7
+    assert "key/value heads" in str(refusal(made, model))
+
+
 def test_demonstrations_need_no_engines() -> None:
     made = recipe(4)
     made.train.source = "sft"
