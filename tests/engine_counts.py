@@ -14,13 +14,15 @@ from megarl.engines.vllm_worker import WorkerExtension
 class Counting(WorkerExtension):
     def count(self) -> list[float]:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+        from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-        held = [
-            tensor
-            for module in self.model_runner.model.modules()
-            for name, tensor in get_layerwise_info(module).restore_metadata[0].items()
-            if name in dict(module.named_parameters(recurse=False))
-        ]
+        held, as_they_are = [], {}  # a reload lays out the former anew, and leaves the latter, which layers may share
+        for module in self.model_runner.model.modules():
+            own = dict(module.named_parameters(recurse=False))
+            laid_out = get_layerwise_info(module).restore_metadata[0]
+            held += [tensor for name, tensor in laid_out.items() if name in own]
+            as_they_are |= {id(own[name]): own[name] for name in own.keys() & SKIP_TENSORS}
+        held += as_they_are.values()
         specs = self.model_runner.get_kv_cache_spec().values()
         return [
             sum(tensor.numel() for tensor in held),
