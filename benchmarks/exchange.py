@@ -86,18 +86,23 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     path, count = write_model(directory / "model", arguments.parameters)
     process, trainers = EngineProcess(), Trainers(directory, path, LAYOUTS[arguments.layout], 4)
     try:
+        process.replace("megarl.engines.vllm", "build_engine_args", "with_digests")  # and `set_fingerprints`
         started = process.begin("start", spec(path, load_weights=False, **ENGINES[arguments.engine]))
         info = started.result(PATIENCE)
         options = {"bucket_mb": arguments.bucket_mb, "timeout": 600.0, "transport": arguments.transport}
-        seconds: dict[str, list[float]] = {"planned": [], "export": []}
+        seconds: dict[str, list[float]] = {"planned": [], "without fingerprints": [], "export": []}
         for turn in range(arguments.rounds):
             connect(process, trainers.call("open_planned", info["receivers"], options)[0])
-            rounds = [planned(process, trainers, 10 * turn + number) for number in (1, 2, 3)]
-            seconds["planned"] += [one for one, _, _ in rounds[1:]]  # the first is checked, and connects
+            planned(process, trainers, 10 * turn)  # checked, and connects
+            for number in range(1, 7):  # in turns
+                kind = ("planned", "without fingerprints")[number % 2]
+                trainers.call("set_fingerprints", kind == "planned")
+                process.begin("rpc", "set_fingerprints", kind == "planned").result(PATIENCE)
+                took, sent, received = planned(process, trainers, 10 * turn + number)
+                seconds[kind].append(took)
             connect(process, trainers.call("open_export", info["receivers"])[0])
-            others = [exported(process, trainers, 10 * turn + number) for number in (1, 2)]
+            others = [exported(process, trainers, 10 * turn + number) for number in (7, 8)]
             seconds["export"].append(others[1][0])
-        _, sent, received = rounds[-1]
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         ranks = ENGINES[arguments.engine]["tensor_parallel"]
         return {
@@ -106,6 +111,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
             "engine": arguments.engine,
             "transport": arguments.transport,
             "times_faster": round(medians["export"] / medians["planned"], 1),
+            "fingerprints": round(1 - medians["without fingerprints"] / medians["planned"], 3),
             "bytes_to_an_engine_rank_over_export": round(received.bytes / ranks / others[-1][1].bytes, 3),
             "sent_once": sent.bytes == received.bytes or round(received.bytes / sent.bytes, 2),
             "phases": {

@@ -23,8 +23,9 @@ from megarl.algorithms.objective import (
     with_proximal_policy,
 )
 from megarl.algorithms.token_advantages import TokenOutcomes
+from megarl.config.exchange import weights_directory
 from megarl.config.schema import Recipe
-from megarl.exchange.session import Session
+from megarl.exchange.session import Session, due
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
 from megarl.worker import Worker, collect_parts
 
@@ -36,6 +37,8 @@ class ActorWorker(Worker):
         super().__init__(recipe, total_optimizer_steps, weights_only)
         self.sender: Any = None
         self.planned = False  # whether it sends what engines need, and nothing else
+        self.adapters = False  # whether it sends adapters, and the weights beside them once
+        self.first_sent: int | None = None  # the version with which these weights went
         # Of the step under way:
         self.mismatch = Mismatch()
         self.numbers: list[int] = []  # of the shard's samples, within the batch
@@ -293,10 +296,10 @@ class ActorWorker(Worker):
         ]
 
     def open_exchange(self, receivers: list[tuple[str, str]], route: str) -> Session | str | None:
-        """Become a sender to `receivers` (name, host id), in place of what this was before: rank 0 alone (`route` "export"),
-        or every rank ("planned"). Returns, on rank 0, what receivers need to connect; or why nothing can be planned."""
+        """Become a sender to `receivers` (name, host id), in place of what this was before: rank 0 alone (`route` "export",
+        or "adapters"), or every rank ("planned"). Returns, on rank 0, what receivers need to connect; or why nothing can be planned."""
         exchange, host = self.recipe.exchange, os.environ["MASTER_ADDR"]
-        self.planned = route == "planned"
+        self.planned, self.adapters, self.first_sent = route == "planned", route == "adapters", None
         self._close_sender()
         if self.planned:
             from megarl.megatron.planned_weights import open_sender
@@ -314,6 +317,8 @@ class ActorWorker(Worker):
                 transport=exchange.transport,
                 bucket_bytes=exchange.bucket_mb << 20,
                 timeout=exchange.timeout,
+                directory=str(weights_directory(self.recipe)),
+                adapter_alpha=self.recipe.lora.alpha if self.adapters else None,
             )
         return self.sender.session if self.rank == 0 else None
 
@@ -321,7 +326,13 @@ class ActorWorker(Worker):
         """Send the weights to the engines. Returns the report of what this rank sent, None where it sent nothing."""
         if self.planned:
             return self.sender.send(version, self.trainer.export_weights)
-        weights = self.trainer.export_weights()  # through mbridge, on all ranks
+        if self.adapters:
+            with_base = self.first_sent is None
+            self.first_sent = version if self.first_sent is None else self.first_sent
+            check = due(version, self.first_sent, self.recipe.exchange.check_every)
+            weights = self.trainer.export_adapters(with_base=with_base, check=check)
+        else:
+            weights = self.trainer.export_weights()  # through mbridge, on all ranks
         if self.sender is not None:
             return self.sender.send(version, weights)
         for _ in weights:

@@ -230,8 +230,10 @@ def plan(
 
 @app.command()
 def exchange(
-    recipe: Annotated[Path, typer.Option("--explain", metavar="RECIPE", help="Recipe, a YAML file.")],
     overrides: Overrides = None,
+    recipe: Annotated[
+        Optional[Path], typer.Option("--explain", metavar="RECIPE", help="Recipe, a YAML file.", show_default=False)
+    ] = None,
     model: Model = None,
     per_node: Annotated[
         Optional[int], typer.Option(help="Devices of a machine; unset: as the recipe's head says.", min=1)
@@ -240,6 +242,11 @@ def exchange(
     debug: Debug = False,
 ) -> int:
     """Show who sends which weights to whom in an update of the engines, without their devices."""
+    if recipe is None:
+        raise InputError(
+            "exchange shows who would send which weights to whom in an update of the engines; it starts and moves nothing. "
+            f"Type:\n  python -m megarl exchange --explain {' '.join(overrides or ['RECIPE'])}"
+        )
     from megarl.planner.exchange_command import exchange as explain
 
     return explain(recipe, overrides or [], model=model, per_node=per_node, as_json=as_json)

@@ -85,6 +85,8 @@ class Controller:
             self._conclude(done)
         elif done < self.recipe.train.steps:
             self._publish(done)
+            if self.recipe.train.source == "rollout":
+                self.log.reached("engines have the trainers' weights")
             if self.recipe.evaluation.at_start and done == 0:
                 self._evaluate(0)
         try:

@@ -24,6 +24,7 @@ from megarl.cluster.placement import Demand
 from megarl.config.critic import ONE_LAYOUT, critic_view
 from megarl.config.data import training_sets
 from megarl.config.errors import NotHereError, RecipeError, blaming, plain
+from megarl.config.exchange import weights_directory
 from megarl.config.judge import uses_judge
 from megarl.config.load import flat_settings, to_yaml
 from megarl.config.remote import remote_notices
@@ -40,7 +41,7 @@ from megarl.megatron.config_fields import check_extra_names
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
-from megarl.preflight_engines import check_engine, check_engines
+from megarl.preflight_engines import check_adapters, check_engine, check_engines
 from megarl.preflight_judge import check_judge
 from megarl.preflight_model import (
     CRITIC,
@@ -159,6 +160,8 @@ def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
     if recipe.train.source == "rollout":
         for engine, spec in first_specs(recipe, training=training):
             engines.check_plan(engine, spec, device)
+            if recipe.exchange.adapters == "only" and spec.adapters is not None:
+                check_adapters(engine, spec, device)
 
 
 def prepare_evaluation(recipe: Recipe, begin: Callable[[str], None] = lambda stage: None) -> Prepared:
@@ -211,7 +214,19 @@ def open_run_directory(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise _not_writable(recipe, f"{path}: {error.strerror}") from error
+    if recipe.exchange.transport == "files":
+        _make_weights_directory(recipe)
     return place
+
+
+def _make_weights_directory(recipe: Recipe) -> None:
+    where = weights_directory(recipe)
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        remedy = "name a directory that trainers can write to and engines read, or leave it out"
+        given = recipe.exchange.directory
+        raise RecipeError("exchange.directory", f"{where}: {error.strerror}", remedy, value=given) from error
 
 
 def find_place(recipe: Recipe, identity: dict[str, Any]) -> RunPlace:

@@ -8,6 +8,7 @@ from megarl import engines
 from megarl.config.errors import RecipeError
 from megarl.config.judge import JudgeConfig
 from megarl.config.schema import RolloutConfig, TeacherConfig
+from megarl.engines.base import EngineSpec
 from megarl.model_config import number_of_experts, text_fields
 
 
@@ -21,6 +22,12 @@ def check_engine(section: str, settings: RolloutConfig | TeacherConfig | JudgeCo
     """Refuse an engine that is not known, and arguments that it does not have. `settings`: the recipe's `section`."""
     engines.check_known(settings.engine, f"{section}.engine")
     engines.check_args(settings.engine, settings.engine_args, section)
+
+
+def check_adapters(engine: str, spec: EngineSpec, device: str) -> None:
+    """Refuse an engine of `spec` that cannot hold its adapters."""
+    if (reason := engines.merged_because(engine, spec, device)) is not None:
+        raise RecipeError("exchange.adapters", reason, "set exchange.adapters=merged, or auto", value="only")
 
 
 def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.cluster.base import Service, WorkerGroup
-from megarl.config.exchange import never_planned
+from megarl.config.exchange import never_planned, wants_adapters
 from megarl.config.schema import Recipe
 from megarl.exchange.session import Session
 from megarl.rollout.calls import wait_for_all
@@ -25,6 +25,8 @@ def open_exchange(
     was taken. RuntimeError where `planned` cannot be.
     """
     receivers = [(name, host) for engine in engines for name, host in engine["receivers"]]
+    if wants_adapters(recipe):
+        return _adapters(recipe, trainers, services, engines, receivers, notice)
     route = recipe.exchange.route
     if route == "export":
         return _exported(recipe, trainers, services, receivers)
@@ -35,11 +37,36 @@ def open_exchange(
         return met
     if route == "planned":
         raise RuntimeError(f"exchange.route=planned: {met}. Set exchange.route=export, or auto")
-    unchecked = (
-        f"; exchange.check_every={recipe.exchange.check_every} has no effect" if recipe.exchange.check_every else ""
-    )
-    notice(f"exchange.route=auto: export, not planned, because {met}{unchecked}")
+    notice(f"exchange.route=auto: export, not planned, because {met}{_unchecked(recipe)}")
     return _exported(recipe, trainers, services, receivers)
+
+
+def _adapters(
+    recipe: Recipe,
+    trainers: WorkerGroup,
+    services: Sequence[Service],
+    engines: Sequence[dict[str, Any]],
+    receivers: list[tuple[str, str]],
+    notice: Callable[[str], None],
+) -> Session:
+    """The base weights once and then adapters alone, where every engine can hold them; else merged weights."""
+    asked, reasons = recipe.exchange.adapters, [engine["merged_because"] for engine in engines]
+    refused = next((f"{one.name}: {why}" for one, why in zip(services, reasons, strict=True) if why), None)
+    met = refused or _met(recipe, trainers, services, receivers, "adapters")
+    if isinstance(met, str) and asked == "only":
+        raise RuntimeError(f"exchange.adapters=only: {met}. Set exchange.adapters=merged, or auto")
+    if isinstance(met, str):
+        notice(f"exchange.adapters=auto: merged weights, exported, in every update, because {met}{_unchecked(recipe)}")
+        return _exported(recipe, trainers, services, receivers)
+    if asked == "auto":
+        notice("exchange.adapters=auto: adapters alone; the first update also brings the weights beside them, exported")
+    return met
+
+
+def _unchecked(recipe: Recipe) -> str:
+    """What an export, which nothing can be held to, leaves out."""
+    every = recipe.exchange.check_every
+    return f"; exchange.check_every={every} has no effect" if every else ""
 
 
 def _exported(

@@ -56,9 +56,11 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         return os.path.abspath(os.path.expanduser(path))
 
     data, model, critic, teacher, judge = recipe.data, recipe.model, recipe.critic, recipe.teacher, recipe.judge
+    weights = recipe.exchange.directory
     return dataclasses.replace(
         recipe,
         runs_dir=absolute(recipe.runs_dir),
+        exchange=dataclasses.replace(recipe.exchange, directory=absolute(weights) if weights else None),
         model=dataclasses.replace(
             model, path=absolute(model.path), tokenizer=absolute(model.tokenizer) if model.tokenizer else None
         ),
@@ -225,8 +227,7 @@ def _assemble(
     recipe: Recipe, prepared: Prepared, platform: Any, cluster: Cluster, log: RunLog, place: RunPlace
 ) -> Controller:
     """Start every process and wire the parts."""
-    run_dir = place.directory
-    rl, patience = recipe.train.source == "rollout", recipe.rollout.start_timeout
+    run_dir, rl, patience = place.directory, recipe.train.source == "rollout", recipe.rollout.start_timeout
     services = start_engines(recipe, prepared, platform, cluster, load_weights=False) if rl else []
     readers = start_teacher(recipe, platform, cluster) if "teacher" in fixed_models(recipe) else []
     fixed = [*readers, *(judges := start_judge(recipe, platform, cluster))]
@@ -238,12 +239,15 @@ def _assemble(
         engines = wait_for_engines(services, starting, doing="load", limit=patience)
         falling_asleep = [service.call("sleep") for service in services]
         wait_for_engines(services, falling_asleep, doing="go to sleep", limit=patience)
+        log.reached("engines are loaded, and sleep")
     trainers = _start_trainers(recipe, cluster)
     _check_shared_storage(trainers, run_dir)
+    log.reached("trainers have the model")
     actor = Tenant(trainers, offload=recipe.megatron.offload)
     critic, critic_tenant = _start_critic(recipe, prepared.critic_flops, cluster, actor, run_dir)
     engines = engines or wait_for_engines(services, starting, doing="load", limit=patience)
     wait_for_engines(fixed, fixed_starting, doing="load", limit=patience)
+    log.reached("engines and all other processes are ready" if rl else "all processes are ready")
     samplers, check = with_judge(recipe, services, judges, _check_of(recipe, services, cluster))
     placement = _placement(recipe, actor, critic_tenant, services, engines, log.notice, asleep=take_turns)
     layout = _layout(recipe, prepared.flops, trainers.call("describe"))

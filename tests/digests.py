@@ -9,6 +9,7 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from megarl.engines.vllm_worker import WorkerExtension
+from tests.without_fingerprints import set_fingerprints
 
 
 class Extension(WorkerExtension):
@@ -29,6 +30,13 @@ class Extension(WorkerExtension):
             return original(layer, *args)
 
         method.process_weights_after_loading = process
+
+    def forget_names(self) -> None:
+        """Other trainers may export in another order."""
+        self._megarl_names = None
+
+    def set_fingerprints(self, on: bool) -> None:
+        set_fingerprints(on)
 
     def digests(self) -> dict[str, str]:
         model = self.model_runner.model

@@ -54,10 +54,10 @@ def serve(connection):
         former = state.setdefault((module, name), getattr(owner, name))
         setattr(owner, name, former if function is None else globals()[function])
 
-    def rpc(method):
+    def rpc(method, *arguments):
         """What each of the engine's workers answers."""
         engine = state["engine"]
-        return engine.call(lambda: engine._weights._engine.collective_rpc(method))
+        return engine.call(lambda: engine._weights._engine.collective_rpc(method, args=arguments))
 
     own = {
         "rpc": rpc,
@@ -110,6 +110,16 @@ def some_whole(model, tensors):
         describer.add_whole(name, *told[name])
     assert len(BOX) == 8 and len(whole) > 10
     return describer.done()
+
+
+class SwappingKeyAndValue:
+    """For `replace`: a vLLM that joins the adapters of one linear in another order than it says."""
+
+    @staticmethod
+    def pack(loras):
+        from vllm.lora.lora_weights import PackedLoRALayerWeights
+
+        return PackedLoRALayerWeights.pack([loras[0], *reversed(loras[1:])])
 
 
 def flipping(data):
@@ -186,7 +196,7 @@ class EngineProcess:
             self.process.kill()
 
 
-def build_model(path, kind="qwen3_moe"):
+def build_model(path, kind="qwen3_moe", layers=2):
     import transformers
 
     torch.manual_seed(0)
@@ -194,7 +204,7 @@ def build_model(path, kind="qwen3_moe"):
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         max_position_embeddings=512,
         tie_word_embeddings=False,
@@ -216,9 +226,9 @@ def build_model(path, kind="qwen3_moe"):
         )
         transformers.Qwen3ForCausalLM(config).save_pretrained(path)
         return str(path)
-    if kind == "qwen2_tied":
+    if kind in ("qwen2", "qwen2_tied"):
         config = transformers.Qwen2Config(
-            **{**common, "hidden_size": 128, "tie_word_embeddings": True}, num_key_value_heads=2
+            **{**common, "hidden_size": 128, "tie_word_embeddings": kind == "qwen2_tied"}, num_key_value_heads=2
         )
         transformers.Qwen2ForCausalLM(config).save_pretrained(path)
         return str(path)

@@ -30,9 +30,17 @@ class TrainersFailed(RuntimeError):
 class Trainers:
     """Processes of `tests.planned_trainer` that do the same thing at the same time."""
 
-    def __init__(self, directory: Path, model: str, layout: dict[str, Any], size: int, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        model: str,
+        layout: dict[str, Any],
+        size: int,
+        dtype: str = "float32",
+        lora: dict[str, Any] | None = None,
+    ) -> None:
         case = directory / "case.json"
-        case.write_text(json.dumps({"model": model, "megatron": layout, "dtype": dtype}))
+        case.write_text(json.dumps({"model": model, "megatron": layout, "dtype": dtype, "lora": lora or {}}))
         self.size, self._calls = size, 0
         self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         environment = {

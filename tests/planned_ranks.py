@@ -13,7 +13,7 @@ import torch
 from megarl.exchange.boxes import Describer, Description
 from megarl.exchange.planned_receiver import PlannedReceiver
 from megarl.exchange.planned_sender import PlannedSender, meet
-from megarl.exchange.session import PlannedReport, compare_planned, host_id, together
+from megarl.exchange.session import PlannedReport, PlannedSession, compare_planned, host_id, together
 
 SHAPES = {"embed": (64, 48), "norm": (48,), "experts.0": (16, 8), "experts.1": (16, 8), "odd": (7, 5)}
 
@@ -97,27 +97,33 @@ def engines() -> list[Rank]:
     return ranks
 
 
+def met(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[PlannedSession, Any]:
+    """`places`: host of each of the four engine ranks; "here" is the trainers'."""
+    here = host_id(str(shm_dir))
+    hosts = [here if place == "here" else place for place in places or ["here"] * 4]
+    settings = {"transport": "auto", "bucket_bytes": 2048, "timeout": 20.0, "check_every": 0, **options}
+    receivers = [(f"e{rank // 2}/{rank % 2}", host) for rank, host in enumerate(hosts)]
+    return meet("127.0.0.1", [here] * 4, receivers, shm_dir=str(shm_dir), **settings)
+
+
 class Exchange:
-    def __init__(self, shm_dir: Any, places: list[str] | None = None, **options: Any) -> None:
-        """`places`: host of each of the four engine ranks; "here" is the trainers'."""
-        here = host_id(str(shm_dir))
-        hosts = [here if place == "here" else place for place in places or ["here"] * 4]
-        settings = {"transport": "auto", "bucket_bytes": 2048, "timeout": 20.0, "check_every": 0, **options}
-        receivers = [(f"e{rank // 2}/{rank % 2}", host) for rank, host in enumerate(hosts)]
-        self.session, self.store = meet("127.0.0.1", [here] * 4, receivers, shm_dir=str(shm_dir), **settings)
-        self.trainers, self.engines = trainers(), engines()
+    def __init__(self, session: PlannedSession, store: Any, trainers_here: list[int], engines_here: list[int]) -> None:
+        """`trainers_here`, `engines_here`: of the four of each, those that are threads of this process."""
+        self.session, self.store = session, store
+        self.trainers = [rank for number, rank in enumerate(trainers()) if number in trainers_here]
+        self.engines = [rank for number, rank in enumerate(engines()) if number in engines_here]
         self.pool = ThreadPoolExecutor(16)
         self.senders = [
-            PlannedSender(self.session, rank, one.description, one.tensors, self.store if rank == 0 else None)
-            for rank, one in enumerate(self.trainers)
+            PlannedSender(session, rank, one.description, one.tensors, store if rank == 0 else None)
+            for rank, one in zip(trainers_here, self.trainers, strict=True)
         ]
-        self.receivers = [PlannedReceiver(self.session, name) for name in self.session.names]
+        self.receivers = [PlannedReceiver(session, session.names[rank]) for rank in engines_here]
         self.weights: dict[str, torch.Tensor] = {}
         self.exports = 0
 
     def connect(self) -> None:
         for receiver, rank in zip(self.receivers, self.engines, strict=True):
-            assert [one.digest for one in receiver.holdings()] == [one.description.digest for one in self.trainers]
+            assert [one.digest for one in receiver.holdings()] == [one.description.digest for one in trainers()]
             receiver.describe(rank.description)
 
     def export(self) -> Any:
@@ -138,7 +144,7 @@ class Exchange:
         self.weights = checkpoint(version)
         for rank in self.trainers:
             rank.load(self.weights)
-        receiving = [self.pool.submit(self.receive, number, version) for number in range(4)]
+        receiving = [self.pool.submit(self.receive, number, version) for number in range(len(self.receivers))]
         sending = [self.pool.submit(sender.send, version, self.export) for sender in self.senders]
         return sending, receiving
 
@@ -159,7 +165,7 @@ class Exchange:
 
 @contextlib.contextmanager
 def exchange(shm_dir: Any, places: list[str] | None = None, **options: Any) -> Iterator[Exchange]:
-    made = Exchange(shm_dir, places, **options)
+    made = Exchange(*met(shm_dir, places, **options), list(range(4)), list(range(4)))
     try:
         yield made
     finally:

@@ -16,16 +16,29 @@ from typing import Any
 
 from tests.megatron_worker import build, platform
 
+import numpy as np  # isort: skip
 import torch  # isort: skip
+from safetensors.torch import save_file  # isort: skip
+from megarl.megatron.lora import attach, peft  # isort: skip
 import torch.distributed as dist  # isort: skip
 
 
 class Trainer:
     def __init__(self, case: dict[str, Any]) -> None:
+        self.case = case
         self.trainer = build(case)
         self.rank = dist.get_rank()
         self.planned: Any = None
         self.exporting: Any = None
+        self.adapting: Any = None
+
+    def rebuild(self, megatron: dict[str, Any], dtype: str) -> None:
+        """The same model in another layout."""
+        if self.planned is not None:
+            self.planned.close()
+        self.case |= {"megatron": megatron, "dtype": dtype}
+        self.trainer, self.planned = None, None
+        self.trainer = build(self.case)
 
     def open_planned(self, receivers: list[Any], options: dict[str, Any]) -> Any:
         from megarl.config.schema import ExchangeConfig
@@ -39,18 +52,72 @@ class Trainer:
         return self.planned.session
 
     def open_export(self, receivers: list[Any]) -> Any:
+        self.exporting = self._sender(receivers, None)
+        return self.exporting and self.exporting.session
+
+    def open_adapters(self, receivers: list[Any]) -> Any:
+        self.adapting, self.based = self._sender(receivers, self.trainer.recipe.lora.alpha), False
+        return self.adapting and self.adapting.session
+
+    def _sender(self, receivers: list[Any], adapter_alpha: float | None) -> Any:
         from megarl.exchange.sender import WeightSender
 
-        if self.rank == 0:
-            pairs = [tuple(one) for one in receivers]
-            self.exporting = WeightSender.open("127.0.0.1", pairs, bucket_bytes=1 << 18, timeout=60.0)
-        return self.exporting and self.exporting.session
+        if self.rank != 0:
+            return None
+        pairs = [tuple(one) for one in receivers]
+        return WeightSender.open("127.0.0.1", pairs, bucket_bytes=1 << 18, timeout=60.0, adapter_alpha=adapter_alpha)
+
+    def set_fingerprints(self, on: bool) -> None:
+        from tests.without_fingerprints import set_fingerprints
+
+        set_fingerprints(on)
 
     def change(self, seed: int) -> None:
         """Weights that no two versions have in common, and that all ranks change alike."""
         with torch.no_grad():
             for weight in self.trainer._weights():
                 weight.mul_(1.0 + 0.01 * seed).add_(0.001 * seed)
+
+    def learn(self, seed: int, size: float) -> None:
+        """Adapters that no two versions have in common; what ranks hold of the same whole is the same."""
+        for number, adapter in enumerate(self.trainer.model.lora.adapters):
+            cut = {"rows": "B", "columns": "A"}.get(adapter.site.cut)
+            for kind, matrices in (("A", adapter.A), ("B", adapter.B)):
+                shard = adapter.group.rank() if kind == cut else 0
+                for part, matrix in enumerate(matrices.values()):
+                    key = [seed, number, ord(kind), shard, part, *map(ord, adapter.site.parts[0].modules[0])]
+                    values = np.random.default_rng(key).normal(0, size, matrix.shape)
+                    matrix.data.copy_(torch.from_numpy(values))
+
+    def write(self, file: str) -> None:
+        """The merged weights."""
+        tensors = {name: weight.detach().clone().contiguous() for name, weight in self.trainer.export_weights()}
+        if self.rank == 0:
+            save_file(tensors, file)
+
+    def write_exact(self, file: str) -> None:
+        """The same of one process, in float32, without rounding what adapters add to a type of the weights."""
+        tensors = {name: weight.detach().float() for name, weight in self.trainer.export_adapters(with_base=True)}
+        scale = self.trainer.recipe.lora.alpha / self.trainer.recipe.lora.rank
+        for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
+            linear, a = name.removesuffix(".lora_A.weight"), tensors.pop(name)
+            tensors[f"{linear}.weight"] = (
+                tensors[f"{linear}.weight"] + tensors.pop(f"{linear}.lora_B.weight") @ a * scale
+            )
+        save_file(tensors, file)
+
+    def mix_up(self) -> None:
+        """What a wrong cut of a fused linear would look like: k's matrices go as v's, and the other way round."""
+        lora, own = self.trainer.model.lora, attach.matrices
+
+        def mixed(asked: Any) -> Any:
+            assert asked is lora
+            swap = {"k_proj": "v_proj", "v_proj": "k_proj"}
+            for name, matrix in own(asked):
+                *place, linear, kind, end = name.split(".")
+                yield ".".join([*place, swap.get(linear, linear), kind, end]), matrix
+
+        peft.matrices = mixed
 
     def break_one(self) -> None:
         """What a wrong plan would look like: the export sees other values than are sent."""
@@ -66,9 +133,17 @@ class Trainer:
         return self.planned.send(version, self.trainer.export_weights)
 
     def send_export(self, version: int) -> Any:
-        weights = self.trainer.export_weights()
-        if self.exporting is not None:
-            return self.exporting.send(version, weights)
+        return self._send(self.exporting, version, self.trainer.export_weights())
+
+    def send_adapters(self, version: int, based: bool | None = None, check: bool = True) -> Any:
+        """`based`: what a trainer would believe that is wrong."""
+        weights = self.trainer.export_adapters(with_base=not (self.based if based is None else based), check=check)
+        self.based = True
+        return self._send(self.adapting, version, weights)
+
+    def _send(self, sender: Any, version: int, weights: Any) -> Any:
+        if sender is not None:
+            return sender.send(version, weights)
         for _ in weights:
             pass
         return None

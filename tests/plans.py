@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.planner.counts import Activations, Held, phases
-from megarl.planner.plan import EngineRank, Estimate, Links, PhaseTime, Place, Plan, Refusal, Use
+from megarl.planner.plan import EngineRank, Estimate, Links, PhaseTime, Place, Plan, Proposal, Refusal, Use
 from megarl.planner.stages import Stage
 from megarl.platform.devices import device_named
 
@@ -75,8 +75,8 @@ TOO_LARGE = replace(
         ),
     ],
     proposals=[
-        "megatron.recompute=full (step 1,310 s)",
-        "megatron.pipeline_parallel=16 megatron.first_stage_layers=3 megatron.last_stage_layers=2 (step 1,402 s)",
+        Proposal("megatron.recompute=full", 1.21),
+        Proposal("megatron.pipeline_parallel=16 megatron.first_stage_layers=3 megatron.last_stage_layers=2", 1.3),
     ],
 )
 _TINY = Held(200_000, 200_000, 800_000, 4096, 800_000, 800_000, 1_600_000, 0)

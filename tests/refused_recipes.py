@@ -319,7 +319,7 @@ OPTIONS = [
 TOO_LARGE = [
     bad(DENSE, "megatron.tensor_parallel=1 megatron.recompute=none actor.max_tokens_per_micro_batch=65536", "update", "GiB", None, "--device 910B"),
     bad(DENSE, "rollout.engine_args.gpu_memory_utilization=0.1", "rollout.engine_args.gpu_memory_utilization", "GiB", None, "--device 910B"),
-    bad("quickstart", "", "update", "GiB", None, "--memory 0.1"),
+    bad("quickstart", "", "update", "MiB", None, "--memory 0.1"),
 ]  # fmt: skip
 
 REFUSED = [*LAYOUTS, *ENGINES, *VALUES, *ALGORITHMS, *MEGATRON, *FILES, *OPTIONS]

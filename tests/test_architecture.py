@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ PACKAGE = ROOT / "megarl"
 LAYERS = [
     [
         "registry",
+        "words",
         "types",
         "config",
         "model_config",
         "model_configs",
+        "linears",
         "hf_weights",
         "declared",
         "platform",
@@ -88,6 +91,7 @@ WORD_EXCEPTIONS = {
 }
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """Modules that a file imports at run time, wherever it does so (what only type checkers see is left out)."""
     tree = ast.parse(path.read_text())

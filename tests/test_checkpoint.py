@@ -226,6 +226,18 @@ def test_a_refused_resume_leaves_no_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "another").exists()
 
 
+def test_where_weights_go_as_files_can_be_written_to_before_anything_starts(tmp_path: Path) -> None:
+    recipe = Recipe(name="run", runs_dir=str(tmp_path))
+    identity = identity_of(recipe, CONFIG, None, rows=4)
+    recipe.exchange.transport = "files"
+    open_run_directory(recipe, identity)
+    assert (tmp_path / "run" / "exchange").is_dir()
+    recipe.exchange.directory = str(tmp_path / "file")
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match=r"(?s)exchange.directory.*Not a directory"):
+        open_run_directory(recipe, identity)
+
+
 def test_settings_that_were_changed_before_a_resume_are_said(tmp_path: Path) -> None:
     opened(tmp_path, CONFIG)
     recipe = Recipe(name="run", runs_dir=str(tmp_path))

@@ -217,6 +217,13 @@ def names(said: list[tuple[Any, ...]]) -> list[str]:
     return [name for name, *_ in said]
 
 
+def test_the_first_weights_are_told(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe.observe.console = "plain"
+    asked_in_a_step(recipe, tmp_path)
+    _, start, *_ = (line for line in capsys.readouterr().out.splitlines() if line.startswith(("run", "start", "step")))
+    assert start.endswith("| engines have the trainers' weights")
+
+
 def test_order_of_a_step(recipe: Recipe, tmp_path: Path) -> None:
     assert names(asked_in_a_step(recipe, tmp_path)) == [
         "actor.load_shard", "actor.compute_old_log_probs", "actor.update_actor"

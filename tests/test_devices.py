@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megarl.config.errors import InputError
-from megarl.platform.devices import device_named, devices
+from megarl.platform.devices import Device, device_named, devices, fields_of_file
 
 
 def test_every_device_of_the_table_is_whole_and_says_its_source() -> None:
@@ -64,6 +67,48 @@ def test_a_file_that_is_no_such_table_is_refused(text: str, said: str, tmp_path:
     own.write_text(text)
     with pytest.raises(InputError, match=said):
         devices(own)
+
+
+def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
+    """Each once, whichever entries share it."""
+    own = tmp_path / "own.yaml"
+    own.write_text(
+        "Mine: {like: H100, memry: 96, flops: fast, train_share: 40, factors: {gen: 0}}\n"
+        "Like: {like: Mine, link: -1}\nOther: {like: H10}\nLast: {memory: 1, per_node: 2.5}\nFine: {like: H100}\n"
+        "A: {like: B}\nB: {like: C}\nC: {like: A}\n"
+    )
+    with pytest.raises(InputError) as raised:
+        devices(own)
+    first, *others = str(raised.value).splitlines()
+    assert first.startswith(f"{own}: Mine has no field 'memry'")
+    assert [line.strip().split(".")[0] for line in others] == [
+        "Mine", "Mine", "Mine", "Like", "Last", "Other is like H10, which is not known", "A is like B is like C is like A, in a ring",
+        "Last lacks source, flops, bandwidth, link, network, host_link, host_memory, train_share, prefill_share, "
+        "decode_share, link_share, layer_seconds",
+    ]  # fmt: skip
+
+
+def test_every_field_says_what_it_is() -> None:
+    listed = {one.name: one for one in fields_of_file()}
+    assert set(listed) == {"like", *(one.name for one in fields(Device) if one.name != "name")}
+    assert all(one.unit and one.about for one in listed.values())
+    assert [name for name, one in listed.items() if not one.needed] == ["like", "torch", "factors"]
+
+
+def test_the_pages_examples_load(tmp_path: Path) -> None:
+    """One of them says every field."""
+    page = (Path(__file__).parent.parent / "docs" / "planner.md").read_text()
+    section = page.partition("### A device of your own")[2].partition("\n### ")[0]
+    examples = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    named = set()
+    for number, example in enumerate(examples):
+        own = tmp_path / f"{number}.yaml"
+        own.write_text(example)
+        named |= set(devices(own))
+        assert number == 0 or set(yaml.safe_load(example)["Prototype"]) == {one.name for one in fields_of_file()} - {
+            "like"
+        }
+    assert {"H100-cloud", "Prototype", "Prototype-2"} <= named and len(examples) == 2
 
 
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:

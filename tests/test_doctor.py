@@ -189,9 +189,9 @@ class TestRecipe:
             count = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - no mapping
         needs = needs_of(recipe, {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "m", "RAY_ADDRESS": "m:6379"})
         assert (needs.processes, needs.nodes, needs.ray_address) == (3, 2, "m:6379")
-        assert needs.checkpoint_bytes == 12 * count and (needs.bucket_bytes, needs.buckets) == (1 << 20, 2)
-        recipe.exchange.route = "planned"
-        assert needs_of(recipe, {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "m"}).buckets == 4 * 2
+        assert needs.checkpoint_bytes == 12 * count and (needs.bucket_bytes, needs.buckets) == (1 << 20, 4 * 2)
+        recipe.exchange.route = "export"
+        assert needs_of(recipe, {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "m"}).buckets == 2
 
     def test_devices_are_counted_where_they_lie(self, quickstart_data: Path, tmp_path: Path) -> None:
         """Two trainers of one tensor-parallel group fit two machines with a device each; an engine of two does not."""

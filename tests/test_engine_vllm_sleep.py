@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megarl.engines.base import EngineDead, EngineRefused, EngineSpec
+from megarl.engines.base import AdapterSpec, EngineDead, EngineRefused, EngineSpec
 from megarl.engines.vllm import VllmEngine
 from megarl.engines.vllm_compat import Capabilities
-from megarl.exchange.session import PlannedSession
+from megarl.exchange.session import ExchangeSession, PlannedSession
 from megarl.types import GenerationRequest, Prompt, Sampling
 
 
@@ -49,6 +50,7 @@ def capabilities(**changes: Any) -> Capabilities:
         "layer_filling": True,
         "preempting_reset": True,
         "flat_logprobs": True,
+        "adapters": True,
         "routed_experts": False,
     }
     return Capabilities(**{**has, **changes})
@@ -100,6 +102,28 @@ def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: Fa
     sleeper.wake()
     with pytest.raises(EngineRefused, match="dropped its weights when it went to sleep"):
         sleeper.generate([REQUEST], print)
+    sleeper.shutdown()
+
+
+def test_weights_that_no_update_brings_again_stay_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, tmp_path: Path
+) -> None:
+    """With adapters alone: from the first update on, weights are not dropped in sleep."""
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("megarl.engines.vllm_adapters.request", lambda: "adapter")
+    monkeypatch.setattr("megarl.engines.vllm_compat.capabilities", capabilities)
+    adapters = AdapterSpec(rank=8, targets=("q_proj",))
+    spec = EngineSpec("e0", str(tmp_path), "float32", 64, sleep_mode=True, load_weights=False, adapters=adapters)
+    sleeper = VllmEngine(spec)
+    assert sleeper.start()["merged_because"] is None
+    sleeper.sleep()
+    vllm.collective_rpc = lambda method, args=(): [None]
+    meeting = {"host": "", "port": 0, "prefix": "", "receivers": (), "bucket_bytes": 1, "timeout": 1}
+    for alpha, level in ((16.0, 1), (None, 2)):
+        sleeper.wake()
+        assert sleeper.connect_exchange(ExchangeSession(**meeting, adapter_alpha=alpha)) is None
+        sleeper.sleep()
+        assert vllm.calls[-1] == ("sleep", level)
     sleeper.shutdown()
 
 

@@ -14,7 +14,7 @@ from megarl.planner import estimate_training as training
 from megarl.planner.cost import Cost, all_to_all_seconds, host_seconds, ring_seconds, send_seconds
 from megarl.planner.estimate import estimate
 from megarl.planner.estimate_engines import Engines, generate, read, room
-from megarl.planner.estimate_exchange import exchange, moved
+from megarl.planner.estimate_exchange import exchange, moved, uncounted
 from megarl.planner.estimate_training import Passes, Trainers, update_passes
 from megarl.planner.lengths import Lengths, MicroBatches, micro_batches
 from megarl.planner.plan import Links
@@ -289,12 +289,22 @@ def test_a_teacher_reads_whole_samples() -> None:
 
 def test_an_exchange_sends_what_is_planned() -> None:
     planned = Links("planned", sent=1_000_000, received=4_000_000, total=16_000_000, between_nodes=4_000_000)
-    assert exchange(trainers(), engines(), planned) == Cost(links=pytest.approx(1e6 / 1e8), host=0), (
-        "1 MB over the network"
+    found = exchange(trainers(), engines(), planned)
+    assert found.parts == pytest.approx({"links": 1e6 / 1e8, "host": 5e6 / 1e9}), (
+        "1 MB over the network, 5 through the host"
     )
     whole = exchange(trainers(2), engines(), None)
     size = 2 * (1600 + 2000)
     assert whole.parts == pytest.approx({"links": size / 2 / 1e9, "host": 2 * size / 1e9})
+
+
+def test_before_a_plan_is_made_an_engine_rank_receives_what_it_holds() -> None:
+    """Two engines of two devices: each device has half of the dense weights; a node has four devices."""
+    size = 2 * (1600 + 2000)
+    near = uncounted(trainers(4), engines(count=2, tensor=2))
+    assert (near.sent, near.received, near.total, near.between_nodes) == (size // 4, size // 2, 2 * size, 0)
+    made = trainers(2, cluster__placement="disaggregated", rollout__engines=2, rollout__tensor_parallel=2)
+    assert uncounted(made, engines(count=2, tensor=2)).between_nodes == 2 * size
 
 
 def exported(**settings: Any) -> float:

@@ -110,13 +110,14 @@ def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, pla
             assert target.left == before, "nothing may be made of bytes that are not proven"
             raise
 
-    with exchange(tmp_path, places, timeout=3.0) as one:  # gloo waits as long for what was under way
+    with exchange(tmp_path, places) as one:
         one.connect()
         one.update(1)
         monkeypatch.setattr(planned_receiver.PlannedReceiver, "_load", corrupt)
         start = time.monotonic()
         told = failures(one, 2)
-        assert time.monotonic() - start < 5
+        one.close()
+        assert time.monotonic() - start < 5, "nobody waits for what is under way"
         words = r"'e1/1' got other bytes than .* sent in bucket 0 of stream \d+ from trainer \d \((embed|odd|norm|exp)"
         assert re.search(words, str(told[7]))
         others = [error for error in told[:7] if error is not None]
@@ -162,20 +163,20 @@ def test_holes_are_refused_by_everyone_and_at_once(tmp_path):
 
 
 def test_a_silent_peer_is_named_after_the_timeout(tmp_path):
-    with exchange(tmp_path, timeout=0.5) as one:
+    with exchange(tmp_path, timeout=1.5) as one:
         one.connect()
         one.update(1)
         receiving = [one.pool.submit(one.receive, number, 2) for number in range(4)]
         [one.pool.submit(one.senders[rank].send, 2, one.export) for rank in (0, 1, 2)]
         told = [str(future.exception(10)) for future in receiving]
-        assert any("waited 0.5 s for e" in one and "a bucket from trainers [3]" in one for one in told), told
-    with exchange(tmp_path, timeout=0.5) as one:
+        assert any("waited 1.5 s for e" in one and "a bucket from trainers [3]" in one for one in told), told
+    with exchange(tmp_path, timeout=1.5) as one:
         one.connect()
         one.update(1)
         sending = [one.pool.submit(sender.send, 2, one.export) for sender in one.senders]
         [one.pool.submit(one.receive, number, 2) for number in (0, 1, 2)]
         told = [str(future.exception(10)) for future in sending]
-        assert any("waited 0.5 s for " in one and "e1/1" in one for one in told), told
+        assert any("waited 1.5 s for " in one and "e1/1" in one for one in told), told
 
 
 def test_plans_from_other_descriptions_are_refused(tmp_path):
@@ -223,7 +224,14 @@ def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
     [
         ({"exchange.route": "planned", "lora.rank": 4}, "exchange.route.*merged weights"),
         ({"exchange.route": "planned", "rollout.engine": "sglang"}, "rollout.engine=sglang takes whole tensors alone"),
-        ({"exchange.check_every": 5}, "exchange.check_every.*nothing to compare"),
+        ({"exchange.route": "planned", "exchange.transport": "files"}, "exchange.route.*files have whole tensors"),
+        ({"exchange.route": "planned", "rollout.engine_args.quantization": "fp8"}, "quantization=fp8: .* no copies"),
+        (
+            {"exchange.route": "planned", "rollout.engine_args.enable_eplb": "true"},
+            "enable_eplb=True: experts that move",
+        ),
+        ({"exchange.directory": "x"}, "exchange.directory.*transport=auto nothing is written there"),
+        ({"exchange.route": "export", "exchange.check_every": 5}, "exchange.check_every.*nothing to compare"),
     ],
 )
 def test_recipes_that_cannot_be_planned(settings, words):

@@ -13,8 +13,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megarl.exchange import receiver as receiver_module
+from megarl.exchange.buckets import Entry
+from megarl.exchange.files import BucketFiles
 from megarl.exchange.receiver import WeightReceiver
 from megarl.exchange.sender import WeightSender
 from megarl.exchange.session import ExchangeError, ExchangeSession, compare_reports, host_id, resolve_transports
@@ -38,9 +41,15 @@ def make_weights(seed):
 
 
 @contextmanager
-def exchange(endpoints, shm_dir, transport="auto", bucket_bytes=4 * KIB, timeout=20.0):
+def exchange(endpoints, shm_dir, transport="auto", bucket_bytes=4 * KIB, timeout=20.0, directory=None):
     sender = WeightSender.open(
-        "127.0.0.1", endpoints, transport=transport, bucket_bytes=bucket_bytes, timeout=timeout, shm_dir=str(shm_dir)
+        "127.0.0.1",
+        endpoints,
+        transport=transport,
+        bucket_bytes=bucket_bytes,
+        timeout=timeout,
+        shm_dir=str(shm_dir),
+        directory=directory,
     )
     try:
         yield sender
@@ -96,12 +105,85 @@ def test_versions_arrive(tmp_path, transport):
         assert len(set(seen)) == 3
 
 
+def test_files_can_be_looked_at(tmp_path):
+    """The last two versions, as safetensors: what was sent, in the order of the buckets. Nothing in shared memory."""
+    shm_dir, directory = tmp_path / "shm", tmp_path / "weights"
+    shm_dir.mkdir()
+    endpoints = [("e0/0", host_id(str(shm_dir))), ("e1/0", "elsewhere")]
+    with exchange(endpoints, shm_dir, "files", directory=str(directory)) as sender, ThreadPoolExecutor(2) as pool:
+        receivers = [WeightReceiver(ExchangeSession.from_json(sender.session.to_json()), name) for name, _ in endpoints]
+        for version in (1, 2, 3):
+            weights = make_weights(version)
+            waiting = [pool.submit(receive, r, version) for r in receivers]
+            sent = sender.send(version, weights.items())
+            for one in waiting:
+                got, report = one.result(20)
+                assert_same(got, weights)
+                assert sent.agrees_with(report)
+        assert os.listdir(shm_dir) == []
+    assert sorted(os.listdir(directory)) == ["version-00000002", "version-00000003"]
+    assert (directory / "version-00000003" / "bucket-000000.safetensors").is_file()
+    files = sorted((directory / "version-00000003").iterdir())
+    assert len(files) == sent.buckets > 4
+    assert_same({k: weight for file in files for k, weight in sorted_as(weights, load_file(file))}, weights)
+
+
+def test_files_of_earlier_runs_go(tmp_path):
+    """Of one that had come further as well: the version before stays."""
+    entries, memory = [Entry("a", "float32", (2,), 0)], torch.zeros(64, dtype=torch.uint8)
+    for versions in ((7, 8, 9), (8, 9)):
+        files = BucketFiles(str(tmp_path))
+        for version in versions:
+            files.write(version, entries, memory)
+            files.write(version, entries, memory)
+    assert sorted(os.listdir(tmp_path)) == ["version-00000008", "version-00000009"]
+    assert len(os.listdir(tmp_path / "version-00000008")) == 2
+
+
+def sorted_as(weights, loaded):
+    return sorted(loaded.items(), key=lambda item: list(weights).index(item[0]))
+
+
+@pytest.mark.parametrize("fault", ["not shared", "changed", "full"])
+def test_files_that_do_not_come(tmp_path, monkeypatch, fault):
+    words = {
+        "not shared": "cannot be read here .* has to be on a file system that trainers and engines share",
+        "changed": "got other bytes than were sent in bucket 0",
+        "full": "could not be written to .* two versions of the whole model must fit",
+    }
+    directory = tmp_path / "weights"
+    if fault == "full":
+        directory.write_text("no directory")
+    else:
+        write = BucketFiles.write
+
+        def broken(self, version, entries, memory):
+            path = write(self, version, entries, memory)
+            if fault == "not shared":
+                os.unlink(path)
+            elif path.endswith("bucket-000000.safetensors"):
+                loaded = load_file(path)
+                loaded["embed"][3, 4] += 1
+                save_file(loaded, path)
+            return path
+
+        monkeypatch.setattr(BucketFiles, "write", broken)
+    with (
+        exchange([("e0", "here")], tmp_path, "files", directory=str(directory)) as sender,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        waiting = pool.submit(receive, WeightReceiver(sender.session, "e0"), 1)
+        for failing in (lambda: sender.send(1, make_weights(0).items()), waiting.result):
+            with pytest.raises(ExchangeError, match=words[fault]):
+                failing()
+
+
 def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
     here = host_id(str(tmp_path))
     take = WeightReceiver._take
 
-    def corrupt(self, number, header):
-        memory = take(self, number, header)
+    def corrupt(self, number, *told):
+        memory = take(self, number, *told)
         if self.name == "bad" and number == 1:
             memory[100] ^= 4
         return memory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.megatron.holdings import _Forms
+from megarl.megatron.holdings import Forms
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Bridge:
 def held(bridge: Bridge, name: str, *shape: int) -> list[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
     weight = torch.empty(shape, device="meta")
     weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-    return [(form.shape, form.boxes) for _, form in _Forms(bridge).of(name, weight)]
+    return [(form.shape, form.boxes) for _, form in Forms(bridge).of(name, weight)]
 
 
 def test_rows_and_columns_of_ranks() -> None:

@@ -302,12 +302,52 @@ STEP = {
 def test_plain_console_says_one_line_a_step() -> None:
     stream = io.StringIO()
     plain = PlainConsole("run", 0, 11, stream)
+    plain.reached("trainers have the model", 14.2)
+    plain.step(0, {"eval/greedy": 0.25, "timing_s/step": 100.0})
     plain.step(1, STEP)
     plain.notice("look [bold]here[/bold]", True)
-    _, line, notice = stream.getvalue().splitlines()
+    first, start, before, line, notice = stream.getvalue().splitlines()
+    assert first == "run: starts with step 1 of 11" and start == "start 0:14 | trainers have the model"
+    assert before.startswith("before step 1 | eval/greedy 0.250 | 100.0 s | left -")
     for part in ("step 1/11", "reward 0.512", "length 231", "cut 3%", "gap 1.2e-04", "23.46k", "gen 3.0", "left 1:00"):
         assert part in line
     assert notice == "WARNING: look [bold]here[/bold]"
+
+
+def test_how_far_a_start_has_come_is_said_and_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(make_recipe(), tmp_path, 1, 2) as log:
+        log.reached("trainers have the model")
+    assert "start 0:00 | trainers have the model\n" in capsys.readouterr().out
+    assert "trainers have" not in log.run_dir.notices.read_text()
+
+
+def test_where_a_run_begins() -> None:
+    for done, said in ((0, "starts with step 1 of 6"), (4, "goes on with step 5 of 6"), (6, "all of 6 steps done")):
+        stream = io.StringIO()
+        PlainConsole("run", done, 6, stream)
+        assert stream.getvalue() == f"run: {said}\n"
+
+
+def test_a_live_console_names_the_step_that_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+    """And of the figures below it, after which step they are."""
+    stream = io.StringIO()
+    live = LiveConsole("run", 0, 2, stream)
+
+    def shown() -> str:
+        stream.truncate(0)
+        live._live.refresh()
+        return stream.getvalue()
+
+    live.phase("start")
+    live.reached("trainers have the model", 3.0)
+    assert "step 1/2" in (said := shown()) and "0:03: trainers have the model" in said and "step 0" not in said
+    live.step(0, {"eval/greedy": 0.25})
+    assert "step 1/2" in (said := shown()) and "before step 1" in said and "trainers" not in said
+    live.step(1, STEP)
+    assert "step 2/2" in (said := shown()) and "after step 1" in said
+    live.step(2, STEP)
+    assert "step 2/2" in (said := shown()) and "after step 2" in said
+    live.close()
 
 
 def test_live_console_shows_the_run_and_restores_the_terminal() -> None:
@@ -330,7 +370,16 @@ def test_live_console_shows_the_run_and_restores_the_terminal() -> None:
         time.sleep(0.01)  # rich tells its thread to stop and does not wait for it
     assert threading.active_count() == threads
     shown = stream.getvalue()
-    for part in ("my run", "step 1/11", "left 1:00", "0.512", "tags [red]stay[/red]", "1 warning", "library"):
+    for part in (
+        "my run",
+        "step 2/11",
+        "after step 1",
+        "left 1:00",
+        "0.512",
+        "tags [red]stay[/red]",
+        "1 warning",
+        "library",
+    ):
         assert part in shown
     assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor must be visible in the end"
 

@@ -48,7 +48,7 @@ def test_what_is_here_is_looked_at(quickstart_data: Path, tmp_path: Path) -> Non
     found = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
     assert not found.refusals and not found.unchecked
     notes = "\n".join(found.notes)
-    assert "At most 1 checkpoints of about 0.0 GB" in notes
+    assert "At most 1 checkpoint of about " in notes and " MB is there at a time" in notes
     assert "Of 256 of 4,096 training rows the longest has 36 tokens; data.max_prompt_length is 64" in notes
     assert "The scorer gsm8k gives rows of megarl/word_problems 1 for their ground truth, else 0." in notes
     assert not list(tmp_path.iterdir()), "the run's directory was made"
@@ -83,7 +83,7 @@ def test_judges_services_and_servers_are_named_and_not_asked(quickstart_data: Pa
 def test_checkpoints_that_this_disk_has_no_room_for_are_said(tmp_path: Path) -> None:
     """671 B parameters of 14 bytes, in two checkpoints and the one being written. It is another machine's disk that they come to lie on."""
     found = look("grpo_deepseek_v3", "train.save_every=5", f"runs_dir={tmp_path}")
-    assert any("3 checkpoints of about 9,39" in line for line in found.unchecked), found.unchecked
+    assert any("3 checkpoints of about 9.39 TB are there" in line for line in found.unchecked), found.unchecked
 
 
 def test_a_judge_of_which_nothing_is_known_is_named(tmp_path: Path) -> None:

@@ -15,12 +15,16 @@ from megarl import model_configs
 from megarl.cli import app, guarded
 from megarl.config.load import load_recipe
 from megarl.config.schema import Recipe
-from megarl.planner.ask import Question
+from megarl.planner import build
+from megarl.planner.ask import Asker, Question
+from megarl.planner.between import ends, may_be_alike, on_the_line
 from megarl.planner.command import plan
 from megarl.planner.counts import Activations, Held, Phase, phases
 from megarl.planner.live import Live
+from megarl.planner.nearest import Nearest
 from megarl.planner.options import device_of
-from megarl.planner.stages import Counted, Stage, stages
+from megarl.planner.plan import Proposal
+from megarl.planner.stages import Counted, Stage, built_from, stages, stages_of
 from megarl.planner.workload import Workload, first_ranks, image_grid, image_tokens, largest
 from megarl.platform.meta import KnownValues
 
@@ -36,6 +40,38 @@ def recipe(tokens: int, prompt: int, response: int, **megatron: object) -> Recip
     for name, value in megatron.items():
         setattr(made.megatron, name, value)
     return made
+
+
+def test_where_vllm_is_not_installed_nothing_is_said_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run elsewhere may well send planned copies."""
+    made = recipe(1000, 100, 300)
+    counts = Counted([Stage("actor", 0, 0, HELD, BEYOND, None, {})], [])
+    monkeypatch.setattr("megarl.planner.exchange.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
+    monkeypatch.setattr(build, "engines", lambda *_: [])
+    plan = build.make_plan(made, {"rollout": model_configs.read("Qwen3-8B")}, None)
+    assert plan.exchange is None and any("not known here: vLLM is not installed" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("route", ["auto", "planned"])
+def test_what_cannot_be_planned_goes_by_export_if_it_may(monkeypatch: pytest.MonkeyPatch, route: Any) -> None:
+    """As a run with `exchange.route: auto` does; `planned` would refuse to start."""
+
+    def refused(*_: Any) -> Any:
+        raise ValueError("layer 0 is no box")
+
+    made = recipe(1000, 100, 300)
+    made.exchange.route = route
+    counts = Counted([Stage("actor", 0, 0, HELD, BEYOND, None, {})], [])
+    monkeypatch.setattr(build, "planned_from", refused)
+    monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
+    monkeypatch.setattr(build, "engines", lambda *_: [])
+    plan = build.make_plan(made, {"rollout": model_configs.read("Qwen3-8B")}, None)
+    (note,) = (note for note in plan.notes if "layer 0 is no box" in note)
+    if route == "auto":
+        assert plan.exchange is not None and plan.exchange.route == "export" and "go by export" in note
+    else:
+        assert plan.exchange is None and "not known" in note
 
 
 def test_the_largest_micro_batch_is_full() -> None:
@@ -160,7 +196,11 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     stage = Stage("actor", 0, 0, held, beyond, None, phases(held, beyond, reference=True, leaves=False))
     monkeypatch.setattr("megarl.planner.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.planner.build.engines", lambda *_: [])
-    monkeypatch.setattr("megarl.planner.build.proposals", lambda _, **__: ["megatron.pipeline_parallel=2"])
+    monkeypatch.setattr(
+        "megarl.planner.build.proposals",
+        lambda *_, **__: Nearest([Proposal("megatron.pipeline_parallel=2", 1.234)], stopped),
+    )
+    stopped = True
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
     assert plan(path, [], memory=151 + 50, **COMMON) == 0
     assert plan(path, [], memory=151 + 48, **COMMON) == 1
@@ -168,7 +208,9 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "2.0 short" in printed and "actor 0 needs 201.0 GiB in update_actor, Adam: optimizer 90.0" in " ".join(
         printed.split()
     )
-    assert "fits: megatron.pipeline_parallel=2" in printed
+    assert "  fits, with 1.23 x the seconds of a step: megatron.pipeline_parallel=2\n" in printed
+    words = " ".join(printed.split())
+    assert "and 1 found in that time; plan --search looks for longer (--seconds)." in words
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -181,7 +223,7 @@ def test_what_was_not_counted_is_not_said_to_fit(
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
     assert plan(path, [], memory=3, **COMMON) == 0
     printed = capsys.readouterr().out
-    assert "not known" in printed and "left" not in printed and "Activations are not known: images." in printed
+    assert "not known" in printed and " left" not in printed and "Activations are not known: images." in printed
 
 
 def test_a_machine_has_as_many_devices_as_the_head_says(tmp_path: Path) -> None:
@@ -252,3 +294,30 @@ def test_all_of_deepseek_v3_is_there(capsys: pytest.CaptureFixture[str]) -> None
     assert total == pytest.approx(671e9, rel=0.001)
     assert all(stage.activations is not None for stage in found)
     assert json.dumps([stage.rank for stage in found]) == json.dumps([32 * number for number in range(8)])
+
+
+def test_stages_that_hold_the_same_lie_on_a_line() -> None:
+    held = {1: "dense", 2: "sparse", 3: "sparse", 4: "sparse"}
+    assert ends(held) == (2, 4)
+    first, last = Activations(3, 90, 50, 7, 1, 2), Activations(3, 50, 10, 7, 1, 2)
+    assert on_the_line(3, (2, 4), first, last) == Activations(3, 70, 30, 7, 1, 2)
+    made = recipe(10, 5, 5, pipeline_parallel=5)
+    assert may_be_alike(made.megatron) == [1, 2, 3]
+    made.megatron.virtual_pipeline = 2
+    assert may_be_alike(made.megatron) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "DeepSeek-V3"])
+def test_what_lies_between_two_stages_is_what_they_would_count(model: str, tmp_path: Path) -> None:
+    """DeepSeek-V3's second stage has a dense layer, which the others have not."""
+    made = recipe(4096, 1024, 3072, pipeline_parallel=7, expert_parallel=2, recompute="selective")
+    made.cluster.trainers = 14
+    layers = {"num_hidden_layers": 14} | ({"first_k_dense_replace": 3} if model == "DeepSeek-V3" else {})
+    config = model_configs.read(model) | layers
+    built = built_from(made, config, tmp_path / "model")
+    with Asker() as asker:
+        short = stages_of("actor", built, made.megatron, asker)
+        full = stages_of("actor", built, made.megatron, asker, numbers=list(range(7)))
+    assert [stage.activations for stage in short] == [stage.activations for stage in full]
+    assert len({stage.activations for stage in short[1:6]}) > 3

@@ -101,10 +101,18 @@ def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys
     assert run("exchange", "--explain", recipe) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100 and given == [16], "the head says 16 devices a machine"
-    assert "stage 1" in text and "3 trainer ranks send" in text
+    assert "stage 1" in text and "Sent by 3 trainer ranks" in text
     assert run("exchange", "--explain", recipe, "--json", "--per-node", "4") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["totals"]["sent"] == 6 * HALF and len(told["flows"]) == 2 and given[1] == 4
+
+
+@pytest.mark.parametrize("given", [["recipes/a.yaml", "x=1"], []])
+def test_without_explain_it_says_what_to_type(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("exchange", *given) == 2
+    said = capsys.readouterr().err
+    assert "who would send which weights to whom" in said and "Traceback" not in said
+    assert f"python -m megarl exchange --explain {' '.join(given) or 'RECIPE'}\n" in said
 
 
 def test_training_without_engines_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,3 +139,18 @@ def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: li
         assert got == need.nbytes
     sent = np.bincount(made.sources, made.nbytes, len(made.hosts.trainers))
     assert sent.max() <= 1.2 * sent.mean()
+
+
+def test_what_a_run_refuses_is_not_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a second, as `plan` says it, and not what vLLM says of it after half a minute."""
+    assert run("exchange", "--explain", str(RECIPES / "dapo_qwen3_30b.yaml"), "rollout.engines=5") == 2
+    assert "rollout.engines x rollout.tensor_parallel = 5 x 4" in capsys.readouterr().err
+
+
+def test_an_exported_exchange_is_told_from_what_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exchange_command, "planned", lambda *_: small_plan())
+    monkeypatch.setattr(exchange_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
+    assert run("exchange", "--explain", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=export") == 0
+    assert "do not go this way: exchange.route=export" in " ".join(capsys.readouterr().out.split())

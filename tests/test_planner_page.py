@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megarl.planner.page import Unit, render, verdict, write_page
-from megarl.planner.plan import PhaseTime, Place, Plan, Refusal, Use
+from megarl.planner import drawing
+from megarl.planner.page import render, verdict, write_page
+from megarl.planner.plan import PhaseTime, Place, Plan, Proposal, Refusal, Use
+from megarl.planner.units import GIB, Unit
 from tests import plans
 from tests.test_observe_report import EVIL, Page
 
-GIB = 2**30
 ALL = ("LARGE", "TOO_LARGE", "SMALL", "INTERLEAVED", "AHEAD", "BARE")
 
 
-def read(plan: Plan, folder: Path) -> tuple[Page, dict[str, Any]]:
-    """The page as a browser would read it, and what its script draws from."""
+def read(plan: Plan, folder: Path) -> Page:
+    """The page as a browser would read it."""
     write_page(plan, folder / "plan.html")
-    page = Page(folder / "plan.html")
-    return page, json.loads(page.scripts[0])
+    return Page(folder / "plan.html")
+
+
+def pieces(page: Page) -> list[tuple[str, str]]:
+    """(title, style) of what is drawn."""
+    return [
+        (str(found["title"]), str(found["style"])) for tag, found in page.elements if tag == "i" and "title" in found
+    ]
 
 
 def words(page: Page) -> str:
@@ -32,9 +38,10 @@ def words(page: Page) -> str:
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_page_fetches_nothing(name: str, tmp_path: Path) -> None:
-    page, _ = read(getattr(plans, name), tmp_path)
+    page = read(getattr(plans, name), tmp_path)
+    assert len((tmp_path / "plan.html").read_bytes()) < 200_000
     for tag, attributes in page.elements:
-        assert tag not in ("link", "img", "iframe", "object", "embed", "base"), (tag, attributes)
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "script"), (tag, attributes)
         assert "src" not in attributes, (tag, attributes)
         assert not (attributes.get("href") or "#").startswith(("http", "//")), (tag, attributes)
     assert "default-src 'none'" in (tmp_path / "plan.html").read_text()
@@ -48,17 +55,21 @@ def test_words_of_a_plan_are_text(tmp_path: Path) -> None:
         places=[Place(EVIL, 1, [Use(EVIL, {EVIL: GIB})])],
         estimate=replace(plans.ESTIMATE, phases=[PhaseTime(EVIL, 1.0, EVIL, EVIL)]),
         refusals=[Refusal(EVIL, EVIL, EVIL)],
-        proposals=[EVIL],
+        proposals=[Proposal(EVIL, 1.0)],
         unchecked=[EVIL],
         notes=[EVIL],
     )
-    page, payload = read(evil, tmp_path)
-    assert [tag for tag, _ in page.elements if tag in ("img", "script")] == ["script"] * 3
-    assert page.text.count(EVIL) >= 12 and payload["memory"]["parts"] == [EVIL]
+    page = read(evil, tmp_path)
+    assert not [tag for tag, _ in page.elements if tag in ("img", "script")]
+    assert page.text.count(EVIL) >= 16, "in legends and bars, too"
+    assert [title for title, _ in pieces(page) if EVIL in title] == [
+        f"{EVIL}: {EVIL} 1.0 GiB",
+        f"{EVIL}: 1.00 s of {EVIL}",
+    ]
 
 
 def test_what_is_wrong_comes_first(tmp_path: Path) -> None:
-    text = words(read(plans.TOO_LARGE, tmp_path)[0])
+    text = words(read(plans.TOO_LARGE, tmp_path))
     order = [
         text.index(part)
         for part in (
@@ -66,7 +77,7 @@ def test_what_is_wrong_comes_first(tmp_path: Path) -> None:
             "megatron.pipeline_parallel",
             "910B has 40",
             "more stages",
-            "megatron.recompute=full (step",
+            "megatron.recompute=full, with 1.21 × the seconds of a step",
             "Fullest device",
         )
     ]
@@ -86,17 +97,41 @@ def test_verdicts() -> None:
 
 
 def test_bars_are_the_plans(tmp_path: Path) -> None:
-    """Every part of every phase of every place, in GiB, and the device's line."""
-    _, payload = read(plans.LARGE, tmp_path)
-    memory = payload["memory"]
-    assert (memory["unit"], memory["limit"]) == ("GiB", 64.0)
-    assert len(memory["places"]) == 8
-    for place, drawn in zip(plans.LARGE.places, memory["places"], strict=True):
-        assert drawn["phases"] == [use.phase for use in place.uses]
-        for use, amounts in zip(place.uses, drawn["parts"], strict=True):
-            assert {part: size for part, size in zip(memory["parts"], amounts, strict=True) if size} == {
-                part: size / GIB for part, size in use.parts.items()
-            }
+    """Every part of every phase of every place, one behind the other, to the scale on which the device's line stands."""
+    charts, parts = drawing.memory(plans.LARGE, Unit("GiB", GIB)), drawing.parts_of(plans.LARGE.places)
+    assert len(charts) == 8
+    for place, chart in zip(plans.LARGE.places, charts, strict=True):
+        assert chart.line is not None and [row.name for row in chart.rows] == [use.phase for use in place.uses]
+        for use, row in zip(place.uses, chart.rows, strict=True):
+            sizes = {parts[piece.number]: piece.width / chart.line * 64 for piece in row.pieces}
+            assert sizes == pytest.approx({part: size / GIB for part, size in use.parts.items()}, abs=0.01)
+            ends = [0.0, *(piece.left + piece.width for piece in row.pieces)]
+            assert [piece.left for piece in row.pieces] == pytest.approx(ends[:-1]) and row.end == pytest.approx(
+                ends[-1]
+            )
+        for at, text in chart.ticks:
+            assert at / chart.line * 64 == pytest.approx(float(text), abs=0.01)
+    titles = [title for title, style in pieces(read(plans.LARGE, tmp_path)) if style.startswith("left:0.0%")]
+    assert titles.count("gen: engine weights 22.0 GiB") == 8
+
+
+def test_a_device_that_is_far_larger_is_no_line(tmp_path: Path) -> None:
+    """The bars would be too small to be seen."""
+    tiny = replace(plans.SMALL, memory=64.0)
+    (chart,) = drawing.memory(tiny, Unit.of(tiny.most))
+    assert chart.line is None and chart.rows[0].end == pytest.approx(100 / 1.14, abs=0.01)
+    assert "The device has 64 GiB, far more than is drawn" in words(read(tiny, tmp_path))
+    assert "The dashed line is what the device has" in words(read(plans.LARGE, tmp_path))
+
+
+def test_more_parts_than_colours_are_told_apart(tmp_path: Path) -> None:
+    use = Use("gen", {f"part {number}": GIB for number in range(14)})
+    (chart,) = drawing.memory(replace(plans.LARGE, places=[Place("actor", 1, [use])]), Unit.of(GIB))
+    assert [(piece.colour, piece.hatched) for piece in chart.rows[0].pieces[-3:]] == [(11, False), (0, True), (1, True)]
+    page = read(replace(plans.LARGE, places=[Place("actor", 1, [use])]), tmp_path)
+    assert [found["title"] for tag, found in page.elements if tag == "i" and found.get("class") == "hatched" and "title" in found] == [
+        "gen: part 12 1.0 GiB", "gen: part 13 1.0 GiB",
+    ]  # fmt: skip
 
 
 def test_what_does_not_fit_is_marked(tmp_path: Path) -> None:
@@ -104,12 +139,18 @@ def test_what_does_not_fit_is_marked(tmp_path: Path) -> None:
     write_page(plan, tmp_path / "plan.html")
     html = (tmp_path / "plan.html").read_text()
     assert re.findall(r'<td class="fault">([^<]*)<', html) == ["51.0"]  # gen; the update's 50.5 fits
+    assert re.findall(r'<b class="bad"[^>]*>([^<]*)<', html) == ["51.0"]
 
 
 def test_a_tiny_model_is_shown_in_mib(tmp_path: Path) -> None:
-    page, payload = read(plans.SMALL, tmp_path)
-    assert payload["memory"]["unit"] == "MiB" and payload["memory"]["limit"] is None
+    page = read(plans.SMALL, tmp_path)
     assert "1.6 MiB" in page.text and "0.00" not in page.text
+    assert [title for title, _ in pieces(page)] == [
+        "update_actor: weights 0.76 MiB",
+        "update_actor: activations 0.86 MiB",
+    ]
+    (chart,) = drawing.memory(plans.SMALL, Unit.of(plans.SMALL.most))
+    assert chart.line is None and chart.rows[0].text == "1.6"
     assert [Unit("GiB", GIB).show(size * GIB) for size in (0, 0.041, 1.26, 53, 1234)] == [
         "0",
         "0.04",
@@ -120,7 +161,7 @@ def test_a_tiny_model_is_shown_in_mib(tmp_path: Path) -> None:
 
 
 def test_what_is_lacking_is_said(tmp_path: Path) -> None:
-    text = words(read(plans.SMALL, tmp_path)[0])
+    text = words(read(plans.SMALL, tmp_path))
     for said in (
         "no device given",
         "One pipeline stage",
@@ -128,42 +169,69 @@ def test_what_is_lacking_is_said(tmp_path: Path) -> None:
         "Nothing to tell",
     ):
         assert said in text
-    text = words(read(plans.BARE, tmp_path)[0])
+    text = words(read(plans.BARE, tmp_path))
     assert "No device's memory was counted" in text and "No stage was counted" in text
 
 
 def test_the_pipeline_is_the_estimates(tmp_path: Path) -> None:
-    _, payload = read(plans.INTERLEAVED, tmp_path)
-    (drawn,) = payload["pipelines"]
-    assert (drawn["stages"], drawn["chunks"], drawn["micro_batches"], drawn["known"]) == (4, 2, 64, True)
-    assert drawn["fold"] is not None and len(drawn["slots"]) < 400
-    assert max(slot[2] for slot in drawn["slots"]) == 63 and max(slot[5] for slot in drawn["slots"]) == drawn["length"]
+    drawn = drawing.schedule(plans.INTERLEAVED, "actor")
+    assert (len(drawn.stages), drawn.chunks, drawn.micro_batches, drawn.known) == (4, 2, 64, True)
+    slots = [slot for stage in drawn.stages for slot in stage]
+    assert drawn.fold is not None and len(slots) < 400
+    assert max(int(slot.text) for slot in slots) == 64
+    assert max(slot.left + slot.width for slot in slots) == pytest.approx(100)
+    for stage in drawn.stages:
+        for one, other in itertools.pairwise(stage):
+            assert one.left + one.width <= other.left + 0.01
+    assert [kind[:2] for kind in drawn.kinds] == [
+        ("forward, chunk 1", False), ("forward, chunk 2", False), ("backward, chunk 1", True), ("backward, chunk 2", True)
+    ]  # fmt: skip
+    page = read(plans.INTERLEAVED, tmp_path)
+    titles = [title for title, _ in pieces(page) if "micro batch" in title]
+    assert len(titles) == len(slots) and "backward, chunk 2 of micro batch 64" in titles
+
+
+def test_a_plain_schedule_is_megatrons_own_times() -> None:
+    """Stage 0 of 8: eight forward passes, then it waits for the last stage's first backward pass to come back."""
+    drawn = drawing.schedule(replace(plans.LARGE, estimate=None), "actor")
+    first, last = drawn.stages[0], drawn.stages[7]
+    assert [slot.kind for slot in first[:9]] == [0] * 8 + [1]
+    forward = first[0].width
+    assert first[8].left / forward == pytest.approx(8 + 2 * 7, rel=0.01), "seven stages' backward passes, twice as long"
+    assert last[0].left / forward == pytest.approx(7, rel=0.01) and last[1].width / forward == pytest.approx(
+        2, rel=0.01
+    )
 
 
 def test_without_an_estimate_a_pipeline_is_an_example(tmp_path: Path) -> None:
-    page, payload = read(replace(plans.LARGE, estimate=None), tmp_path)
-    assert payload["pipelines"][0]["micro_batches"] == 16
-    assert "How many micro batches there are is not estimated here; drawn with 16" in words(page)
+    plan = replace(plans.LARGE, estimate=None)
+    assert drawing.schedule(plan, "actor").micro_batches == 16
+    assert "How many micro batches there are is not estimated here; drawn with 16" in words(read(plan, tmp_path))
 
 
 def test_phases_stand_where_they_begin(tmp_path: Path) -> None:
     """One behind the other, or beside it; each cut into what its seconds are spent on."""
-    page, payload = read(plans.LARGE, tmp_path)
-    assert [phase[1] for phase in payload["time"]["phases"]][:3] == [0, 482.2, pytest.approx(502.6)]
+    page = read(plans.LARGE, tmp_path)
     assert "none of it is measured" in words(page) and "35 % of 376 TFLOP/s; the bubble of 8 stages" in words(page)
+    chart = drawing.time(plans.ESTIMATE)
+    assert chart.line is not None
+    a_second = chart.line / plans.ESTIMATE.seconds
+    assert [row.pieces[0].left / a_second for row in chart.rows[:3]] == pytest.approx([0, 482.2, 502.6], abs=0.1)
     gen = replace(plans.PHASES[0], seconds=3.0, parts={"memory": 2.0, "compute": 1.0})
-    payload = read(
-        replace(plans.AHEAD, estimate=replace(plans.AHEAD.estimate, phases=[gen, *plans.AHEAD.estimate.phases[1:]])),
-        tmp_path,
-    )[1]
-    drawn = payload["time"]
-    assert [phase[1] for phase in drawn["phases"]][:3] == [0, 0, 20.4]
-    assert drawn["parts"][:2] == ["memory bandwidth", "compute"] and drawn["phases"][0][3][:2] == [2.0, 1.0]
+    ahead = replace(plans.AHEAD.estimate, phases=[gen, *plans.AHEAD.estimate.phases[1:]])
+    chart, parts = drawing.time(ahead), drawing.spent_on(ahead)
+    assert chart.line is not None
+    a_second = chart.line / ahead.seconds
+    assert [row.pieces[0].left / a_second for row in chart.rows[:3]] == pytest.approx([0, 0, 20.4], abs=0.1)
+    assert {parts[piece.number]: round(piece.width / a_second, 1) for piece in chart.rows[0].pieces} == {
+        "memory bandwidth": 2.0,
+        "compute": 1.0,
+    }
 
 
 def test_engines_stand_in_a_table(tmp_path: Path) -> None:
     teacher = replace(plans.LARGE.engine, parameters=7_615_616_512, devices=2, cache=None, sequences=None)
-    text = words(read(replace(plans.LARGE, readers={"teacher": teacher}), tmp_path)[0])
+    text = words(read(replace(plans.LARGE, readers={"teacher": teacher}), tmp_path))
     assert "rollout1" + "11,000,000,000" in text.replace(" ", "") and "teacher27,615,616,512" in text.replace(" ", "")
 
 

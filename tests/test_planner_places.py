@@ -20,6 +20,7 @@ from megarl.planner.plan import EngineRank, Place, Use
 from megarl.planner.refusals import too_large
 from megarl.planner.show import _places, show
 from megarl.planner.stages import Stage
+from megarl.planner.units import Unit
 from tests import plans
 
 GIB = 2**30
@@ -31,6 +32,7 @@ ENGINE = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=4, largest
 def recipe(**cluster: Any) -> Recipe:
     made = Recipe()
     made.cluster.device, made.cluster.trainers, made.exchange.bucket_mb = "npu", 4, 1
+    made.exchange.route = "export"
     for name, value in cluster.items():
         setattr(made.cluster, name, value)
     return made
@@ -228,7 +230,7 @@ def test_many_phases_become_rows(capsys: pytest.CaptureFixture[str]) -> None:
     few = [Place("actor 0 + engine", 8, uses[:2])]
     many = [Place(f"actor {number} + critic 0 + engine", 8, uses) for number in range(2)]
     for those, memory in ((few, 64.0), (many, 64.0), (many, None)):
-        Console(width=100).print(_places(those, memory, known=True))
+        Console(width=100).print(_places(those, memory, Unit.of(2**33), known=True))
         printed = capsys.readouterr().out
         assert "…" not in printed and max(map(len, printed.splitlines())) <= 100
         for use in those[0].uses:

@@ -20,7 +20,7 @@ class Trainers:
         assert method == "open_exchange" and receivers == [("e0/0", "h"), ("e1/0", "h")]
         self.asked.append(route)
         first: Any = route.encode()
-        if route == "planned" and self.problem:
+        if route in ("planned", "adapters") and self.problem:
             return [self.problem] * 2
         return [first, None]
 
@@ -33,17 +33,21 @@ class Engine:
         assert method == "connect_exchange"
         self.joined.append(session.decode())
         future: Future[Any] = Future()
-        future.set_result(self.problem if session == b"planned" else None)
+        future.set_result(self.problem if session in (b"planned", b"adapters") else None)
         return future
 
 
 def opened(route: str, *, trainers: str | None = None, engine: str | None = None, **changes: Any) -> Any:
     recipe = Recipe()
-    recipe.exchange.route = route  # type: ignore[assignment]
     recipe.lora.rank = changes.get("rank", 0)
     recipe.exchange.check_every = changes.get("check_every", 0)
+    recipe.exchange.adapters = changes.get("adapters", "merged" if route != "adapters" else "auto")
+    recipe.exchange.route = "auto" if route == "adapters" else route  # type: ignore[assignment]
     group, services, notices = Trainers(trainers), [Engine("e0"), Engine("e1", engine)], []
-    infos = [{"receivers": [[f"{one.name}/0", "h"]]} for one in services]
+    told = [None, changes.get("merged_because")]
+    infos = [
+        {"receivers": [[f"{one.name}/0", "h"]], "merged_because": why} for one, why in zip(services, told, strict=True)
+    ]
     session = open_exchange(recipe, group, services, infos, notices.append)  # type: ignore[arg-type]
     assert all(one.joined[-1:] == [session.decode()] for one in services), "everyone is in the session that counts"
     return group.asked, notices
@@ -67,7 +71,7 @@ def test_auto_takes_the_planned_way_where_it_can() -> None:
     [
         ({"trainers": "trainer rank 1: odd"}, ["planned", "export"], "because trainer rank 1: odd"),
         ({"engine": "its weights are quantised"}, ["planned", "export"], "because e1: its weights are quantised"),
-        ({"rank": 4}, ["export"], "because lora.rank=4: engines are given merged weights"),
+        ({"rank": 4}, ["export"], "because lora.rank=4: adapters go whole, and merged weights"),
         ({"rank": 4, "check_every": 5}, ["export"], "exchange.check_every=5 has no effect"),
     ],
 )
@@ -75,6 +79,37 @@ def test_auto_exports_where_it_must_and_says_why(problem: dict[str, Any], asked:
     found, (notice,) = opened("auto", **problem)
     assert found == asked
     assert notice.startswith("exchange.route=auto: export, not planned, ") and words in notice
+
+
+def test_adapters_alone_where_every_engine_holds_them() -> None:
+    asked, (notice,) = opened("adapters", rank=4, check_every=3)
+    assert asked == ["adapters"] and notice.startswith("exchange.adapters=auto: adapters alone; ")
+    assert "has no effect" not in notice
+    assert opened("adapters", rank=4, adapters="only") == (["adapters"], [])
+
+
+@pytest.mark.parametrize(
+    ("problem", "asked", "words"),
+    [
+        ({"merged_because": "it is a mixture"}, ["export"], "because e1: it is a mixture"),
+        (
+            {"merged_because": "odd", "check_every": 5},
+            ["export"],
+            "because e1: odd; exchange.check_every=5 has no effect",
+        ),
+        ({"engine": "odd"}, ["adapters", "export"], "because e1: odd"),
+    ],
+)
+def test_merged_weights_where_an_engine_holds_no_adapters(
+    problem: dict[str, Any], asked: list[str], words: str
+) -> None:
+    found, (notice,) = opened("adapters", rank=4, **problem)
+    assert found == asked
+    assert notice.startswith("exchange.adapters=auto: merged weights, exported, in every update, ") and words in notice
+    with pytest.raises(
+        RuntimeError, match=f"exchange.adapters=only: {words[8:].split(';')[0]}. Set exchange.adapters=merged, or auto"
+    ):
+        opened("adapters", rank=4, adapters="only", **problem)
 
 
 def test_auto_is_no_error_in_a_recipe() -> None:

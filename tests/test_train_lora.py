@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megarl.data.prepare.tiny_model import make_tiny_model
+from megarl.linears import adapter_sizes
 from tests.stack import metrics, run, without_times
 from tests.test_train_stack import train
 
@@ -97,6 +99,40 @@ def test_engines_sample_merged_weights(rl: Path) -> None:
     lines = metrics(rl)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["rollout/logprob_gap_max"] < 1e-3 for line in lines), "engines do not sample merged weights"
+
+
+@pytest.fixture(scope="module")
+def dense(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three steps of a model without experts, once with adapters alone going to the engines and once with merged weights."""
+    runs = tmp_path_factory.mktemp("dense")
+    make_tiny_model("qwen3", runs / "model", seed=3)
+    for way in ("auto", "merged"):
+        options = [
+            *RL,
+            f"model.path={runs / 'model'}",
+            "megatron.expert_parallel=1",
+            "algorithm.entropy_coef=0.1",
+            "actor.optimizer.lr=5e-2",
+            f"exchange.adapters={way}",
+        ]
+        done = train(quickstart_data, runs, way, *options)
+        assert done.returncode == 0, done.stderr + done.stdout
+        (runs / f"{way}.txt").write_text(" ".join(done.stdout.split()))
+    return runs
+
+
+def test_engines_take_adapters_alone(dense: Path) -> None:
+    """One notice says so; what is sent falls to the adapters; engines sample what trainers compute."""
+    assert (dense / "auto.txt").read_text().count("exchange.adapters=auto: adapters alone; ") == 1
+    config = json.loads((dense / "model" / "config.json").read_text())
+    of_adapters = 4 * sum(adapter_sizes(config, 4, ["all-linear"]).values())
+    apart, merged = metrics(dense / "auto"), metrics(dense / "merged")
+    for line, other in zip(apart[:-1], merged, strict=False):  # the last step's weights go nowhere
+        assert line["exchange/version"] == line["step"]
+        assert of_adapters <= line["exchange/bytes"] < 1.1 * of_adapters < other["exchange/bytes"] / 4
+    assert all(line["rollout/logprob_gap_max"] < 1e-4 for line in [*apart, *merged]), "engines sample other weights"
+    moved = [abs(line["actor/entropy"] - apart[0]["actor/entropy"]) for line in apart[1:]]
+    assert min(moved) > 1e-3, "adapters have changed nothing: whatever engines hold would do"
 
 
 def test_the_reference_is_the_starting_model(rl: Path) -> None:

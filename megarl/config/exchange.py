@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
+
+_ARGUMENTS = {  # of vLLM
+    "quantization": "weights that are quantised as they are loaded are no copies of the trainers'",
+    "enable_eplb": "experts that move between devices are not where a plan puts them",
+}
 
 
 def never_planned(recipe: Recipe) -> str | None:
     """Why no plan can be made, whatever the model and the engines are; None: it depends on these."""
     if recipe.lora.rank:
-        return f"lora.rank={recipe.lora.rank}: engines are given merged weights, which are made when all are exported"
+        return f"lora.rank={recipe.lora.rank}: adapters go whole, and merged weights are made when all are exported"
     if recipe.rollout.engine != "vllm":
         return f"rollout.engine={recipe.rollout.engine} takes whole tensors alone"
+    if recipe.exchange.transport == "files":
+        return "exchange.transport=files: files have whole tensors"
+    for name, why in _ARGUMENTS.items():
+        if value := recipe.rollout.engine_args.get(name):
+            return f"rollout.engine_args.{name}={value}: {why}"
     return None
 
 
@@ -20,12 +32,32 @@ def planned_by_recipe(recipe: Recipe) -> bool:
     return recipe.exchange.route == "planned" or (recipe.exchange.route == "auto" and never_planned(recipe) is None)
 
 
+def wants_adapters(recipe: Recipe) -> bool:
+    """Whether engines are to be sent adapters alone, as far as the recipe alone shows: whether they can hold them, engines
+    say."""
+    return recipe.lora.rank > 0 and recipe.exchange.adapters != "merged" and recipe.train.source == "rollout"
+
+
+def weights_directory(recipe: Recipe) -> Path:
+    """Where weights lie that go as files."""
+    given = recipe.exchange.directory
+    return Path(given, recipe.name) if given else Path(recipe.runs_dir, recipe.name, "exchange")
+
+
 def check_exchange(recipe: Recipe) -> None:
     exchange = recipe.exchange
+    if not recipe.lora.rank and exchange.adapters != "auto":
+        what = "no adapters are trained, with lora.rank=0"
+        raise RecipeError("exchange.adapters", what, "leave it out, or set lora.rank", value=exchange.adapters)
     reason = never_planned(recipe)
     if exchange.route == "planned" and reason is not None:
         raise RecipeError("exchange.route", reason, "set exchange.route=export, or auto", value=exchange.route)
-    if exchange.route == "export" and exchange.check_every:
+    if exchange.directory is not None and exchange.transport != "files":
+        what = f"with exchange.transport={exchange.transport} nothing is written there"
+        raise RecipeError(
+            "exchange.directory", what, "leave it out, or set exchange.transport=files", value=exchange.directory
+        )
+    if exchange.route == "export" and exchange.check_every and not wants_adapters(recipe):
         what = "with exchange.route=export there is nothing to compare with the export"
         raise RecipeError(
             "exchange.check_every", what, "leave it out, or set exchange.route=planned", value=exchange.check_every

@@ -17,7 +17,7 @@ class ObserveConfig:
     """What a person sees. metrics.jsonl is always written."""
 
     console: Literal["auto", "live", "plain"] = key(
-        "auto", "A live display, or a line a step. auto: live on a terminal."
+        "auto", "A live display, or a line for each part of the start and each step. auto: live on a terminal."
     )
     tensorboard: bool = key(True, "Write TensorBoard events.")
     trackers: list[str] = key([], "Any of wandb, swanlab, mlflow; each must be installed and logged in.")

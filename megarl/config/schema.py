@@ -220,20 +220,32 @@ class ExchangeConfig:
     """Weights from the trainer to the engines."""
 
     route: Literal["export", "planned", "auto"] = key(
-        "export",
-        "export: mbridge gathers the model, rank 0 sends all of it to every engine rank. planned: every trainer rank sends "
-        "the slices that engine ranks need, once (vLLM alone, and no adapters). auto: planned where recipe, model and engines "
-        "allow it, else export; a notice at the start says which, and why. To be the default once every recipe has been "
-        "rehearsed with it.",
+        "auto",
+        "auto: planned where recipe, model and engines allow it, else export; a notice at the start says which, and why. "
+        "planned: every trainer rank sends the slices that engine ranks need, once (vLLM alone, and no adapters). export: "
+        "mbridge gathers the model, rank 0 sends all of it to every engine rank.",
     )
     check_every: int = key(
         0,
-        "With planned slices: the first update, and every so many after it, is held to mbridge's export, tensor by tensor; "
-        "0: the first one alone.",
+        "With planned slices, and with adapters alone: the first update, and every so many after it, is held to mbridge's "
+        "export, tensor by tensor; 0: the first one alone.",
         at_least=0,
     )
-    transport: Literal["auto", "shared_memory", "collective"] = key(
-        "auto", "auto: shared memory for engines on the sending trainer's host, a collective for others."
+    adapters: Literal["auto", "only", "merged"] = key(
+        "auto",
+        "With `lora.rank`. only: engines get the model's weights once and then adapters alone, which they apply beside them. "
+        "merged: whole weights every time, which contain what adapters add. auto: adapters alone where the engines can hold "
+        "them, else merged; a notice at the start says which, and why.",
+    )
+    transport: Literal["auto", "shared_memory", "collective", "files"] = key(
+        "auto",
+        "auto: shared memory for engines on the sending trainer's host, a collective for others. files: whole tensors, as "
+        "safetensors in `directory`, where the last two versions can be looked at; slow, and export alone.",
+    )
+    directory: Optional[str] = key(
+        None,
+        "With transport files: where they are, in a folder of the run's name, on a file system that trainers and engines "
+        "share. Unset: `exchange` in the run's directory.",
     )
     bucket_mb: int = key(
         64,

@@ -102,8 +102,8 @@ class OptimizerConfig:
 class LoraConfig:
     """Low-rank adapters: the model's weights stay as they are, and only the adapters beside its linears are trained.
 
-    The reference policy is then the model without adapters; engines are given merged weights. Checkpoints hold the
-    adapters alone."""
+    The reference policy is then the model without adapters; engines are sent adapters alone, or merged weights:
+    `exchange.adapters`. Checkpoints hold the adapters alone."""
 
     rank: int = key(0, "Rank of the adapters. 0: none, all weights are trained.", at_least=0)
     alpha: float = key(32.0, "What adapters add is scaled by alpha / rank.", above=0)

@@ -10,6 +10,7 @@ from megarl.checks.finding import Finding, Needs, fail, ok, warning
 from megarl.checks.machine import Machine
 from megarl.platform.found import TorchSees, platform_of, torch_sees
 from megarl.platform.kinds import KINDS
+from megarl.words import several
 
 
 @check(
@@ -42,7 +43,10 @@ def platform(machine: Machine, needs: Needs) -> Iterator[Finding]:
 def devices(machine: Machine, needs: Needs) -> Iterator[Finding]:
     kind = platform_of(machine, needs).kind
     if not kind.files:
-        yield ok(f"{machine.cores()} CPU cores" + (f" for {needs.processes} processes" if needs.processes else ""))
+        yield ok(
+            several(machine.cores(), "CPU core")
+            + (f" for {several(needs.processes, 'process', 'processes')}" if needs.processes else "")
+        )
         return
     sees, variable = torch_sees(machine), kind.visible
     if sees.error:

@@ -20,6 +20,7 @@ from megarl.exchange.session import EXPORT_SLOTS, PLANNED_SLOTS
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
 from megarl.preflight import STAGES, check_device, prepare_evaluation, prepare_training
+from megarl.words import several
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _RUNS_PROGRAMS = ("code", "code_all", "code_interpreter")  # in the sandbox
@@ -64,7 +65,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         runs_dir=recipe.runs_dir,
         bucket_bytes=bucket_bytes,
         buckets=buckets,
-        shared_memory=recipe.exchange.transport != "collective",
+        shared_memory=recipe.exchange.transport in ("auto", "shared_memory"),
         checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
         checkpoints=checkpoints_at_a_time(recipe),
         sandbox=runs[0] if runs else "",
@@ -105,7 +106,7 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
     said |= {
         "rewards": f"what scores {sources} is ready" if sources else "nothing is scored",
         "model": f"{recipe.model.path} ({prepared.model.get('model_type', 'read')}), a tokenizer of {prepared.tokenizer.vocab_size} tokens",
-        "data": f"{rows} rows to learn from" if rows else STAGES["data"],
+        "data": f"{several(rows, 'row')} to learn from" if rows else STAGES["data"],
     }
     for stage in STAGES:
         yield _named(stage, ok(said.get(stage, STAGES[stage])))
@@ -150,7 +151,7 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
     have = sum(count for _, count in machines)
     resource = kind_of(device).ray_resource
     if resource is None:
-        return ok(f"{demand}: processes that share the cores of {len(machines)} machine{'s' * (len(machines) > 1)}")
+        return ok(f"{demand}: processes that share the cores of {several(len(machines), 'machine')}")
     try:
         place(machines, demand, resource)
     except ValueError as error:
@@ -158,4 +159,4 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
             f"where there are other nodes, {ALL_NODES} counts theirs" if len(machines) == 1 else "see the nodes above"
         )
         return fail(" ".join(str(error).split()), remedy)
-    return ok(f"{demand}: {demand.devices} of {have} devices")
+    return ok(f"{demand}: {demand.devices} of {several(have, 'device')}")

@@ -57,6 +57,12 @@ def check_plan(name: str, spec: EngineSpec, device: str) -> None:
     _arguments(name).check_plan(spec, device)
 
 
+def merged_because(name: str, spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None:
+    """Why an engine called `name` cannot hold the adapters of `spec`, and must be given merged weights; None: it can, as far
+    as is known before it has started. `config`: the model's config.json; None: the one at `spec.model_path`."""
+    return _arguments(name).merged_because(spec, device, config)
+
+
 def limits_of(name: str, spec: EngineSpec) -> Limits:
     """How large the steps of an engine called `name` are, and how much of its device the engine takes."""
     return _arguments(name).limits(spec)

@@ -25,6 +25,14 @@ class GenerationAborted(RuntimeError):
 
 
 @dataclass(frozen=True)
+class AdapterSpec:
+    """Adapters that updates will bring instead of whole weights, if the engine can hold them: `recipe.lora`."""
+
+    rank: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """One engine, in plain values. `engine_args` go to the engine under its own names."""
 
@@ -45,6 +53,7 @@ class EngineSpec:
     top_k: int = -1
     return_routed_experts: bool = False  # fill Completion.routed_experts, or refuse to start
     prompt_top_k: int | None = None  # largest GenerationRequest.prompt_top_k; None: none is asked for
+    adapters: AdapterSpec | None = None  # None: updates bring whole weights
     device: str | None = None  # "cpu" | "cuda" | "npu", which the engine must run on; None: whichever it finds
     recipe_section: str = "rollout"  # whose settings these are, for messages
 
@@ -69,8 +78,9 @@ class RolloutEngine(Protocol):
 
     def start(self, seat: Seat | None = None) -> dict[str, Any]:
         """Load the model; blocks. `seat`: of an engine of a group, whose engines load together. Returns plain values:
-        `engine`, `version` (of the engine's software), `device`, `can_sleep`, `can_update_in_flight`
-        and `receivers`, the [name, host id] pairs that the weight exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
+        `engine`, `version` (of the engine's software), `device`, `can_sleep`, `can_update_in_flight`, `merged_because`, why
+        it takes no adapters (None: it takes those of its spec), and `receivers`, the [name, host id] pairs that the weight
+        exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
         software cannot take."""
         ...
 

@@ -19,7 +19,7 @@ import torch
 from megarl.engines.backed import TAGS, BackedEngine, agreed, awakened, check_tokens
 from megarl.engines.base import EngineRefused, EngineSpec
 from megarl.engines.group import Group
-from megarl.engines.sglang_args import LOADER, build_engine_args, ends_of
+from megarl.engines.sglang_args import LOADER, build_engine_args, ends_of, merged_because
 from megarl.engines.sglang_worker import answers, order
 from megarl.exchange.session import ExchangeError, ExchangeSession, PlannedSession, Session, UpdateReport, host_id
 from megarl.types import Completion, GenerationRequest, Sampling
@@ -83,6 +83,7 @@ class _SglangBackend:
             "device": device,
             "can_sleep": self._spec.sleep_mode,
             "can_update_in_flight": False,
+            "merged_because": merged_because(self._spec, device),
             "receivers": [[f"{self._spec.name}/{rank}", host_id()] for rank in range(self._spec.tensor_parallel)],
         }
 

@@ -99,6 +99,11 @@ def fields_in(source: str) -> list[str]:
     return []
 
 
+def merged_because(spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None:
+    """Why an engine of `spec` on `device` must be given merged weights instead of adapters."""
+    return "SGLang takes adapters from directories alone"
+
+
 def check_plan(spec: EngineSpec, device: str) -> None:
     """RecipeError for what an SGLang engine of `spec` can never do on `device`, before any starts."""
     section = spec.recipe_section

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
+from megarl.config.exchange import wants_adapters
 from megarl.config.judge import JUDGE, uses_judge
 from megarl.config.schema import Recipe
-from megarl.engines.base import EngineSpec
+from megarl.engines.base import AdapterSpec, EngineSpec
 
 
 def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
     """`load_weights`: those of `model.path`, which no exchange replaces."""
     rollout = recipe.rollout
+    adapters = AdapterSpec(recipe.lora.rank, tuple(recipe.lora.targets)) if wants_adapters(recipe) else None
     return EngineSpec(
         name=name,
         model_path=recipe.model.path,
@@ -27,6 +29,7 @@ def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         return_routed_experts=recipe.megatron.routing_replay == "rollout" and not load_weights,
+        adapters=None if load_weights else adapters,
     )
 
 

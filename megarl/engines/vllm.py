@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megarl.engines.backed import TAGS, BackedEngine, agreed, awakened, check_tokens
 from megarl.engines.base import EngineRefused, EngineSpec
 from megarl.engines.group import Group, free_ports
-from megarl.engines.vllm_args import build_engine_args, knows_log_probs, log_probs_mode
+from megarl.engines.vllm_args import build_engine_args, knows_log_probs, log_probs_mode, merged_because
 from megarl.engines.vllm_images import check_images, engine_input, has_prepared_inputs
 from megarl.engines.vllm_outputs import completions
-from megarl.exchange.session import PlannedSession, Report, Session, report_of
+from megarl.exchange.session import ExchangeSession, PlannedSession, Report, Session, report_of
 from megarl.types import Completion, GenerationRequest, Prompt, SampleImages
 
 _SHOWN = 5  # names in an error
@@ -39,6 +40,7 @@ class _VllmBackend:
         self._vocab_size = 0
         self._merge: int | None = None  # patches on a side of the square that is a token; None: it reads no images
         self._running: dict[str, GenerationRequest] = {}
+        self._adapter: Any = None  # what vLLM wants with a prompt, where updates bring adapters
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
         self.asleep: tuple[str, ...] = ()  # of TAGS
 
@@ -71,6 +73,9 @@ class _VllmBackend:
                 f"vLLM {self._can.version} on {self._can.device} cannot tell which experts a token went to, which "
                 "megatron.routing_replay=rollout needs. Set megatron.routing_replay=old_log_probs or none"
             )
+        merged_because = self._merged_because()
+        if merged_because is not None:
+            self._spec = replace(self._spec, adapters=None)
         if self._group is not None:
             os.environ.update(_group_env(self._group))
         self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
@@ -86,8 +91,16 @@ class _VllmBackend:
             "device": self._can.device,
             "can_sleep": self._can_sleep,
             "can_update_in_flight": self._can.preempting_reset,
+            "merged_because": merged_because,
             "receivers": [[f"{self._spec.name}/{rank}", host] for rank, host in endpoints],
         }
+
+    def _merged_because(self) -> str | None:
+        if self._spec.adapters is None:
+            return "none are asked for"
+        if not self._can.adapters:
+            return f"vLLM {self._can.version} has no known way to take adapters as tensors"
+        return merged_because(self._spec, self._can.device)
 
     @property
     def _can_sleep(self) -> bool:
@@ -130,7 +143,7 @@ class _VllmBackend:
         if request.images is not None:
             assert self._merge is not None, "check comes first"
             prompt = engine_input(request.prompt.tokens, request.images, self._merge)
-        self._engine.add_request(key, prompt, self._sampling_params(request))
+        self._engine.add_request(key, prompt, self._sampling_params(request), lora_request=self._adapter)
 
     def _sampling_params(self, request: GenerationRequest) -> Any:
         from vllm import SamplingParams
@@ -202,6 +215,13 @@ class _VllmBackend:
         reason = self._unplannable() if isinstance(session, PlannedSession) else None
         if reason is not None:
             return reason
+        self._adapter = None
+        if isinstance(session, ExchangeSession) and session.adapter_alpha is not None:
+            if self._spec.adapters is None:
+                return "it was started without room for adapters"
+            from megarl.engines.vllm_adapters import request
+
+            self._adapter = request()
         answers = self._engine.collective_rpc("megarl_connect", args=(session.to_json(), self._spec.name))
         return next((answer for answer in answers if answer is not None), None)
 
@@ -264,9 +284,9 @@ class _VllmBackend:
             )
         if running:
             raise EngineRefused(f"engine {self._spec.name!r} cannot sleep while {running} requests run")
-        # Level 2 drops weights, which the next update brings anew. Not on NPUs: there it leaves
-        # expert-parallel tables stale, so weights go to host memory (level 1).
-        level = 1 if self._can.device == "npu" else 2
+        # Level 2 drops weights, which the next update brings anew; not where it brings adapters alone. And not on NPUs:
+        # there it leaves expert-parallel tables stale. These go to host memory (level 1).
+        level = 1 if self._can.device == "npu" or self._adapter is not None else 2
         self._engine.sleep(level)
         self.asleep = TAGS
         if level == 2:

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from megarl.config.errors import RecipeError
 from megarl.declared import Fields, fields_of, problem
-from megarl.engines import vllm_ascend
+from megarl.engines import vllm_ascend, vllm_lora
 from megarl.engines.base import EngineSpec
 from megarl.engines.limits import Limits
 from megarl.engines.vllm_ascend import task_queue as task_queue
@@ -46,6 +46,7 @@ _OWNED = {
     "enable_sleep_mode": "cluster.placement",
     "load_format": None,
     "enable_return_routed_experts": "megatron.routing_replay",
+    **dict.fromkeys(vllm_lora.OWNED, "lora and exchange.adapters"),
     "logprobs_mode": None,
     "max_logprobs": "algorithm.distill_top_k",
     "mm_device_do_normalize": None,
@@ -125,6 +126,12 @@ def check_plan(spec: EngineSpec, device: str) -> None:
     readable = os.path.isfile(os.path.join(spec.model_path, "config.json"))  # where not, reading the model says it
     if device == "npu" and version is not None and readable:
         _check_npu(spec, version)
+
+
+def merged_because(spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None:
+    """Why an engine of `spec` on `device` must be given merged weights instead of its adapters; None: it takes these.
+    `config`: config.json; None: the one at the spec's path."""
+    return vllm_lora.merged_because(spec, dict(config or _model_config(spec.model_path)), device)
 
 
 def _check_npu(spec: EngineSpec, version: Version) -> None:
@@ -241,6 +248,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         arguments["distributed_executor_backend"] = "uni"
     if spec.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
+    if spec.adapters is not None:
+        arguments.update(vllm_lora.arguments(spec.adapters, fields()))
     if spec.prompt_top_k is not None:
         arguments["max_logprobs"] = max(spec.prompt_top_k, 1)
         if device != "cpu":  # it holds all logits of the prompt tokens of a step, twice, and does not reckon with them

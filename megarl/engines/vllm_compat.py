@@ -28,6 +28,7 @@ class Capabilities:
     layer_filling: bool  # what finishes one layer of a reload can be called by itself: without, no planned exchange
     preempting_reset: bool  # resetting the prefix cache can send running requests back to the queue
     routed_experts: bool  # can tell which experts each token went to: not with the CPU's kernels, nor old vllm-ascend's
+    adapters: bool  # takes adapters as tensors, in memory
     flat_logprobs: bool  # log-probs as plain lists instead of an object a token
 
 
@@ -53,6 +54,7 @@ def capabilities() -> Capabilities:
         preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
         routed_experts=(device != "cpu" if ascend is None else ascend.routed_experts)
         and "enable_return_routed_experts" in {field.name for field in dataclasses.fields(EngineArgs)},
+        adapters=_has_adapters(),
         flat_logprobs="flat_logprobs" in getattr(SamplingParams, "__struct_fields__", ()),
     )
 
@@ -84,6 +86,23 @@ def _has_layer_filling() -> bool:
     information = getattr(importlib.import_module(f"{package}.types"), "LayerReloadingInfo", None)
     fields = {"kernel_tensors", "load_numel"} <= set(getattr(information, "__dataclass_fields__", ()))
     return functions and fields and hasattr(importlib.import_module(f"{package}.utils"), "get_layer_tensors")
+
+
+def _has_adapters() -> bool:
+    """What `vllm_adapters` calls is vLLM's own and undocumented: with other names or arguments adapters are merged."""
+    try:
+        model = importlib.import_module("vllm.lora.lora_model").LoRAModel
+        manager = importlib.import_module("vllm.lora.model_manager").LoRAModelManager
+        helper = importlib.import_module("vllm.lora.peft_helper").PEFTHelper
+    except (ModuleNotFoundError, AttributeError):
+        return False
+    wanted = {"lora_model_id", "tensors", "peft_helper", "device", "dtype"}
+    methods = ("remove_adapter", "add_adapter", "activate_adapter")
+    return (
+        wanted <= set(inspect.signature(model.from_lora_tensors).parameters)
+        and {"r", "lora_alpha", "target_modules"} <= set(inspect.signature(helper).parameters)
+        and all(hasattr(manager, name) for name in methods)
+    )
 
 
 def drop_packed_experts(model: torch.nn.Module) -> None:

@@ -91,7 +91,7 @@ def build(spec: EngineSpec, rank: int) -> RankModel:
 def _arguments(spec: EngineSpec) -> dict[str, Any]:
     """As an accelerator's engine is given them, where they say what it holds."""
     given = {name: value for name, value in spec.engine_args.items() if name in _OF_THE_MODEL}
-    arguments = build_engine_args(replace(spec, engine_args=given, sleep_mode=False), "cuda")
+    arguments = build_engine_args(replace(spec, engine_args=given, sleep_mode=False, adapters=None), "cuda")
     return {**arguments, "enforce_eager": True, "load_format": "dummy", "distributed_executor_backend": None}
 
 

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
-from megarl.engines import vllm_ascend, vllm_compat, vllm_cpu_collectives
+from megarl.engines import vllm_adapters, vllm_ascend, vllm_compat, vllm_cpu_collectives
 from megarl.engines.vllm_layers import Filling, check_complete, describe
 from megarl.exchange.boxes import tensors_held
 from megarl.exchange.planned_receiver import PlannedReceiver
@@ -52,8 +53,10 @@ class WorkerExtension:
         """Join the exchange `session` (JSON) as receiver "engine/rank"; leaves an earlier one. Returns why the model cannot
         be filled by a planned one, where it cannot."""
         self.megarl_disconnect()
+        self._megarl_based = False  # whether this session has brought the weights that adapters stand beside
         joined, name = session_of(session), f"{engine}/{self.rank}"
         if not isinstance(joined, PlannedSession):
+            self._megarl_alpha = joined.adapter_alpha
             self._megarl_receiver: WeightReceiver | PlannedReceiver = WeightReceiver(joined, name)
             return None
         receiver = PlannedReceiver(joined, name)
@@ -98,7 +101,7 @@ class WorkerExtension:
             if isinstance(receiver, PlannedReceiver):
                 names, unread = self._megarl_fill(receiver, version)
             else:
-                names, unread = self._megarl_load(receiver.weights(version))
+                names, unread = self._megarl_take(receiver.weights(version))
             return [receiver.finish().to_dict(), names, unread]
         except BaseException as error:
             receiver.fail(f"{type(error).__name__}: {error}")
@@ -113,6 +116,25 @@ class WorkerExtension:
         told, self._megarl_tensors = self._megarl_tensors, []
         needed = set(need.tensors)
         return told, [name for name in told if name not in needed]
+
+    def _megarl_take(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
+        """Whole weights; or adapters, behind whole weights in a session's first update."""
+        if self._megarl_alpha is None:
+            return self._megarl_load(weights)
+        matrices: dict[str, torch.Tensor] = {}
+        base = vllm_adapters.without_matrices(weights, matrices)
+        found: tuple[list[str], list[str]] = ([], [])
+        if not self._megarl_based:
+            found = self._megarl_load(base)
+        for name, _ in base:
+            raise ValueError(f"{name} came again, where adapters alone were to come")
+        with self._megarl_context():
+            group = get_tp_group()
+            vllm_adapters.put(
+                self.model_runner.model, matrices, self._megarl_alpha, group.rank_in_group, group.world_size
+            )
+        self._megarl_based = True
+        return found
 
     def _megarl_load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
         known: list[str] | None = getattr(self, "_megarl_names", None)
@@ -139,6 +161,11 @@ class WorkerExtension:
 
 def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:
     """Load checkpoint-format `weights` into a live vLLM model. ValueError unless every parameter got all of its value."""
+    with vllm_adapters.bare(model):
+        _load(model, weights, model_config)
+
+
+def _load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     if current_platform.is_cpu():

@@ -25,6 +25,7 @@ class Channel:
     def __init__(self, session: Meeting, store: Any = None) -> None:
         self.session = session
         self.store = session.open_store() if store is None else store
+        self.lost: str | None = None  # why there is no store to talk to any more, once that is known
 
     def publish(self, key: str, value: Any) -> None:
         self._call(self.store.set, self.session.key(key), json.dumps(value))
@@ -65,6 +66,18 @@ class Channel:
 
     def wait_until(self, done: Callable[[], bool], awaited: Callable[[], str]) -> None:
         """Poll `done`. Raises ExchangeError on an abort of the session or after its time-out."""
+        try:
+            in_time = self._poll(done)
+        except ExchangeError as error:
+            raise ExchangeError(f"{error} (this process waited for {awaited()})") from error
+        if not in_time:
+            raise ExchangeError(
+                f"waited {self.session.timeout:g} s for {awaited()}; a peer is dead or stuck "
+                f"(if it is only slow, raise exchange.timeout)"
+            )
+
+    def _poll(self, done: Callable[[], bool]) -> bool:
+        """False where it is not `done` within the session's time-out."""
         start = time.monotonic()
         next_abort_poll, pause = start + _ABORT_POLL_SECONDS, _FIRST_PAUSE
         while not done():
@@ -73,12 +86,10 @@ class Channel:
                 self.raise_if_aborted()
                 next_abort_poll = now + _ABORT_POLL_SECONDS
             if now - start > self.session.timeout:
-                raise ExchangeError(
-                    f"waited {self.session.timeout:g} s for {awaited()}; a peer is dead or stuck "
-                    f"(if it is only slow, raise exchange.timeout)"
-                )
+                return False
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
+        return True
 
     def raise_if_aborted(self) -> None:
         key = self.session.key("abort")
@@ -93,7 +104,8 @@ class Channel:
         try:
             return operation(*arguments)
         except dist.DistError as error:
+            why = self.lost or "its process is gone or the network between is down"
             raise ExchangeError(
-                f"the connection to the weight sender at {self.session.host}:{self.session.port} broke "
-                f"({error}); its process is gone or the network between is down"
+                f"the connection to the weight sender at {self.session.host}:{self.session.port} (trainer 0) broke "
+                f"({type(error).__name__}: {error}): {why}"
             ) from error

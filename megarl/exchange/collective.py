@@ -5,7 +5,9 @@ gloo works from host memory on every platform, next to whatever collective libra
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -15,12 +17,18 @@ import torch.distributed as dist
 from megarl.exchange.channel import Channel
 from megarl.exchange.session import ExchangeError
 
+_CAUSE_SECONDS = 1.0  # left to the cause of a broken connection to become known
+
 
 class BroadcastGroup:
     """Forms the group; every member must do so at about the same time.
 
     Broadcasts, also between two: gloo's sending and receiving move nothing until someone waits, so that nothing could
     be done beside it.
+
+    gloo cannot call a transfer off. Its own group, as it goes, waits for one that has no other end, up to the time-out, and
+    so would an exception's way out or the process's end. So nothing but `close` lets it go, and only if all is over;
+    otherwise it stays until the process ends, which waits for nobody.
     """
 
     def __init__(self, channel: Channel, rank: int, size: int, name: str = "gloo", client: Any = None) -> None:
@@ -50,12 +58,16 @@ class BroadcastGroup:
                 f"Check that the hosts reach each other; GLOO_SOCKET_IFNAME selects the network interface"
             ) from failed[0]
         self._group = made[0]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+        self._under_way: list[Any] = []
 
     def start(self, memory: torch.Tensor) -> Any:
         """Begin to broadcast rank 0's `memory` (uint8, on the CPU) into everyone's. `finish` ends it."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        return self._group.broadcast([memory], options)
+        work = self._group.broadcast([memory], options)
+        self._under_way = [*(one for one in self._under_way if not one.is_completed()), work]
+        return work
 
     def finish(self, work: Any, awaited: str) -> None:
         """Wait for a broadcast. Raises ExchangeError where a member died, fell silent or aborted."""
@@ -63,5 +75,12 @@ class BroadcastGroup:
         try:
             work.wait()
         except RuntimeError as error:
-            self._channel.raise_if_aborted()
+            told = time.monotonic() + _CAUSE_SECONDS  # of whoever is gone, the session tells more
+            self._channel.wait_until(lambda: time.monotonic() > told, lambda: awaited)
             raise ExchangeError(f"{awaited} failed: {error}") from error
+
+    def close(self) -> None:
+        """Waits for nothing; whoever else is part of what is under way hears of its end in another way. May be called twice."""
+        if self._group is not None and all(work.is_completed() for work in self._under_way):
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
+        self._group, self._under_way = None, []

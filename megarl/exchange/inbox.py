@@ -79,7 +79,7 @@ def await_answers(
     """Fingerprints of the holder's bucket `count`, once each of `readers` (with `names`) took it. `what` says in errors
     which bucket it is."""
     keys = [_answer(holder, reader) for reader in readers]
-    found: list[str | None] = []
+    found: list[str | None] = [None] * len(keys)
 
     def answered() -> bool:
         found[:] = [dict(last).get(count) for last in channel.latest(keys)]

@@ -53,6 +53,7 @@ class Outbox:
         self._free = list(range(len(slots)))
         self._in_flight: list[_InFlight] = []  # oldest first
         self._count = 0
+        self._links: Mapping[Link, BroadcastGroup] = {}
         try:
             for slot in slots:
                 slot.reserve(bucket_bytes)
@@ -62,11 +63,10 @@ class Outbox:
         expect_answers(channel, party, self._readers)
         if self._local:
             channel.publish(files(party), [slot.name for slot in slots])
-        self._links: Mapping[Link, BroadcastGroup] = {}
 
     def connect(self, links: Mapping[Link, BroadcastGroup]) -> None:
-        """Wait until the readers of this host have mapped the memory, whose files then need no name. `links`: to those of
-        other hosts, among others."""
+        """Wait until the readers of this host have mapped the memory, whose files then need no name. `links`: of
+        `form_links`, which from now on are this outbox's."""
         self._links = links
         names = ", ".join(self._session.names[reader] for reader in self._local)
         self._channel.wait([mapped(self._party, reader) for reader in self._local], f"{names} to map shared memory")
@@ -125,6 +125,9 @@ class Outbox:
         self._free.append(bucket.held.slot)
 
     def close(self) -> None:
+        """Give memory and `links` back. Waits for nobody."""
+        for link in self._links.values():
+            link.close()
         for slot in self._slots:
             slot.close()
 
@@ -140,7 +143,7 @@ def mapped(holder: Party, reader: int) -> str:
 
 
 def form_links(channel: Channel, party: Party, hops: Iterable[Hop]) -> dict[Link, BroadcastGroup]:
-    """The connections to other hosts that `party` takes part in. `hops`: all that it has to do with.
+    """The connections to other hosts that `party` takes part in, on either side. `hops`: all that it has to do with.
 
     Everyone forms its own in the same order, so that the first of all that is not formed yet has both ends waiting for it."""
     wanted = sorted(

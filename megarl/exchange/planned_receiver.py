@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +24,7 @@ from megarl.exchange.outbox import Held, Outbox, files, form_links, mapped
 from megarl.exchange.plan import Hosts, plan
 from megarl.exchange.session import ExchangeError, PlannedReport, PlannedSession, shown, stream_key
 from megarl.exchange.slots import MappedSlots
+from megarl.exchange.vigil import Pulse
 
 _AHEAD = 2  # buckets that are on their way over the network at a time, the one that is being loaded included
 
@@ -68,6 +70,7 @@ class PlannedReceiver:
         self.name, self.rank = name, session.names.index(name)
         self._session = session
         self._channel = Channel(session)
+        self._pulse = Pulse(self._channel, f"engine rank {name}")
         self._slots = MappedSlots(session.shm_dir)
         self._memories: dict[tuple[Party, int], torch.Tensor] = {}
         self._held: list[Description] = []
@@ -125,6 +128,7 @@ class PlannedReceiver:
         """`version` comes next. Returns what each parameter is to be shown to, once it is complete and before anything is
         made of it; None in updates that are not held to the trainers' export."""
         assert self._need is not None, "describe() comes first"
+        self._pulse.begin(version)
         self._version = version
         self._seconds = dict.fromkeys(("wait", "fingerprint", "load", "check"), 0.0)
         boxes = self._plan() if self._boxes is None else self._boxes
@@ -244,6 +248,7 @@ class PlannedReceiver:
         if self._told is not None:  # every sender has read it, or would not have sent the next version
             self._channel.delete([self._told])
         self._told = key
+        self._pulse.end()
         return report
 
     def _hold_to_export(self, examined: Examined) -> None:
@@ -272,9 +277,12 @@ class PlannedReceiver:
 
     def fail(self, reason: str) -> None:
         """End the update everywhere: this receiver could not take or load it."""
-        self._channel.abort(f"receiver {self.name!r}: {reason}")
+        with contextlib.suppress(ExchangeError):  # only where the session's own store is gone: everyone sees that
+            self._channel.abort(f"receiver {self.name!r}: {reason}")
+        self._pulse.end()
 
     def close(self) -> None:
+        self._pulse.close()
         self._beside.shutdown()
         self._memories.clear()
         self._slots.close()

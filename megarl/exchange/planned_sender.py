@@ -36,6 +36,7 @@ from megarl.exchange.session import (
     together,
 )
 from megarl.exchange.slots import remove_stale_files
+from megarl.exchange.vigil import Pulse, Vigil
 
 Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
@@ -104,6 +105,8 @@ class PlannedSender:
         self.session = session
         self._rank, self._held, self._tensors = rank, held, tensors
         self._channel = Channel(session, store)
+        self._vigil = None if store is None else Vigil(session, self._channel)
+        self._pulse = Pulse(self._channel, f"trainer {rank}")
         self._boxes: dict[int, Boxes] | None = None  # by stream, once all is planned
         self._outbox: Outbox | None = None
         self._beside = ThreadPoolExecutor(1, "megarl-fingerprint")  # of a bucket while the next is packed
@@ -119,7 +122,8 @@ class PlannedSender:
         or holds other values than those exported; OSError where /dev/shm is full.
         """
         try:
-            return self._send(version, export)
+            with self._pulse.update(version):
+                return self._send(version, export)
         except BaseException as error:
             with contextlib.suppress(ExchangeError):  # only where the session's own store is broken
                 self._channel.abort(f"trainer {self._rank} failed: {type(error).__name__}: {error}")
@@ -232,6 +236,9 @@ class PlannedSender:
     def close(self) -> None:
         """Give the slots' memory back. May be called twice."""
         atexit.unregister(self.close)
+        self._pulse.close()
+        if self._vigil is not None:
+            self._vigil.close()
         self._beside.shutdown()
         if self._outbox is not None:
             self._outbox.close()

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from megarl.exchange.buckets import parse, tensor_in
+from megarl.exchange import files
+from megarl.exchange.buckets import Entry, parse, tensor_in
 from megarl.exchange.channel import Channel
 from megarl.exchange.collective import BroadcastGroup
 from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
@@ -62,7 +63,7 @@ class WeightReceiver:
             if header["version"] != version:
                 raise ExchangeError(f"receiver {self.name!r} expects version {version}, got {header['version']}")
             entries = parse(header["tensors"])
-            memory = self._take(number, header)
+            memory = self._take(number, header, entries)
             value = fingerprint(memory.numpy())
             if value != header["fingerprint"]:
                 names = [entry.name for entry in entries]
@@ -76,9 +77,11 @@ class WeightReceiver:
                 yield entry.name, tensor_in(memory, entry)
         self._pending = UpdateReport(version, total.hexdigest(), nbytes, tensors, buckets, 0.0)
 
-    def _take(self, number: int, header: dict) -> torch.Tensor:
+    def _take(self, number: int, header: dict, entries: list[Entry]) -> torch.Tensor:
         """A private copy of the bucket's bytes."""
         memory = self._copies.reserve(header["nbytes"])
+        if self._session.directory is not None:
+            return files.read(header["file"], entries, memory)
         if self._group is None:
             return memory.copy_(self._slots.memory(header["slot"], header["file"])[: header["nbytes"]])
         self._group.finish(self._group.start(memory), f"the broadcast of bucket {number}")
@@ -100,6 +103,8 @@ class WeightReceiver:
         self._channel.abort(f"receiver {self.name!r}: {reason}")
 
     def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
         self._slots.close()
 
 

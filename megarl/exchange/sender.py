@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megarl.exchange.buckets import Bucket, describe, fill_buckets, pack
 from megarl.exchange.channel import Channel
 from megarl.exchange.collective import BroadcastGroup
+from megarl.exchange.files import BucketFiles
 from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
 from megarl.exchange.session import (
     EXPORT_SLOTS,
@@ -56,8 +57,9 @@ class WeightSender:
         self._channel = Channel(session, store)
         self._group: BroadcastGroup | None = None
         self._connected = False
-        shared = len(session.remote) < len(session.receivers)
+        shared = any(transport == "shared_memory" for _, transport in session.receivers)
         self._slots = [SharedSlot(session.shm_dir) if shared else PrivateSlot() for _ in range(EXPORT_SLOTS)]
+        self._files = None if session.directory is None else BucketFiles(session.directory)
         self._in_flight: list[_InFlight] = []  # oldest first, at most one a slot
         self._next_bucket = 0  # counts over versions: slots and keys follow from it
         atexit.register(self.close)
@@ -72,9 +74,12 @@ class WeightSender:
         bucket_bytes: int,
         timeout: float,
         shm_dir: str = SHARED_MEMORY_DIR,
+        directory: str | None = None,
+        adapter_alpha: float | None = None,
     ) -> WeightSender:
         """Start a session. `host`: this machine's address as receivers reach it. `endpoints`: (name,
-        `host_id`) of every receiver. `timeout`: seconds that any one wait may take.
+        `host_id`) of every receiver. `timeout`: seconds that any one wait may take. `directory`: where `transport` "files"
+        puts them. `adapter_alpha`: see `ExchangeSession`.
 
         Raises ValueError where the transport cannot reach a receiver.
         """
@@ -89,6 +94,8 @@ class WeightSender:
             bucket_bytes=bucket_bytes,
             timeout=timeout,
             shm_dir=shm_dir,
+            directory=directory if transport == "files" else None,
+            adapter_alpha=adapter_alpha,
         )
         return cls(session, store)
 
@@ -159,6 +166,8 @@ class WeightSender:
             "slot": number % EXPORT_SLOTS,
             "file": slot.name,
         }
+        if self._files is not None:
+            header["file"] = self._files.write(version, bucket.entries, memory)
         self._channel.publish(f"bucket/{number}", header)
         broadcast = self._group.start(memory) if self._group is not None else None
         self._in_flight.append(_InFlight(number, value, [e.name for e in bucket.entries], slot, broadcast))
@@ -182,6 +191,8 @@ class WeightSender:
     def close(self) -> None:
         """Give the slots' memory back. May be called twice."""
         atexit.unregister(self.close)
+        if self._group is not None:
+            self._group.close()
         for slot in self._slots:
             slot.close()
 

@@ -37,13 +37,13 @@ def host_id(shm_dir: str = SHARED_MEMORY_DIR) -> str:
 
 
 def resolve_transports(transport: str, sender_host: str, endpoints: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """How each receiver (name, host id) is reached: "shared_memory" or "collective".
+    """How each receiver (name, host id) is reached: "shared_memory", "collective" or "files".
 
     Raises ValueError for an unknown transport, a name that comes twice, no receivers, or shared
     memory asked for across hosts.
     """
-    if transport not in ("auto", "shared_memory", "collective"):
-        raise ValueError(f"exchange.transport is {transport!r}; it is one of auto, shared_memory, collective")
+    if transport not in ("auto", "shared_memory", "collective", "files"):
+        raise ValueError(f"exchange.transport is {transport!r}; it is one of auto, shared_memory, collective, files")
     resolved: dict[str, str] = {}
     for name, host in endpoints:
         if name in resolved:
@@ -53,8 +53,8 @@ def resolve_transports(transport: str, sender_host: str, endpoints: Iterable[tup
                 f"exchange.transport is shared_memory, but receiver {name!r} does not share /dev/shm with the "
                 f"sending trainer (it runs on {host}, the trainer on {sender_host}); use auto or collective"
             )
-        local = transport != "collective" and host == sender_host
-        resolved[name] = "shared_memory" if local else "collective"
+        near = "shared_memory" if transport == "auto" and host == sender_host else "collective"
+        resolved[name] = near if transport == "auto" else transport
     if not resolved:
         raise ValueError("a weight exchange needs at least one receiver; none was given")
     return resolved
@@ -113,14 +113,27 @@ class Meeting:
         Any process that knows the session may call it. Raises ExchangeError where the sender's
         process is gone; its receivers have then noticed already.
         """
+        import torch.distributed as dist
+
         store = self.open_store(min(self.timeout, _ABORT_CONNECT_SECONDS))
-        store.compare_set(self.key("abort"), "", reason)
+        try:
+            store.compare_set(self.key("abort"), "", reason)
+        except dist.DistError as error:
+            raise ExchangeError(f"the weight sender at {self.host}:{self.port} has just gone ({error})") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSession(Meeting):
     """Rank 0 sends all weights to everyone. `receivers` are (name, transport); those with "collective" form, in this
-    order and behind the sender, the ranks of one gloo group."""
+    order and behind the sender, the ranks of one gloo group. `directory`: of files, for "files".
+
+    With `adapter_alpha` the first update brings the model's own weights and then its adapters, A and B of each linear under
+    PEFT's names ("model.layers.0.self_attn.q_proj.lora_A.weight"), and each later one adapters alone: beside a linear
+    engines add adapter_alpha / rank * B A x.
+    """
+
+    directory: str | None = None
+    adapter_alpha: float | None = None  # None: every update brings whole weights
 
     @property
     def remote(self) -> tuple[str, ...]:
@@ -151,7 +164,12 @@ class PlannedSession(Meeting):
 
     def checked(self, version: int, first: int) -> bool:
         """Whether the update to `version` is held to the export; `first`: the first one that was sent."""
-        return version == first or (self.check_every > 0 and (version - first) % self.check_every == 0)
+        return due(version, first, self.check_every)
+
+
+def due(version: int, first: int, every: int) -> bool:
+    """Whether an update is checked: the `first`, and every so many after it (0: no other)."""
+    return version == first or (every > 0 and (version - first) % every == 0)
 
 
 Session = ExchangeSession | PlannedSession

@@ -40,11 +40,12 @@ def parameters(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{number}/{name}", weight
 
 
-def describe(bridge: Any, chunks: Sequence[Any]) -> Description:
-    """`holdings` of the rank that `bridge.mpu` says, whose chunks have the shapes of `chunks`."""
+def describe(bridge: Any, chunks: Sequence[Any], forms: Forms | None = None) -> Description:
+    """`holdings` of the rank that `bridge.mpu` says, whose chunks have the shapes of `chunks`. `forms`: of the same bridge, for
+    one rank after the other."""
     from mbridge.core.util import unwrap_model
 
-    describer, forms = Describer(), _Forms(bridge)
+    describer, forms = Describer(), forms or Forms(bridge)
     for number, chunk in enumerate(map(unwrap_model, chunks)):
         global_names = bridge._weight_name_mapping_mcore_local_to_global(chunk)
         for name, weight in _weights(chunk):
@@ -79,8 +80,9 @@ class _Form:
     boxes: list[tuple[int, int, int, int, int, int]]  # row, column, rows, columns; the parameter's row and column
 
 
-class _Forms:
-    """What mbridge makes of parameters, by kind: layers and experts differ by their numbers alone."""
+class Forms:
+    """What mbridge makes of parameters, by kind: layers and experts differ by their numbers alone, and so do ranks of which
+    none has a part of the others' parameter."""
 
     def __init__(self, bridge: Any) -> None:
         self._bridge = bridge
@@ -88,7 +90,7 @@ class _Forms:
 
     def of(self, name: str, weight: torch.Tensor) -> list[tuple[str, _Form]]:
         """`name`: Megatron's, its layer and expert counted over the whole model."""
-        key = (re.sub(r"\d+", "#", name), weight.shape, _shards(self._bridge, name, weight))
+        key = (re.sub(r"\d+", "#", name), weight.shape, *_shards(self._bridge, name, weight))
         names = self._bridge._weight_name_mapping_mcore_to_hf(name)
         forms = self._known.get(key)
         if forms is None or len(forms) != len(names):
@@ -97,16 +99,19 @@ class _Forms:
         return list(zip(names, forms, strict=True))
 
 
-def _shards(bridge: Any, name: str, weight: torch.Tensor) -> int:
-    """Parts that mbridge joins; 1: the parameter is whole on each rank."""
+def _shards(bridge: Any, name: str, weight: torch.Tensor) -> tuple[int, int]:
+    """Parts that mbridge joins, and which of them is this rank's; 1 and 0: the parameter is whole on each rank."""
     if _EXPERTS in name:
-        return bridge.mpu.etp_size
-    return bridge.mpu.tp_size if getattr(weight, "tensor_model_parallel", False) else 1
+        size, own = bridge.mpu.etp_size, bridge.mpu.etp_rank
+    elif getattr(weight, "tensor_model_parallel", False):
+        size, own = bridge.mpu.tp_size, bridge.mpu.tp_rank
+    else:
+        return 1, 0
+    return (size, own) if size > 1 else (1, 0)
 
 
 def _try(bridge: Any, name: str, weight: torch.Tensor) -> tuple[list[str], list[_Form]]:
-    shards = _shards(bridge, name, weight)
-    own = (bridge.mpu.etp_rank if _EXPERTS in name else bridge.mpu.tp_rank) if shards > 1 else 0
+    shards, own = _shards(bridge, name, weight)
     height, width = as_matrix(weight.shape)
     first = [height, *[1] * (weight.dim() - 1)] if weight.dim() > 1 else [1]
     rest = [1, *weight.shape[1:]] if weight.dim() > 1 else [width]

@@ -26,8 +26,11 @@ def open_sender(
     for number, (_, problem) in enumerate(everyone):
         if problem is not None:
             return f"trainer rank {number}: {problem}"
-    for host_of_rank, _ in everyone:  # here, since `meet` is called on one rank alone: others would wait for it
-        resolve_transports(exchange.transport, host_of_rank, receivers)
+    try:
+        for host_of_rank, _ in everyone:  # here, since `meet` is called on one rank alone: others would wait for it
+            resolve_transports(exchange.transport, host_of_rank, receivers)
+    except ValueError as error:
+        return str(error)
     met: list[Any] = [None]
     if rank == 0:
         session, store = meet(

@@ -17,7 +17,8 @@ from megarl.config.schema import Recipe
 from megarl.megatron import checkpoint, export
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.heads import Head, PolicyHead
-from megarl.megatron.lora.peft import save_adapter
+from megarl.megatron.lora.peft import gathered, save_adapter
+from megarl.megatron.lora.proof import hold_to_merged
 from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader, copy_to_host
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
@@ -100,13 +101,30 @@ class Trainer:
 
         They contain what adapters add; the model's own stay as they are.
         """
+        yield from self._exported(self.model.merged_chunks)
+
+    def _exported(self, chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         seen = set()
         with torch.no_grad():
-            for name, weight in self.model.bridge.export_weights(self.model.merged_chunks):
+            for name, weight in self.model.bridge.export_weights(chunks):
                 # A tied embedding stands on the first and the last pipeline stage, and comes from both.
                 if name not in seen:
                     seen.add(name)
                     yield name, weight
+
+    def export_adapters(self, *, with_base: bool, check: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every adapter's matrices under PEFT's names, on rank 0 and its host; `with_base`: behind the model's own weights,
+        as they are without them. Collective: take all of them. `check`: RuntimeError on rank 0 where they are not what
+        `export_weights` has."""
+        lora = self.model.lora
+        assert lora is not None, "there are adapters only with lora.rank > 0"
+        if with_base:
+            yield from self._exported(lora.base())
+        with torch.no_grad():
+            matrices = gathered(lora)
+        if check:
+            hold_to_merged(lora, self._exported, matrices)
+        yield from matrices.items()
 
     def save_hf(self, directory: Path) -> None:
         """Write a Hugging Face directory, with the configuration and tokenizer of the model's own."""

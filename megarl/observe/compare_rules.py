@@ -17,6 +17,7 @@ from megarl.observe.compare import (
     throughput,
 )
 from megarl.observe.compare_logs import Log
+from megarl.words import several
 
 THROUGHPUT = "perf/throughput"
 FILTERED = "rollout/groups_filtered"
@@ -174,9 +175,13 @@ def _notes(sides: list[Side], result: Accuracy, rate: Throughput, options: Optio
     for name, side, only in (("A", sides[0], result.only_a), ("B", sides[1], result.only_b)):
         notes += [f"{name}: {note}." for note in side.log.notes]
         if only:
-            notes.append(f"{name}: {_steps(only)} left out that the other run lacks; it has {span(side.curve)}.")
+            notes.append(
+                f"{name}: {several(only, 'step')} left out that the other run lacks; it has {span(side.curve)}."
+            )
         if again := sorted(side.log.rewritten.get(side.metric, set()) & set(side.curve)):
-            notes.append(f"{name}: {_steps(len(again))} written more than once ({span(again)}); the last one counts.")
+            notes.append(
+                f"{name}: {several(len(again), 'step')} written more than once ({span(again)}); the last one counts."
+            )
     for name, odd in (("A", result.not_finite_a), ("B", result.not_finite_b)):
         if odd:
             notes.append(
@@ -184,10 +189,6 @@ def _notes(sides: list[Side], result: Accuracy, rate: Throughput, options: Optio
             )
     notes += [note for name, side in zip("AB", sides, strict=True) if (note := _filtered(name, side))]
     return notes + _throughput_notes(rate, options)
-
-
-def _steps(count: int) -> str:
-    return f"{count:,} step{'s' * (count > 1)}"
 
 
 def _filtered(name: str, side: Side) -> str | None:

@@ -14,7 +14,7 @@ from megarl.observe.compare import Series, errors, spark
 from megarl.observe.compare_rules import THROUGHPUT, Comparison
 from megarl.observe.console import short
 from megarl.observe.curves import MAX_POINTS, series
-from megarl.observe.report import page
+from megarl.observe.report import page_with_charts
 
 _BESIDE = (  # drawn where both runs have them: what one looks at when two curves differ
     ("Response length", "response_length/mean"),
@@ -117,7 +117,7 @@ def render(result: Comparison) -> str:
         ("Steps", f"{result.accuracy.first:,} to {result.accuracy.last:,}"),
     ]
     longest = max(len(side.curve) for side in (result.a, result.b))
-    return page(
+    return page_with_charts(
         "compare.html.j2",
         {"series": curves, "charts": charts, "resumes": []},
         title=f"{_title(result)}: A against B",

@@ -21,6 +21,7 @@ from rich.text import Text
 from megarl.config.schema import Recipe
 from megarl.observe.sources import brief_table, deserves_lines
 from megarl.rollout.by_source import source_of
+from megarl.words import several
 
 _SOURCES_SHOWN = 8
 _NOT_PHASES = ("timing_s/step",)
@@ -32,8 +33,11 @@ class Console(Protocol):
     def phase(self, name: str | None) -> None:
         """`name` is running now; None: nothing is."""
 
+    def reached(self, text: str, seconds: float) -> None:
+        """So far a start has come, in `seconds`."""
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """`step` is done."""
+        """`step` is done; 0: what comes before the first."""
 
     def notice(self, text: str, warning: bool) -> None:
         """Something to be read, and kept on the screen."""
@@ -58,8 +62,15 @@ class Pace:
         self._seconds: deque[float] = deque(maxlen=20)
 
     def done(self, step: int, seconds: float) -> None:
+        """0 is no step, and says nothing of how long one takes."""
         self.step = step
-        self._seconds.append(seconds)
+        if step:
+            self._seconds.append(seconds)
+
+    @property
+    def current(self) -> int:
+        """The step that is under way, the first is 1; at the end, the last."""
+        return min(self.step + 1, self.total)
 
     def left(self) -> float | None:
         """Seconds until the last step; None before the first one is done."""
@@ -136,21 +147,35 @@ def source_lines(metrics: Mapping[str, float]) -> list[str]:
     return lines
 
 
+def after(step: int) -> str:
+    return f"after step {step}" if step else "before step 1"
+
+
 class PlainConsole:
-    """One compact line a step, for logs and CI; below it one a data source, where there are several or one had trouble."""
+    """A line for each part of the start, and one compact line a step, for logs and CI; below it one a data source, where
+    there are several or one had trouble."""
 
     def __init__(self, name: str, steps_done: int, total_steps: int, stream: TextIO) -> None:
         self._stream = stream
         self._pace = Pace(steps_done, total_steps)
-        self._say(f"{name}: step {steps_done} of {total_steps} done")
+        if steps_done < total_steps:
+            self._say(
+                f"{name}: {'goes on' if steps_done else 'starts'} with step {self._pace.current} of {total_steps}"
+            )
+        else:
+            self._say(f"{name}: all of {several(total_steps, 'step')} done")
 
     def phase(self, name: str | None) -> None:
         """A line a step says enough."""
 
+    def reached(self, text: str, seconds: float) -> None:
+        self._say(f"start {clock(seconds)} | {text}")
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         seconds = metrics.get("timing_s/step", 0.0)
         self._pace.done(step, seconds)
-        parts = [f"step {step}/{self._pace.total}", *(f"{label} {text}" for label, text in figures(metrics))]
+        head = f"step {step}/{self._pace.total}" if step else after(step)
+        parts = [head, *(f"{label} {text}" for label, text in figures(metrics))]
         phases = " ".join(f"{phase} {time:.1f}" for phase, time in phase_times(metrics)[:4])
         parts.append(f"{seconds:.1f} s" + (f" ({phases})" if phases else ""))
         parts.append(f"left {clock(self._pace.left())}")
@@ -181,6 +206,7 @@ class LiveConsole:
         self._pace = Pace(steps_done, total_steps)
         self._metrics: dict[str, float] = {}
         self._phase: str | None = None
+        self._reached = ""
         self._since = self._began = time.monotonic()
         self._warnings = 0
         # force_terminal: `live` was asked for, or the stream is a terminal
@@ -193,9 +219,12 @@ class LiveConsole:
     def phase(self, name: str | None) -> None:
         self._phase, self._since = name, time.monotonic()
 
+    def reached(self, text: str, seconds: float) -> None:
+        self._reached = f"start {clock(seconds)}: {text}"
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._pace.done(step, metrics.get("timing_s/step", 0.0))
-        self._metrics = dict(metrics)
+        self._metrics, self._reached = dict(metrics), ""
 
     def notice(self, text: str, warning: bool) -> None:
         self._warnings += warning
@@ -217,21 +246,22 @@ class LiveConsole:
         elapsed = clock(time.monotonic() - self._began)
         head.add_row(
             ProgressBar(total=max(pace.total, 1), completed=pace.step),
-            f"step {pace.step}/{pace.total}  elapsed {elapsed}  left {clock(pace.left())}",
+            f"step {pace.current}/{pace.total}  elapsed {elapsed}  left {clock(pace.left())}",
         )
         rows: list[RenderableType] = [head, self._now()]
         if self._metrics:
-            rows.append(_pairs(figures(self._metrics)))
+            rows += [Text(after(pace.step), style="dim"), _pairs(figures(self._metrics))]
             rows += _sources(self._metrics)
             rows.append(_phase_bars(self._metrics))
         title = Text(f" {self._name} ")
-        warned = f" {self._warnings} warning{'s' * (self._warnings > 1)} " if self._warnings else None
+        warned = f" {several(self._warnings, 'warning')} " if self._warnings else None
         return Panel(Group(*rows), title=title, title_align="left", subtitle=warned, border_style="dim")
 
     def _now(self) -> Text:
         if self._phase is None:
             return Text("between phases", style="dim")
-        return Text.assemble(("now ", "dim"), (self._phase, "bold"), f"  {clock(time.monotonic() - self._since)}")
+        now = Text.assemble(("now ", "dim"), (self._phase, "bold"), f"  {clock(time.monotonic() - self._since)}")
+        return now.append(f"  {self._reached}" if self._reached else "", style="dim")
 
 
 def _pairs(figures: list[tuple[str, str]]) -> RenderableType:

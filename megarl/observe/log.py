@@ -55,7 +55,7 @@ class RunLog:
         with self._parts:
             self._open(first_step)
             self._parts = self._parts.pop_all()
-        self._clock = time.perf_counter()
+        self._clock = self._began = time.perf_counter()
 
     def _open(self, first_step: int) -> None:
         unlockable = self.run_dir.lock()
@@ -118,6 +118,10 @@ class RunLog:
             self._sessions[-1]["start"] = {"seconds": now - self._clock, **times}
             self._clock = now
         self._write_summary("running", None)
+
+    def reached(self, text: str) -> None:
+        """How far the start has come: for who watches, and not kept."""
+        self._console.reached(text, time.perf_counter() - self._began)
 
     def call(self, name: str, process: str, thread: str, began: float, seconds: float, **args: Any) -> None:
         """A worker's or engine's call, for the trace alone: `began` in seconds since the epoch."""

@@ -29,7 +29,7 @@ def write_report(run_dir: Path) -> Path:
 
 def render(data: ReportData) -> str:
     """The page, as text."""
-    return page(
+    return page_with_charts(
         "report.html.j2",
         _payload(data),
         run=data,
@@ -37,24 +37,24 @@ def render(data: ReportData) -> str:
     )
 
 
-def page(template: str, payload: dict[str, Any], **values: Any) -> str:
-    """A template of the package as a page with plotly.js in it; `payload` is what its script draws from."""
-    import jinja2
+def page_with_charts(template: str, payload: dict[str, Any], **values: Any) -> str:
+    """A `page` with plotly.js in it, which is 5 MB; `payload` is what its script draws from."""
     from plotly.offline import get_plotlyjs
+
+    plotly = get_plotlyjs()
+    assert "</script" not in plotly, "plotly.js cannot be placed inside a script element"
+    return page(template, **values, nonce=secrets.token_urlsafe(16), plotly=plotly, payload=script_json(payload))
+
+
+def page(template: str, **values: Any) -> str:
+    """A template of the package as a page."""
+    import jinja2
 
     loader = jinja2.PackageLoader("megarl.observe")
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    plotly = get_plotlyjs()
-    assert "</script" not in plotly, "plotly.js cannot be placed inside a script element"
-    return environment.get_template(template).render(
-        **values,
-        nonce=secrets.token_urlsafe(16),
-        written=time.strftime("%Y-%m-%d %H:%M"),
-        plotly=plotly,
-        payload=script_json(payload),
-    )
+    return environment.get_template(template).render(**values, written=time.strftime("%Y-%m-%d %H:%M"))
 
 
 def script_json(value: Any) -> str:

@@ -6,8 +6,8 @@ import math
 
 from megarl.planner.engines import Engine
 from megarl.planner.plan import EngineRank, Refusal
+from megarl.planner.units import GIB, Unit, sized
 
-_GIB = 2**30
 _MOST = 0.95  # of a device's memory that an engine may be given: drivers and communication take the rest
 
 
@@ -20,7 +20,7 @@ def rank_of(engine: Engine, memory: float | None) -> EngineRank | None:
     cache = limits.cache
     if cache is None and memory is not None and limits.share is not None:
         step = counts["working"] if limits.covers_step else 0
-        cache = max(0, int(limits.share * memory * _GIB) - weights - step)
+        cache = max(0, int(limits.share * memory * GIB) - weights - step)
     of_sequence = counts["cache_per_token"] * engine.spec.max_model_len
     return EngineRank(
         devices=engine.count * engine.spec.tensor_parallel,
@@ -51,9 +51,7 @@ def too_small(engine: Engine, rank: EngineRank, memory: float | None) -> Refusal
         return None
     limits, longest = engine.limits, engine.spec.max_model_len
     of_sequence = rank.cache_per_token * longest
-    told = (
-        f"one of {longest:,} tokens takes {of_sequence / _GIB:.1f} GiB of the KV cache on each of the engine's devices"
-    )
+    told = f"one of {longest:,} tokens takes {sized(of_sequence)} of the KV cache on each of the engine's devices"
     if limits.cache is not None or memory is None or limits.share is None:
         return Refusal(
             f"{engine.section}.engine_args.kv_cache_memory_bytes",
@@ -61,12 +59,15 @@ def too_small(engine: Engine, rank: EngineRank, memory: float | None) -> Refusal
             f"set it to {math.ceil(of_sequence)} or more",
         )
     step = rank.working if limits.covers_step else 0
+    share = limits.share * memory * GIB
+    unit = Unit.of(share)
     told = (
-        f"{limits.share:g} x {memory:g} GiB = {limits.share * memory:.1f}, less weights {rank.weights / _GIB:.1f}"
-        + (f" and the largest step {step / _GIB:.1f}" if step else "")
-        + f", leaves {rank.cache / _GIB:.1f} GiB: room for {rank.sequences:.2f} sequences, and {told}"
+        f"{limits.share:g} x {unit.whole(memory * GIB)} {unit.name} = {unit.show(share)}, less weights "
+        + f"{unit.show(rank.weights)}"
+        + (f" and the largest step {unit.show(step)}" if step else "")
+        + f", leaves {unit.show(rank.cache)}: room for {rank.sequences:.2f} sequences, and {told}"
     )
-    needed = math.ceil((rank.weights + step + of_sequence) / (memory * _GIB) * 100) / 100
+    needed = math.ceil((rank.weights + step + of_sequence) / (memory * GIB) * 100) / 100
     key = f"{engine.section}.engine_args.{limits.share_key}"
     if needed <= _MOST:
         return Refusal(key, told, f"set it to {needed:g} or more")

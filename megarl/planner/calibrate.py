@@ -17,6 +17,7 @@ from megarl.observe.files import write_whole
 from megarl.planner.measured import Measured
 from megarl.planner.plan import Estimate
 from megarl.platform.devices import Device, as_entry
+from megarl.words import several
 
 _TRAINED = ("old_log_prob", "reference", "values", "update_critic", "update_actor")
 _LEAST_LINK_SHARE = 0.05  # a smaller one says that something else than the links took the time
@@ -88,7 +89,7 @@ def calibration_lines(calibration: Calibration, measured: Measured) -> list[str]
     before, after = calibration.before, calibration.after
     lines = [
         str(measured.run),
-        f"  medians of {measured.steps} steps; {measured.lengths.assumed}",
+        f"  medians of {several(measured.steps, 'step')}; {measured.lengths.assumed}",
         "",
         f"  {'phase':<16} {'measured':>11} {'estimated':>11} {'off':>8}   {'fitted':>11} {'off':>8}",
     ]

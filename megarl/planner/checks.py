@@ -34,6 +34,7 @@ from megarl.megatron.config_fields import fields_of_megatron
 from megarl.model_shape import model_shape
 from megarl.planner.plan import Refusal
 from megarl.planner.score_once import score_once
+from megarl.planner.units import decimal
 from megarl.preflight import check_demand, check_device, check_settings, find_place, read_data
 from megarl.preflight_judge import check_judge, check_judge_model
 from megarl.preflight_model import (
@@ -51,6 +52,7 @@ from megarl.preflight_model import (
     read_tokenizer,
     read_weights_config,
 )
+from megarl.words import several
 
 ROWS = 256  # of each file
 _KINDS: dict[str, type[RowDataset[Any]]] = {
@@ -248,7 +250,8 @@ def _read_sample(recipe: Recipe, tokenizer: Tokenizer, here: Mapping[str, list[s
         if sampled is not None:
             read, total = (sum(getattr(count, of) for count in sampled.counts) for of in ("rows", "total"))
             found.notes.append(
-                f"Of {read:,} of {total:,} {name} rows the longest has {sampled.longest} tokens; {against} is {limit}"
+                f"Of {read:,} of {several(total, f'{name} row')} the longest has {several(sampled.longest, 'token')}; {against} "
+                f"is {limit}"
             )
     found.notes += prepared.notices
     asked = [one for one in (prepared.prompts, prepared.evaluation) if one]
@@ -285,15 +288,12 @@ def _check_room(recipe: Recipe, found: Checked) -> None:
     wanted = each * checkpoints_at_a_time(recipe)
     place = Path(recipe.runs_dir).absolute()
     free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.is_dir())).free
-    said = f"{checkpoints_at_a_time(recipe)} checkpoints of about {_gb(each)} are there at a time"
+    count = checkpoints_at_a_time(recipe)
+    said = f"{several(count, 'checkpoint')} of about {decimal(each)} {'is' if count == 1 else 'are'} there at a time"
     if wanted > free:
-        found.unchecked.append(f"runs_dir: {said}, and {place} has {_gb(free)} free on this machine")
+        found.unchecked.append(f"runs_dir: {said}, and {place} has {decimal(free)} free on this machine")
     elif wanted:
-        found.notes.append(f"At most {said}; {place} has {_gb(free)} free.")
-
-
-def _gb(size: int) -> str:
-    return f"{size / 1e9:,.1f} GB"
+        found.notes.append(f"At most {said}; {place} has {decimal(free)} free.")
 
 
 def _check_run(recipe: Recipe, found: Checked) -> None:

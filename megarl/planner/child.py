@@ -15,7 +15,7 @@ platform.prepare()  # before Megatron is imported, below
 from megarl.config.critic import critic_view  # noqa: E402
 from megarl.config.load import load_recipe  # noqa: E402
 from megarl.megatron.critic import CriticTrainer  # noqa: E402
-from megarl.megatron.holdings import describe  # noqa: E402
+from megarl.megatron.holdings import Forms, describe  # noqa: E402
 from megarl.megatron.model import Model  # noqa: E402
 from megarl.megatron.trainer import PolicyTrainer, Trainer  # noqa: E402
 from megarl.planner.activations import activations  # noqa: E402
@@ -63,10 +63,11 @@ def _holdings(model: Model, rank: int, ranks: int) -> dict[str, Any]:
     places = [(one % own.tp_size, one // own.etp_size % own.ep_size, one % own.etp_size) for one in range(ranks)]
     assert places[rank % ranks] == (own.tp_rank, own.ep_rank, own.etp_rank), "Megatron orders ranks in another way"
     found: dict[tuple[int, ...], str] = {}
+    forms = Forms(model.bridge)
     for place in dict.fromkeys(places):
         tensor, expert, expert_tensor = place
         model.bridge.mpu = dataclasses.replace(own, tp_rank=tensor, ep_rank=expert, etp_rank=expert_tensor)
-        found[place] = base64.b64encode(describe(model.bridge, chunks).to_bytes()).decode()
+        found[place] = base64.b64encode(describe(model.bridge, chunks, forms).to_bytes()).decode()
     model.bridge.mpu = own
     numbers = {place: number for number, place in enumerate(found)}
     return {"unique": list(found.values()), "of_rank": [numbers[place] for place in places]}

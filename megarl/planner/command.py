@@ -68,7 +68,7 @@ def plan(
         if calibrate is not None:
             print("\n".join(calibrate_run(recipe, models, _of_run(kind), calibrate, out)))
             return 0
-        made = make_plan(recipe, models, kind, memory=memory)
+        made = make_plan(recipe, models, kind, memory=memory, response=response)
         if kind is not None:
             made = replace(made, estimate=estimate_of(made, recipe, models, kind, response=response))
     made = replace(made, unchecked=[*made.unchecked, *look.unchecked], notes=[*look.notes, *of_machines, *made.notes])

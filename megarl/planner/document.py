@@ -11,14 +11,22 @@ from megarl.planner.estimate import estimate
 from megarl.planner.lengths import Lengths
 from megarl.planner.plan import Estimate
 from megarl.planner.published import SIZES, STEPS, Published
-from megarl.platform.devices import Device, device_named, devices
+from megarl.platform.devices import Device, FieldOfFile, device_named, devices, fields_of_file
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner.md"
 BEGIN = "<!-- from here on made by `python -m megarl.planner.document` -->"
 END = "<!-- made until here -->"
 _WIDTH = 120
 
-_DEVICES = """### Devices
+_FIELDS = """### Fields of a device in a file
+
+Of an entry of `--devices FILE`. "needed" is what it must say itself, or have from the device that `like` names.
+
+| field | unit | needed | what it is |
+|---|---|---|---|
+"""
+_DEVICES = """
+### Devices
 
 Of one device, as torch sees it: of a 910C one of its two dies. Sources are in
 [`megarl/platform/devices.yaml`](../megarl/platform/devices.yaml), figure by figure.
@@ -50,7 +58,12 @@ def block() -> str:
     """What stands between the two marks."""
     sizes = "".join(_size_row(size.model, size.total, size.active, size.source) for size in SIZES)
     table = "".join(_device_row(device) for device in devices().values())
-    return f"{BEGIN}\n\n{_DEVICES}{table}{_SIZES}{sizes}{_STEPS}" + "".join(_step(one) for one in STEPS) + f"\n{END}\n"
+    of_file = "".join(_field_row(one) for one in fields_of_file())
+    return (
+        f"{BEGIN}\n\n{_FIELDS}{of_file}{_DEVICES}{table}{_SIZES}{sizes}{_STEPS}"
+        + "".join(_step(one) for one in STEPS)
+        + f"\n{END}\n"
+    )
 
 
 def document(page: str) -> str:
@@ -66,6 +79,10 @@ def estimated(published: Published) -> Estimate:
     lengths = Lengths.around(published.prompt, published.response, recipe.rollout.max_response_length, "as published")
     model = model_configs.read(published.model)
     return estimate(recipe, model, None, device_named(published.device), lengths=lengths)
+
+
+def _field_row(one: FieldOfFile) -> str:
+    return f"| `{one.name}` | {one.unit} | {'yes' if one.needed else ''} | {one.about} |\n"
 
 
 def _device_row(device: Device) -> str:

@@ -21,11 +21,12 @@ from megarl.planner import estimate_training as training
 from megarl.planner.cost import Cost, host_seconds
 from megarl.planner.engines import limits_of_policy
 from megarl.planner.estimate_engines import Engines, generate, read, room
-from megarl.planner.estimate_exchange import exchange, moved
+from megarl.planner.estimate_exchange import exchange, moved, uncounted
 from megarl.planner.estimate_training import Trainers
 from megarl.planner.lengths import Lengths, MicroBatches, micro_batches
 from megarl.planner.plan import EngineRank, Estimate, Links, PhaseTime, Plan
 from megarl.platform.devices import Device
+from megarl.words import several
 
 HAND_OVER = "hand_over"
 """The phase in which trainers come back to the devices: no timing_s/... is its own, it is in timing_s/step alone."""
@@ -97,7 +98,7 @@ def estimate_of(
         response=response,
         lengths=lengths,
         engine=plan.engine,
-        links=plan.exchange if planned_by_recipe(recipe) else None,
+        links=plan.exchange,
         teacher_model=models.get("teacher"),
         tried=tried,
     )
@@ -201,8 +202,9 @@ class Step:
         if rolls:
             if beside:
                 self._begin = max(end for _, end in spans(self._found))
-            sent = exchange(self.actor, self.engines, self.links) + moved(self.actor)
-            self._add("weight_exchange", sent, self._of_exchange())
+            planned = self._planned()
+            sent = exchange(self.actor, self.engines, planned) + moved(self.actor)
+            self._add("weight_exchange", sent, self._of_exchange(planned))
         return self._found
 
     def _add(self, name: str, cost: Cost, assumed: str) -> None:
@@ -260,7 +262,7 @@ class Step:
         parts = [
             f"{device.decode_share:.0%} of {device.bandwidth / 1e12:.2g} TB/s, {device.prefill_share:.0%} of "
             f"{device.flops / 1e12:.0f} TFLOP/s",
-            f"{engines.sequences:.0f} sequences at a time, experts met evenly",
+            f"{several(round(engines.sequences), 'sequence')} at a time, experts met evenly",
             self.lengths.assumed,
             f"responses spread evenly from {self.lengths.shortest:.0f} to {self.lengths.longest:.0f}",
             "scoring, tools and judges keep up",
@@ -276,6 +278,17 @@ class Step:
             f"{self.device.prefill_share:.0%} of {self.device.flops / 1e12:.0f} TFLOP/s{size}; {self.lengths.assumed}"
         )
 
-    def _of_exchange(self) -> str:
-        how = "planned copies" if self.links else "every trainer gathers every weight, rank 0 sends"
+    def _planned(self) -> Links | None:
+        """Bytes of planned copies, or of adapters alone; None: weights go by export."""
+        if self.links is None:
+            return uncounted(self.actor, self.engines) if planned_by_recipe(self.recipe) else None
+        return self.links if self.links.route != "export" else None
+
+    def _of_exchange(self, planned: Links | None) -> str:
+        ways = {
+            "planned": "planned copies, through the host's memory",
+            "adapters": "adapters alone, through the host's memory",
+            "export": "every trainer gathers every weight, rank 0 sends",
+        }
+        how = ways[planned.route if planned else "export"]
         return f"{self.device.link_share:.0%} of links; {how}"

@@ -14,21 +14,30 @@ from megarl.planner.turns import leaves
 def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cost:
     """Weights to all engines.
 
-    Planned: what the busiest sender sends or the busiest receiver receives, as much of it over the network as of all
-    bytes. Else as mbridge exports: every trainer gathers every weight, rank 0 hands them over through the host's memory,
+    Planned: through the host's memory, out of the device that sends the most and into the one that receives the most; and
+    over the network, as much of it as of all bytes. Else as mbridge exports: every trainer gathers every weight, rank 0 hands them over through the host's memory,
     and engines of other nodes have them over the network; none of it at the same time.
     """
     device = trainers.device
     if planned is not None:
         most = max(planned.sent, planned.received)
         outside = planned.between_nodes / planned.total if planned.total else 0.0
-        slow, fast = most * outside / device.network, most * (1 - outside) / device.link
-        return Cost(links=max(slow, fast) / device.link_share)
+        links = most * outside / (device.network * device.link_share)
+        return Cost(links=links, host=host_seconds(device, planned.sent + planned.received))
     whole = float(trainers.shape.total * trainers.number)
     links = ring_seconds(device, whole, trainers.world)
     if _reaches_another_node(trainers):
         links += whole / (device.network * device.link_share)
     return Cost(links=links, host=2 * host_seconds(device, whole))
+
+
+def uncounted(trainers: Trainers, engines: Engines) -> Links:
+    """Of planned copies before a plan is made: every engine rank receives what it holds, and trainers share the sending of
+    one model. All of it goes over the network where any of it may."""
+    total = engines.count * engines.tensor * engines.weights
+    sent = engines.number * trainers.shape.total / trainers.world
+    outside = total if _reaches_another_node(trainers) else 0.0
+    return Links("planned", int(sent), int(engines.weights), int(total), int(outside))
 
 
 def moved(trainers: Trainers) -> Cost:

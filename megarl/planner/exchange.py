@@ -14,9 +14,12 @@ from typing import Any
 
 from megarl.config.schema import Recipe
 from megarl.engines.specs import policy_spec
+from megarl.engines.vllm_lora import held_rank
 from megarl.exchange.boxes import Description, tensors_held
 from megarl.exchange.flows import totals
 from megarl.exchange.plan import ExchangePlan, Hosts, plan
+from megarl.linears import adapter_sizes
+from megarl.model_config import text_fields
 from megarl.model_shape import model_shape
 from megarl.planner.alike import Sampled
 from megarl.planner.ask import ENGINES, Asker, EngineQuestion
@@ -27,13 +30,38 @@ from megarl.planner.stages import built_from, holdings
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)")
 
 
+class NotInstalled(ValueError):
+    """What would tell how a plan is made is not on this machine."""
+
+
 def exported(recipe: Recipe, model: dict[str, Any], per_node: int | None) -> Links:
     """Bytes of one update under `exchange.route: export`: rank 0 has the whole model, of which every engine rank reads
     all. Arguments as of `planned`."""
-    whole = model_shape(model).total * (4 if recipe.model.dtype == "float32" else 2)
+    return _from_the_first("export", model_shape(model).total * _bytes_of_a_number(recipe), recipe, per_node)
+
+
+def adapters_alone(recipe: Recipe, model: dict[str, Any], per_node: int | None) -> Links:
+    """Bytes of one update, other than a run's first, that brings adapters alone: rank 0 has all of them, and every engine rank
+    reads all."""
+    sizes = adapter_sizes(text_fields(model), recipe.lora.rank, recipe.lora.targets)
+    return _from_the_first("adapters", sum(sizes.values()) * _bytes_of_a_number(recipe), recipe, per_node)
+
+
+def adapters_held(recipe: Recipe, model: dict[str, Any]) -> int:
+    """Bytes that an engine's device keeps for adapters at most: as if tensor-parallel ranks did not cut them."""
+    sizes = adapter_sizes(text_fields(model), held_rank(recipe.lora.rank), recipe.lora.targets)
+    return sum(sizes.values()) * (4 if (recipe.rollout.dtype or recipe.model.dtype) == "float32" else 2)
+
+
+def _bytes_of_a_number(recipe: Recipe) -> int:
+    return 4 if recipe.model.dtype == "float32" else 2
+
+
+def _from_the_first(route: str, size: int, recipe: Recipe, per_node: int | None) -> Links:
+    """Trainer rank 0 sends all engine ranks the same."""
     where = hosts(recipe, per_node)
     outside = sum(host != where.trainers[0] for host in where.engines)
-    return Links("export", whole, whole, whole * len(where.engines), whole * outside)
+    return Links(route, size, size, size * len(where.engines), size * outside)
 
 
 def links(made: ExchangePlan) -> Links:
@@ -55,7 +83,7 @@ def planned_from(
 ) -> ExchangePlan:
     """As `planned`. `haves`: what each trainer rank holds. `engines`: of `ENGINES`."""
     if importlib.util.find_spec("vllm") is None:
-        raise ValueError(NO_VLLM)
+        raise NotInstalled(NO_VLLM)
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(model), encoding="utf-8")
         needs = _needs(recipe, haves, Path(directory), engines)

@@ -13,14 +13,18 @@ from rich.console import Console
 from rich.table import Table
 
 from megarl.config.errors import InputError, blaming_input
+from megarl.config.exchange import never_planned, planned_by_recipe
 from megarl.config.load import load_recipe
 from megarl.config.schema import Recipe
 from megarl.config.supported import hardware_of
 from megarl.exchange.flows import Flow, Totals, flows, totals
 from megarl.exchange.matching import ITEM
 from megarl.exchange.plan import ExchangePlan
+from megarl.planner.checks import checked
 from megarl.planner.exchange import planned
+from megarl.planner.units import decimal
 from megarl.preflight_model import config_of
+from megarl.words import several
 
 
 def exchange(path: Path, overrides: Sequence[str], *, model: str | None, per_node: int | None, as_json: bool) -> int:
@@ -28,6 +32,7 @@ def exchange(path: Path, overrides: Sequence[str], *, model: str | None, per_nod
     recipe = load_recipe(path, overrides)
     if recipe.train.source != "rollout":
         raise InputError(f"{path}: train.source is {recipe.train.source}, which has no engines: no weights are sent")
+    checked(recipe, path, model).require(strict=False)
     with blaming_input():
         config = config_of(recipe.model.path, path, name=model)
         each = per_node or _per_node(path)
@@ -74,7 +79,7 @@ def _table(found: Sequence[Flow]) -> Table:
             flow.what,
             f"{flow.tensors:,}",
             "-".join(map(str, dict.fromkeys(flow.audience))),
-            *map(_size, (flow.sent, flow.sent_by_rank, flow.received_by_rank, flow.relayed, flow.between_hosts)),
+            *map(decimal, (flow.sent, flow.sent_by_rank, flow.received_by_rank, flow.relayed, flow.between_hosts)),
             f"{flow.buckets:,}",
         )
     return table
@@ -87,12 +92,13 @@ def _lines(recipe: Recipe, made: ExchangePlan, of_all: Totals, seconds: float) -
         "to: engine ranks that need the same; the first has it from a trainer, each other from the one before it "
         "(relayed). a rank, engine: the most that one of the senders sends, and that one engine rank receives. "
         "nodes: from machine to machine.",
-        f"{trainers} trainer ranks send {_size(of_all.sent)}, {_size(of_all.sent_by_rank)} at most of one; {engines} engine "
-        f"ranks receive {_size(of_all.received)}, {_size(of_all.received_by_rank)} at most by one, which passes on up to "
-        f"{_size(of_all.relayed_by_rank)}; {_size(of_all.between_hosts)} go from machine to machine.",
-        f"{of_all.streams:,} streams, {of_all.buckets:,} buckets of at most {recipe.exchange.bucket_mb} MiB; described, traced "
-        f"and planned in {seconds:.1f} s.",
-        f"Exported and loaded whole instead, every trainer rank gathers and every engine rank reads {_size(model)}.",
+        f"Sent by {several(trainers, 'trainer rank')}: {decimal(of_all.sent)}, {decimal(of_all.sent_by_rank)} at most by one; "
+        f"received by {several(engines, 'engine rank')}: {decimal(of_all.received)}, {decimal(of_all.received_by_rank)} at most "
+        f"by one, which passes on up to {decimal(of_all.relayed_by_rank)}; from machine to machine: "
+        f"{decimal(of_all.between_hosts)}.",
+        f"{several(of_all.streams, 'stream')}, {several(of_all.buckets, 'bucket')} of at most {recipe.exchange.bucket_mb} MiB; "
+        f"described, traced and planned in {seconds:.1f} s.",
+        f"Exported and loaded whole instead, every trainer rank gathers and every engine rank reads {decimal(model)}.",
     ]
 
 
@@ -104,20 +110,16 @@ def _whole_model(made: ExchangePlan) -> int:
 
 def _notes(recipe: Recipe, made: ExchangePlan, per_node: int | None) -> list[str]:
     notes = []
-    if recipe.rollout.engine != "vllm":
-        notes.append(f"As vLLM would need it: {recipe.rollout.engine} takes whole tensors, as mbridge exports them.")
+    if not planned_by_recipe(recipe):
+        why = never_planned(recipe) or "exchange.route=export"
+        notes.append(f"The recipe's weights do not go this way: {why}. It is how planned copies to vLLM would go.")
     if recipe.lora.rank:
-        notes.append("Of whole weights, with what adapters add merged into them.")
+        notes.append(
+            "Of whole weights: with lora.rank, trainers send adapters alone, or merged weights, as `megarl plan` says."
+        )
     if per_node is None:
         notes.append("All devices are taken to be of one machine; --per-node says otherwise.")
     if whole := sorted({name for one in made.needs.descriptions for name in one.whole}):
         shown = ", ".join(whole[:3]) + (", ..." if len(whole) > 3 else "")
-        notes.append(f"Through vLLM's loader, being no copies of boxes: {len(whole)} tensors ({shown}).")
+        notes.append(f"Through vLLM's loader, being no copies of boxes: {several(len(whole), 'tensor')} ({shown}).")
     return notes
-
-
-def _size(count: int) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 100 * size else f"{count / size:.0f} {unit}"
-    return f"{count / 1e3:.3g} kB" if count else "0"

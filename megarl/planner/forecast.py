@@ -61,17 +61,17 @@ class Forecast:
 
     def knows(self, recipe: Recipe) -> bool:
         """Whether nothing is left to count for its peak."""
-        return _setting(recipe) in self._samples
+        return setting(recipe) in self._samples
 
     def _known(self, recipe: Recipe) -> Sample | None:
         """Of the setting of `recipe`: who asks for it first counts it, others wait for that."""
-        setting = _setting(recipe)
+        of = setting(recipe)
         with self._lock:
-            of_setting = self._locks.setdefault(setting, threading.Lock())
+            of_setting = self._locks.setdefault(of, threading.Lock())
         with of_setting:
-            if setting not in self._samples:
-                self._samples[setting] = self._sample(recipe)
-            return self._samples[setting]
+            if of not in self._samples:
+                self._samples[of] = self._sample(recipe)
+            return self._samples[of]
 
     def _of_part(self, recipe: Recipe, part: Part, sample: Sample) -> float:
         tokens = _tokens(recipe, part.number)
@@ -126,7 +126,7 @@ class Forecast:
         )
 
 
-def _setting(recipe: Recipe) -> tuple[Any, ...]:
+def setting(recipe: Recipe) -> tuple[Any, ...]:
     """What a token of a layer keeps depends on."""
     megatron = recipe.megatron
     return (

@@ -21,6 +21,7 @@ from megarl.planner.places import ROLLOUT, largest_tensor, places, swaps_of
 from megarl.planner.plan import EngineRank
 from megarl.planner.stages import Stage, built_from, stages_of
 from megarl.platform.devices import Device
+from megarl.words import several
 
 Chosen = tuple[Engines, EngineRank | None]
 """Engines, and one device of them; None: there are none, or nothing here can count them."""
@@ -107,9 +108,9 @@ class Judge:
         recipe = chosen(self._built, choice)
         return self._forecast.knows(recipe) and (self._chosen.done() or not _stays(choice, recipe))
 
-    def excess(self, choice: Choice) -> float:
-        """Bytes by which the forecast lies above all that might fit; 0: it might."""
-        most, recipe = _NEAR * self._subject.limit, chosen(self._built, choice)
+    def excess(self, choice: Choice, near: float = _NEAR) -> float:
+        """Bytes by which the forecast lies above `near` times the device; 0: it might fit."""
+        most, recipe = near * self._subject.limit, chosen(self._built, choice)
         if _stays(choice, recipe) and (rank := self._chosen.result()[1]) is not None:
             beside = _resident(recipe, self._shape) + rank.weights + (rank.cache or 0) + rank.working
             if beside > most:
@@ -164,7 +165,7 @@ class Judge:
             self._not_counted = not_counted(found[0], self._subject.device.memory)
             return own.engines, None
         raise InputError(
-            f"Of {len(found)} ways to lay out engines, the fastest by their estimates, none has room for a sequence of the "
+            f"Of {several(len(found), 'way')} to lay out engines, the fastest by their estimates, none has room for a sequence of the "
             "longest length: give rollout.engine_args another share of the device, or use more devices."
         )
 

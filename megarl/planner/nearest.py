@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import groupby, islice
 from operator import attrgetter
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megarl.config.errors import InputError
 from megarl.planner.ask import Asker, CannotCount
 from megarl.planner.clock import Clock
+from megarl.planner.forecast import setting
 from megarl.planner.judge import Chosen, Judge, Subject, too_large
 from megarl.planner.layouts import Choice, Engines, choice_of, chosen, engine_layouts, overrides, refusal
+from megarl.planner.plan import Proposal
 from megarl.planner.search import families, fastest_engines
 
 _WANTED = 3
+_AT_A_TIME = 2  # layouts that are looked at
+_FITS = 0.99  # of a device: what is forecast to need more is not counted here, since forecasts are some thousandths off
 _LOOKED_AT = 500  # choices, of which arithmetic finds those that are not refused
 
 _flat = attrgetter(
@@ -36,34 +42,99 @@ _flat = attrgetter(
 )
 
 
-def proposals(subject: Subject, *, engines: Chosen | None = None, seconds: float = 20.0) -> list[str]:
-    """Command lines of layouts that fit, each counted: the fewest changes first, of equally many the fastest. As many as
-    `seconds` allow, `_WANTED` at most, no two of which differ in the layers of their stages alone. `engines`: None: to
-    be chosen."""
-    deadline, recipe = time.monotonic() + seconds, subject.recipe
-    clock = _clock(subject)
-    found: dict[tuple[int, ...], str] = {}
+class Nearest(NamedTuple):
+    """`found`: the fastest first, by their estimates. `stopped`: the time was over before there were enough."""
 
-    def look(judge: Judge) -> None:
-        for choice in _by_changes(subject, judge.too_large, clock):
-            if len(found) == _WANTED or time.monotonic() > deadline:
-                return
-            if choice.layout.shape not in found and _fits(judge, choice, subject.limit):
-                found[choice.layout.shape] = " ".join(overrides(recipe, judge.made(recipe, choice)))
+    found: list[Proposal]
+    stopped: bool
 
-    with tempfile.TemporaryDirectory() as directory, Asker() as asker:
+
+def proposals(subject: Subject, asker: Asker, *, engines: Chosen | None = None, seconds: float) -> Nearest:
+    """Layouts that fit, each counted: the fewest changes first, of equally many those that are told soonest, the fastest.
+    As many as `seconds` allow, `_WANTED` at most. `engines`: None: to be chosen."""
+    deadline, clock = time.monotonic() + seconds, _clock(subject)
+    with tempfile.TemporaryDirectory() as directory:
         ways = [_own_engines(subject), *fastest_engines(subject, clock)] if engines is None else []
         judge = Judge(subject, asker, Path(directory), list(dict.fromkeys(ways)), deadline, engines)
-        worker = ThreadPoolExecutor(1)
-        looking = worker.submit(look, judge)
-        worker.shutdown(wait=False)  # what is being counted when the time is over ends with the asker
-        if looking in wait([looking], timeout=deadline - time.monotonic()).done:
-            looking.result()
-        return list(found.values())
+        look = _Look(subject, judge, clock, deadline)
+        workers = ThreadPoolExecutor(_AT_A_TIME)
+        looking = {workers.submit(look.run) for _ in range(_AT_A_TIME)}
+        workers.shutdown(wait=False)  # what is still being counted in the end ends with the asker
+        while looking and len(look.found()) < _WANTED and (left := deadline - time.monotonic()) > 0:
+            done, looking = wait(looking, timeout=left, return_when=FIRST_COMPLETED)
+            for one in done:
+                one.result()
+        found = look.found()
+        return Nearest(found, stopped=len(found) < _WANTED and bool(looking or not look.over))
+
+
+class _Look:
+    """For layouts that fit, by several threads."""
+
+    def __init__(self, subject: Subject, judge: Judge, clock: Clock, deadline: float) -> None:
+        self._subject, self._judge, self._clock, self._deadline = subject, judge, clock, deadline
+        self._own = _flat(choice_of(subject.recipe))
+        self._nearest = _by_changes(subject, judge.too_large, clock)
+        self._found: list[tuple[Choice, Proposal]] = []
+        self._counting: set[Choice] = set()
+        self._lock, self.over = threading.Lock(), False  # over: nothing is left to look at
+
+    def run(self) -> None:
+        while (choice := self._next()) is not None:
+            fits = _fits(self._judge, choice, self._subject.limit)
+            with self._lock:
+                self._counting.remove(_without_layers(choice))
+                if fits and not self._is_idle(choice):
+                    made = self._judge.made(self._subject.recipe, choice)
+                    line = " ".join(overrides(self._subject.recipe, made))
+                    self._found.append((choice, Proposal(line, self._times(choice))))
+
+    def found(self) -> list[Proposal]:
+        with self._lock:
+            return sorted((one for _, one in self._found[:_WANTED]), key=lambda one: one.times)
+
+    def _next(self) -> Choice | None:
+        """What is to be looked at; None: nothing more."""
+        with self._lock:
+            while len(self._found) < _WANTED and time.monotonic() < self._deadline:
+                choice = next(self._nearest, None)
+                if choice is None:
+                    self.over = True
+                    return None
+                if not self._is_idle(choice) and _without_layers(choice) not in self._counting:
+                    self._counting.add(_without_layers(choice))
+                    return choice
+        return None
+
+    def _is_idle(self, choice: Choice) -> bool:
+        """Whether one that was found is as good: it differs in the layers of stages alone; or it is no slower, and changes the
+        same keys, or some of the same and nothing else."""
+        changed = self._changes(choice)
+        for other, proposal in self._found:
+            if _without_layers(other) == _without_layers(choice):
+                return True
+            before = self._changes(other)
+            alike = before.keys() == changed.keys() or before.items() <= changed.items()
+            if alike and proposal.times <= self._times(choice):
+                return True
+        return False
+
+    def _changes(self, choice: Choice) -> dict[int, Any]:
+        pairs = zip(_flat(choice), self._own, strict=True)
+        return {key: value for key, (value, own) in enumerate(pairs) if value != own}
+
+    def _times(self, choice: Choice) -> float:
+        recipe = self._subject.recipe
+        return self._clock.seconds(self._judge.made(recipe, choice)) / self._clock.seconds(recipe)
+
+
+def _without_layers(choice: Choice) -> Choice:
+    layout = replace(choice.layout, virtual_pipeline=None, first_stage_layers=None, last_stage_layers=None)
+    return replace(choice, layout=layout)
 
 
 def untried(subject: Subject) -> list[str]:
-    """As `proposals`, by arithmetic alone, in a second or two: no check of a run refuses them, and no rank needs more at
+    """Command lines of layouts, as `proposals`, by arithmetic alone, in a second or two: no check of a run refuses them, and no rank needs more at
     least than a device has. Whether they fit is not known before they are counted."""
     recipe, found = subject.recipe, dict[tuple[int, ...], str]()
     engines = _own_engines(subject)
@@ -90,17 +161,23 @@ def _own_engines(subject: Subject) -> Engines:
 def _by_changes(subject: Subject, too_large: Callable[[Choice], bool], clock: Clock) -> Iterator[Choice]:
     own = _flat(choice_of(subject.recipe))
 
+    interleaving = (None, subject.recipe.megatron.virtual_pipeline)  # another one takes more memory, and long to count
+
     def changes(choice: Choice) -> int:
         return sum(one != other for one, other in zip(_flat(choice), own, strict=True))
 
     every = sorted((choice for family in families(subject) for choice in family.choices), key=changes)
     for number, alike in groupby(every, key=changes):
-        may_fit = [choice for choice in alike if number and not too_large(choice)]
-        yield from sorted(may_fit, key=lambda choice: clock.seconds(chosen(subject.recipe, choice)))
+        near = (choice for choice in alike if number and choice.layout.virtual_pipeline in interleaving)
+        may_fit = [choice for choice in near if not too_large(choice)]
+        # First those that are forecast from what the recipe's own is: each other setting is counted first, for seconds.
+        laid_out = [(choice, chosen(subject.recipe, choice)) for choice in may_fit]
+        laid_out.sort(key=lambda one: (setting(one[1]) != setting(subject.recipe), clock.seconds(one[1])))
+        yield from (choice for choice, _ in laid_out)
 
 
 def _fits(judge: Judge, choice: Choice, limit: float) -> bool:
-    if judge.excess(choice) or judge.refused(choice):
+    if judge.excess(choice, near=_FITS) or judge.refused(choice):
         return False
     try:
         return judge.peak(choice) <= limit

@@ -9,6 +9,7 @@ from megarl.config.errors import InputError
 from megarl.config.supported import hardware_of
 from megarl.platform.devices import Device, device_named, devices
 from megarl.platform.machines import DEVICES_OF
+from megarl.words import several
 
 SECONDS = 120.0
 
@@ -83,8 +84,16 @@ def device_of(path: Path, name: str | None, table: Path | None) -> tuple[Device 
     if name is None and own is None:
         return None, []
     found = device_named(name or str(own), table)
+    theirs = [one for one in known if known[one] != devices().get(one)]
+    unused = [f"{table} is not used: the plan is for {found.name}; --device says another."] if table else []
+    where = "the table of devices has it"
+    if found.name in theirs:
+        unused, where = [], f"{table} says"
     if machine is None or own is None or found.name != own:
-        return found, [f"{found.name}: {found.per_node} devices a machine, as the table of devices has it."]
+        return found, [f"{found.name}: {several(found.per_node, 'device')} a machine, as {where}.", *unused]
     if known[own].per_node != devices()[own].per_node:
-        return found, [f"{found.name}: {found.per_node} devices a machine, as {table} says."]
-    return replace(found, per_node=machine[2]), [f"{own}: {machine[2]} devices a machine, as the recipe's head says."]
+        return found, [f"{found.name}: {several(found.per_node, 'device')} a machine, as {table} says."]
+    return replace(found, per_node=machine[2]), [
+        f"{own}: {several(machine[2], 'device')} a machine, as the recipe's head says.",
+        *unused,
+    ]

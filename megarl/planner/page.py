@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.observe.console import clock, short
 from megarl.observe.files import disk_errors, write_whole
 from megarl.observe.report import page
-from megarl.planner import pipeline
-from megarl.planner.cost import WORDS
-from megarl.planner.estimate import spans
-from megarl.planner.plan import EngineRank, Estimate, PhaseTime, Place, Plan, Use
+from megarl.planner import drawing
+from megarl.planner.plan import EngineRank, Place, Plan
 from megarl.planner.stages import Stage
-
-TIB, GIB, MIB = 2**40, 2**30, 2**20
+from megarl.planner.units import GIB, Unit, sized
+from megarl.words import several
 
 
 def write_page(plan: Plan, path: Path) -> None:
@@ -25,27 +23,23 @@ def write_page(plan: Plan, path: Path) -> None:
 
 def render(plan: Plan) -> str:
     """The page, as text."""
-    unit = Unit.of(plan)
+    unit = Unit.of(plan.most)
     text, kind = verdict(plan)
-    drawn = [_pipeline(plan, role) for role in _pipelines(plan)]
     return page(
         "plan.html.j2",
-        {
-            "resumes": [],
-            "memory": _memory(plan, unit),
-            "pipelines": drawn,
-            "time": _time(plan.estimate) if plan.estimate else None,
-        },
         plan=plan,
         verdict={"text": text, "kind": kind},
         facts=_facts(plan),
         figures=_figures(plan, unit),
         unit=unit,
-        places=[place for place in plan.places if place.uses],
+        colours=drawing.COLOURS,
+        places=list(zip((place for place in plan.places if place.uses), drawing.memory(plan, unit), strict=True)),
         phase_names=_phase_names(plan.places),
         totals=_totals(plan, unit),
-        parts=_parts(plan.places),
-        pipelines=drawn,
+        parts=drawing.parts_of(plan.places),
+        pipelines=[drawing.schedule(plan, role) for role in drawing.pipelines(plan)],
+        time=drawing.time(plan.estimate) if plan.estimate else None,
+        spent=drawing.spent_on(plan.estimate) if plan.estimate else [],
         stages=[_stage(stage, unit) for stage in plan.stages],
         engines=[_engine(section, rank, unit) for section, rank in _engines(plan)],
     )
@@ -66,36 +60,12 @@ def verdict(plan: Plan) -> tuple[str, str]:
     return "fits", "good"
 
 
-class Unit(NamedTuple):
-    """In which bytes are shown: what a tiny model needs is nothing in GiB."""
-
-    name: str
-    size: int
-
-    @classmethod
-    def of(cls, plan: Plan) -> Unit:
-        most = max((place.peak.total for place in plan.places if place.uses), default=0)
-        most = most or max((stage.held.weights for stage in plan.stages), default=0)
-        return cls("GiB", GIB) if most >= GIB else cls("MiB", MIB)
-
-    @classmethod
-    def for_size(cls, size: int) -> Unit:
-        return next((cls(name, unit) for name, unit in (("TiB", TIB), ("GiB", GIB)) if size >= unit), cls("MiB", MIB))
-
-    def show(self, size: float | None) -> str:
-        """Digits that one reads: 0.04, 1.2, 53.1, 1,234."""
-        if size is None:
-            return "–"
-        value = size / self.size
-        return f"{value:,.0f}" if value >= 1000 or value == 0 else f"{value:.2f}" if value < 1 else f"{value:.1f}"
-
-
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     known = [plan.device.name if plan.device else None, f"{plan.memory:g} GiB" if plan.memory is not None else None]
     facts = [("Device", ", ".join(word for word in known if word) or "none given")]
     for role in dict.fromkeys(stage.role for stage in plan.stages):
         own = [stage for stage in plan.stages if stage.role == role]
-        stages = f"{len(own)} pipeline stage{'s' * (len(own) > 1)}"
+        stages = several(len(own), "pipeline stage")
         chunks = f" of {own[0].chunks} chunks" if own[0].chunks > 1 else ""
         facts.append((role.capitalize(), stages + chunks))
     return facts
@@ -123,19 +93,17 @@ def _figures(plan: Plan, unit: Unit) -> list[dict[str, str]]:
             f"{estimate.micro_batches:,}",
             f"of a mini batch and rank; {estimate.tokens_per_micro_batch:,.0f} tokens each",
         )
-        if _pipelines(plan):
+        if drawing.pipelines(plan):
             figure("Pipeline's bubble", f"{estimate.bubble:.1%}", "of the update, in which a stage waits")
     if plan.engine and plan.engine.sequences is not None:
         figure("Room in an engine", f"{plan.engine.sequences:,.0f}", "sequences of the longest length")
     if plan.exchange:
         total = Unit.for_size(plan.exchange.total)
-        sent, received = (Unit.for_size(size) for size in (plan.exchange.sent, plan.exchange.received))
         figure(
             f"Weight exchange, {plan.exchange.route}",
-            f"{total.show(plan.exchange.total)} {total.name}",
+            sized(plan.exchange.total),
             f"{total.show(plan.exchange.between_nodes)} of it between nodes; a trainer sends up to "
-            f"{sent.show(plan.exchange.sent)} {sent.name}, an engine's device receives up to "
-            f"{received.show(plan.exchange.received)} {received.name}",
+            f"{sized(plan.exchange.sent)}, an engine's device receives up to {sized(plan.exchange.received)}",
         )
     return figures
 
@@ -145,31 +113,6 @@ def _figures(plan: Plan, unit: Unit) -> list[dict[str, str]]:
 
 def _phase_names(places: list[Place]) -> list[str]:
     return list(dict.fromkeys(use.phase for place in places for use in place.uses))
-
-
-def _parts(places: list[Place]) -> list[str]:
-    return list(
-        dict.fromkeys(part for place in places for use in place.uses for part, size in use.parts.items() if size)
-    )
-
-
-def _memory(plan: Plan, unit: Unit) -> dict[str, Any]:
-    """What the script draws: of each place a bar for each phase, cut into parts."""
-
-    def amounts(use: Use) -> list[float]:
-        return [use.parts.get(part, 0) / unit.size for part in parts]
-
-    parts = _parts(plan.places)
-    return {
-        "unit": unit.name,
-        "limit": plan.memory * GIB / unit.size if plan.memory is not None else None,
-        "parts": parts,
-        "places": [
-            {"phases": [use.phase for use in place.uses], "parts": [amounts(use) for use in place.uses]}
-            for place in plan.places
-            if place.uses
-        ],
-    }
 
 
 def _totals(plan: Plan, unit: Unit) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -185,66 +128,6 @@ def _totals(plan: Plan, unit: Unit) -> list[tuple[str, list[tuple[str, str]]]]:
 
     names = _phase_names(plan.places)
     return [(place.name, [cell(place, name) for name in names]) for place in plan.places if place.uses]
-
-
-# ---- the pipeline
-
-
-def _pipelines(plan: Plan) -> list[str]:
-    roles = [stage.role for stage in plan.stages]
-    return [role for role in dict.fromkeys(roles) if roles.count(role) > 1]
-
-
-def _pipeline(plan: Plan, role: str) -> dict[str, Any]:
-    own = [stage for stage in plan.stages if stage.role == role]
-    stages, chunks = len(own), own[0].chunks
-    known = plan.estimate is not None and role == "actor"
-    micro_batches = plan.estimate.micro_batches if plan.estimate and known else 2 * stages
-    slots = pipeline.schedule(stages, chunks, micro_batches)
-    window = pipeline.folded(slots, _shown(stages))
-    return {
-        "role": role,
-        "stages": stages,
-        "chunks": chunks,
-        "micro_batches": micro_batches,
-        "known": known,
-        "bubble": pipeline.bubble(stages, chunks, micro_batches),
-        "slots": [[s.stage, s.chunk, s.micro_batch, int(s.backward), *_rounded(s.begin, s.end)] for s in window.slots],
-        "length": window.length,
-        "fold": window.fold,
-        "hidden": window.hidden,
-    }
-
-
-def _shown(stages: int) -> float:
-    """So much of a schedule that at either end the pipeline is seen to be full, and some of what it does then."""
-    return 2 * ((1 + pipeline.BACKWARD) * stages + 3)
-
-
-def _rounded(*values: float) -> list[float]:
-    return [round(value, 4) for value in values]
-
-
-# ---- the phases of a step
-
-
-def _time(estimate: Estimate) -> dict[str, Any]:
-    """Of each phase its name, when it begins, its seconds by what they are spent on."""
-    parts = list(dict.fromkeys(part for phase in estimate.phases for part in _spent(phase)))
-    return {
-        "parts": parts,
-        "phases": [
-            [phase.name, begin, phase.seconds, [_spent(phase).get(part, 0.0) for part in parts]]
-            for phase, (begin, _) in zip(estimate.phases, spans(estimate.phases), strict=True)
-        ],
-        "step": estimate.seconds,
-    }
-
-
-def _spent(phase: PhaseTime) -> dict[str, float]:
-    if not phase.parts:
-        return {phase.bound: phase.seconds}
-    return {WORDS[part]: seconds for part, seconds in phase.parts.items()}
 
 
 # ---- the stages and the engines

@@ -81,7 +81,7 @@ class Estimate:
 class Links:
     """Bytes of one weight exchange, by the route that the recipe asks for."""
 
-    route: str  # "export" or "planned"
+    route: str  # "export", "planned" or "adapters"
     sent: int  # by the trainer rank that sends the most
     received: int  # by the engine rank that receives the most
     total: int
@@ -98,6 +98,15 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """A layout that fits: what to give on the command line, and how many times the recipe's own seconds a step takes, both
+    estimated by layout alone."""
+
+    overrides: str
+    times: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """Of one recipe on one kind of device."""
 
@@ -111,11 +120,15 @@ class Plan:
     readers: dict[str, EngineRank] = field(default_factory=dict)  # of a teacher and a judge
     memory: float | None = None  # GiB of a device; None: not known
     refusals: list[Refusal] = field(default_factory=list)
-    proposals: list[str] = field(
-        default_factory=list
-    )  # layouts that fit, the fastest first: what to give on the command line
+    proposals: list[Proposal] = field(default_factory=list)  # the fastest first
     not_counted: list[str] = field(
         default_factory=list
     )  # sections of which `places` lack what engines hold: see unchecked
     unchecked: list[str] = field(default_factory=list)  # what could not be looked at here, and why
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def most(self) -> int:
+        """Bytes of the fullest device, or, where none is known, of the largest weights: what is shown is of this order."""
+        of_devices = (place.peak.total for place in self.places if place.uses)
+        return max(of_devices, default=0) or max((stage.held.weights for stage in self.stages), default=0)

@@ -53,6 +53,7 @@ class Published:
 
     def recipe(self) -> Recipe:
         made = load_recipe(ROOT / "recipes" / self.file, []) if self.file else Recipe()
+        made.exchange.route = "export"  # all of them gathered the model
         for name, value in self.settings.items():
             *sections, key = name.split(".")
             owner: Any = made

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarl.planner.plan import Place, Refusal, Use
+from megarl.planner.units import GIB, Unit
 
-_GIB = 2**30
 _REMEDY = "change it, or the layout; megarl plan --search looks for layouts that fit"
 
 
@@ -13,9 +13,13 @@ def too_large(places: list[Place], memory: float) -> list[Refusal]:
     refusals = []
     for place in places:
         use = place.peak
-        if use.total <= memory * _GIB:
+        if use.total <= memory * GIB:
             continue
-        what = f"{place.name} needs {use.total / _GIB:.1f} GiB in {use.phase}: {arithmetic(use)}; there are {memory:g}"
+        unit = Unit.of(use.total)
+        what = (
+            f"{place.name} needs {unit.tenths(use.total)} {unit.name} in {use.phase}: {arithmetic(use, unit)}; there are "
+            f"{unit.whole(memory * GIB)}"
+        )
         if use.phase == "gen":
             refusals.append(_of_engine(use, what, memory))
         else:
@@ -23,10 +27,10 @@ def too_large(places: list[Place], memory: float) -> list[Refusal]:
     return refusals
 
 
-def arithmetic(use: Use) -> str:
-    """ "weights 12.1 + gradients 12.1": the largest first, what is less than 0.05 GiB left out."""
+def arithmetic(use: Use, unit: Unit) -> str:
+    """ "weights 12.1 + gradients 12.1": the largest first, what would be 0.0 left out."""
     parts = sorted(use.parts.items(), key=lambda part: -part[1])
-    return " + ".join(f"{name} {size / _GIB:.1f}" for name, size in parts if size / _GIB >= 0.05)
+    return " + ".join(f"{name} {unit.tenths(size)}" for name, size in parts if size / unit.size >= 0.05)
 
 
 def _of_engine(use: Use, what: str, memory: float) -> Refusal:
@@ -38,7 +42,7 @@ def _of_engine(use: Use, what: str, memory: float) -> Refusal:
     if keys:
         wanted = " and ".join(f"{key}=true" for key in keys)
         return Refusal(keys[0], what, f"set {wanted}: trainers then leave the device while engines sample")
-    share = (memory * _GIB - others) / (memory * _GIB)
+    share = (memory * GIB - others) / (memory * GIB)
     key = "rollout.engine_args.gpu_memory_utilization"
     return Refusal(key, what, f"set it to {max(0.0, share - 0.01):.2f} or less")
 

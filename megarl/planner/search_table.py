@@ -15,6 +15,8 @@ from megarl.planner.judge import Subject
 from megarl.planner.layouts import Choice, Layout, chosen, overrides
 from megarl.planner.plan import Estimate
 from megarl.planner.search import Fitting, Found
+from megarl.planner.units import GIB, Unit, sized
+from megarl.words import several
 
 _WHY = 2  # phases that are named
 
@@ -28,13 +30,15 @@ def show(subject: Subject, found: Found) -> None:
         best = found.best[0].choice
         engines = best.engines
         group = f" in groups of {engines.data_parallel}" if engines.data_parallel > 1 else ""
-        console.print(f"All with {engines.engines} engines of TP{engines.tensor_parallel}{group}.", highlight=False)
+        console.print(
+            f"All with {several(engines.engines, 'engine')} of TP{engines.tensor_parallel}{group}.", highlight=False
+        )
         if own is not None:
             console.print(f"The recipe's own layout: {own.seconds:.1f} s, estimated.", highlight=False)
         console.print("On the command line, the first of them:")
         console.print(f"  {' '.join(_overrides(subject, best)) or 'nothing: it is the recipe'}\n", soft_wrap=True)
     else:
-        console.print(f"No layout was found that fits into {subject.limit / 2**30:g} GiB.")
+        console.print(f"No layout was found that fits into {sized(subject.limit)}.")
     for line in said(found):
         console.print(f"- {line}", style="dim", highlight=False)
 
@@ -45,31 +49,34 @@ def as_json(subject: Subject, found: Found) -> str:
         {
             "overrides": _overrides(subject, one.choice),
             "choice": asdict(one.choice),
-            "peak_gib": one.peak / 2**30,
+            "peak_gib": one.peak / GIB,
             "estimate": asdict(_estimate(subject, one.choice)),
         }
         for one in found.best
     ]
-    return json.dumps({"memory_gib": subject.limit / 2**30, "best": best, "choices": counts})
+    return json.dumps({"memory_gib": subject.limit / GIB, "best": best, "choices": counts})
 
 
 def said(found: Found) -> list[str]:
     """What became of all that was possible."""
     lines = [
-        f"{found.possible} choices are possible: layouts, micro batches, recomputation and offloading, as far as model and "
-        "machines allow.",
-        f"{found.too_large} were left out by arithmetic: what they need at least is more than the device has.",
-        f"{len(found.best) + found.counted_too_large} were counted, of which {len(found.best)} fit; "
-        f"{found.unlikely} were forecast to be too large, and not counted.",
-        f"{found.slower} are slower than one in the table that differs from them in layers of stages, micro batch, "
-        "recomputation or offloading alone.",
-        f"{found.not_reached} were not reached in {found.seconds:.0f} s (--seconds)."
+        f"Possible: {several(found.possible, 'choice')} of layout, micro batch, recomputation and offloading, as far as model "
+        "and machines allow.",
+        f"Left out by arithmetic, needing more at least than the device has: {found.too_large:,}.",
+        f"Counted: {len(found.best) + found.counted_too_large}, of which fit: {len(found.best)}. Forecast to be too large, and "
+        f"not counted: {found.unlikely:,}.",
+        "Slower than one in the table that differs in layers of stages, micro batch, recomputation or offloading alone: "
+        f"{found.slower:,}.",
+        f"Not reached in {found.seconds:.0f} s (--seconds): {found.not_reached:,}."
         if found.not_reached
         else f"All were looked at, in {found.seconds:.0f} s.",
         *([f"Engines are left out of what fits. {found.not_counted}."] if found.not_counted else []),
         "Seconds are estimated (docs/planner.md). Teacher, judge and critic are left as the recipe has them.",
     ]
-    return lines + [f"{times} would be refused: {' '.join(why.split())}" for why, times in found.refused.most_common(3)]
+    return lines + [
+        f"Refused by a run, {several(times, 'choice')}: {' '.join(why.split())}"
+        for why, times in found.refused.most_common(3)
+    ]
 
 
 def name_of(layout: Layout) -> str:
@@ -93,24 +100,25 @@ def name_of(layout: Layout) -> str:
 
 
 def _table(subject: Subject, found: Found, own: Estimate | None) -> Table:
-    title = f"Layouts that fit into {subject.limit / 2**30:g} GiB, by estimated seconds of a step"
+    title = f"Layouts that fit into {sized(subject.limit)}, by estimated seconds of a step"
+    unit = Unit.of(max((one.peak for one in found.best), default=0))
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("layout", "micro batch", "recompute", "GiB", "s", "bubble", "why"):
+    for name in ("layout", "micro batch", "recompute", unit.name, "s", "bubble", "why"):
         side = "left" if name in ("layout", "recompute", "why") else "right"
         table.add_column(name, justify=side, no_wrap=name != "why")  # type: ignore[arg-type]
     for one in found.best:
-        table.add_row(*_row(subject, one, own))
+        table.add_row(*_row(subject, one, own, unit))
     return table
 
 
-def _row(subject: Subject, one: Fitting, own: Estimate | None) -> list[str]:
+def _row(subject: Subject, one: Fitting, own: Estimate | None, unit: Unit) -> list[str]:
     made = _estimate(subject, one.choice)
     leaves = ", stays" if subject.recipe.megatron.offload and not one.choice.offload else ""
     return [
         name_of(one.choice.layout),
         str(one.choice.tokens),
         one.choice.recompute + leaves,
-        f"{one.peak / 2**30:.1f}",
+        unit.tenths(one.peak),
         f"{made.seconds:.1f}",
         f"{made.bubble:.0%}",
         why(made, own),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
 from megarl.planner.ask import Asker, Question
+from megarl.planner.between import ends, may_be_alike, on_the_line
 from megarl.planner.counts import Activations, Held, Phase, phases
 from megarl.planner.turns import leaves
-from megarl.planner.workload import first_ranks, largest
+from megarl.planner.workload import Workload, first_ranks, largest
 from megarl.platform.memory import swapped_parts
 
 _NOT_COUNTED = (
@@ -73,15 +74,16 @@ def stages(recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, 
 
     Raises ValueError as `check_trainable` does.
     """
-    return counted(recipe, actor_model, critic_model).stages
+    with Asker() as asker:
+        return counted(recipe, actor_model, critic_model, asker).stages
 
 
 def counted(
-    recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any], *, holdings: bool = False
+    recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any], asker: Asker, *, holdings: bool = False
 ) -> Counted:
     """As `stages`; `holdings`: and what the actor's ranks hold of the checkpoint's tensors."""
     check_trainable(recipe, actor_model, critic_model)
-    with tempfile.TemporaryDirectory() as directory, Asker() as asker:
+    with tempfile.TemporaryDirectory() as directory:
         built = built_from(recipe, actor_model, Path(directory, "actor"))
         found = _counted("actor", built, recipe.megatron, asker, holdings=holdings)
         if uses_critic(recipe.algorithm):
@@ -168,11 +170,11 @@ def _counted(
     model = json.loads((Path(view.model.path) / "config.json").read_text(encoding="utf-8"))
     _check(view, model)
     firsts = dict(enumerate(first_ranks(view.megatron, view.cluster.trainers)))
+    works = {stage: None if _flex(asked) else largest(view, stage) for stage in numbers or firsts}
+    alike = may_be_alike(view.megatron) if numbers is None else []
     questions = {
-        stage: Question(
-            recipe, firsts[stage], role == "critic", None if _flex(asked) else largest(view, stage), holdings
-        )
-        for stage in numbers or firsts
+        stage: Question(recipe, firsts[stage], role == "critic", None if stage in alike[1:-1] else work, holdings)
+        for stage, work in works.items()
     }
     answers = _answers(questions, asker)
     held, not_planned = None, None
@@ -188,9 +190,33 @@ def _counted(
     }
     answers |= _answers(others, asker)
     questions |= others
+    _fill_between(alike, questions, answers, works, asker)
     swaps = swapped_parts(asked.extra)
     found = [_stage(role, stage, questions[stage], answer, view, swaps) for stage, answer in answers.items()]
     return Counted(found, held, not_planned)
+
+
+def _fill_between(
+    alike: list[int],
+    questions: dict[int, Question],
+    answers: dict[int, dict[str, Any]],
+    works: Mapping[int, Workload | None],
+    asker: Asker,
+) -> None:
+    """Activations of those among the stages `alike` that were asked without work: from two others, where they hold the same as
+    these, else they are asked again."""
+    if len(alike) < 3 or works[alike[0]] is None:
+        return
+    between = ends({stage: answers[stage]["held"] for stage in alike})
+    first, last = between
+    other = [stage for stage in alike if answers[stage]["held"] != answers[last]["held"]]
+    again = [stage for stage in (*other, first) if "activations" not in answers[stage]]
+    questions |= {stage: replace(questions[stage], work=works[stage], holdings=False) for stage in again}
+    answers |= _answers({stage: questions[stage] for stage in again}, asker)
+    known = [Activations(**answers[stage]["activations"]) for stage in between]
+    for stage in alike:
+        if "activations" not in answers[stage]:
+            answers[stage]["activations"] = asdict(on_the_line(stage, between, *known))
 
 
 def _check(view: Recipe, model: dict[str, Any]) -> None:

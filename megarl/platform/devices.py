@@ -19,33 +19,69 @@ from megarl.config.errors import InputError
 from megarl.registry import nearest
 
 
+def _of(unit: str, about: str, **given: Any) -> Any:
+    """A field in `unit`, with what docs/planner.md says about it."""
+    return field(metadata={"unit": unit, "about": about}, **given)
+
+
 @dataclass(frozen=True)
 class Device:
     """One device as torch sees it, of an Ascend 910C one of its two dies. Rates are those of data sheets; the shares say
     how much of them phases reach, and are what `plan --calibrate` fits."""
 
     name: str
-    source: str  # where the figures are from
-    memory: float  # GiB
-    flops: float  # dense bf16, FLOP/s
-    bandwidth: float  # of its memory, bytes/s
-    link: float  # to another device of the node, one direction, bytes/s
-    network: float  # to another node, one direction, bytes/s of a device
-    host_link: float  # to the host's memory, one direction, bytes/s
-    per_node: int
-    host_memory: float  # GiB of the node
-    train_share: float  # of flops: forward and backward passes of trainers
-    prefill_share: float  # of flops: engines reading prompts
-    decode_share: float  # of bandwidth: engines writing
-    link_share: float  # of link, network and host_link
-    layer_seconds: float  # that a layer takes at least, however few tokens there are: its kernels are started
-    torch: tuple[str, ...] = ()  # words of the name that torch has for it
-    factors: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Phases, as in timing_s/..., -> how many times as long they took as is estimated from rates and shares."""
+    source: str = _of("text", "where the figures are from")
+    memory: float = _of("GiB", "of the device")
+    flops: float = _of("FLOP/s", "peak in dense bfloat16")
+    bandwidth: float = _of("bytes/s", "of the device's memory")
+    link: float = _of("bytes/s", "to another device of the machine, in one direction")
+    network: float = _of("bytes/s", "of one device to another machine, in one direction")
+    host_link: float = _of("bytes/s", "to the host's memory, in one direction")
+    per_node: int = _of("whole number", "devices of a machine")
+    host_memory: float = _of("GiB", "of the machine's host, which all its devices share")
+    train_share: float = _of("share of `flops`, to 1", "what trainers' forward and backward passes reach")
+    prefill_share: float = _of("share of `flops`, to 1", "what engines reach as they read prompts")
+    decode_share: float = _of("share of `bandwidth`, to 1", "what engines reach as they write")
+    link_share: float = _of("share of links, to 1", "what is reached of `link`, `network` and `host_link`")
+    layer_seconds: float = _of(
+        "seconds", "that a layer takes at least, however few tokens there are: kernels are started"
+    )
+    torch: tuple[str, ...] = _of(
+        "list of texts", "words of the name that torch has for it, by which a run finds the peak of MFU", default=()
+    )
+    factors: Mapping[str, float] = _of(
+        "numbers by phase",
+        "how many times as long a phase of `timing_s/...` took as is estimated from rates and shares: of `--calibrate`",
+        default_factory=dict,
+        hash=False,
+    )
+
+    @property
+    def kind(self) -> str:
+        """As `cluster.device` says it, so far as the name that torch has for it tells."""
+        return "npu" if any(word.startswith("Ascend") for word in self.torch) else "cuda"
 
 
-_FIELDS = [one.name for one in fields(Device) if one.name != "name"]
-_NEEDED = [one.name for one in fields(Device) if one.default is MISSING and one.default_factory is MISSING]
+@dataclass(frozen=True)
+class FieldOfFile:
+    """A key of an entry: `needed` unless `like` names a device that has it."""
+
+    name: str
+    unit: str
+    needed: bool
+    about: str
+
+
+def fields_of_file() -> list[FieldOfFile]:
+    """All that an entry may say, as docs/planner.md lists it."""
+    found = [FieldOfFile(one.name, one.metadata["unit"], one.name in _NEEDED, one.metadata["about"]) for one in _FIELDS]
+    like = FieldOfFile("like", "name", False, "a device that has all that the entry does not say, but for `torch`")
+    return [like, *found]
+
+
+_FIELDS = [one for one in fields(Device) if one.name != "name"]
+_NAMES = [one.name for one in _FIELDS]
+_NEEDED = [one.name for one in _FIELDS if one.default is MISSING and one.default_factory is MISSING]
 _SHARES = ("train_share", "prefill_share", "decode_share", "link_share")
 
 
@@ -54,8 +90,7 @@ def devices(own: Path | None = None) -> dict[str, Device]:
     table = _packaged()
     if own is None:
         return table
-    entries = _Entries(own, _read(own), table)
-    return {**table, **{name: entries.device(name) for name in entries.given}}
+    return {**table, **_Entries(own, _read(own), table).devices()}
 
 
 def device_named(name: str, own: Path | None = None) -> Device:
@@ -77,7 +112,7 @@ def as_entry(device: Device) -> dict[str, Any]:
     own = _packaged().get(device.name)
     like = {} if own is None else {"like": device.name}
     below = None if own is None else replace(own, torch=())  # which `like` leaves out
-    fields = {key: getattr(device, key) for key in _FIELDS}
+    fields = {key: getattr(device, key) for key in _NAMES}
     differ = {key: value for key, value in fields.items() if below is None or value != getattr(below, key)}
     plain = {"torch": list(device.torch), "factors": dict(device.factors)}
     return like | {key: plain.get(key, value) for key, value in differ.items()}
@@ -96,8 +131,7 @@ def peak_flops(torch_name: str) -> float | None:
 @functools.cache
 def _packaged() -> dict[str, Device]:
     path = Path(__file__).with_name("devices.yaml")
-    entries = _Entries(path, _read(path), {})
-    return {name: entries.device(name) for name in entries.given}
+    return _Entries(path, _read(path), {}).devices()
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
@@ -113,46 +147,60 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 
 class _Entries:
-    """Of one file. `known`: the table that it adds to."""
+    """Of one file. `known`: the table that it adds to. What is wrong is noted, and said all together."""
 
     def __init__(self, path: Path, given: dict[str, dict[str, Any]], known: Mapping[str, Device]):
         self.path, self.given, self.known = path, given, known
+        self._wrong: dict[str, None] = {}  # once each, in order
+        self._checked = {name: self._own(name) for name in given}
 
-    def device(self, name: str) -> Device:
-        found = self._fields(name, [])
-        missing = [key for key in _NEEDED if key not in found and key != "name"]
-        if missing:
-            raise InputError(
-                f"{self.path}: {name} lacks {', '.join(missing)}. Give them, or `like: NAME` of a device that has them."
-            )
-        return Device(name=name, **{key: self._value(name, key, value) for key, value in found.items()})
+    def devices(self) -> dict[str, Device]:
+        """Raises InputError with all that is wrong in the file."""
+        found = {name: self._fields(name, []) for name in self.given}
+        for name, of_name in found.items():
+            missing = [key for key in _NEEDED if of_name is not None and key not in of_name]
+            if missing:
+                self._note(f"{name} lacks {', '.join(missing)}. Give them, or `like: NAME` of a device that has them.")
+        if self._wrong:
+            raise InputError(f"{self.path}: " + "\n  ".join(self._wrong))
+        return {name: Device(name=name, **of_name) for name, of_name in found.items() if of_name is not None}
 
-    def _fields(self, name: str, asked: list[str]) -> dict[str, Any]:
-        entry = dict(self.given[name])
-        base = entry.pop("like", None)
-        for key in entry:
-            if key not in _FIELDS:
-                near = nearest(key, [*_FIELDS, "like"])
-                raise InputError(
-                    f"{self.path}: {name} has no field {key!r}."
-                    + (f" Nearest: {near}." if near else f" There are {', '.join(_FIELDS)}.")
-                )
+    def _note(self, wrong: str) -> None:
+        self._wrong[wrong] = None
+
+    def _own(self, name: str) -> dict[str, Any]:
+        """What the entry itself says, in the types of the fields; of what is noted as wrong whatever was given."""
+        found = {}
+        for key, value in self.given[name].items():
+            if key in _NAMES:
+                found[key] = self._value(name, key, value)
+            elif key != "like":
+                near = nearest(key, [*_NAMES, "like"])
+                hint = f"Nearest: {near}." if near else f"There are like, {', '.join(_NAMES)}."
+                self._note(f"{name} has no field {key!r}. {hint}")
+        return found
+
+    def _fields(self, name: str, asked: list[str]) -> dict[str, Any] | None:
+        """With those of the device that it is like; None where it is like none that there is, which is noted."""
+        entry, base = self._checked[name], self.given[name].get("like")
         if base is None:
             return entry
         base = str(base)
         if base in self.given and base != name:
             if base in asked:
-                raise InputError(
-                    f"{self.path}: {' is like '.join([*asked[asked.index(base) :], name, base])}, in a ring."
-                )
+                ring = [*asked[asked.index(base) :], name]
+                first = ring.index(min(ring))  # the same words from whichever of them one comes
+                self._note(f"{' is like '.join([*ring[first:], *ring[:first], ring[first]])}, in a ring.")
+                return None
             below = self._fields(base, [*asked, name])
+            if below is None:
+                return None
         elif base in self.known:
-            device = self.known[base]
-            below = {key: getattr(device, key) for key in _FIELDS}
+            below = {key: getattr(self.known[base], key) for key in _NAMES}
         else:
             near = nearest(base, [*self.given, *self.known])
-            hint = f" Nearest: {near}." if near else ""
-            raise InputError(f"{self.path}: {name} is like {base}, which is not known.{hint}")
+            self._note(f"{name} is like {base}, which is not known." + (f" Nearest: {near}." if near else ""))
+            return None
         below = {key: value for key, value in below.items() if key != "torch"}  # whose name it is not
         if "source" not in entry and self.known:
             below["source"] = f"{self.path.name}; the rest as {base}: {below.get('source', self.path.name)}"
@@ -165,21 +213,26 @@ class _Entries:
         if key == "torch":
             return tuple(str(word) for word in ([value] if isinstance(value, str) else value or []))
         if key == "factors":
-            if not isinstance(value, Mapping):
-                raise InputError(f"{self.path}: {name}.factors is {value!r}. Give a mapping from phases to numbers.")
-            return {str(phase): self._number(name, f"factors.{phase}", factor) for phase, factor in value.items()}
+            if isinstance(value, Mapping):
+                return {str(phase): self._number(name, f"factors.{phase}", factor) for phase, factor in value.items()}
+            self._note(f"{name}.factors is {value!r}. Give a mapping from phases to numbers.")
+            return value
         number = self._number(name, key, value)
+        if number is None:
+            return value
         if key in _SHARES and number > 1:
-            raise InputError(f"{self.path}: {name}.{key} is {value!r}, a share of a rate: at most 1.")
+            self._note(f"{name}.{key} is {value!r}, a share of a rate: at most 1.")
         if key == "per_node" and number != int(number):
-            raise InputError(f"{self.path}: {name}.per_node is {value!r}. Give a whole number.")
+            self._note(f"{name}.per_node is {value!r}. Give a whole number.")
         return int(number) if key == "per_node" else number
 
-    def _number(self, name: str, key: str, value: Any) -> float:
+    def _number(self, name: str, key: str, value: Any) -> float | None:
+        """None: it is none above 0, which is noted."""
         try:
             number = float("nan") if isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
             number = float("nan")
-        if not 0 < number < float("inf"):
-            raise InputError(f"{self.path}: {name}.{key} is {value!r}. Give a number above 0.")
-        return number
+        if 0 < number < float("inf"):
+            return number
+        self._note(f"{name}.{key} is {value!r}. Give a number above 0.")
+        return None

@@ -57,6 +57,8 @@ def make_twin(
     _name_models(twin, str(model), changes)
     write_data(recipe, twin, folder / "data", changes)
     changes.set(twin, "runs_dir", str(folder / "runs"), "beside the twin")
+    if twin.exchange.directory is not None:
+        changes.set(twin.exchange, "exchange.directory", str(folder / "exchange"), "beside the twin")
     note_kept(recipe, twin, changes)
     (folder / RECIPE).write_text(to_yaml(twin), encoding="utf-8")
     return Twin(folder / RECIPE, load_recipe(folder / RECIPE, []), config, changes.found)

@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 
 from megarl.config.training import LoraConfig
+from megarl.linears import matches, without_expert
 from megarl.megatron.lora.layers import Adapter, Adapters, Cut, Part, Site
-from megarl.megatron.lora.targets import matches, without_expert
 from megarl.megatron.native_kernels import rms_norm
 
 CHILD = "lora"

@@ -22,7 +22,7 @@ def save_adapter(directory: Path, lora: Lora, base: str) -> None:
     All ranks together; rank 0's host holds all matrices meanwhile. `base` is the model that they were trained on; PEFT applies them to it.
     """
     modules = trained_modules(lora)
-    tensors = _on_first_rank(dict(matrices(lora)))
+    tensors = gathered(lora)
     if torch.distributed.get_rank() == 0:
         named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
         config = adapter_config(modules, lora.settings, base)
@@ -30,6 +30,11 @@ def save_adapter(directory: Path, lora: Lora, base: str) -> None:
             save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})
             (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     torch.distributed.barrier()
+
+
+def gathered(lora: Lora) -> dict[str, torch.Tensor]:
+    """Both matrices of every adapter, whole and under PEFT's names, on rank 0's host; elsewhere nothing. Collective."""
+    return _on_first_rank(dict(matrices(lora)))
 
 
 def adapter_config(modules: list[str], lora: LoraConfig, base: str) -> dict[str, Any]:

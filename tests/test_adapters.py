@@ -1,0 +1,140 @@
+"""Which engines are sent adapters alone: what a recipe may ask, what vLLM can hold, and which part of it a rank holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.errors import RecipeError
+from megarl.config.load import load_recipe
+from megarl.config.schema import Recipe
+from megarl.engines import check_args, merged_because
+from megarl.engines.base import AdapterSpec, EngineSpec
+from megarl.engines.specs import policy_spec
+from megarl.engines.vllm_args import build_engine_args
+from megarl.linears import adapter_sizes, linears_of
+from megarl.planner.build import _links
+from megarl.platform.devices import device_named
+from megarl.preflight import check_device
+
+DENSE = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
+DENSE |= {"num_key_value_heads": 2, "intermediate_size": 96}
+
+
+def engine(directory: Path, config: dict[str, Any], **changes: Any) -> EngineSpec:
+    (directory / "config.json").write_text(json.dumps(config))
+    adapters = changes.pop("adapters", AdapterSpec(rank=12, targets=("all-linear",)))
+    return EngineSpec("e0", str(directory), "float32", 64, **changes, adapters=adapters)
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "device", "words"),
+    [
+        ({}, {}, "cpu", None),
+        ({}, {}, "cuda", None),
+        ({}, {}, "npu", "vllm-ascend"),
+        ({"num_experts": 8}, {}, "cuda", "computes experts by other kernels"),
+        ({"quantization_config": {}}, {}, "cuda", "quantised"),
+        ({}, {"engine_args": {"quantization": "fp8"}}, "cuda", "quantised"),
+        ({}, {"engine_args": {"pipeline_parallel_size": 2}}, "cuda", "pipeline stages"),
+        ({}, {"data_parallel": 2}, "cuda", "engines in a group"),
+        ({}, {"adapters": AdapterSpec(rank=513, targets=("q_proj",))}, "cuda", "up to rank 512, and lora.rank is 513"),
+    ],
+)
+def test_what_vllm_can_hold(
+    tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], device: str, words: str | None
+) -> None:
+    told = merged_because("vllm", engine(tmp_path, DENSE | config, **changes), device)
+    assert told is None if words is None else words in str(told)
+
+
+def test_sglang_holds_none(tmp_path: Path) -> None:
+    assert "SGLang" in str(merged_because("sglang", engine(tmp_path, DENSE), "cuda"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "modules"),
+    [
+        (("all-linear",), ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]),
+        (("self_attn.v_proj", "up_proj"), ["gate_up_proj", "qkv_proj"]),
+    ],
+)
+def test_vllm_has_room_for_one_adapter_on_its_linears_alone(
+    tmp_path: Path, targets: tuple[str, ...], modules: list[str]
+) -> None:
+    arguments = build_engine_args(engine(tmp_path, DENSE, adapters=AdapterSpec(12, targets)), "cuda")
+    wanted = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 16, "lora_target_modules": modules}
+    assert arguments.items() >= wanted.items()
+    plain = build_engine_args(engine(tmp_path, DENSE, adapters=None), "cuda")
+    assert not wanted.keys() & plain.keys()
+
+
+def test_vllms_own_arguments_for_adapters_are_not_a_recipes() -> None:
+    with pytest.raises(ValueError, match=r"rollout.engine_args.max_lora_rank cannot be given: set lora and exchange"):
+        check_args("vllm", {"max_lora_rank": 64}, "rollout")
+
+
+def test_the_recipe_decides(tmp_path: Path) -> None:
+    recipe = Recipe()
+    assert policy_spec(recipe, "e0", load_weights=False).adapters is None
+    recipe.lora.rank, recipe.lora.targets = 8, ["o_proj"]
+    assert policy_spec(recipe, "e0", load_weights=False).adapters == AdapterSpec(8, ("o_proj",))
+    assert policy_spec(recipe, "e0", load_weights=True).adapters is None, "no update brings any"
+    recipe.exchange.adapters = "merged"
+    assert policy_spec(recipe, "e0", load_weights=False).adapters is None
+
+
+def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
+    for asked in ("only", "merged"):
+        with pytest.raises(RecipeError, match="no adapters are trained"):
+            load_recipe("recipes/quickstart.yaml", [f"exchange.adapters={asked}"])
+    recipe = Recipe()
+    recipe.lora.rank, recipe.exchange.adapters, recipe.model.path = 8, "only", str(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    check_device(recipe, "cpu")
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"num_experts": 8}))
+    with pytest.raises(RecipeError, match=r"(?s)exchange\.adapters.*computes experts by other kernels"):
+        check_device(recipe, "cpu")
+
+
+def test_sizes_of_adapters() -> None:
+    sizes = adapter_sizes(DENSE, 2, ["k_proj", "down_proj"])
+    assert sizes == {
+        f"model.layers.{layer}.{name}": 2 * (64 + width)
+        for layer in range(2)
+        for name, width in (("self_attn.k_proj", 64), ("mlp.down_proj", 96))
+    }
+    assert len(adapter_sizes(DENSE, 2, ["all-linear"])) == 2 * len(linears_of(DENSE))
+
+
+def test_what_a_plan_says_of_them() -> None:
+    """Bytes of an update after the first; what the first brings, and what a device keeps, in words."""
+    recipe = Recipe()
+    recipe.lora.rank, recipe.lora.targets = 12, ["k_proj", "down_proj"]
+    recipe.rollout.engines, recipe.rollout.tensor_parallel, recipe.cluster.placement = 2, 2, "disaggregated"
+    model = DENSE | {"vocab_size": 2**24}
+    asked = {"counts": None, "asker": None}  # nobody is asked
+    found, (note,) = _links(recipe, model, device=device_named("H100"), **asked)  # type: ignore[arg-type]
+    size = 2 * 12 * 2 * (64 + 64 + 64 + 96)
+    assert (found.route, found.sent, found.received, found.total) == ("adapters", size, size, 4 * size)
+    assert "exported: 4.0 GiB to each" in note and note.endswith(
+        f"not counted: {size / 12 * 16 / 2**20:.1f} MiB at most."
+    )
+    for changed, name in ((model | {"num_experts": 8, "num_experts_per_tok": 2}, "H100"), (model, "910B")):
+        found, (note,) = _links(recipe, changed, device=device_named(name), **asked)  # type: ignore[arg-type]
+        assert found.route == "export" and note.startswith("exchange.adapters=auto: engines are sent merged weights, ")
+
+
+def test_each_rank_holds_its_part() -> None:
+    """Rows over four ranks; of two key/value heads each twice; of what is not cut all."""
+    from megarl.engines.vllm_adapters import _share
+
+    rows = torch.arange(8)[:, None]
+    assert [_share(rows, 0, 2, rank, 4)[:, 0].tolist() for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [_share(rows, 0, 4, rank, 4)[0, 0].item() for rank in range(4)] == [0, 0, 4, 4]
+    assert all(_share(rows, 0, 8, rank, 4).equal(rows) for rank in range(4))
+    assert _share(rows.T, 1, 2, 3, 4).tolist() == [[6, 7]]
