@@ -88,21 +88,24 @@ def check(engines: Engines, trainers: Trainers, layout: dict[str, Any]) -> None:
     session = trainers.call("open_planned", engines.receivers, options)[0]
     engines.all("connect_exchange", session)
     former: list[Any] = []
-    for version in (1, 2, 3):
-        trainers.call("change", version)
+    # The last time they are the same: what layers had before vLLM repacked them is compared below, and a router's bias, which
+    # comes after the experts by either route, was then that of the update before.
+    for version in (1, 2, 3, 4):
+        if version < 4:
+            trainers.call("change", version)
         sending: Future[list[Any]] = trainers.begin("send_planned", version)
         received = together(engines.all("update_weights", version))
         sent = together(sending.result(PATIENCE))
         compare_planned(sent, received)
         assert received.checked == sent.checked > 0, layout
         own = engines.all("rpc", "digests")
-        assert all(one != other for one, other in zip(own, former, strict=False)), "the weights changed"
+        assert version == 4 or all(one != other for one, other in zip(own, former, strict=False)), "the weights changed"
         former = own
         engines.all("generate", make_requests(2))
     engines.all("rpc", "forget_names")
     engines.all("connect_exchange", trainers.call("open_export", engines.receivers)[0])
-    exporting = trainers.begin("send_export", 4)
-    reports = engines.all("update_weights", 4)
+    exporting = trainers.begin("send_export", 5)
+    reports = engines.all("update_weights", 5)
     compare_reports(exporting.result(PATIENCE)[0], {f"e{number}": report for number, report in enumerate(reports)})
     for number, (planned, exported) in enumerate(zip(former, engines.all("rpc", "digests"), strict=True)):
         for rank, (one, other) in enumerate(zip(planned, exported, strict=True)):
