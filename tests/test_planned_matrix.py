@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megarl.exchange.session import compare_planned, compare_reports, together
-from tests.engine_process import EngineProcess, build_model, make_requests, spec
+from tests.engine_process import VOCABULARY, EngineProcess, build_model, make_requests, spec
 from tests.megatron_layouts import LAYOUTS, PARITY
 from tests.planned_live import Trainers
 
@@ -71,6 +71,8 @@ def test_bit_equality_over_the_matrix(engines: Engines, processes: int, tmp_path
         for one in PARITY
         if one["model"] == model and one["processes"] == processes
     ]
+    if model == "deepseek_v3":  # whose vocabulary mbridge cannot pad
+        layouts = [layout for layout in layouts if VOCABULARY % layout.get("tensor_parallel", 1) == 0]
     assert layouts
     for first in range(0, len(layouts), AT_A_TIME):
         some = layouts[first : first + AT_A_TIME]
