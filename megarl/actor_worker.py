@@ -297,7 +297,8 @@ class ActorWorker(Worker):
 
     def open_exchange(self, receivers: list[tuple[str, str]], route: str) -> Session | str | None:
         """Become a sender to `receivers` (name, host id), in place of what this was before: rank 0 alone (`route` "export",
-        or "adapters"), or every rank ("planned"). Returns, on rank 0, what receivers need to connect; or why nothing can be planned."""
+        or "adapters"), or every rank ("planned"). Returns, on rank 0, what receivers need to connect; or why nothing can be
+        planned."""
         exchange, host = self.recipe.exchange, os.environ["MASTER_ADDR"]
         self.planned, self.adapters, self.first_sent = route == "planned", route == "adapters", None
         self._close_sender()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import os
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +20,7 @@ from megarl.config import Recipe, load_recipe
 from megarl.config.critic import critic_view
 from megarl.config.errors import blaming_input
 from megarl.config.judge import JUDGE
+from megarl.config.paths import with_absolute_paths
 from megarl.controller import Controller, Layout
 from megarl.critic import Critic
 from megarl.engines.specs import fixed_models
@@ -47,36 +46,6 @@ from megarl.teacher import Teacher
 
 TRAINER = "megarl.actor_worker:ActorWorker"
 CRITIC = "megarl.critic_worker:CriticWorker"
-
-
-def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe with paths that mean the same in every process, whatever directory it starts in."""
-
-    def absolute(path: str) -> str:
-        return os.path.abspath(os.path.expanduser(path))
-
-    data, model, critic, teacher, judge = recipe.data, recipe.model, recipe.critic, recipe.teacher, recipe.judge
-    weights = recipe.exchange.directory
-    return dataclasses.replace(
-        recipe,
-        runs_dir=absolute(recipe.runs_dir),
-        exchange=dataclasses.replace(recipe.exchange, directory=absolute(weights) if weights else None),
-        model=dataclasses.replace(
-            model, path=absolute(model.path), tokenizer=absolute(model.tokenizer) if model.tokenizer else None
-        ),
-        critic=dataclasses.replace(critic, model_path=absolute(critic.model_path) if critic.model_path else None),
-        teacher=dataclasses.replace(teacher, path=absolute(teacher.path) if teacher.path else None),
-        judge=dataclasses.replace(judge, path=absolute(judge.path) if judge.path else None),
-        data=dataclasses.replace(
-            data,
-            train_files=[absolute(file) for file in data.train_files],
-            mix={
-                name: dataclasses.replace(part, files=[absolute(file) for file in part.files])
-                for name, part in data.mix.items()
-            },
-            eval_files=[absolute(file) for file in data.eval_files],
-        ),
-    )
 
 
 @contextlib.contextmanager

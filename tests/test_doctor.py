@@ -19,6 +19,7 @@ from megarl.checks.finding import Finding, Needs, fail, ok, warning
 from megarl.checks.machine import Machine
 from megarl.checks.versions import nearest_set
 from megarl.cluster.topology import DEFAULT_PORT
+from megarl.config.paths import with_absolute_paths
 from megarl.config.schema import ExchangeConfig
 from megarl.doctor import command, network, system
 from megarl.doctor.nodes import NodeReport, compared
@@ -27,7 +28,6 @@ from megarl.doctor.versions import PYTHON, SETS
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.found import platform_of
 from megarl.platform.kinds import KINDS, NPU
-from megarl.run import with_absolute_paths
 from tests.doctor_machine import FakeMachine, cpu_machine, npu_machine
 from tests.test_cluster_multinode import node  # noqa: F401 - a fixture
 

@@ -13,11 +13,12 @@ from megarl.checks.check import run_check, within
 from megarl.checks.finding import Finding, Needs, fail, warning
 from megarl.checks.machine import Machine
 from megarl.config import Recipe
+from megarl.config.paths import with_absolute_paths
 from megarl.doctor.catalogue import CHECKS
 from megarl.doctor.nodes import NodeReport, look_everywhere, report_of
 from megarl.doctor.recipe import ALL_NODES, device_demand, needs_of, run_name, stages
 from megarl.doctor.system import write_token
-from megarl.run import load, with_absolute_paths
+from megarl.run import load
 
 _PREFLIGHT_SECONDS = 3600.0  # as long as reading and tokenising the data takes: what the run is spared then
 _WIDTH = 18  # of the column of names

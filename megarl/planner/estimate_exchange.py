@@ -15,7 +15,8 @@ def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cos
     """Weights to all engines.
 
     Planned: through the host's memory, out of the device that sends the most and into the one that receives the most; and
-    over the network, as much of it as of all bytes. Else as mbridge exports: every trainer gathers every weight, rank 0 hands them over through the host's memory,
+    over the network, as much of it as of all bytes. Else as mbridge exports: every trainer gathers every weight, rank 0
+    hands them over through the host's memory,
     and engines of other nodes have them over the network; none of it at the same time.
     """
     device = trainers.device

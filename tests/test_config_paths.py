@@ -1,0 +1,17 @@
+"""Paths of a recipe mean the same in every process."""
+
+from pathlib import Path
+
+from megarl.config.paths import with_absolute_paths
+from megarl.config.schema import Recipe
+
+
+def test_what_is_given_becomes_absolute_and_what_is_not_stays_away(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    recipe = Recipe(runs_dir="runs")
+    recipe.model.path, recipe.exchange.directory, recipe.data.train_files = "~/model", "weights", ["a.parquet"]
+    made = with_absolute_paths(recipe)
+    assert (made.runs_dir, made.exchange.directory) == (str(tmp_path / "runs"), str(tmp_path / "weights"))
+    assert (made.model.path, made.data.train_files) == ("/home/me/model", [str(tmp_path / "a.parquet")])
+    assert made.model.tokenizer is None and made.judge.path is None and with_absolute_paths(made) == made

@@ -1,0 +1,143 @@
+"""The consoles of a run: what a person, or a log, reads of it."""
+
+from __future__ import annotations
+
+import io
+import math
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.observe import console as console_module
+from megarl.observe.console import LiveConsole, Pace, PlainConsole, clock, figures, short
+from megarl.observe.log import RunLog
+from tests.test_observe_log import make_recipe
+
+STEP = {
+    "critic/rewards/mean": 0.5125,
+    "response_length/mean": 231.4,
+    "response_length/clip_ratio": 0.031,
+    "rollout/logprob_gap_mean": 1.2e-4,
+    "perf/throughput": 23456.0,
+    "timing_s/gen": 3.0,
+    "timing_s/update_actor": 2.0,
+    "timing_s/step": 6.0,
+}
+
+
+def test_plain_console_says_one_line_a_step() -> None:
+    stream = io.StringIO()
+    plain = PlainConsole("run", 0, 11, stream)
+    plain.reached("trainers have the model", 14.2)
+    plain.step(0, {"eval/greedy": 0.25, "timing_s/step": 100.0})
+    plain.step(1, STEP)
+    plain.notice("look [bold]here[/bold]", True)
+    first, start, before, line, notice = stream.getvalue().splitlines()
+    assert first == "run: starts with step 1 of 11" and start == "start 0:14 | trainers have the model"
+    assert before.startswith("before step 1 | eval/greedy 0.250 | 100.0 s | left -")
+    for part in ("step 1/11", "reward 0.512", "length 231", "cut 3%", "gap 1.2e-04", "23.46k", "gen 3.0", "left 1:00"):
+        assert part in line
+    assert notice == "WARNING: look [bold]here[/bold]"
+
+
+def test_how_far_a_start_has_come_is_said_and_not_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunLog(make_recipe(), tmp_path, 1, 2) as log:
+        log.reached("trainers have the model")
+    assert "start 0:00 | trainers have the model\n" in capsys.readouterr().out
+    assert "trainers have" not in log.run_dir.notices.read_text()
+
+
+def test_where_a_run_begins() -> None:
+    for done, said in ((0, "starts with step 1 of 6"), (4, "goes on with step 5 of 6"), (6, "all of 6 steps done")):
+        stream = io.StringIO()
+        PlainConsole("run", done, 6, stream)
+        assert stream.getvalue() == f"run: {said}\n"
+
+
+def test_a_live_console_names_the_step_that_is_under_way(capsys: pytest.CaptureFixture[str]) -> None:
+    """And of the figures below it, after which step they are."""
+    stream = io.StringIO()
+    live = LiveConsole("run", 0, 2, stream)
+
+    def shown() -> str:
+        stream.truncate(0)
+        live._live.refresh()
+        return stream.getvalue()
+
+    live.phase("start")
+    live.reached("trainers have the model", 3.0)
+    assert "step 1/2" in (said := shown()) and "0:03: trainers have the model" in said and "step 0" not in said
+    live.step(0, {"eval/greedy": 0.25})
+    assert "step 1/2" in (said := shown()) and "before step 1" in said and "trainers" not in said
+    live.step(1, STEP)
+    assert "step 2/2" in (said := shown()) and "after step 1" in said
+    live.step(2, STEP)
+    assert "step 2/2" in (said := shown()) and "after step 2" in said
+    live.close()
+
+
+def test_live_console_shows_the_run_and_restores_the_terminal() -> None:
+    stream, stdout, before = io.StringIO(), sys.stdout, set(threading.enumerate())
+    with pytest.raises(RuntimeError):
+        live = LiveConsole("my run", 0, 11, stream)
+        try:
+            live.phase("gen")
+            live.step(1, STEP)
+            live.notice("tags [red]stay[/red]", True)
+            print("printed by a library")
+            live._live.refresh()
+            raise RuntimeError
+        finally:
+            live.close()
+    live.close()  # a second time does nothing
+    assert sys.stdout is stdout, "prints go where they went before"
+    patience = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < patience:
+        time.sleep(0.01)  # rich tells its thread to stop and does not wait for it
+    assert set(threading.enumerate()) <= before, "none of its own is left; others may have ended"
+    shown = stream.getvalue()
+    for part in (
+        "my run",
+        "step 2/11",
+        "after step 1",
+        "left 1:00",
+        "0.512",
+        "tags [red]stay[/red]",
+        "1 warning",
+        "library",
+    ):
+        assert part in shown
+    assert shown.rfind("\x1b[?25h") > shown.rfind("\x1b[?25l"), "the cursor must be visible in the end"
+
+
+def test_a_killed_live_run_leaves_the_cursor(tmp_path: Path) -> None:
+    """SIGKILL runs no cleanup, so the cursor may not be hidden while the display is up."""
+    stream = io.StringIO()
+    live = LiveConsole("run", 0, 2, stream)
+    for _ in range(3):
+        live._live.refresh()
+    shown = stream.getvalue()
+    live.close()
+    assert shown.rfind("\x1b[?25h") >= shown.rfind("\x1b[?25l")
+
+
+def test_auto_is_plain_where_there_is_no_terminal() -> None:
+    recipe = make_recipe(console="auto")
+    assert isinstance(console_module.make_console(recipe, 0, 1, io.StringIO()), PlainConsole)
+
+
+def test_numbers_for_people() -> None:
+    assert [clock(seconds) for seconds in (None, 75, 3700, 100000)] == ["-", "1:15", "1:01:40", "1d 3:46:40"]
+    assert [short(value) for value in (0.12345, 9876.0, 23456.0, 1.5e6)] == ["0.1235", "9876", "23.46k", "1.5M"]
+    assert figures({"eval/pass@1": 0.5, "critic/rewards/mean": math.nan}) == [
+        ("eval/pass@1", "0.500"),
+        ("reward", "nan"),
+    ]
+    pace = Pace(10, 20)
+    assert pace.left() is None
+    pace.done(11, 2.0)
+    pace.done(12, 4.0)
+    assert pace.left() == 24.0
