@@ -1,6 +1,7 @@
 """A planned update against today's practice, on the same trainers and the same engine, in one run.
 
     python -m benchmarks.exchange [--layout TP2xPP2|EP4] [--engine TP2|EP2] [--transport auto|collective] [--parameters 224]
+    python -m benchmarks.exchange --fingerprints 60 ...  # their cost: so many updates with, and as many without, in turns
 
 The other route is mbridge's export on all ranks, rank 0's shared memory, and vLLM's `load_weights` (`exchange.route:
 export`). Both begin when all are ready and end when the engine has loaded; they take turns, after one update of each that
@@ -11,11 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megarl.exchange.session import compare_planned, compare_reports, together
 from tests.engine_process import EngineProcess, spec
@@ -88,51 +93,100 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     try:
         process.replace("megarl.engines.vllm", "build_engine_args", "with_digests")  # and `set_fingerprints`
         started = process.begin("start", spec(path, load_weights=False, **ENGINES[arguments.engine]))
-        info = started.result(PATIENCE)
-        options = {"bucket_mb": arguments.bucket_mb, "timeout": 600.0, "transport": arguments.transport}
-        seconds: dict[str, list[float]] = {"planned": [], "without fingerprints": [], "export": []}
-        for turn in range(arguments.rounds):
-            connect(process, trainers.call("open_planned", info["receivers"], options)[0])
-            planned(process, trainers, 10 * turn)  # checked, and connects
-            for number in range(1, 7):  # in turns
-                kind = ("planned", "without fingerprints")[number % 2]
-                trainers.call("set_fingerprints", kind == "planned")
-                process.begin("rpc", "set_fingerprints", kind == "planned").result(PATIENCE)
-                took, sent, received = planned(process, trainers, 10 * turn + number)
-                seconds[kind].append(took)
-            connect(process, trainers.call("open_export", info["receivers"])[0])
-            others = [exported(process, trainers, 10 * turn + number) for number in (7, 8)]
-            seconds["export"].append(others[1][0])
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        ranks = ENGINES[arguments.engine]["tensor_parallel"]
-        return {
-            "parameters": count,
-            "layout": arguments.layout,
-            "engine": arguments.engine,
-            "transport": arguments.transport,
-            "times_faster": round(medians["export"] / medians["planned"], 1),
-            "fingerprints": round(1 - medians["without fingerprints"] / medians["planned"], 3),
-            "bytes_to_an_engine_rank_over_export": round(received.bytes / ranks / others[-1][1].bytes, 3),
-            "sent_once": sent.bytes == received.bytes or round(received.bytes / sent.bytes, 2),
-            "phases": {
-                side: {phase: round(value / medians["planned"], 2) for phase, value in one.seconds.items()}
-                for side, one in (("trainers", sent), ("engine", received))
-            },
-            "seconds": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
-        }
+        receivers = started.result(PATIENCE)["receivers"]
+        names = ("layout", "engine", "transport")
+        found = {"parameters": count, **{name: getattr(arguments, name) for name in names}}
+        if arguments.fingerprints:
+            return found | fingerprints(process, trainers, receivers, arguments)
+        return found | both_routes(process, trainers, receivers, arguments)
     finally:
         trainers.close()
         process.process.kill()
+
+
+def open_planned(process: EngineProcess, trainers: Trainers, receivers: Any, arguments: argparse.Namespace) -> None:
+    options = {"bucket_mb": arguments.bucket_mb, "timeout": 600.0, "transport": arguments.transport}
+    connect(process, trainers.call("open_planned", receivers, options)[0])
+
+
+def both_routes(
+    process: EngineProcess, trainers: Trainers, receivers: Any, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {"planned": [], "export": []}
+    for turn in range(arguments.rounds):
+        open_planned(process, trainers, receivers, arguments)
+        planned(process, trainers, 10 * turn)  # checked, and connects
+        for number in range(1, 4):
+            took, sent, received = planned(process, trainers, 10 * turn + number)
+            seconds["planned"].append(took)
+        connect(process, trainers.call("open_export", receivers)[0])
+        others = [exported(process, trainers, 10 * turn + number) for number in (7, 8)]
+        seconds["export"].append(others[1][0])
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ranks = ENGINES[arguments.engine]["tensor_parallel"]
+    return {
+        "times_faster": round(medians["export"] / medians["planned"], 1),
+        "bytes_to_an_engine_rank_over_export": round(received.bytes / ranks / others[-1][1].bytes, 3),
+        "sent_once": sent.bytes == received.bytes or round(received.bytes / sent.bytes, 2),
+        "phases": {
+            side: {phase: round(value / medians["planned"], 2) for phase, value in one.seconds.items()}
+            for side, one in (("trainers", sent), ("engine", received))
+        },
+        "seconds": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
+    }
+
+
+def fingerprints(
+    process: EngineProcess, trainers: Trainers, receivers: Any, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """What they take of an update: of its seconds, and of the CPU seconds of all processes, which other work on the machine
+    disturbs less. Updates come in fours, with, without, without, with, so that a drift of the machine adds nothing."""
+    spent: dict[str, dict[bool, list[float]]] = {"seconds": {True: [], False: []}, "cpu_seconds": {True: [], False: []}}
+    open_planned(process, trainers, receivers, arguments)
+    planned(process, trainers, 0)  # checked, and connects
+    for number in range(2 * arguments.fingerprints + 4):
+        on = number % 4 in (0, 3)
+        trainers.call("set_fingerprints", on)
+        process.begin("rpc", "set_fingerprints", on).result(PATIENCE)
+        before = cpu_seconds()
+        took, _, _ = planned(process, trainers, 1 + number)
+        if number >= 4:  # the first four warm up
+            spent["seconds"][on].append(took)
+            spent["cpu_seconds"][on].append(cpu_seconds() - before)
+    return {"updates_of_each": arguments.fingerprints} | {kind: _share(values) for kind, values in spent.items()}
+
+
+def cpu_seconds() -> float:
+    """Of all processes that this one has started, and theirs."""
+    own = [one.cpu_times() for one in psutil.Process().children(recursive=True)]
+    return sum(times.user + times.system for times in own)
+
+
+def _share(values: dict[bool, list[float]]) -> dict[str, float]:
+    """The part of the medians that goes to fingerprints, and the standard error of that part, of resampled updates."""
+    source = random.Random(0)
+
+    def share(sample: Callable[[list[float]], list[float]]) -> float:
+        return 1 - statistics.median(sample(values[False])) / statistics.median(sample(values[True]))
+
+    resampled = [share(lambda one: source.choices(one, k=len(one))) for _ in range(1000)]
+    return {
+        "with": round(statistics.median(values[True]), 3),
+        "without": round(statistics.median(values[False]), 3),
+        "share": round(share(list), 3),
+        "standard_error": round(statistics.stdev(resampled), 3),
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", choices=LAYOUTS, default="TP2xPP2")
     parser.add_argument("--engine", choices=ENGINES, default="EP2")
-    parser.add_argument("--transport", choices=["auto", "collective"], default="auto")
+    parser.add_argument("--transport", choices=["auto", "collective", "device"], default="auto")
     parser.add_argument("--parameters", type=int, default=224, help="in millions")
     parser.add_argument("--bucket-mb", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--fingerprints", type=int, default=0, metavar="UPDATES")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         print(json.dumps(measure(arguments, Path(directory)), indent=1))

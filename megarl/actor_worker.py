@@ -305,7 +305,7 @@ class ActorWorker(Worker):
         if self.planned:
             from megarl.megatron.planned_weights import open_sender
 
-            opened = open_sender(self.trainer.model, exchange, receivers, host)
+            opened = open_sender(self.trainer.model, exchange, receivers, host, self.platform.name)
             if isinstance(opened, str):
                 return opened
             self.sender = opened

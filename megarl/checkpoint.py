@@ -97,6 +97,18 @@ def find_checkpoint(resume: str, folder: Path, *, checksums: bool, notice: Calla
     return None
 
 
+def how_to_go_on(folder: Path, resume: str) -> str:
+    """A line for the end of a run that failed, with `train.resume` as given: its last whole checkpoint, by presence and sizes
+    of files, and how to go on from there."""
+    key = "" if resume == "auto" else " with train.resume=auto"
+    for path in reversed(list_checkpoints(folder)):
+        if find_damage(path, checksums=False) is None:
+            return f"Last whole checkpoint: step {checkpoint_step(path)}, {path}. Go on from it: the same command{key}."
+    if resume not in ("never", "auto"):
+        return f"No checkpoint was written to {folder} after {resume}, from which the same command goes on again."
+    return f"No checkpoint was written to {folder}: the same command{key} begins anew (train.save_every writes them)."
+
+
 def _named_checkpoint(path: Path, checksums: bool) -> Path:
     if _NAME.search(path.name) is None:
         raise ValueError(

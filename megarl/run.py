@@ -12,13 +12,13 @@ from typing import Any
 
 from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
-from megarl.checkpoint import check_whole, checkpoint_name, list_checkpoints
+from megarl.checkpoint import check_whole, checkpoint_name, how_to_go_on, list_checkpoints
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
 from megarl.cluster.placement import Demand
 from megarl.config import Recipe, load_recipe
 from megarl.config.critic import critic_view
-from megarl.config.errors import blaming_input
+from megarl.config.errors import InputError, RecipeError, blaming_input
 from megarl.config.judge import JUDGE
 from megarl.config.paths import with_absolute_paths
 from megarl.controller import Controller, Layout
@@ -82,7 +82,7 @@ def train(recipe: Recipe) -> Path:
             recipe, identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
         )
         log = RunLog(recipe, place.directory, first_step=place.first_step, total_steps=recipe.train.steps)
-    with log:
+    with log, _naming_checkpoint(recipe, place.directory):
         for notice in [*prepared.notices, *place.notices, *environment_notices(recipe, platform)]:
             log.notice(notice)
         rl = recipe.train.source == "rollout"
@@ -99,6 +99,22 @@ def train(recipe: Recipe) -> Path:
             if controller.critic is not None:
                 controller.critic.workers.shutdown()
     return place.directory.path
+
+
+@contextlib.contextmanager
+def _naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
+    """What a run fails of gets a note, for whoever shows it, that says what is left of the run and how to go on."""
+    try:
+        yield
+    except (RecipeError, InputError):  # refused: there is nothing to go on with
+        raise
+    except Exception as error:
+        try:
+            note = how_to_go_on(directory.checkpoints.absolute(), recipe.train.resume)
+        except OSError as problem:  # as where the failure is the disk's
+            note = f"Which checkpoints there are could not be seen: {problem}"
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note is of Python 3.11
+        raise
 
 
 def evaluate_model(recipe: Recipe) -> EvaluationResult:

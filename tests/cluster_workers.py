@@ -78,6 +78,11 @@ class Reducer(Echo):
             os.kill(os.getpid(), signal.SIGKILL)
         return self.sum(1)
 
+    def stop_in_collective(self, rank):
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return self.sum(1)
+
     def raise_in_collective(self, rank):
         if self.rank == rank:
             raise ValueError("this rank has had enough")
@@ -163,13 +168,14 @@ def wait_until(condition, seconds):
 
 def torchrun(scenario, logs):
     """Under torchrun: what a test needs of a good group, then one failure."""
-    from megarl.cluster import ClusterError, torchrun, torchrun_rank
+    from megarl.cluster import ClusterError, stopped, torchrun, torchrun_rank
     from megarl.cluster.devices import LocalDevices
 
     if not torchrun_rank.is_controller():
         torchrun_rank.serve(logs)
         return
     devices = LocalDevices("TEST_VISIBLE_DEVICES", [2])
+    stopped.LOOK_SECONDS = 0.3  # what takes half a minute takes three seconds here
     with torchrun.TorchrunCluster(
         2, logs, devices, trainer_env={"ROLE": "trainer"}, service_env={"ROLE": "engine"}
     ) as cluster:

@@ -4,9 +4,9 @@ The test's process plays the trainer: it holds the Hugging Face model, changes i
 exchange.
 """
 
-import importlib
 import multiprocessing
 import os
+import pkgutil
 import threading
 import time
 import traceback
@@ -49,8 +49,9 @@ def serve(connection):
         return state["finished"]
 
     def replace(module, name, function):
-        """Put ``function``, of this file, in the place of a function of `module`; None puts the old one back."""
-        owner = importlib.import_module(module)
+        """Put ``function``, of this file, in the place of a function of `module`, or of a class there ("module:Class");
+        None puts the old one back."""
+        owner = pkgutil.resolve_name(module)
         former = state.setdefault((module, name), getattr(owner, name))
         setattr(owner, name, former if function is None else globals()[function])
 
@@ -122,16 +123,16 @@ class SwappingKeyAndValue:
         return PackedLoRALayerWeights.pack([loras[0], *reversed(loras[1:])])
 
 
-def flipping(data):
+def flipping(_, memory):
     """For `replace`: a fingerprint, of bytes of which one bit flipped on its way."""
-    from megarl.exchange.fingerprint import fingerprint
+    from megarl.exchange.fingerprint import Passing
 
-    changed = data.copy()
+    changed = memory.clone()
     changed[len(changed) // 2] ^= 8
-    return fingerprint(changed)
+    return Passing(changed)
 
 
-def dying(data):
+def dying(_, memory):
     """For `replace`: an engine that dies when it has got a bucket."""
     os._exit(9)
 

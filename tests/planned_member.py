@@ -43,7 +43,7 @@ def main() -> None:
     case = json.loads(sys.argv[1])
     SHAPES.update({name: tuple(shape) for name, shape in case["shapes"].items()})
     if case["session"] is None:
-        session, store = met(case["shm_dir"], case["places"], timeout=case["timeout"])
+        session, store = met(case["shm_dir"], case["places"], **case["options"])
     else:
         session, store = PlannedSession.from_json(json.dumps(case["session"])), None
     exchange = Exchange(session, store, case["trainers"], case["engines"])

@@ -101,9 +101,9 @@ def met(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[
     """`places`: host of each of the four engine ranks; "here" is the trainers'."""
     here = host_id(str(shm_dir))
     hosts = [here if place == "here" else place for place in places or ["here"] * 4]
-    settings = {"transport": "auto", "bucket_bytes": 2048, "timeout": 20.0, "check_every": 0, **options}
+    settings = {"transport": "auto", "bucket_bytes": 2048, "timeout": 20.0, "check_every": 0, "silence": 8.0, **options}
     receivers = [(f"e{rank // 2}/{rank % 2}", host) for rank, host in enumerate(hosts)]
-    return meet("127.0.0.1", [here] * 4, receivers, shm_dir=str(shm_dir), **settings)
+    return meet(settings.pop("host", "127.0.0.1"), [here] * 4, receivers, shm_dir=str(shm_dir), **settings)
 
 
 class Exchange:

@@ -47,7 +47,8 @@ class Trainer:
         if self.planned is not None:
             self.planned.close()
         exchange = ExchangeConfig(**options)
-        self.planned = open_sender(self.trainer.model, exchange, [tuple(one) for one in receivers], "127.0.0.1")
+        endpoints = [tuple(one) for one in receivers]
+        self.planned = open_sender(self.trainer.model, exchange, endpoints, "127.0.0.1", "cpu")
         assert not isinstance(self.planned, str), self.planned
         return self.planned.session
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.checkpoint import find_checkpoint, list_checkpoints, load_state, set_aside_later
+from megarl.checkpoint import find_checkpoint, how_to_go_on, list_checkpoints, load_state, set_aside_later
 from megarl.config.errors import RecipeError
 from megarl.config.load import to_yaml
 from megarl.config.schema import Recipe
@@ -278,3 +278,21 @@ def test_images_and_experts_of_waiting_groups_survive(tmp_path: Path) -> None:
             assert before.dtype == after.dtype and np.array_equal(before, after)
         assert np.array_equal(vectors.routed_experts, np.arange(10).reshape(5, 1, 2))
     assert all(vectors.images is vectors.routed_experts is None for vectors in without.group.samples[0].data.get())
+
+
+def test_the_end_of_a_failed_run_names_what_is_left(tmp_path: Path) -> None:
+    """Never what a resume would pass over."""
+    none = f"No checkpoint was written to {tmp_path}: the same command"
+    assert how_to_go_on(tmp_path, "never").startswith(f"{none} with train.resume=auto begins anew")
+    assert how_to_go_on(tmp_path, "auto").startswith(f"{none} begins anew")
+    assert how_to_go_on(tmp_path, "/old/step_000001").startswith(
+        f"No checkpoint was written to {tmp_path} after /old/step_000001, from which"
+    )
+    one = saver(tmp_path)
+    one.save(4, state())
+    one.save(5, state())
+    (tmp_path / "step_000005" / "trainer" / "tensors_1").unlink()
+    left = f"Last whole checkpoint: step 4, {tmp_path}/step_000004. Go on from it: the same command"
+    assert how_to_go_on(tmp_path, "never") == f"{left} with train.resume=auto."
+    assert how_to_go_on(tmp_path, "auto") == f"{left}."
+    assert how_to_go_on(tmp_path, "/old/step_000001") == f"{left} with train.resume=auto."

@@ -91,6 +91,21 @@ def test_the_first_cause_is_told_within_seconds(connect, method, says):
     assert wait_until(lambda: not any(map(alive, pids)), 5)  # an engine's own child too
 
 
+def test_a_trainer_that_is_stopped_is_named(connect, monkeypatch):
+    """It closes no connection and answers nothing, and a collective of the others gives up after half an hour."""
+    from megarl.cluster import stopped
+
+    monkeypatch.setattr(stopped, "LOOK_SECONDS", 0.3)
+    group = connect(2).start_trainers("tests.cluster_workers:Reducer", 2, (), {})
+    pids = [place[1] for place in group.call("identify")]
+    began = time.monotonic()
+    says = rf"trainer rank 1 on .* \(pid {pids[1]}\) failed: its process has been stopped for 3 s in stop_in_collective"
+    with pytest.raises(WorkerFailed, match=says):
+        group.call("stop_in_collective", 1)
+    assert time.monotonic() - began < 15
+    assert wait_until(lambda: not any(map(alive, pids)), 5)
+
+
 def test_a_constructor_that_raises_is_told(connect):
     with pytest.raises(WorkerFailed, match="TypeError"):
         connect(1).start_trainers("tests.cluster_workers:Engine", 1, (), {})

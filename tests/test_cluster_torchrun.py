@@ -59,6 +59,10 @@ def test_a_good_run(launch, tmp_path):
     [
         ("die_in_collective", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
         ("raise_in_collective", "WorkerFailed trainer rank 1 on .* failed: ValueError: this rank has had enough"),
+        (
+            "stop_in_collective",
+            r"WorkerFailed trainer rank 1 on .* \(pid \d+\) failed: its process has been stopped for 3 s",
+        ),
         ("trainer_dies_polled", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
         ("trainer_dies_unpolled", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
         ("engine_dies", r"ServiceDied service engine0 on .* died: .*SIGKILL"),

@@ -142,8 +142,9 @@ def test_an_engine_says_why_it_takes_no_planned_weights(
         ["e/0", "host"] if method == "megarl_endpoint" else "lm_head is odd",
     ]
     session = PlannedSession(
-        host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto", check_every=0
-    )
+        host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
+        check_every=0, silence=8,
+    )  # fmt: skip
     asked = engine(monkeypatch, layer_filling=layer_filling)
     asked.start()
     told = asked.connect_exchange(session)

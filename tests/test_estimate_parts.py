@@ -293,6 +293,10 @@ def test_an_exchange_sends_what_is_planned() -> None:
     assert found.parts == pytest.approx({"links": 1e6 / 1e8, "host": 5e6 / 1e9}), (
         "1 MB over the network, 5 through the host"
     )
+    apart = exchange(trainers(exchange__transport="device"), engines(), planned)
+    assert apart.parts == pytest.approx({"links": 1e6 / 1e8 + 3e6 / 1e9}), (
+        "the rest over links, and fingerprints meanwhile"
+    )
     whole = exchange(trainers(2), engines(), None)
     size = 2 * (1600 + 2000)
     assert whole.parts == pytest.approx({"links": size / 2 / 1e9, "host": 2 * size / 1e9})

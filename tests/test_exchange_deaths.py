@@ -34,16 +34,20 @@ class Split:
     """An exchange of which `trainers` and `engines` are in a process of their own, all others in this one."""
 
     def __init__(self, shm_dir: Any, places: list[str], trainers: list[int], engines: list[int], **fault: Any) -> None:
-        shapes = fault.pop("shapes", {})
+        shapes, inside = (
+            fault.pop("shapes", {}),
+            fault.pop("inside", []),
+        )  # a command that the process is started through
         here = [[rank for rank in range(4) if rank not in there] for there in (trainers, engines)]
-        session, store = met(shm_dir, places, timeout=TIMEOUT, bucket_bytes=1 << 21) if 0 in here[0] else (None, None)
+        options = {"timeout": TIMEOUT, "silence": fault.pop("silence", 8.0), "host": fault.pop("host", "127.0.0.1")}
+        session, store = met(shm_dir, places, bucket_bytes=1 << 21, **options) if 0 in here[0] else (None, None)
         case = {
             "trainers": trainers, "engines": engines, "shapes": shapes, "shm_dir": str(shm_dir), "places": places,
-            "session": session and json.loads(session.to_json()), "timeout": TIMEOUT,
+            "session": session and json.loads(session.to_json()), "options": options,
             "place": None, "signal": signal.SIGKILL, "before": False, **fault,
         }  # fmt: skip
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.planned_member", json.dumps(case)],
+            [*inside, sys.executable, "-m", "tests.planned_member", json.dumps(case)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
@@ -131,11 +135,11 @@ def test_a_death_ends_the_update_everywhere(tmp_path, monkeypatch, party, places
         pytest.param(signal.SIGSTOP, "trainer 0 gave no sign of life for 2 s", marks=pytest.mark.slow),
     ],
 )
-def test_trainer_0_whom_all_others_hear_of(tmp_path, monkeypatch, number, words):
+def test_trainer_0_whom_all_others_hear_of(tmp_path, number, words):
     """A store that is stopped answers nothing, and torch's client would wait for it for ever."""
-    monkeypatch.setattr(vigil, "MISSING_BEATS", 2)
     all_but_one = [0, 1, 2, 3], [0, 1, 2]  # who would share a connection's end with others here
-    with split(tmp_path, HERE, *all_but_one, place="outbox.Outbox.send", before=True, signal=number) as one:
+    fault = {"place": "outbox.Outbox.send", "before": True, "signal": number, "silence": 2.0}
+    with split(tmp_path, HERE, *all_but_one, **fault) as one:
         (told,) = struck(one, SECONDS + 3)
     found = rf"trainer 0\) broke \(Dist.*\): {words}.* \(this process waited for e1/1: a bucket from trainers"
     assert re.search(found, told) and consequence(told), told
@@ -143,9 +147,8 @@ def test_trainer_0_whom_all_others_hear_of(tmp_path, monkeypatch, number, words)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [([3], []), ([], [3])])
-def test_whoever_is_stopped_is_found_by_missing_beats(tmp_path, monkeypatch, ranks):
-    monkeypatch.setattr(vigil, "MISSING_BEATS", 2)
-    fault = {"place": "collective.BroadcastGroup.start", "before": True, "signal": signal.SIGSTOP}
+def test_whoever_is_stopped_is_found_by_missing_beats(tmp_path, ranks):
+    fault = {"place": "collective.BroadcastGroup.start", "before": True, "signal": signal.SIGSTOP, "silence": 2.0}
     with split(tmp_path, APART, *ranks, **fault) as one:
         told = struck(one, SECONDS + 3)
     found = rf"\(process {one.process.pid} on .*\) gave no sign of life for 2 s in the update to version 2: it is"
@@ -154,9 +157,8 @@ def test_whoever_is_stopped_is_found_by_missing_beats(tmp_path, monkeypatch, ran
 
 
 @pytest.mark.slow
-def test_whoever_is_stopped_between_updates_is_not_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(vigil, "MISSING_BEATS", 2)
-    with split(tmp_path, HERE, [], [2, 3]) as one:
+def test_whoever_is_stopped_between_updates_is_not_lost(tmp_path):
+    with split(tmp_path, HERE, [], [2, 3], silence=2.0) as one:
         one.process.send_signal(signal.SIGSTOP)
         time.sleep(4)
         one.process.send_signal(signal.SIGCONT)

@@ -5,10 +5,11 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
+from megarl.exchange.fingerprint import PIECE, Passing, VersionFingerprint, fingerprint
 
 BLOCK = 1024  # bytes: what XXH3 mixes at a time, and more than its short forms take
 
@@ -74,3 +75,27 @@ def test_version_counts_headers_and_order():
 
     assert of(("a", "1"), ("b", "2")) == of(("a", "1"), ("b", "2"))
     assert len({of(("a", "1"), ("b", "2")), of(("b", "2"), ("a", "1")), of(("b", "1"), ("a", "2"))}) == 3
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(1, 3 * PIECE), data=st.data())
+def test_taken_in_passing_it_is_the_same(size, data):
+    """Whatever pieces memory is gone through in, and also where its end is never told."""
+    memory = random_bytes(size)
+    ends = sorted(data.draw(st.lists(st.integers(0, size), max_size=8)))
+    passing = Passing(torch.from_numpy(memory))
+    for end in ends:
+        passing.reached(end)
+    assert passing.result() == fingerprint(memory)
+
+
+def test_memory_is_read_while_it_is_in_the_cache():
+    """What comes behind a piece that was told of is not read before it is told of, too."""
+    memory = torch.zeros(4 * PIECE, dtype=torch.uint8)
+    passing = Passing(memory)
+    memory[: 2 * PIECE] = 1
+    passing.reached(2 * PIECE)
+    memory[2 * PIECE :] = 2
+    wanted = fingerprint(memory.numpy())
+    memory[:PIECE] = 7
+    assert passing.result() == wanted

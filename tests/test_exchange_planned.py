@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from megarl.exchange import check, planned_receiver
 from megarl.exchange.boxes import Describer
 from megarl.exchange.channel import Channel
 from megarl.exchange.copying import Boxes
-from megarl.exchange.hops import Hop, hops
-from megarl.exchange.plan import Stream
+from megarl.exchange.fingerprint import Fingerprints, fingerprint
+from megarl.exchange.hops import Hop, hops, most_connections, path
+from megarl.exchange.plan import Hosts, Stream
 from megarl.exchange.planned_receiver import PlannedReceiver
 from megarl.exchange.planned_sender import meet
 from megarl.exchange.session import ExchangeError, PlannedSession, compare_planned, host_id, session_of
@@ -29,7 +31,8 @@ APART = ["b", "b", "c", "c"]
 
 
 @pytest.mark.parametrize(
-    ("places", "transport"), [(HERE, "auto"), (RELAYED, "auto"), (APART, "auto"), (HERE, "collective")]
+    ("places", "transport"),
+    [(HERE, "auto"), (RELAYED, "auto"), (APART, "auto"), (HERE, "collective"), (HERE, "device")],
 )
 def test_every_element_arrives_once_and_proven(tmp_path, places, transport):
     with exchange(tmp_path, places, transport=transport) as one:
@@ -47,6 +50,26 @@ def test_every_element_arrives_once_and_proven(tmp_path, places, transport):
         assert len(once) < len(sent.streams), "replicas read what was packed for the first"
         with pytest.raises(ExchangeError, match=r"1 streams differ: 0 to e0/0: sent x, received"):
             compare_planned(replaced(sent, streams=sent.streams | {"0 to e0/0": "x"}), received)
+
+
+@pytest.mark.parametrize(("places", "transport"), [(HERE, "auto"), (APART, "auto"), (HERE, "device")])
+def test_buckets_are_where_they_belong_whatever_the_default_device(tmp_path, monkeypatch, places, transport):
+    """Around a receiver vLLM has its device as the default one, where gloo and fingerprints read nothing."""
+    begin, receive = PlannedReceiver.begin, PlannedReceiver.receive
+
+    def elsewhere(method):
+        def called(*arguments):
+            with torch.device("meta"):
+                return method(*arguments)
+
+        return called
+
+    monkeypatch.setattr(PlannedReceiver, "begin", elsewhere(begin))
+    monkeypatch.setattr(PlannedReceiver, "receive", elsewhere(receive))
+    with exchange(tmp_path, places, transport=transport) as one:
+        one.connect()
+        for version in (1, 2):
+            one.update(version)
 
 
 @pytest.mark.parametrize("places", [HERE, RELAYED])
@@ -75,17 +98,25 @@ def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
 def test_who_reads_whose_memory(tmp_path):
     session, _ = meet(
         "127.0.0.1", ["a", "a"], [("0", "a"), ("1", "a"), ("2", "b"), ("3", "b"), ("4", "c")],
-        transport="auto", bucket_bytes=1, timeout=1.0, check_every=0, shm_dir=str(tmp_path),
+        transport="auto", bucket_bytes=1, timeout=1.0, check_every=0, silence=8, shm_dir=str(tmp_path),
     )  # fmt: skip
     stream = Stream(7, 1, (0, 1, 2, 3, 4), "float32", *[torch.zeros(0).numpy()] * 3)
     assert hops(stream, session) == [
         Hop(("trainer", 1), (0, 1), 2),
         Hop(("engine", 2), (3,), 4),
     ]
+    hosts = Hosts(("a", "a"), ("a", "a", "b", "b", "c"))
+    assert [hop.remote for hop in path(1, stream.targets, hosts, shares_memory=False)] == [0, 1, 2, 3, 4]
+    made = SimpleNamespace(sources=torch.tensor([1, 0]).numpy(), targets=[stream.targets, (0, 3)], hosts=hosts)
+    assert most_connections(made, shares_memory=True) == 2, "engine 2: from trainer 1, and to engine 4"
+    assert most_connections(made, shares_memory=False) == 4, "engine 0: from both trainers, and to engines 1 and 3"
     alone = Stream(8, 0, (4,), "float32", *[torch.zeros(0).numpy()] * 3)
     assert hops(alone, session) == [Hop(("trainer", 0), (), 4)]
     with pytest.raises(ValueError, match="'0' does not share /dev/shm"):
-        meet("127.0.0.1", ["a"], [("0", "b")], transport="shared_memory", bucket_bytes=1, timeout=1.0, check_every=0)
+        meet(
+            "127.0.0.1", ["a"], [("0", "b")],
+            transport="shared_memory", bucket_bytes=1, timeout=1.0, check_every=0, silence=8,
+        )  # fmt: skip
 
 
 def failures(one: Exchange, version: int) -> list[BaseException | None]:
@@ -199,8 +230,9 @@ def test_another_version_than_expected(tmp_path):
 
 def test_checked_versions():
     session = PlannedSession(
-        host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto", check_every=3
-    )
+        host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
+        check_every=3, silence=8,
+    )  # fmt: skip
     assert [version for version in range(5, 16) if session.checked(version, 5)] == [5, 8, 11, 14]
 
 
@@ -230,15 +262,24 @@ def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
             {"exchange.route": "planned", "rollout.engine_args.enable_eplb": "true"},
             "enable_eplb=True: experts that move",
         ),
+        ({"exchange.transport": "device"}, "exchange.transport.*exchange.route=auto may send whole tensors"),
+        (
+            {"exchange.transport": "device", "exchange.route": "planned"},
+            "exchange.transport.*connects no two processes",
+        ),
         ({"exchange.directory": "x"}, "exchange.directory.*transport=auto nothing is written there"),
         ({"exchange.route": "export", "exchange.check_every": 5}, "exchange.check_every.*nothing to compare"),
+        ({"exchange.route": "export", "exchange.silence": 20}, "exchange.silence.*no signs of life"),
+        ({"exchange.silence": 20, "exchange.timeout": 20}, "exchange.silence.*every wait ends after .* = 20 s"),
+        ({"exchange.silence": 2}, "exchange.silence.*at least 3"),
     ],
 )
 def test_recipes_that_cannot_be_planned(settings, words):
     overrides = [f"{name}={value}" for name, value in settings.items()]
     with pytest.raises(RecipeError, match=f"(?s){words}"):
         load_recipe("recipes/quickstart.yaml", overrides)
-    load_recipe("recipes/quickstart.yaml", ["exchange.route=planned", "exchange.check_every=5"])
+    load_recipe("recipes/quickstart.yaml", ["exchange.route=planned", "exchange.check_every=5", "exchange.silence=60"])
+    load_recipe("recipes/quickstart.yaml", ["exchange.route=export", "exchange.timeout=5"])
 
 
 def test_boxes_are_converted_once():
@@ -248,11 +289,13 @@ def test_boxes_are_converted_once():
     stream = Stream(0, 0, (0,), "bfloat16", np.array([6]), np.array([[0, 0, 0, 1, 4, 2, 3]]), np.array([0]))
     held = torch.arange(12, dtype=torch.float32) / 3
     memory = torch.empty(12, dtype=torch.uint8)
-    Boxes(stream).pack(0, memory, lambda _: held)
+    fingerprints = Fingerprints()
+    packed = Boxes(stream).pack(0, memory, lambda _: held, fingerprints).result()
     wanted = held[1:9].view(2, 4)[:, :3].bfloat16()
     assert torch.equal(memory.view(torch.bfloat16).view(2, 3), wanted)
     target = torch.zeros(12)
-    assert Boxes(stream).unpack(0, memory, lambda _: target) == [(0, 6)]
+    written, found = Boxes(stream).unpack(0, memory, lambda _: target, fingerprints)
+    assert written == [(0, 6)] and found.result() == packed == fingerprint(memory.numpy())
     assert torch.equal(target[1:9].view(2, 4)[:, :3], wanted.float())
 
 

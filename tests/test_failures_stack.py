@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.checkpoint import checkpoint_step, list_checkpoints
 from megarl.cluster.failures import HEADER
 from tests.stack import ROOT, command, environment, run
 from tests.test_train_stack import assert_ended, descendants, metrics_so_far, settings
@@ -120,6 +121,9 @@ def test_a_killed_process_is_named_within_seconds(started, role: str, words: str
     status, errors = one.end(30)
     assert status == 1
     assert role in errors and "SIGKILL" in errors and "Traceback" not in errors
+    last = list_checkpoints(one.directory / "checkpoints")[-1]
+    left = f"Last whole checkpoint: step {checkpoint_step(last)}, {last}. Go on from it: the same command"
+    assert errors.count(f"{left} with train.resume=auto.\n") == 1
     assert_ended(processes)
 
 

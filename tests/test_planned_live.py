@@ -161,9 +161,9 @@ def test_faults(tmp_path: Path, fault: str) -> None:
         assert process.generate(make_requests(1))[1]
         send = "send_planned"
         if fault == "flipped bit":
-            process.replace("megarl.exchange.planned_receiver", "fingerprint", "flipping")
+            process.replace("megarl.exchange.fingerprint:Fingerprints", "passing", "flipping")
         elif fault == "engine dies":
-            process.replace("megarl.exchange.planned_receiver", "fingerprint", "dying")
+            process.replace("megarl.exchange.fingerprint:Fingerprints", "passing", "dying")
         elif fault == "other values":
             trainers.call("break_one")
         else:

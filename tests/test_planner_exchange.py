@@ -61,6 +61,19 @@ def test_bytes_by_link() -> None:
     assert (told.relayed_by_rank, told.between_hosts, told.streams, told.buckets) == (2 * HALF, 4 * HALF, 5, 5)
 
 
+def test_buckets_of_rows_add_up_to_those_there_are() -> None:
+    """But for buckets with experts and other weights, which are in two rows, as is said."""
+    both = description("a", "b.experts.1")
+    mixed = plan([both], [both, both], Hosts(["n0"], ["n0", "n0"]), 1 << 20)
+    for made, rows, there, said in (
+        (small_plan(), [1, 4], 5, ""),
+        (mixed, [1, 1], 1, ", of which 1 is in two rows"),
+    ):
+        found = flows(made, ["stage 0"] * len(made.hosts.trainers))
+        assert ([flow.buckets for flow in found], totals(made).buckets) == (rows, there)
+        assert exchange_command._shared(found, totals(made)) == said
+
+
 def test_where_ranks_are() -> None:
     recipe = Recipe()
     recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
@@ -101,7 +114,7 @@ def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys
     assert run("exchange", "--explain", recipe) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100 and given == [16], "the head says 16 devices a machine"
-    assert "stage 1" in text and "Sent by 3 trainer ranks" in text
+    assert "stage 1" in text and "Sent by 3 trainer ranks" in text and "5 buckets of at most" in text
     assert run("exchange", "--explain", recipe, "--json", "--per-node", "4") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["totals"]["sent"] == 6 * HALF and len(told["flows"]) == 2 and given[1] == 4

@@ -99,6 +99,9 @@ def test_buffers_are_those_of_the_route() -> None:
     assert totals(of(made, [stage()])["engine"])["weight_exchange"] == 120 + ENGINE.largest + mib
     made.megatron.pipeline_parallel = 3
     assert totals(of(made, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + mib
+    made.exchange.transport = "device"
+    assert exchange_buffers(made, 3 * mib) == (6 + 4) * mib
+    assert totals(of(made, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + (2 + 4) * mib
 
 
 def test_a_critic_lies_beside_the_stages_whose_devices_it_has() -> None:

@@ -19,7 +19,23 @@ from megarl.observe.run_dir import RunDirectory
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]
+INSIDE = ["docs/architecture.md", "docs/exchange.md"]  # how it works, by names of files
 METRICS = (ROOT / "docs" / "metrics.md").read_text()
+
+
+def modules_named(text: str) -> list[tuple[str, bool]]:
+    """Modules and folders in backticks, and whether each is there."""
+    parts = text.split("\n\n")
+    blocks = [block for part in parts for block in (part.splitlines() if part.startswith("|") else [part])]
+    named = []
+    for block in blocks:
+        folders = [ROOT / "megarl", ROOT]
+        for name in re.findall(r"`([\w.*-]+(?:/[\w.*-]+)*(?:\.py|/))`", block):
+            found = [path for folder in folders for path in folder.glob(name.rstrip("/"))]
+            of_found = [path if path.is_dir() else path.parent for path in found]
+            folders = list(dict.fromkeys([*folders, *of_found]))
+            named.append((name, bool(found)))
+    return named
 
 
 def commands(page: str) -> list[list[str]]:
@@ -78,7 +94,7 @@ class TestCommands:
 
 
 class TestFiles:
-    @pytest.mark.parametrize("page", [*PAGES, "docs/metrics.md"])
+    @pytest.mark.parametrize("page", [*PAGES, *INSIDE, "docs/metrics.md"])
     def test_links_lead_somewhere(self, page: str) -> None:
         links = re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text())
         missing = [
@@ -86,12 +102,24 @@ class TestFiles:
         ]
         assert not missing
 
-    @pytest.mark.parametrize("page", PAGES)
+    @pytest.mark.parametrize("page", [*PAGES, *INSIDE])
     def test_paths_named_in_text_exist(self, page: str) -> None:
         text = (ROOT / page).read_text()
         named = set(re.findall(r"(?<![\w/])(?:launch|recipes|megarl|tests|docs|\.ci)/[\w./]*\w/?", text))
         assert named
         assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+
+    @pytest.mark.parametrize("page", INSIDE)
+    def test_modules_named_in_text_exist(self, page: str) -> None:
+        """Within megarl/; a name without its folder, in a folder that its paragraph, or row, has named before."""
+        modules = modules_named((ROOT / page).read_text())
+        assert len(modules) > 3 and not [name for name, found in modules if not found]
+
+    def test_a_module_that_is_gone_is_missed(self) -> None:
+        there = "| `planner/` | plans (`plan.py`; `page.py`) |\n| `exchange/` | weights (`plan.py`) |"
+        assert all(found for _, found in modules_named(there))
+        gone = there.replace("weights (`plan.py`)", "weights (`page.py`, `gone/`, `vigil*.py`, `x*.py`)")
+        assert [name for name, found in modules_named(gone) if not found] == ["page.py", "gone/", "x*.py"]
 
     def test_picture(self) -> None:
         assert "](docs/report.png)" in (ROOT / "README.md").read_text()

@@ -74,6 +74,25 @@ def test_planned_weights_are_the_exported_ones(quickstart_data: Path, reference:
         assert line == other
 
 
+@pytest.mark.slow
+def test_weights_from_device_to_device(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
+    """Two engines, the second of which gets what the first has got: every number is that of one engine beside the trainer."""
+    more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
+    apart = [
+        "cluster.placement=disaggregated",
+        "exchange.route=planned",
+        "exchange.transport=device",
+        "rollout.engines=2",
+    ]
+    done = train(quickstart_data, tmp_path, "apart", *more, *apart)
+    assert done.returncode == 0, done.stderr + done.stdout
+    own, other = without_times(metrics(tmp_path / "apart")), without_times(metrics(reference))[:3]
+    assert own[1]["exchange/received_bytes"] == 2 * other[1]["exchange/received_bytes"]
+    for line, of_one in zip(own[1:], other[1:], strict=True):
+        assert line["actor/pg_loss"] == of_one["actor/pg_loss"] and line["actor/grad_norm"] == of_one["actor/grad_norm"]
+        assert line["rollout/logprob_gap_max"] < 1e-3
+
+
 class TestReference:
     def test_metrics_are_complete_and_the_engine_agrees_with_the_trainer(self, reference: Path) -> None:
         lines = metrics(reference)

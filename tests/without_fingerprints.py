@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from megarl.exchange import planned_receiver, planned_sender
-from megarl.exchange.fingerprint import fingerprint
+import torch
+
+from megarl.exchange import fingerprint as module
+
+
+class _Length(module.Passing):
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._length = len(memory)
+
+    def reached(self, byte: int) -> None:
+        pass
+
+    def result(self) -> str:
+        return str(self._length)
+
+
+_REAL = module.fingerprint, module.Passing
 
 
 def set_fingerprints(on: bool) -> None:
-    """Of this process."""
-    for module in (planned_sender, planned_receiver):
-        module.fingerprint = fingerprint if on else (lambda data: str(len(data)))  # type: ignore[attr-defined]
+    """Of this process's buckets."""
+    module.fingerprint, module.Passing = _REAL if on else (lambda data: str(len(data)), _Length)  # type: ignore[misc, assignment]

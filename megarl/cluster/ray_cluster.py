@@ -33,6 +33,7 @@ from megarl.cluster.ray_devices import Device, RayDevices
 from megarl.cluster.ray_failures import death_cause, not_started
 from megarl.cluster.ray_signals import ray_get, ray_wait
 from megarl.cluster.ray_start import start
+from megarl.cluster.ray_watch import RayWatch
 from megarl.types import DataRef
 
 PING_SECONDS = 0.1  # left to an idle trainer to say that it lives; one that does not is asked again later
@@ -55,8 +56,8 @@ class RayData:
 class RayGroup:
     """See `megarl.cluster.base.WorkerGroup`."""
 
-    def __init__(self, cluster: RayCluster, actors: list[Any], places: list[Place]) -> None:
-        self._cluster, self._actors, self._places = cluster, actors, places
+    def __init__(self, cluster: RayCluster, actors: list[Any], places: list[Place], nodes: list[str]) -> None:
+        self._cluster, self._actors, self._places, self._nodes = cluster, actors, places, nodes
         self._has_shutdown = False
         self._pings: list[Any] = []  # not all answered yet
 
@@ -65,11 +66,12 @@ class RayGroup:
         return len(self._actors)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self.wait([actor.call.remote(method, args) for actor in self._actors])
+        return self._watched([actor.call.remote(method, args) for actor in self._actors], method)
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        return self.wait([actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)])
+        asked = [actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)]
+        return self._watched(asked, method)
 
     def scatter_with_data(
         self, method: str, per_rank: list[tuple[Any, ...]], parts: int
@@ -77,7 +79,7 @@ class RayGroup:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
         calls = [actor.call_with_data.options(num_returns=1 + parts) for actor in self._actors]
         asked = [call.remote(method, args, parts) for call, args in zip(calls, per_rank, strict=True)]
-        controls = self.wait([refs[0] for refs in asked])
+        controls = self._watched([refs[0] for refs in asked], method)
         return [(control, [RayData(ref) for ref in refs[1:]]) for control, refs in zip(controls, asked, strict=True)]
 
     def shutdown(self) -> None:
@@ -93,7 +95,7 @@ class RayGroup:
 
     def construct(self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]]) -> None:
         asked = [actor.construct.remote(class_path, args, own) for actor, own in zip(self._actors, env, strict=True)]
-        self._has_shutdown = all(self.wait(asked))
+        self._has_shutdown = all(self._watched(asked, "its start"))
 
     def check(self) -> None:
         """Raise WorkerFailed where a rank has died while it was not called."""
@@ -119,6 +121,16 @@ class RayGroup:
                 ranks = [rank for rank, ref in enumerate(refs) if ref in late]
                 note = f"\n{len(ranks)} of {len(refs)} processes were not started." if len(ranks) > 1 else ""
                 raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0], START_SECONDS), note)
+
+        return self.wait(refs, check)
+
+    def _watched(self, refs: list[Any], doing: str) -> list[Any]:
+        """`wait`, which also ends where a rank's process is stopped meanwhile."""
+        watch = RayWatch(self._places, self._nodes, doing)
+
+        def check() -> None:
+            self._cluster.check_services()
+            watch.check()
 
         return self.wait(refs, check)
 
@@ -302,10 +314,11 @@ class RayCluster:
             options = self._devices.options(device) | _environment(role_env | visible)
             log = str(self._log_dir / f"{name}-{rank}.log")
             actors.append(ray.remote(TrainerActor).options(**options).remote(places[rank].who, log))
-        group = RayGroup(self, actors, places)
+        nodes = [device.node_id for device in devices]
+        group = RayGroup(self, actors, places, nodes)
         self._groups.append(group)
         where = group.wait_for_start([actor.where.remote() for actor in actors])
-        group = self._groups[-1] = RayGroup(self, actors, [place for place, _ in where])
+        group = self._groups[-1] = RayGroup(self, actors, [place for place, _ in where], nodes)
         group.construct(class_path, args, _rank_environments(devices, master_port=where[0][1]))
         return group
 

@@ -8,6 +8,7 @@ Ctrl-C, while its device waits for that peer.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import shutil
@@ -33,6 +34,7 @@ from megarl.cluster.failures import (
 )
 from megarl.cluster.local import LocalService
 from megarl.cluster.process import die_with_parent
+from megarl.cluster.stopped import LocalWatch
 from megarl.cluster.torchrun_rank import JOIN_SECONDS, Call, Construct, Rank, Stop, socket_path
 from megarl.cluster.wire import Wire
 from megarl.types import DataRef, InlineData
@@ -66,6 +68,11 @@ class _Peer:
             self.wire.send(message)
         except OSError:
             return  # the process is gone, and the reading thread has told
+
+    def wake(self) -> None:
+        """Let it read, should it be stopped: torchrun would wait half a minute for it before it kills it."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.kill(self.place.pid, signal.SIGCONT)
 
 
 class _Self:
@@ -107,11 +114,11 @@ class TorchrunGroup:
         return len(self._ranks)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self.run([Call(method, args)] * self.size)
+        return self.run([Call(method, args)] * self.size, method)
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        return self.run([Call(method, args) for args in per_rank])
+        return self.run([Call(method, args) for args in per_rank], method)
 
     def scatter_with_data(
         self, method: str, per_rank: list[tuple[Any, ...]], parts: int
@@ -126,15 +133,22 @@ class TorchrunGroup:
         self._cluster.release_trainers(now=False)
 
     def construct(self, class_path: str, args: tuple[Any, ...], env: dict[str, str]) -> None:
-        self.run([Construct(class_path, args, env)] * self.size)
+        self.run([Construct(class_path, args, env)] * self.size, "its start")
         self._has_shutdown = hasattr(load_class(class_path), "shutdown")
 
-    def run(self, messages: list[Construct | Call]) -> list[Any]:
+    def run(self, messages: list[Construct | Call], doing: str) -> list[Any]:
+        """What each rank answers. `doing`: what the call is, for messages."""
+        watch = LocalWatch([rank.place for rank in self._ranks], doing)
+
+        def check() -> None:
+            self._cluster.check_others()
+            watch.check()
+
         try:
             with self._cluster.waiting:
                 for rank, message in zip(self._ranks, messages, strict=True):
                     rank.send(message)
-                return collect(self.size, self._poll, self._cluster.check_others)
+                return collect(self.size, self._poll, check)
         except ClusterError:
             self._cluster.abort()
             raise
@@ -272,6 +286,8 @@ class TorchrunCluster:
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.send(Stop(now))
+            if now and isinstance(rank, _Peer):
+                rank.wake()
         self._own.join()
 
     def abort(self) -> None:

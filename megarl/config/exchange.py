@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megarl.config.errors import RecipeError
-from megarl.config.schema import Recipe
+from megarl.config.schema import ExchangeConfig, Recipe
 
 _ARGUMENTS = {  # of vLLM
     "quantization": "weights that are quantised as they are loaded are no copies of the trainers'",
@@ -52,13 +52,40 @@ def check_exchange(recipe: Recipe) -> None:
     reason = never_planned(recipe)
     if exchange.route == "planned" and reason is not None:
         raise RecipeError("exchange.route", reason, "set exchange.route=export, or auto", value=exchange.route)
+    if exchange.transport == "device":
+        _check_device(recipe)
     if exchange.directory is not None and exchange.transport != "files":
         what = f"with exchange.transport={exchange.transport} nothing is written there"
         raise RecipeError(
             "exchange.directory", what, "leave it out, or set exchange.transport=files", value=exchange.directory
         )
+    _check_silence(recipe)
     if exchange.route == "export" and exchange.check_every and not wants_adapters(recipe):
         what = "with exchange.route=export there is nothing to compare with the export"
         raise RecipeError(
             "exchange.check_every", what, "leave it out, or set exchange.route=planned", value=exchange.check_every
+        )
+
+
+def _check_device(recipe: Recipe) -> None:
+    key, value = "exchange.transport", recipe.exchange.transport
+    if recipe.exchange.route != "planned":
+        what = f"it carries planned slices alone, and exchange.route={recipe.exchange.route} may send whole tensors"
+        raise RecipeError(key, what, "set exchange.route=planned, or exchange.transport=auto", value=value)
+    if recipe.cluster.placement == "colocated":
+        what = "trainers and engines share devices, whose library connects no two processes of one device"
+        raise RecipeError(key, what, "set cluster.placement=disaggregated, or exchange.transport=auto", value=value)
+
+
+def _check_silence(recipe: Recipe) -> None:
+    exchange = recipe.exchange
+    if exchange.route == "export" and exchange.silence != ExchangeConfig().silence:
+        what = "with exchange.route=export ranks give no signs of life"
+        raise RecipeError(
+            "exchange.silence", what, "leave it out, or set exchange.route=planned", value=exchange.silence
+        )
+    if planned_by_recipe(recipe) and exchange.silence >= exchange.timeout:
+        what = f"every wait ends after exchange.timeout = {exchange.timeout:g} s, before a rank is known to be silent"
+        raise RecipeError(
+            "exchange.silence", what, "make it shorter, or raise exchange.timeout", value=exchange.silence
         )

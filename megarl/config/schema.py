@@ -237,9 +237,10 @@ class ExchangeConfig:
         "merged: whole weights every time, which contain what adapters add. auto: adapters alone where the engines can hold "
         "them, else merged; a notice at the start says which, and why.",
     )
-    transport: Literal["auto", "shared_memory", "collective", "files"] = key(
+    transport: Literal["auto", "shared_memory", "collective", "device", "files"] = key(
         "auto",
-        "auto: shared memory for engines on the sending trainer's host, a collective for others. files: whole tensors, as "
+        "auto: shared memory for engines on the sending trainer's host, gloo for others; collective: gloo for all. device: "
+        "planned slices from a device's memory to another's, over the collective library of these devices; for disaggregated engines. files: whole tensors, as "
         "safetensors in `directory`, where the last two versions can be looked at; slow, and export alone.",
     )
     directory: Optional[str] = key(
@@ -255,6 +256,13 @@ class ExchangeConfig:
     )
     timeout: float = key(
         600.0, "Seconds until a silent peer fails the update, or the connection that it needs.", above=0
+    )
+    silence: float = key(
+        8.0,
+        "With planned slices: seconds without a sign of life, in an update, after which a rank is taken for stopped, or its "
+        "machine or network for gone. Each rank gives one a second, however busy it is; raise it where machines swap or are "
+        "paused. Below `exchange.timeout`.",
+        at_least=3,
     )
 
 

@@ -16,7 +16,7 @@ from megarl.config.exchange import planned_by_recipe
 from megarl.config.judge import JUDGE
 from megarl.config.schema import Recipe
 from megarl.engines.specs import fixed_models
-from megarl.exchange.session import EXPORT_SLOTS, PLANNED_SLOTS
+from megarl.exchange.session import EXPORT_SLOTS, PLANNED_SLOTS, SHARED
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
 from megarl.preflight import STAGES, check_device, prepare_evaluation, prepare_training
@@ -65,7 +65,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         runs_dir=recipe.runs_dir,
         bucket_bytes=bucket_bytes,
         buckets=buckets,
-        shared_memory=recipe.exchange.transport in ("auto", "shared_memory"),
+        shared_memory=recipe.exchange.transport in SHARED,
         checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
         checkpoints=checkpoints_at_a_time(recipe),
         sandbox=runs[0] if runs else "",

@@ -59,10 +59,9 @@ class WorkerExtension:
             self._megarl_alpha = joined.adapter_alpha
             self._megarl_receiver: WeightReceiver | PlannedReceiver = WeightReceiver(joined, name)
             return None
-        receiver = PlannedReceiver(joined, name)
+        receiver = self._megarl_receiver = PlannedReceiver(joined, name)  # from now on closed by `megarl_disconnect`
         tensors = tensors_held(receiver.holdings())
         self._megarl_tensors = [name for name, _, _ in tensors]
-        self._megarl_receiver = receiver
         try:
             with self._megarl_context():
                 self._megarl_need = describe(self.model_runner.model, tensors)

@@ -1,6 +1,7 @@
-"""Buckets over the network: gloo groups of a sender (rank 0) and the receivers that it reaches in no other way.
+"""Buckets over a network: groups of a sender (rank 0) and the receivers that it reaches in no other way.
 
-gloo works from host memory on every platform, next to whatever collective library training uses.
+Over gloo, from host memory, on every platform and next to whatever collective library training uses; or from a device's
+memory to another's, over the library of that device.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ import torch.distributed as dist
 
 from megarl.exchange.channel import Channel
 from megarl.exchange.session import ExchangeError
+from megarl.platform import Platform
 
 _CAUSE_SECONDS = 1.0  # left to the cause of a broken connection to become known
+_POLL_SECONDS = 0.001
 
 
 class BroadcastGroup:
@@ -28,14 +31,16 @@ class BroadcastGroup:
 
     gloo cannot call a transfer off. Its own group, as it goes, waits for one that has no other end, up to the time-out, and
     so would an exception's way out or the process's end. So nothing but `close` lets it go, and only if all is over;
-    otherwise it stays until the process ends, which waits for nobody.
+    otherwise it is called off where the library can do that, and stays until the process ends, which waits for nobody.
     """
 
-    def __init__(self, channel: Channel, rank: int, size: int, name: str = "gloo", client: Any = None) -> None:
-        """`name` tells the session's groups apart. `client`: of the session's store, for groups that form one after the
-        other; it cannot be the channel's, since forming blocks inside it and the channel must stay free to notice an
-        abort."""
-        self._channel = channel
+    def __init__(
+        self, channel: Channel, rank: int, size: int, platform: Platform, name: str = "group", client: Any = None
+    ) -> None:
+        """`platform`: of whose memory buckets are; the CPU's for the host's. `name` tells the session's groups apart.
+        `client`: of the session's store, for groups that form one after the other; it cannot be the channel's, since forming
+        blocks inside it and the channel must stay free to notice an abort."""
+        self._channel, self._platform = channel, platform
         session = channel.session
         store = dist.PrefixStore(session.key(name), client or session.open_store())
         made: list[Any] = []
@@ -43,29 +48,36 @@ class BroadcastGroup:
 
         def form() -> None:
             try:
-                made.append(dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=session.timeout)))
+                group = platform.collective(store, rank, size, timedelta(seconds=session.timeout))
+                # Libraries of devices connect with the first broadcast, and block meanwhile.
+                first = _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device))
+                while not first.is_completed():
+                    time.sleep(_POLL_SECONDS)
+                first.wait()
+                made.append(group)
             except Exception as error:  # noqa: BLE001 - handed to the waiting thread
                 failed.append(error)
 
-        thread = threading.Thread(target=form, name="megarl-gloo", daemon=True)
+        device = platform.device()  # of this thread
+        library = platform.kind.collective
+        interface = next(iter(platform.kind.interface_variables), "GLOO_SOCKET_IFNAME")
+        thread = threading.Thread(target=form, name="megarl-connect", daemon=True)
         thread.start()
         channel.wait_until(
-            lambda: not thread.is_alive(), lambda: f"the gloo group of {size} processes to form (rank {rank})"
+            lambda: not thread.is_alive(), lambda: f"the {library} group of {size} processes to form (rank {rank})"
         )
         if failed:
             raise ExchangeError(
-                f"the gloo group of {size} processes could not form (rank {rank}): {failed[0]}. "
-                f"Check that the hosts reach each other; GLOO_SOCKET_IFNAME selects the network interface"
+                f"the {library} group of {size} processes could not form (rank {rank}): {failed[0]}. "
+                f"Check that the hosts reach each other; {interface} selects the network interface"
             ) from failed[0]
         self._group = made[0]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
         self._under_way: list[Any] = []
 
     def start(self, memory: torch.Tensor) -> Any:
-        """Begin to broadcast rank 0's `memory` (uint8, on the CPU) into everyone's. `finish` ends it."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        work = self._group.broadcast([memory], options)
+        """Begin to broadcast rank 0's `memory` (uint8, on the platform's device) into everyone's. `finish` ends it."""
+        work = _broadcast(self._group, memory)
         self._under_way = [*(one for one in self._under_way if not one.is_completed()), work]
         return work
 
@@ -73,7 +85,7 @@ class BroadcastGroup:
         """Wait for a broadcast. Raises ExchangeError where a member died, fell silent or aborted."""
         self._channel.wait_until(work.is_completed, lambda: awaited)
         try:
-            work.wait()
+            work.wait()  # the errors; and the stream of this thread goes on behind the broadcast
         except RuntimeError as error:
             told = time.monotonic() + _CAUSE_SECONDS  # of whoever is gone, the session tells more
             self._channel.wait_until(lambda: time.monotonic() > told, lambda: awaited)
@@ -81,6 +93,15 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Waits for nothing; whoever else is part of what is under way hears of its end in another way. May be called twice."""
-        if self._group is not None and all(work.is_completed() for work in self._under_way):
-            ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
+        if self._group is not None:
+            if all(work.is_completed() for work in self._under_way):
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
+            else:
+                self._platform.abort_collective(self._group)
         self._group, self._under_way = None, []
+
+
+def _broadcast(group: Any, memory: torch.Tensor) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return group.broadcast([memory], options)

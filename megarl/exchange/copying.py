@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
 from megarl.exchange.boxes import ITEM_BYTES
+from megarl.exchange.fingerprint import PIECE, Fingerprint, Fingerprints
 from megarl.exchange.plan import COPY, Stream
 
 _BUCKET = COPY.index("bucket")
+_CPU = torch.device("cpu")
 
 
 class Boxes:
@@ -32,35 +34,68 @@ class Boxes:
         """Bytes of the largest bucket."""
         return max(self.nbytes(bucket) for bucket in range(len(self.stream.buckets)))
 
-    def pack(self, bucket: int, memory: torch.Tensor, tensor: Callable[[int], torch.Tensor]) -> None:
-        """Into `memory` (uint8, on the host), converted to what travels."""
+    def pack(
+        self, bucket: int, memory: torch.Tensor, tensor: Callable[[int], torch.Tensor], fingerprints: Fingerprints
+    ) -> Fingerprint:
+        """Into `memory` (uint8, on the host or the parameters' device), converted to what travels. Returns its
+        fingerprint."""
         flat = memory.view(self.dtype)
         copies = self._copies[self._starts[bucket] : self._starts[bucket + 1]]
         device = tensor(copies[0][1]).device
-        packed = flat if device.type == "cpu" else torch.empty(len(flat), dtype=self.dtype, device=device)
+        if device == flat.device == _CPU:
+            passing = fingerprints.passing(memory)
+            for at, part, piece in self._pieces(flat, copies, tensor):
+                part.copy_(piece)
+                passing.reached(at)
+            return passing
+        packed = flat if device == flat.device else torch.empty(len(flat), dtype=self.dtype, device=device)
         for at, parameter, offset, stride, rows, columns in copies:
             part = packed[at : at + rows * columns].view(rows, columns)
             part.copy_(box(tensor(parameter), offset, stride, rows, columns))
         if packed is not flat:
             flat.copy_(packed)
+        return fingerprints.beside(memory)
 
     def unpack(
         self,
         bucket: int,
         memory: torch.Tensor,
         tensor: Callable[[int], torch.Tensor],
-    ) -> list[tuple[int, int]]:
-        """Out of `memory` (uint8, on the host), converted to what each parameter has. Returns of each box the
-        parameter's number, and how many elements it has."""
+        fingerprints: Fingerprints,
+    ) -> tuple[list[tuple[int, int]], Fingerprint]:
+        """Out of `memory` (uint8, on any device), converted to what each parameter has. Returns of each box the
+        parameter's number, and how many elements it has; and the fingerprint of `memory`."""
         flat = memory.view(self.dtype)
         copies = self._copies[self._starts[bucket] : self._starts[bucket + 1]]
+        written = [(parameter, rows * columns) for _, parameter, _, _, rows, columns in copies]
+        if tensor(copies[0][1]).device == flat.device == _CPU:
+            passing = fingerprints.passing(memory)
+            for at, part, piece in self._pieces(flat, copies, tensor):
+                passing.reached(at)
+                piece.copy_(part)
+            return written, passing
+        found = fingerprints.beside(memory)
         for at, parameter, offset, stride, rows, columns in copies:
             target = tensor(parameter)
             if flat.device != target.device:
                 flat = flat.to(target.device)
             part = flat[at : at + rows * columns].view(rows, columns)
             box(target, offset, stride, rows, columns).copy_(part)
-        return [(parameter, rows * columns) for _, parameter, _, _, rows, columns in copies]
+        return written, found
+
+    @staticmethod
+    def _pieces(
+        flat: torch.Tensor, copies: list[list[int]], tensor: Callable[[int], torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Of boxes between `flat` and parameters: where a piece ends in the bucket, in bytes, and the piece on both sides;
+        in order, without gaps, and none much larger than a processor's cache is."""
+        for at, parameter, offset, stride, rows, columns in copies:
+            part = flat[at : at + rows * columns].view(rows, columns)
+            whole = box(tensor(parameter), offset, stride, rows, columns)
+            some = max(1, PIECE // (columns * flat.itemsize))
+            for row in range(0, rows, some):
+                end = at + min(row + some, rows) * columns
+                yield end * flat.itemsize, part[row : row + some], whole[row : row + some]
 
     def names(self, bucket: int, tensors: tuple[str, ...]) -> list[str]:
         """The checkpoint's tensors of which boxes are in `bucket`. `tensors`: of this rank's description."""

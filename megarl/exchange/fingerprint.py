@@ -7,9 +7,14 @@ to it. It guards transport against errors, not against an adversary.
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
+import torch
 import xxhash
+
+PIECE = 512 * 1024  # bytes: half of what a core has for itself
 
 
 def fingerprint(data: np.ndarray) -> str:
@@ -17,6 +22,58 @@ def fingerprint(data: np.ndarray) -> str:
     if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
         raise ValueError(f"fingerprint wants contiguous uint8 [n], not {data.dtype} {list(data.shape)}")
     return xxhash.xxh3_64_hexdigest(data.data)
+
+
+class Passing:
+    """The fingerprint of memory that the CPU goes through anyway, from its start to its end: taken piece by piece, while a piece
+    is in its cache, which costs a third of reading all of it once more."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._data, self._taken, self._state = memory.numpy(), 0, xxhash.xxh3_64()
+
+    def reached(self, byte: int) -> None:
+        """Everything before `byte` has its value, and is in the cache, or about to be needed there."""
+        if byte - self._taken >= PIECE or byte == len(self._data):
+            self._state.update(self._data[self._taken : byte].data)
+            self._taken = byte
+
+    def result(self) -> str:
+        """As `fingerprint` of the whole."""
+        self.reached(len(self._data))
+        return self._state.hexdigest()
+
+
+Fingerprint = Passing | Future[str]
+
+
+class Fingerprints:
+    """Of buckets, one way or another."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "megarl-fingerprint")
+        self._host = torch.empty(0, dtype=torch.uint8, device="cpu")  # what is on a device is read here
+
+    def passing(self, memory: torch.Tensor) -> Passing:
+        """Of `memory` (uint8, contiguous, on the host), for who copies all of it to tell of."""
+        return Passing(memory)
+
+    def beside(self, memory: torch.Tensor) -> Future[str]:
+        """Of `memory` (uint8, contiguous, on any device), as this thread's stream will have left it; in a thread of its own.
+        Nothing may write there until it is known."""
+        if memory.device.type == "cpu":
+            return self._thread.submit(fingerprint, memory.numpy())
+        written = torch.get_device_module(memory.device).Event()
+        written.record()
+        return self._thread.submit(self._of_device, memory, written)
+
+    def _of_device(self, memory: torch.Tensor, written: Any) -> str:
+        written.synchronize()
+        if len(memory) > len(self._host):  # pinned, which is read into at the full speed of the bus
+            self._host = torch.empty(len(memory), dtype=torch.uint8, device="cpu", pin_memory=True)
+        return fingerprint(self._host[: len(memory)].copy_(memory).numpy())
+
+    def close(self) -> None:
+        self._thread.shutdown()
 
 
 class VersionFingerprint:

@@ -26,7 +26,7 @@ class Flow:
     received_by_rank: int  # by the engine rank that receives the most
     relayed: int  # from engine rank to engine rank, in all
     between_hosts: int
-    buckets: int
+    buckets: int  # with any of it: one with experts and others is in the flows of both
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ and so on. So it is packed once, and crosses each network link once.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megarl.exchange.plan import Stream
+from megarl.exchange.plan import ExchangePlan, Hosts, Stream
 from megarl.exchange.session import PlannedSession
 
 Party = tuple[str, int]  # ("trainer", rank) or ("engine", rank)
@@ -31,17 +32,35 @@ class Hop:
 
 def hops(stream: Stream, session: PlannedSession) -> list[Hop]:
     """In the order in which buckets take them."""
+    hosts = Hosts(session.senders, [host for _, host in session.receivers])
+    return path(stream.source, stream.targets, hosts, shares_memory=session.shares_memory)
+
+
+def path(source: int, targets: Sequence[int], hosts: Hosts, *, shares_memory: bool) -> list[Hop]:
+    """From a trainer rank to engine ranks. `shares_memory`: ranks of a host read each other's, else all is sent."""
     found: list[Hop] = []
-    holder: Party = ("trainer", stream.source)
-    host, local = session.senders[stream.source], []
-    for target in stream.targets:
-        there = session.receivers[target][1]
-        if session.transport != "collective" and there == host:
+    holder: Party = ("trainer", source)
+    host, local = hosts.trainers[source], []
+    for target in targets:
+        there = hosts.engines[target]
+        if shares_memory and there == host:
             local.append(target)
             continue
         found.append(Hop(holder, tuple(local), target))
         holder, host, local = ("engine", target), there, []
     return [*found, Hop(holder, tuple(local), None)] if local else found
+
+
+def most_connections(made: ExchangePlan, *, shares_memory: bool) -> int:
+    """How many others a rank sends to, or gets from, over a network: of the rank that has the most."""
+    pairs = {
+        (hop.holder, hop.remote)
+        for source, targets in zip(made.sources.tolist(), made.targets, strict=True)
+        for hop in path(source, targets, made.hosts, shares_memory=shares_memory)
+        if hop.remote is not None
+    }
+    ends = Counter(party for holder, reader in pairs for party in (holder, ("engine", reader)))
+    return max(ends.values(), default=0)
 
 
 def of_holder(holder: Party, streams: Iterable[Stream], session: PlannedSession) -> dict[int, Hop]:

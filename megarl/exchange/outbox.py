@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from megarl.exchange.hops import Hop, Party, name_of
 from megarl.exchange.inbox import Inboxes, await_answers, expect_answers
 from megarl.exchange.session import PLANNED_SLOTS, ExchangeError, PlannedSession
 from megarl.exchange.slots import PrivateSlot, SharedSlot
+from megarl.platform import select
 
 Link = tuple[Party, int]  # whose memory, and which engine rank gets it over the network
 
@@ -33,7 +35,7 @@ class _InFlight:
     fingerprint: str
     what: str
     hop: Hop
-    broadcast: Any  # a gloo work, where a reader is on another host
+    broadcast: Any  # under way, where a reader gets it over a network
 
 
 class Outbox:
@@ -47,22 +49,22 @@ class Outbox:
         self._local = sorted({reader for hop in hops for reader in hop.local})
         self._readers = sorted({reader for hop in hops for reader in hop.readers})
         slots: list[SharedSlot | PrivateSlot] = [
-            SharedSlot(session.shm_dir) if self._local else PrivateSlot() for _ in range(PLANNED_SLOTS if hops else 0)
+            SharedSlot(session.shm_dir) if self._local else PrivateSlot(select(session.device).device())
+            for _ in range(PLANNED_SLOTS if hops else 0)
         ]
         self._slots = slots
         self._free = list(range(len(slots)))
         self._in_flight: list[_InFlight] = []  # oldest first
         self._count = 0
         self._links: Mapping[Link, BroadcastGroup] = {}
-        try:
+        with contextlib.ExitStack() as undo:  # nobody else would give the memory back
+            undo.callback(self.close)
             for slot in slots:
                 slot.reserve(bucket_bytes)
-        except OSError:
-            self.close()
-            raise
-        expect_answers(channel, party, self._readers)
-        if self._local:
-            channel.publish(files(party), [slot.name for slot in slots])
+            expect_answers(channel, party, self._readers)
+            if self._local:
+                channel.publish(files(party), [slot.name for slot in slots])
+            undo.pop_all()
 
     def connect(self, links: Mapping[Link, BroadcastGroup]) -> None:
         """Wait until the readers of this host have mapped the memory, whose files then need no name. `links`: of
@@ -142,8 +144,10 @@ def mapped(holder: Party, reader: int) -> str:
     return f"mapped/{holder[0]}{holder[1]}/{reader}"
 
 
-def form_links(channel: Channel, party: Party, hops: Iterable[Hop]) -> dict[Link, BroadcastGroup]:
-    """The connections to other hosts that `party` takes part in, on either side. `hops`: all that it has to do with.
+def form_links(
+    channel: Channel, session: PlannedSession, party: Party, hops: Iterable[Hop]
+) -> dict[Link, BroadcastGroup]:
+    """The connections over a network that `party` takes part in, on either side. `hops`: all that it has to do with.
 
     Everyone forms its own in the same order, so that the first of all that is not formed yet has both ends waiting for it."""
     wanted = sorted(
@@ -153,10 +157,12 @@ def form_links(channel: Channel, party: Party, hops: Iterable[Hop]) -> dict[Link
             if hop.remote is not None and party in (hop.holder, ("engine", hop.remote))
         }
     )
-    client = channel.session.open_store() if wanted else None
-    return {
-        (holder, reader): BroadcastGroup(
-            channel, 0 if holder == party else 1, 2, f"link/{holder[0]}{holder[1]}/{reader}", client
-        )
-        for holder, reader in wanted
-    }
+    client, platform = session.open_store() if wanted else None, select(session.device)
+    links: dict[Link, BroadcastGroup] = {}
+    with contextlib.ExitStack() as undo:  # those that were formed before one that could not be
+        for holder, reader in wanted:
+            name, rank = f"link/{holder[0]}{holder[1]}/{reader}", 0 if holder == party else 1
+            group = BroadcastGroup(channel, rank, 2, platform, name, client)
+            links[holder, reader] = undo.enter_context(contextlib.closing(group))
+        undo.pop_all()
+    return links

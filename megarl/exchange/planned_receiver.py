@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,17 +16,15 @@ from megarl.exchange.channel import Channel
 from megarl.exchange.check import Examined
 from megarl.exchange.collective import BroadcastGroup
 from megarl.exchange.copying import Boxes
-from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
+from megarl.exchange.fingerprint import Fingerprint, Fingerprints, VersionFingerprint
 from megarl.exchange.hops import Hop, Party, hops, name_of, of_holder
 from megarl.exchange.inbox import Answers, Inbox
 from megarl.exchange.outbox import Held, Outbox, files, form_links, mapped
 from megarl.exchange.plan import Hosts, plan
-from megarl.exchange.session import ExchangeError, PlannedReport, PlannedSession, shown, stream_key
+from megarl.exchange.session import AHEAD, ExchangeError, PlannedReport, PlannedSession, shown, stream_key
 from megarl.exchange.slots import MappedSlots
 from megarl.exchange.vigil import Pulse
-
-_AHEAD = 2  # buckets that are on their way over the network at a time, the one that is being loaded included
-
+from megarl.platform import select
 
 Examine = Callable[[Iterable[int], Callable[[int], torch.Tensor]], None]
 
@@ -70,16 +67,19 @@ class PlannedReceiver:
         self.name, self.rank = name, session.names.index(name)
         self._session = session
         self._channel = Channel(session)
-        self._pulse = Pulse(self._channel, f"engine rank {name}")
         self._slots = MappedSlots(session.shm_dir)
+        self._device = select(
+            session.device
+        ).device()  # said each time: around a receiver vLLM may have another default
         self._memories: dict[tuple[Party, int], torch.Tensor] = {}
         self._held: list[Description] = []
         self._need: Description | None = None
         self._boxes: dict[int, Boxes] | None = None  # by stream, once all is planned
         self._outbox: Outbox | None = None
         self._first: int | None = None  # version that was received first
-        self._beside = ThreadPoolExecutor(1, "megarl-fingerprint")  # while boxes are copied
+        self._fingerprints = Fingerprints()
         self._told: str | None = None  # where this rank said that it had loaded a version
+        self._pulse = Pulse(self._channel, f"engine rank {name}")  # last: it has a thread and a connection
 
     def holdings(self) -> list[Description]:
         """What the trainers hold, rank by rank."""
@@ -113,7 +113,7 @@ class PlannedReceiver:
         self._outbox = Outbox(channel, session, self._own, self._passed_on.values(), largest)
         for party in sorted({hop.holder for hop in reached if self.rank in hop.local}):
             self._map(party)
-        self._links = form_links(channel, self._own, [*reached, *self._passed_on.values()])
+        self._links = form_links(channel, session, self._own, [*reached, *self._passed_on.values()])
         self._outbox.connect(self._links)
         self._boxes = boxes
         return boxes
@@ -145,7 +145,7 @@ class PlannedReceiver:
         taken: list[_Taken] = []
         expected, announced = sum(self._left.values()), 0
         while self._buckets < expected:
-            while announced < expected and len(taken) < _AHEAD:
+            while announced < expected and len(taken) < AHEAD:
                 header = self._inbox.poll() if taken else self._await_note()
                 if header is None:
                     break
@@ -175,7 +175,7 @@ class PlannedReceiver:
             return _Taken(header, party, memory, None, None, None)
         assert self._outbox is not None
         held = self._outbox.claim(nbytes) if stream in self._passed_on else None
-        memory = torch.empty(nbytes, dtype=torch.uint8) if held is None else held.memory
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device) if held is None else held.memory
         group = self._links[party, self.rank]
         return _Taken(header, party, memory, held, group.start(memory), group)
 
@@ -187,14 +187,13 @@ class PlannedReceiver:
         if taken.group is not None:
             taken.group.finish(taken.broadcast, f"{what} to reach {self.name}")
         times.append(time.perf_counter())
-        found = self._beside.submit(fingerprint, taken.memory.numpy())
         if taken.held is not None:
-            self._compare(found, taken, what)
+            self._compare(self._fingerprints.beside(taken.memory), taken, what)
             told = {key: header[key] for key in ("version", "stream", "bucket", "fingerprint")}
             assert self._outbox is not None
             self._outbox.send(taken.held, self._passed_on[stream], told, what)
         times.append(time.perf_counter())
-        written = self._boxes[stream].unpack(bucket, taken.memory, target.tensor)
+        written, found = self._boxes[stream].unpack(bucket, taken.memory, target.tensor, self._fingerprints)
         times.append(time.perf_counter())
         value = self._compare(found, taken, what)
         self._answers.tell(taken.party, header["count"], value)
@@ -210,7 +209,7 @@ class PlannedReceiver:
         self._bytes += len(taken.memory)
         self._buckets += 1
 
-    def _compare(self, found: Future[str], taken: _Taken, what: str) -> str:
+    def _compare(self, found: Fingerprint, taken: _Taken, what: str) -> str:
         """The fingerprint of the bucket, which is the one that was sent."""
         value, sent = found.result(), taken.header["fingerprint"]
         if value != sent:
@@ -283,7 +282,7 @@ class PlannedReceiver:
 
     def close(self) -> None:
         self._pulse.close()
-        self._beside.shutdown()
+        self._fingerprints.close()
         self._memories.clear()
         self._slots.close()
         if self._outbox is not None:  # its files would stay as long as this process, also where planning has failed

@@ -7,7 +7,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,7 @@ from megarl.exchange.boxes import Description
 from megarl.exchange.channel import Channel
 from megarl.exchange.check import differing, expected
 from megarl.exchange.copying import Boxes
-from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
+from megarl.exchange.fingerprint import Fingerprint, Fingerprints, VersionFingerprint
 from megarl.exchange.hops import Party, of_holder
 from megarl.exchange.outbox import Held, Outbox, form_links
 from megarl.exchange.plan import Hosts, plan
@@ -50,12 +49,15 @@ def meet(
     bucket_bytes: int,
     timeout: float,
     check_every: int,
+    silence: float,
+    device: str = "cpu",
     shm_dir: str = SHARED_MEMORY_DIR,
 ) -> tuple[PlannedSession, Any]:
     """Start a session, in the process of the trainers' rank 0: what everyone needs to take part, and its key-value store.
 
     `host`: this machine's address as all others reach it. `senders`: `host_id` of every trainer rank. `receivers`: (name,
-    `host_id`) of every engine rank. Raises ValueError where the transport cannot reach a receiver.
+    `host_id`) of every engine rank. `device`: the kind that all of them compute on, of which `transport` "device" makes use.
+    Raises ValueError where the transport cannot reach a receiver.
     """
     for sender in set(senders):
         resolve_transports(transport, sender, receivers)
@@ -71,6 +73,8 @@ def meet(
         senders=tuple(senders),
         transport=transport,
         check_every=check_every,
+        silence=silence,
+        device=device if transport == "device" else "cpu",
     )
     return session, store
 
@@ -82,7 +86,7 @@ class _Packed:
     stream: int
     bucket: int
     held: Held
-    fingerprint: Future[str]
+    fingerprint: Fingerprint
 
 
 class PlannedSender:
@@ -105,13 +109,16 @@ class PlannedSender:
         self.session = session
         self._rank, self._held, self._tensors = rank, held, tensors
         self._channel = Channel(session, store)
-        self._vigil = None if store is None else Vigil(session, self._channel)
-        self._pulse = Pulse(self._channel, f"trainer {rank}")
         self._boxes: dict[int, Boxes] | None = None  # by stream, once all is planned
         self._outbox: Outbox | None = None
-        self._beside = ThreadPoolExecutor(1, "megarl-fingerprint")  # of a bucket while the next is packed
+        self._fingerprints = Fingerprints()
         self._first: int | None = None  # version that was sent first
-        descriptions.tell(self._channel, descriptions.holder(rank), held)
+        with contextlib.ExitStack() as undo:  # a thread and a connection each, should a later part fail
+            vigil = None if store is None else Vigil(session, self._channel)
+            self._vigil = vigil and undo.enter_context(contextlib.closing(vigil))
+            self._pulse = undo.enter_context(contextlib.closing(Pulse(self._channel, f"trainer {rank}")))
+            descriptions.tell(self._channel, descriptions.holder(rank), held)
+            undo.pop_all()
         atexit.register(self.close)
 
     def send(self, version: int, export: Export) -> PlannedReport:
@@ -145,10 +152,10 @@ class PlannedSender:
             size = boxes[number].nbytes(bucket)
             held = self._outbox.claim(size)
             times.append(time.perf_counter())
-            boxes[number].pack(bucket, held.memory, tensors.__getitem__)
+            found = boxes[number].pack(bucket, held.memory, tensors.__getitem__, self._fingerprints)
             times.append(time.perf_counter())
             self._tell(version, last, totals)
-            last = _Packed(number, bucket, held, self._beside.submit(fingerprint, held.memory.numpy()))
+            last = _Packed(number, bucket, held, found)
             times.append(time.perf_counter())
             for phase, begin, end in zip(("wait", "pack", "fingerprint"), times[:-1], times[1:], strict=True):
                 seconds[phase] += end - begin
@@ -198,7 +205,7 @@ class PlannedSender:
         boxes = {one.number: Boxes(one) for one in streams}
         largest = max((one.largest for one in boxes.values()), default=0)
         self._outbox = Outbox(channel, session, own, self._hops.values(), largest)
-        self._outbox.connect(form_links(channel, own, self._hops.values()))
+        self._outbox.connect(form_links(channel, session, own, self._hops.values()))
         self._boxes = boxes
         return boxes
 
@@ -239,7 +246,7 @@ class PlannedSender:
         self._pulse.close()
         if self._vigil is not None:
             self._vigil.close()
-        self._beside.shutdown()
+        self._fingerprints.close()
         if self._outbox is not None:
             self._outbox.close()
 

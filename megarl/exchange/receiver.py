@@ -17,6 +17,7 @@ from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
 from megarl.exchange.sender import mismatch
 from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport
 from megarl.exchange.slots import MappedSlots
+from megarl.platform import select
 
 
 class WeightReceiver:
@@ -53,7 +54,7 @@ class WeightReceiver:
         if self._remote and self._group is None:
             self._channel.wait(["form"], "the sender and all other receivers to connect")
             remote = self._session.remote
-            self._group = BroadcastGroup(self._channel, 1 + remote.index(self.name), len(remote) + 1)
+            self._group = BroadcastGroup(self._channel, 1 + remote.index(self.name), len(remote) + 1, select("cpu"))
         total = VersionFingerprint()
         nbytes = tensors = buckets = 0
         last = False

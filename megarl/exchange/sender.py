@@ -31,6 +31,7 @@ from megarl.exchange.session import (
     shown,
 )
 from megarl.exchange.slots import PrivateSlot, SharedSlot, remove_stale_files
+from megarl.platform import select
 
 
 @dataclass
@@ -58,7 +59,9 @@ class WeightSender:
         self._group: BroadcastGroup | None = None
         self._connected = False
         shared = any(transport == "shared_memory" for _, transport in session.receivers)
-        self._slots = [SharedSlot(session.shm_dir) if shared else PrivateSlot() for _ in range(EXPORT_SLOTS)]
+        self._slots = [
+            SharedSlot(session.shm_dir) if shared else PrivateSlot(select("cpu").device()) for _ in range(EXPORT_SLOTS)
+        ]
         self._files = None if session.directory is None else BucketFiles(session.directory)
         self._in_flight: list[_InFlight] = []  # oldest first, at most one a slot
         self._next_bucket = 0  # counts over versions: slots and keys follow from it
@@ -142,7 +145,7 @@ class WeightSender:
         self._channel.wait([f"hello/{name}" for name, _ in self.session.receivers], "receivers to connect")
         if self.session.remote:
             self._channel.publish("form", True)
-            self._group = BroadcastGroup(self._channel, 0, len(self.session.remote) + 1)
+            self._group = BroadcastGroup(self._channel, 0, len(self.session.remote) + 1, select("cpu"))
         self._connected = True
 
     def _put(self, version: int, bucket: Bucket) -> str:

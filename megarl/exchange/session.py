@@ -17,6 +17,9 @@ SHARED_MEMORY_DIR = "/dev/shm"
 # Buckets that a sender holds at most. Exported: the next one is packed while engines load the last. Planned, at every rank:
 # some are packed while engines take the others in.
 EXPORT_SLOTS, PLANNED_SLOTS = 2, 4
+AHEAD = 2  # buckets that are on their way to a receiver over a network at a time, the one that is being loaded included
+TRANSPORTS = ("auto", "shared_memory", "collective", "device", "files")
+SHARED = ("auto", "shared_memory")  # those by which ranks of a host read each other's memory
 _ABORT_CONNECT_SECONDS = 5.0
 
 
@@ -37,13 +40,13 @@ def host_id(shm_dir: str = SHARED_MEMORY_DIR) -> str:
 
 
 def resolve_transports(transport: str, sender_host: str, endpoints: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """How each receiver (name, host id) is reached: "shared_memory", "collective" or "files".
+    """How each receiver (name, host id) is reached: "shared_memory", "collective", "device" or "files".
 
     Raises ValueError for an unknown transport, a name that comes twice, no receivers, or shared
     memory asked for across hosts.
     """
-    if transport not in ("auto", "shared_memory", "collective", "files"):
-        raise ValueError(f"exchange.transport is {transport!r}; it is one of auto, shared_memory, collective, files")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"exchange.transport is {transport!r}; it is one of {', '.join(TRANSPORTS)}")
     resolved: dict[str, str] = {}
     for name, host in endpoints:
         if name in resolved:
@@ -146,12 +149,20 @@ class PlannedSession(Meeting):
     """Every trainer rank sends the boxes that engine ranks need, and no others. `receivers` are (name, host id); their
     order numbers the engine ranks. `senders`: host ids of the trainer ranks.
 
-    `check_every`: the first update, and every so many after it, is held to the trainers' export as well.
+    `check_every`: the first update, and every so many after it, is held to the trainers' export as well. `silence`: seconds
+    without a sign of life, in an update, after which a rank is taken for gone.
     """
 
     senders: tuple[str, ...]
     transport: str  # as `exchange.transport`
     check_every: int
+    silence: float
+    device: str = "cpu"  # whose memory buckets cross a network from; as `cluster.device` has it
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether receivers map what a sender of their machine packs into."""
+        return self.transport in SHARED
 
     @classmethod
     def from_json(cls, text: str) -> Self:

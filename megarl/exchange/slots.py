@@ -72,23 +72,23 @@ class SharedSlot:
 
 
 class PrivateSlot:
-    """Memory of this process, where no receiver shares the host."""
+    """Memory of this process, where no receiver maps the sender's."""
 
     name = ""
 
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, torch.empty(0, dtype=torch.uint8, device=device)
 
     def reserve(self, size: int) -> torch.Tensor:
         if size > len(self._memory):
-            self._memory = torch.empty(size, dtype=torch.uint8)
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._memory[:size]
 
     def unlink(self) -> None:
         """Nothing has a name."""
 
     def close(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
 
 
 class MappedSlots:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import math
 import os
 import selectors
 import socket
@@ -25,20 +26,22 @@ from megarl.exchange.channel import Channel
 from megarl.exchange.session import ExchangeError, PlannedSession
 
 BEAT_SECONDS = 1.0
-# After so many missing beats in a row a member is silent. A busy one misses none or two: torch, numpy, files and sockets
-# let other threads run, and what does not (an import, a garbage collection, a machine that swaps) lasts a second or so.
-# They are counted, not timed, so that nobody takes a pause of its own for the silence of others.
-MISSING_BEATS = 8
 _PORT = "vigil"
 _LEFT = "left"
 _LONGEST = 4096  # bytes of a message
 
 
-def _silence() -> str:
-    return f"gave no sign of life for {MISSING_BEATS * BEAT_SECONDS:g} s"
+_SILENT = "it is stopped, or its machine or the network is gone (if it only pauses, raise exchange.silence)"
 
 
-_SILENT = "it is stopped, or its machine or the network is gone"
+def _silence(session: PlannedSession) -> tuple[int, str]:
+    """After how many missing beats in a row a member is silent, and what is said of it then.
+
+    A busy one misses none or two: torch, numpy, files and sockets let other threads run, and what does not (an import, a
+    garbage collection) lasts a second or so. They are counted, not timed, so that nobody takes a pause of its own for the
+    silence of others."""
+    beats = math.ceil(session.silence / BEAT_SECONDS)
+    return beats, f"gave no sign of life for {beats * BEAT_SECONDS:g} s"
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Vigil:
 
     def __init__(self, session: PlannedSession, channel: Channel) -> None:
         self._session = session
+        self._beats, self._silent = _silence(session)
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         everyone = len(session.senders) + len(session.receivers)
@@ -63,12 +67,16 @@ class Vigil:
             self._listener = socket.create_server((session.host, 0), backlog=everyone)
         else:
             self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=everyone)
-        self._listener.setblocking(False)
         self._over = threading.Event()
-        channel.publish(_PORT, self._listener.getsockname()[1])
-        threading.Thread(target=self._watch, name="megarl-vigil", daemon=True).start()
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(self._listener)
+            self._listener.setblocking(False)
+            channel.publish(_PORT, self._listener.getsockname()[1])
+            threading.Thread(target=self._watch, name="megarl-vigil", daemon=True).start()
+            undo.pop_all()  # it is the thread's now
 
     def close(self) -> None:
+        """End the watch, within a beat."""
         self._over.set()
 
     def _watch(self) -> None:
@@ -137,8 +145,8 @@ class Vigil:
         """Once in each `BEAT_SECONDS`, when everything that has come was heard."""
         for member in [key.data for key in selector.get_map().values() if key.data is not None]:
             member.missing += 1
-            if member.missing > MISSING_BEATS and (member.version is not None or not member.who):
-                self._dismiss(selector, member, _silence(), _SILENT)
+            if member.missing > self._beats and (member.version is not None or not member.who):
+                self._dismiss(selector, member, self._silent, _SILENT)
 
     def _dismiss(self, selector: selectors.BaseSelector, member: _Member, what: str, why: str) -> None:
         selector.unregister(member.connection)
@@ -164,8 +172,10 @@ class Pulse:
     def __init__(self, channel: Channel, who: str) -> None:
         """`who`: its name, in messages. Waits for the `Vigil`."""
         session = channel.session
+        assert isinstance(session, PlannedSession), "no other exchange has members that beat"
         (self._port,) = channel.wait([_PORT], "the trainers' rank 0 to open the exchange")
         self._channel = channel
+        self._beats, self._silent = _silence(session)
         try:
             self._connection = socket.create_connection((session.host, self._port), session.timeout)
         except OSError as error:
@@ -173,17 +183,21 @@ class Pulse:
                 f"{session.host}:{self._port}, where the trainers' rank 0 listens for signs of life, cannot be reached "
                 f"({error}); is its process alive, and is the port open between the two hosts?"
             ) from error
-        self._connection.setblocking(False)
-        self._connection.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )  # `left` must be on its way before the end
-        self._store = {info[4][0] for info in socket.getaddrinfo(session.host, session.port, type=socket.SOCK_STREAM)}
         self._version: int | None = None
         self._missing = 0
         self._over = threading.Event()
         self._lock = threading.Lock()  # of all of these
-        self._say([session.prefix, f"{who} (process {os.getpid()} on {socket.gethostname()})"])
-        threading.Thread(target=self._beat, name="megarl-pulse", daemon=True).start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            self._connection.setblocking(False)
+            self._connection.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+            )  # `left` must be on its way before the end
+            found = socket.getaddrinfo(session.host, session.port, type=socket.SOCK_STREAM)
+            self._store = {info[4][0] for info in found}
+            self._say([session.prefix, f"{who} (process {os.getpid()} on {socket.gethostname()})"])
+            threading.Thread(target=self._beat, name="megarl-pulse", daemon=True).start()
+            undo.pop_all()
 
     def begin(self, version: int) -> None:
         """This member is in an update, until `end`."""
@@ -236,8 +250,8 @@ class Pulse:
                 return "the process of trainer 0 has ended, left the exchange, or took this process for silent"
             self._missing = 0
         except BlockingIOError:
-            if self._missing > MISSING_BEATS:
-                return f"trainer 0 {_silence()}: {_SILENT}"
+            if self._missing > self._beats:
+                return f"trainer 0 {self._silent}: {_SILENT}"
         except OSError:
             return "connection closed by the end of trainer 0's process"
         return None

@@ -16,10 +16,10 @@ from megarl.megatron.model import Model
 
 
 def open_sender(
-    model: Model, exchange: ExchangeConfig, receivers: Sequence[tuple[str, str]], host: str
+    model: Model, exchange: ExchangeConfig, receivers: Sequence[tuple[str, str]], host: str, device: str
 ) -> PlannedSender | str:
-    """Collective over all ranks. `receivers`: (name, host id). `host`: of rank 0, as all others reach it. Where what a rank
-    holds cannot be described: the reason, on every rank."""
+    """Collective over all ranks. `receivers`: (name, host id). `host`: of rank 0, as all others reach it. `device`: the
+    kind of everyone's. Where what a rank holds cannot be described: the reason, on every rank."""
     rank, said = dist.get_rank(), _described(model)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (host_id(), said if isinstance(said, str) else None))
@@ -41,6 +41,8 @@ def open_sender(
             bucket_bytes=exchange.bucket_mb << 20,
             timeout=exchange.timeout,
             check_every=exchange.check_every,
+            device=device,
+            silence=exchange.silence,
         )
         met = [session]
     dist.broadcast_object_list(met, src=0)

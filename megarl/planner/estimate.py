@@ -285,8 +285,9 @@ class Step:
         return self.links if self.links.route != "export" else None
 
     def _of_exchange(self, planned: Links | None) -> str:
+        way = "from device to device" if self.recipe.exchange.transport == "device" else "through the host's memory"
         ways = {
-            "planned": "planned copies, through the host's memory",
+            "planned": f"planned copies, {way}",
             "adapters": "adapters alone, through the host's memory",
             "export": "every trainer gathers every weight, rank 0 sends",
         }

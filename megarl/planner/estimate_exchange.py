@@ -15,7 +15,8 @@ def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cos
     """Weights to all engines.
 
     Planned: through the host's memory, out of the device that sends the most and into the one that receives the most; and
-    over the network, as much of it as of all bytes. Else as mbridge exports: every trainer gathers every weight, rank 0
+    over the network, as much of it as of all bytes. From device to device: over the links between them, and each side
+    reads what it has in the host, for fingerprints, meanwhile. Else as mbridge exports: every trainer gathers every weight, rank 0
     hands them over through the host's memory,
     and engines of other nodes have them over the network; none of it at the same time.
     """
@@ -24,6 +25,9 @@ def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cos
         most = max(planned.sent, planned.received)
         outside = planned.between_nodes / planned.total if planned.total else 0.0
         links = most * outside / (device.network * device.link_share)
+        if trainers.recipe.exchange.transport == "device":
+            links += most * (1 - outside) / (device.link * device.link_share)
+            return Cost(links=links, host=max(0.0, host_seconds(device, most) - links))
         return Cost(links=links, host=host_seconds(device, planned.sent + planned.received))
     whole = float(trainers.shape.total * trainers.number)
     links = ring_seconds(device, whole, trainers.world)

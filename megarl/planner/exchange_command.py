@@ -18,8 +18,10 @@ from megarl.config.load import load_recipe
 from megarl.config.schema import Recipe
 from megarl.config.supported import hardware_of
 from megarl.exchange.flows import Flow, Totals, flows, totals
+from megarl.exchange.hops import most_connections
 from megarl.exchange.matching import ITEM
 from megarl.exchange.plan import ExchangePlan
+from megarl.exchange.session import SHARED
 from megarl.planner.checks import checked
 from megarl.planner.exchange import planned
 from megarl.planner.units import decimal
@@ -47,7 +49,7 @@ def exchange(path: Path, overrides: Sequence[str], *, model: str | None, per_nod
         return 0
     console = Console(width=100)
     console.print(_table(found))
-    for line in [*_lines(recipe, made, of_all, seconds), *notes]:
+    for line in [*_lines(recipe, made, found, of_all, seconds), *notes]:
         console.print(f"- {line}", highlight=False)
     return 0
 
@@ -85,21 +87,37 @@ def _table(found: Sequence[Flow]) -> Table:
     return table
 
 
-def _lines(recipe: Recipe, made: ExchangePlan, of_all: Totals, seconds: float) -> list[str]:
+def _lines(recipe: Recipe, made: ExchangePlan, found: Sequence[Flow], of_all: Totals, seconds: float) -> list[str]:
     trainers, engines = len(made.hosts.trainers), len(made.hosts.engines)
     model = _whole_model(made)
     return [
         "to: engine ranks that need the same; the first has it from a trainer, each other from the one before it "
         "(relayed). a rank, engine: the most that one of the senders sends, and that one engine rank receives. "
-        "nodes: from machine to machine.",
+        "nodes: from machine to machine. buckets: that have any of it in them, each once however many engine ranks read it; one "
+        "with experts and other weights is in two rows.",
         f"Sent by {several(trainers, 'trainer rank')}: {decimal(of_all.sent)}, {decimal(of_all.sent_by_rank)} at most by one; "
         f"received by {several(engines, 'engine rank')}: {decimal(of_all.received)}, {decimal(of_all.received_by_rank)} at most "
         f"by one, which passes on up to {decimal(of_all.relayed_by_rank)}; from machine to machine: "
         f"{decimal(of_all.between_hosts)}.",
-        f"{several(of_all.streams, 'stream')}, {several(of_all.buckets, 'bucket')} of at most {recipe.exchange.bucket_mb} MiB; "
+        f"{several(of_all.streams, 'stream')}, {several(of_all.buckets, 'bucket')} of at most {recipe.exchange.bucket_mb} MiB"
+        f"{_shared(found, of_all)}; "
         f"described, traced and planned in {seconds:.1f} s.",
+        _connections(recipe, made),
         f"Exported and loaded whole instead, every trainer rank gathers and every engine rank reads {decimal(model)}.",
     ]
+
+
+def _connections(recipe: Recipe, made: ExchangePlan) -> str:
+    transport = recipe.exchange.transport
+    how = "device to device" if transport == "device" else "over gloo"
+    most = most_connections(made, shares_memory=transport in SHARED)
+    return f"A rank has connections with {several(most, 'other')} at most, {how}."
+
+
+def _shared(found: Sequence[Flow], of_all: Totals) -> str:
+    """Why the rows' buckets are more than there are, where they are."""
+    twice = sum(flow.buckets for flow in found) - of_all.buckets
+    return f", of which {twice:,} {'is' if twice == 1 else 'are'} in two rows" if twice else ""
 
 
 def _whole_model(made: ExchangePlan) -> int:

@@ -27,6 +27,7 @@ _INDIFFERENT = (
     "actor.optimizer.", "critic.optimizer.", "critic.warmup_steps", "critic.value_clip", "megatron.moe_", "train.steps",
     "train.seed", "train.save", "train.export", "train.keep", "train.verify", "train.stop", "train.resume",
     "cluster.timeout", "cluster.ray_address", "cluster.device_peak", "exchange.timeout",
+    "exchange.silence",
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from megarl.algorithms.objective import runs_old_log_prob_pass, runs_reference_p
 from megarl.config.critic import critic_view
 from megarl.config.exchange import planned_by_recipe
 from megarl.config.schema import Recipe
-from megarl.exchange.session import EXPORT_SLOTS, PLANNED_SLOTS
+from megarl.exchange.session import AHEAD, EXPORT_SLOTS, PLANNED_SLOTS
 from megarl.model_config import text_fields
 from megarl.planner.plan import EngineRank, Place, Use
 from megarl.planner.stages import Stage
@@ -42,17 +42,18 @@ def exchange_buffers(recipe: Recipe, largest: int) -> int:
     gathers in parts and joins.
 
     Exported: a bucket of tensors waits to be packed beside. Planned: a bucket is packed at a time; updates that are held
-    to the export, the first among them, also make it, one tensor after the other. What buckets are packed into lies in the
-    host's memory: `host_buffers`.
+    to the export, the first among them, also make it, one tensor after the other. What buckets are packed into (`slots`)
+    lies in the host's memory, unless they go from device to device.
     """
     bucket, gathered = recipe.exchange.bucket_mb * 2**20, 2 * largest
     on_device = max(bucket, gathered) if planned_by_recipe(recipe) else bucket + gathered
-    return on_device + (host_buffers(recipe, largest) if recipe.cluster.device == "cpu" else 0)
+    there = recipe.cluster.device == "cpu" or recipe.exchange.transport == "device"
+    return on_device + (slots(recipe, largest) if there else 0)
 
 
-def host_buffers(recipe: Recipe, largest: int) -> int:
-    """Bytes of the slots that a trainer's buckets are packed into. Planned: each rank's own, and tensors are cut.
-    Exported: those of rank 0, and a larger tensor has a bucket of its own."""
+def slots(recipe: Recipe, largest: int) -> int:
+    """Bytes that a trainer's buckets are packed into. Planned: each rank's own, and tensors are cut. Exported: those of
+    rank 0, and a larger tensor has a bucket of its own."""
     bucket = recipe.exchange.bucket_mb * 2**20
     if planned_by_recipe(recipe):
         return PLANNED_SLOTS * bucket
@@ -159,10 +160,14 @@ class _Device:
 
     def loading(self, engine: EngineRank) -> int:
         """Bytes that an engine takes beside its weights while new ones come: a layer that is laid out anew. Planned, a
-        layer of each of the trainers' stages, whose buckets come in turns, and the bucket whose boxes are copied there."""
+        layer of each of the trainers' stages, whose buckets come in turns, and the bucket whose boxes are copied there; from
+        device to device, those that are on their way, and those that it passes on."""
         if not planned_by_recipe(self.recipe):
             return engine.largest
-        return engine.largest * self.recipe.megatron.pipeline_parallel + self.recipe.exchange.bucket_mb * 2**20
+        buckets = AHEAD + PLANNED_SLOTS if self.recipe.exchange.transport == "device" else 1
+        return (
+            engine.largest * self.recipe.megatron.pipeline_parallel + self.recipe.exchange.bucket_mb * 2**20 * buckets
+        )
 
     def _computing(
         self, stages: dict[str, Stage], role: str, passes: list[str], update: str, asleep: dict[str, int]

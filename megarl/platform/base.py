@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
     import torch
 
     from megarl.platform.device_kind import DeviceKind
@@ -99,6 +101,15 @@ class Platform(ABC):
     def peak_memory(self) -> float:
         """The most memory that this process has held so far, in GiB: of tensors on the device, or, where
         there is no device memory, of the whole process (resident)."""
+
+    @abstractmethod
+    def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        """A group of processes (a c10d backend, outside of torch's default group) that broadcast tensors of this device to
+        each other. `timeout`: of a collective. Blocks until all have come, or returns before, as the library does."""
+
+    def abort_collective(self, group: Any) -> None:
+        """Call off what `group` has under way, where its library can: the other end is gone."""
+        del group
 
     def profiler(self, directory: Path, name: str) -> Profiler:
         """What traces this process between `start` and `stop`; the latter writes to `directory`, under `name`."""

@@ -15,6 +15,7 @@ import resource
 import sys
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ class CPUPlatform(Platform):
 
     def empty_cache(self) -> None:
         """Nothing is cached."""
+
+    def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        import torch.distributed as dist
+
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def peak_memory(self) -> float:
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -44,6 +46,19 @@ class CUDAPlatform(Platform):
 
     def device_name(self) -> str:
         return torch.cuda.get_device_name()
+
+    def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        import torch.distributed as dist
+
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        # A rank has one of these groups for each other that it exchanges weights with. What NCCL keeps for one grows with its
+        # thread blocks, and two of them drive a network card.
+        options.config.max_ctas = 2
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+    def abort_collective(self, group: Any) -> None:
+        group.abort()
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -62,6 +63,9 @@ class MetaPlatform(Platform):
 
     def device_name(self) -> str:
         return "meta"
+
+    def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        raise NotImplementedError("tensors without memory have nothing to send")
 
     def empty_cache(self) -> None:
         """Nothing is cached."""

@@ -1,0 +1,159 @@
+"""Groups that buckets cross a network in: which library, how it is asked, and what becomes of what is under way."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.exchange.channel import Channel
+from megarl.exchange.collective import BroadcastGroup
+from megarl.exchange.fingerprint import Fingerprints, fingerprint
+from megarl.exchange.planned_sender import meet
+from megarl.exchange.session import ExchangeError
+from megarl.platform.cpu import CPUPlatform
+from megarl.platform.cuda import CUDAPlatform
+from megarl.platform.npu import NPUPlatform
+
+MINUTE = timedelta(seconds=60)
+
+
+class _Work:
+    def __init__(self, done: bool, error: str = "") -> None:
+        self.done, self.error = done, error
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+class _Group:
+    def __init__(self, works: list[_Work]) -> None:
+        self.works, self.broadcasts = works, 0
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> _Work:
+        self.broadcasts += 1
+        return self.works.pop(0)
+
+
+class _Library(CPUPlatform):
+    """One that connects with the first broadcast, and can call off what is under way."""
+
+    def __init__(self, works: list[_Work]) -> None:
+        self.group, self.aborted = _Group(works), []
+
+    def collective(self, store, rank, size, timeout):
+        return self.group
+
+    def abort_collective(self, group):
+        self.aborted.append(group)
+
+
+@pytest.fixture
+def channel():
+    options = {"transport": "device", "bucket_bytes": 64, "timeout": 60.0, "check_every": 0, "silence": 8.0}
+    session, store = meet("127.0.0.1", ["a"], [("e0/0", "a")], **options)
+    return Channel(session, store)
+
+
+def test_it_is_connected_before_the_first_bucket(channel):
+    library = _Library([_Work(True), _Work(True)])
+    group = BroadcastGroup(channel, 0, 2, library)
+    assert library.group.broadcasts == 1
+    group.finish(group.start(torch.zeros(4, dtype=torch.uint8)), "a bucket")
+    group.close()
+    group.close()
+    assert library.aborted == []
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [(_Work(False), "waited 2 s for the gloo group"), (_Work(True, "no route"), "could not form .* no route")],
+)
+def test_one_that_does_not_connect(channel, first, words):
+    channel.session = dataclasses.replace(channel.session, timeout=2.0)
+    with pytest.raises(ExchangeError, match=words):
+        BroadcastGroup(channel, 0, 2, _Library([first]))
+
+
+def test_what_is_under_way_is_called_off(channel):
+    """Else NCCL's kernel would go on on the device, and its watchdog end the process."""
+    library = _Library([_Work(True), _Work(True), _Work(False)])
+    group = BroadcastGroup(channel, 0, 2, library)
+    group.start(torch.zeros(4, dtype=torch.uint8))
+    group.start(torch.zeros(4, dtype=torch.uint8))
+    group.close()
+    assert library.aborted == [library.group]
+
+
+def test_nccl_as_torch_has_it(monkeypatch):
+    """Signatures of torch/_C/_distributed_c10d.pyi; the library itself is in CUDA builds of torch alone."""
+
+    class Options:
+        def __init__(self) -> None:
+            self._timeout, self.config = None, SimpleNamespace(max_ctas=None)
+
+    def group(store, rank, size, options):
+        return SimpleNamespace(given=(store, rank, size, options), abort=lambda: aborted.append(rank))
+
+    aborted: list[int] = []
+    group.Options = Options  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", group, raising=False)
+    made = CUDAPlatform().collective("store", 1, 2, MINUTE)
+    store, rank, size, options = made.given
+    assert (store, rank, size, options._timeout, options.config.max_ctas) == ("store", 1, 2, MINUTE, 2)
+    CUDAPlatform().abort_collective(made)
+    assert aborted == [1]
+    stub = (torch.__path__[0] + "/_C/_distributed_c10d.pyi").replace("//", "/")
+    with open(stub) as file:
+        text = file.read().partition("class ProcessGroupNCCL(Backend):")[2].partition("\nclass ")[0]
+    for name in ("max_ctas: int", "config: ProcessGroupNCCL.NCCLConfig", "options: Options,", "def abort(self)"):
+        assert name in text, name
+
+
+def test_hccl_as_torch_npu_has_it(monkeypatch):
+    """Signatures of torch_npu/csrc/distributed/Init.cpp; the library needs Ascend's driver."""
+
+    class Options:
+        _timeout = hccl_config = None
+
+    def group(store, rank, size, options):
+        return SimpleNamespace(
+            given=(store, rank, size, options), abort_hccl_comm=lambda reason: aborted.append(reason)
+        )
+
+    aborted: list[str] = []
+    group.Options = Options  # type: ignore[attr-defined]
+    binding = ModuleType("torch_npu._C._distributed_c10d")
+    binding.ProcessGroupHCCL = group  # type: ignore[attr-defined]
+    for name in ("torch_npu", "torch_npu._C"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, binding.__name__, binding)
+    made = NPUPlatform().collective("store", 0, 2, MINUTE)
+    store, rank, size, options = made.given
+    assert (store, rank, size, options._timeout) == ("store", 0, 2, MINUTE)
+    assert options.hccl_config == {"hccl_buffer_size": 16}
+    NPUPlatform().abort_collective(made)
+    assert len(aborted) == 1
+
+
+def test_a_device_is_read_when_it_is_written():
+    """Of memory that is not the host's: first its stream, then its bytes, also behind longer buckets."""
+    order: list[str] = []
+    fingerprints = Fingerprints()
+    fingerprints._host = torch.full((64,), 7, dtype=torch.uint8)  # pinned, where there is a device
+    memory = torch.arange(48, dtype=torch.uint8)
+    written = SimpleNamespace(synchronize=lambda: order.append("written"))
+    assert (
+        fingerprints._of_device(memory, written) == fingerprint(memory.numpy()) == fingerprints.beside(memory).result()
+    )
+    assert order == ["written"]
+    fingerprints.close()
