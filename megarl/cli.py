@@ -326,7 +326,7 @@ def _fail(status: int, kind: str, error: Exception, debug: bool) -> int:
     if os.environ.get("RANK", "0") != "0":
         return status  # torchrun's first rank says it
     print(f"{kind}:{error}" if str(error).startswith("\n") else f"{kind}: {error}", file=sys.stderr)
-    for note in getattr(error, "__notes__", ()):
+    for note in vars(error).pop("__notes__", ()):  # the traceback would show them again
         print(note, file=sys.stderr)
     if debug:
         traceback.print_exc()

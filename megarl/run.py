@@ -82,7 +82,7 @@ def train(recipe: Recipe) -> Path:
             recipe, identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
         )
         log = RunLog(recipe, place.directory, first_step=place.first_step, total_steps=recipe.train.steps)
-    with log, _naming_checkpoint(recipe, place.directory):
+    with _naming_checkpoint(recipe, place.directory), log:  # in this order: closing the log may find the disk full
         for notice in [*prepared.notices, *place.notices, *environment_notices(recipe, platform)]:
             log.notice(notice)
         rl = recipe.train.source == "rollout"

@@ -78,6 +78,9 @@ class Reducer(Echo):
             os.kill(os.getpid(), signal.SIGKILL)
         return self.sum(1)
 
+    def sum_of_bytes(self, data):
+        return self.sum(sum(data))
+
     def stop_in_collective(self, rank):
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGSTOP)
@@ -198,6 +201,9 @@ def torchrun(scenario, logs):
                     cluster.check()
                     time.sleep(0.02)
                 time.sleep(1000)
+            elif scenario == "stopped_before_a_large_call":  # which nobody reads
+                os.kill(group.call("identify")[1][1], signal.SIGSTOP)
+                group.call("sum_of_bytes", bytes(1 << 24))
             elif scenario == "idle":
                 group.call("sleep", 1000)
             elif scenario != "good":

@@ -93,10 +93,11 @@ def test_the_first_cause_is_told_within_seconds(connect, method, says):
 
 def test_a_trainer_that_is_stopped_is_named(connect, monkeypatch):
     """It closes no connection and answers nothing, and a collective of the others gives up after half an hour."""
-    from megarl.cluster import stopped
+    from megarl.cluster import ray_watch, stopped
 
     monkeypatch.setattr(stopped, "LOOK_SECONDS", 0.3)
     group = connect(2).start_trainers("tests.cluster_workers:Reducer", 2, (), {})
+    monkeypatch.setattr(ray_watch.ray, "remote", None)  # a function of its own for each look would stay in the cluster
     pids = [place[1] for place in group.call("identify")]
     began = time.monotonic()
     says = rf"trainer rank 1 on .* \(pid {pids[1]}\) failed: its process has been stopped for 3 s in stop_in_collective"

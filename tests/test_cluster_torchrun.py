@@ -63,6 +63,10 @@ def test_a_good_run(launch, tmp_path):
             "stop_in_collective",
             r"WorkerFailed trainer rank 1 on .* \(pid \d+\) failed: its process has been stopped for 3 s",
         ),
+        (
+            "stopped_before_a_large_call",
+            r"WorkerFailed trainer rank 1 on .* \(pid \d+\) failed: its process has been stopped for 3 s",
+        ),
         ("trainer_dies_polled", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
         ("trainer_dies_unpolled", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
         ("engine_dies", r"ServiceDied service engine0 on .* died: .*SIGKILL"),

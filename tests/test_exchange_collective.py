@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -20,6 +23,7 @@ from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.npu import NPUPlatform
 
+TORCH_NPU = os.environ.get("MEGARL_TORCH_NPU", "")
 MINUTE = timedelta(seconds=60)
 
 
@@ -80,8 +84,10 @@ def test_it_is_connected_before_the_first_bucket(channel):
 )
 def test_one_that_does_not_connect(channel, first, words):
     channel.session = dataclasses.replace(channel.session, timeout=2.0)
+    library = _Library([first])
     with pytest.raises(ExchangeError, match=words):
-        BroadcastGroup(channel, 0, 2, _Library([first]))
+        BroadcastGroup(channel, 0, 2, library)
+    assert len(library.aborted) == (not first.done), "what still connects is called off"
 
 
 def test_what_is_under_way_is_called_off(channel):
@@ -102,14 +108,18 @@ def test_nccl_as_torch_has_it(monkeypatch):
             self._timeout, self.config = None, SimpleNamespace(max_ctas=None)
 
     def group(store, rank, size, options):
+        handling.append(os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
         return SimpleNamespace(given=(store, rank, size, options), abort=lambda: aborted.append(rank))
 
     aborted: list[int] = []
+    handling: list[str] = []  # "0": a peer's death does not end this process
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     group.Options = Options  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", group, raising=False)
     made = CUDAPlatform().collective("store", 1, 2, MINUTE)
     store, rank, size, options = made.given
     assert (store, rank, size, options._timeout, options.config.max_ctas) == ("store", 1, 2, MINUTE, 2)
+    assert handling == ["0"] and os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3", "training's own groups keep it"
     CUDAPlatform().abort_collective(made)
     assert aborted == [1]
     stub = (torch.__path__[0] + "/_C/_distributed_c10d.pyi").replace("//", "/")
@@ -120,14 +130,16 @@ def test_nccl_as_torch_has_it(monkeypatch):
 
 
 def test_hccl_as_torch_npu_has_it(monkeypatch):
-    """Signatures of torch_npu/csrc/distributed/Init.cpp; the library needs Ascend's driver."""
+    """What is asked of it; that it has these names, `test_hccl_has_these_names` says of its library."""
 
     class Options:
         _timeout = hccl_config = None
 
     def group(store, rank, size, options):
         return SimpleNamespace(
-            given=(store, rank, size, options), abort_hccl_comm=lambda reason: aborted.append(reason)
+            given=(store, rank, size, options),
+            abort_hccl_comm=lambda reason: aborted.append(reason),
+            clear_workmeta_list=lambda: aborted.append("forgotten"),
         )
 
     aborted: list[str] = []
@@ -140,20 +152,45 @@ def test_hccl_as_torch_npu_has_it(monkeypatch):
     made = NPUPlatform().collective("store", 0, 2, MINUTE)
     store, rank, size, options = made.given
     assert (store, rank, size, options._timeout) == ("store", 0, 2, MINUTE)
-    assert options.hccl_config == {"hccl_buffer_size": 16}
+    assert options.hccl_config == {"hccl_buffer_size": 16, "hccl_op_expansion_mode": 1}
+    assert options.global_ranks_in_group == [0, 1], "without ranks it would be torch_npu's default group"
+    assert NPUPlatform().collective("store", 0, 2, MINUTE).given[3].group_id != options.group_id
     NPUPlatform().abort_collective(made)
-    assert len(aborted) == 1
+    assert aborted[0] == "forgotten" and len(aborted) == 2
 
 
-def test_a_device_is_read_when_it_is_written():
-    """Of memory that is not the host's: first its stream, then its bytes, also behind longer buckets."""
-    order: list[str] = []
+@pytest.mark.skipif(not TORCH_NPU, reason="MEGARL_TORCH_NPU names no folder with the package torch_npu")
+def test_hccl_has_these_names():
+    libraries = [path.read_bytes() for path in Path(TORCH_NPU).glob("torch_npu/**/*.so")]
+    names = ["abort_hccl_comm", "clear_workmeta_list", "global_ranks_in_group", "group_id", "hccl_config"]
+    for name in [*names, "hccl_buffer_size", "hccl_op_expansion_mode"]:
+        assert any(name.encode() in library for library in libraries), name
+
+
+def test_a_device_is_read_when_it_is_written(monkeypatch):
+    """Of memory that is not the host's: on a stream beside the one that packs, behind what writes it."""
+    order: list[object] = []
+    memory = torch.zeros(48, dtype=torch.uint8)
+    wanted = torch.arange(48, dtype=torch.uint8)
+
+    class Stream:
+        def wait_event(self, written):
+            order.append(written)
+            memory.copy_(wanted)
+
+        def synchronize(self):
+            order.append("copied")
+
+    @contextlib.contextmanager
+    def stream(one):
+        order.append("beside")
+        yield
+
+    devices = SimpleNamespace(set_device=order.append, Stream=Stream, stream=stream)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
     fingerprints = Fingerprints()
     fingerprints._host = torch.full((64,), 7, dtype=torch.uint8)  # pinned, where there is a device
-    memory = torch.arange(48, dtype=torch.uint8)
-    written = SimpleNamespace(synchronize=lambda: order.append("written"))
-    assert (
-        fingerprints._of_device(memory, written) == fingerprint(memory.numpy()) == fingerprints.beside(memory).result()
-    )
-    assert order == ["written"]
+    assert fingerprints._of_device(memory, "written") == fingerprint(wanted.numpy())
+    assert order == [memory.device, "beside", "written", "copied"]
+    assert fingerprints.beside(memory).result() == fingerprint(wanted.numpy())
     fingerprints.close()

@@ -72,6 +72,44 @@ def test_buckets_are_where_they_belong_whatever_the_default_device(tmp_path, mon
             one.update(version)
 
 
+@pytest.mark.parametrize("places", [RELAYED, APART])
+def test_each_bucket_is_read_for_its_fingerprint_once_at_either_end(tmp_path, monkeypatch, places):
+    """By who passes it on, too, who needs to know it before others get it."""
+    counts: Counter[str] = Counter()
+
+    def counted(name):
+        taken = getattr(Fingerprints, name)
+
+        def count(self, memory):
+            counts[name] += 1
+            return taken(self, memory)
+
+        return count
+
+    with exchange(tmp_path, places) as one:
+        one.connect()
+        one.update(1)
+        for name in ("passing", "beside"):
+            monkeypatch.setattr(Fingerprints, name, counted(name))
+        sent, received = one.update(2)
+        assert counts["beside"] > 0 and sum(counts.values()) == sent.buckets + received.buckets
+
+
+def test_rows_that_are_longer_than_a_cache_are_cut(monkeypatch):
+    from megarl.exchange import copying
+
+    monkeypatch.setattr(copying, "PIECE", 40)
+    held, bucket = torch.arange(60.0), torch.zeros(55)
+    copies = [[0, 0, 0, 25, 2, 25], [50, 0, 51, 0, 1, 5]]  # rows of 25 elements, and a short one
+    ends = []
+    for end, part, piece in Boxes._pieces(bucket, copies, lambda _: held):
+        assert part.shape == piece.shape and part.nbytes <= 40
+        part.copy_(piece)
+        ends.append(end)
+    assert torch.equal(bucket, torch.cat([held[:50], held[51:56]]))
+    assert ends == [40, 80, 100, 140, 180, 200, 220]
+
+
 @pytest.mark.parametrize("places", [HERE, RELAYED])
 def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
     """Of a bucket and reader: a number, a note, an answer; and two that read these, but for those in vain."""
@@ -269,7 +307,20 @@ def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
         ),
         ({"exchange.directory": "x"}, "exchange.directory.*transport=auto nothing is written there"),
         ({"exchange.route": "export", "exchange.check_every": 5}, "exchange.check_every.*nothing to compare"),
-        ({"exchange.route": "export", "exchange.silence": 20}, "exchange.silence.*no signs of life"),
+        (
+            {"exchange.route": "export", "exchange.silence": 20},
+            "exchange.silence.*no signs of life: exchange.route=export",
+        ),
+        (
+            {"exchange.transport": "files", "exchange.silence": 20},
+            "exchange.silence.*no signs of life: .*transport=files",
+        ),
+        (
+            {"exchange.transport": "device", "lora.rank": 4},
+            "exchange.transport.*adapters go whole.*do +set exchange.transport=auto",
+        ),
+        ({"exchange.timeout": ".inf"}, "exchange.timeout.*every wait has an end"),
+        ({"exchange.timeout": 5}, "exchange.timeout = 5.*exchange.silence = 8 s, when every wait has ended"),
         ({"exchange.silence": 20, "exchange.timeout": 20}, "exchange.silence.*every wait ends after .* = 20 s"),
         ({"exchange.silence": 2}, "exchange.silence.*at least 3"),
     ],

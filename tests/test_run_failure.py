@@ -12,6 +12,7 @@ import pytest
 from megarl import cli
 from megarl import run as entries
 from megarl.config.errors import InputError
+from megarl.observe.files import DiskFullError
 from tests.checkpoint_parts import saver, state
 from tests.stack import ROOT
 from tests.test_train_stack import settings
@@ -68,6 +69,17 @@ def test_a_disk_that_cannot_be_read_hides_no_cause(failing: Any, monkeypatch: py
     )
     assert status == 1 and "RuntimeError: the disk burns" in said
     assert "Which checkpoints there are could not be seen: [Errno 5] Input/output error" in said
+
+
+def test_a_disk_that_is_full_as_the_log_closes(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary is what a run writes last, after whatever it failed of."""
+
+    def full(*_: object) -> NoReturn:
+        raise DiskFullError("no room for a summary")
+
+    monkeypatch.setattr(entries.RunLog, "__exit__", full)
+    status, said = failing([3], RuntimeError("the machine burns"))
+    assert status == 1 and "DiskFullError: no room for a summary" in said and "Last whole checkpoint: step 3" in said
 
 
 @pytest.mark.parametrize("error", [InputError("no such device"), KeyboardInterrupt()])

@@ -43,6 +43,10 @@ class RayWatch:
         self._looks.note(self._ranks[node], stopped)
 
 
+# Once: each new one would be kept by the cluster, with its pickled function, as long as that lives.
+_STOPPED_OF = ray.remote(num_cpus=0, max_retries=0)(stopped_of)
+
+
 def _look(node: str, pids: list[int]) -> Any:
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(stopped_of).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(pids)
+    return _STOPPED_OF.options(scheduling_strategy=strategy).remote(pids)

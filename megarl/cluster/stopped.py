@@ -27,7 +27,7 @@ def stopped_of(pids: Sequence[int]) -> list[int]:
 
 def _state(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except OSError:  # ended, which others tell
         return ""
 

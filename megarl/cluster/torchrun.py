@@ -36,7 +36,7 @@ from megarl.cluster.local import LocalService
 from megarl.cluster.process import die_with_parent
 from megarl.cluster.stopped import LocalWatch
 from megarl.cluster.torchrun_rank import JOIN_SECONDS, Call, Construct, Rank, Stop, socket_path
-from megarl.cluster.wire import Wire
+from megarl.cluster.wire import Wire, packed
 from megarl.types import DataRef, InlineData
 
 TERMINATE_SECONDS = 3.0  # left to a failure to show after torchrun's SIGTERM
@@ -50,7 +50,10 @@ class _Peer:
         self.wire, self.place = wire, place
         self.death: Failure | None = None
         self.answers: queue.SimpleQueue[Returned | Failure] = queue.SimpleQueue()
+        self._letters: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
 
     def _read(self) -> None:
         while True:
@@ -63,15 +66,25 @@ class _Peer:
                 return
             self.answers.put(outcome if isinstance(outcome, Returned) else Failure.raised(self.place, outcome))
 
+    def _write(self) -> None:
+        while (letter := self._letters.get()) is not None:
+            try:
+                self.wire.send_packed(letter)
+            except OSError:
+                return  # the process is gone, and the reading thread has told
+
     def send(self, message: Any) -> None:
-        try:
-            self.wire.send(message)
-        except OSError:
-            return  # the process is gone, and the reading thread has told
+        """Waits for nothing: a process that is stopped does not read. Raises what pickle raises."""
+        self._letters.put(packed(message))
+
+    def finish(self) -> None:
+        """Wait a moment until it has been sent everything."""
+        self._letters.put(None)
+        self._writer.join(TERMINATE_SECONDS)
 
     def wake(self) -> None:
         """Let it read, should it be stopped: torchrun would wait half a minute for it before it kills it."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended
+        with contextlib.suppress(OSError):  # it has ended, and its number is nobody's, or somebody else's
             os.kill(self.place.pid, signal.SIGCONT)
 
 
@@ -284,10 +297,13 @@ class TorchrunCluster:
         if not self._ranks:
             return
         ranks, self._ranks = self._ranks, []
+        peers = [rank for rank in ranks if isinstance(rank, _Peer)]
         for rank in ranks:
             rank.send(Stop(now))
-            if now and isinstance(rank, _Peer):
-                rank.wake()
+        for peer in peers:
+            if now:
+                peer.wake()
+            peer.finish()
         self._own.join()
 
     def abort(self) -> None:

@@ -30,7 +30,10 @@ class Wire:
 
     def send(self, message: Any) -> None:
         """Raises OSError when the other end is gone, and what pickle raises for what it cannot take."""
-        data = packed(message)
+        self.send_packed(packed(message))
+
+    def send_packed(self, data: bytes) -> None:
+        """What `packed` has made of a message. Raises OSError when the other end is gone."""
         with self._lock:
             self._socket.sendall(data)
 

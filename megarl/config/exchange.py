@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from megarl.config.errors import RecipeError
@@ -59,6 +60,10 @@ def check_exchange(recipe: Recipe) -> None:
         raise RecipeError(
             "exchange.directory", what, "leave it out, or set exchange.transport=files", value=exchange.directory
         )
+    if math.isinf(exchange.timeout):
+        raise RecipeError(
+            "exchange.timeout", "every wait has an end", "give seconds, e.g. 3600", value=exchange.timeout
+        )
     _check_silence(recipe)
     if exchange.route == "export" and exchange.check_every and not wants_adapters(recipe):
         what = "with exchange.route=export there is nothing to compare with the export"
@@ -69,6 +74,10 @@ def check_exchange(recipe: Recipe) -> None:
 
 def _check_device(recipe: Recipe) -> None:
     key, value = "exchange.transport", recipe.exchange.transport
+    whole = never_planned(recipe)
+    if whole is not None:
+        what = f"it carries planned slices alone: {whole}"
+        raise RecipeError(key, what, "set exchange.transport=auto", value=value)
     if recipe.exchange.route != "planned":
         what = f"it carries planned slices alone, and exchange.route={recipe.exchange.route} may send whole tensors"
         raise RecipeError(key, what, "set exchange.route=planned, or exchange.transport=auto", value=value)
@@ -79,13 +88,17 @@ def _check_device(recipe: Recipe) -> None:
 
 def _check_silence(recipe: Recipe) -> None:
     exchange = recipe.exchange
-    if exchange.route == "export" and exchange.silence != ExchangeConfig().silence:
-        what = "with exchange.route=export ranks give no signs of life"
-        raise RecipeError(
-            "exchange.silence", what, "leave it out, or set exchange.route=planned", value=exchange.silence
-        )
+    given = exchange.silence != ExchangeConfig().silence
+    if given and not planned_by_recipe(recipe):
+        what = f"weights go whole, and then ranks give no signs of life: {never_planned(recipe) or 'exchange.route=export'}"
+        raise RecipeError("exchange.silence", what, "leave it out", value=exchange.silence)
     if planned_by_recipe(recipe) and exchange.silence >= exchange.timeout:
         what = f"every wait ends after exchange.timeout = {exchange.timeout:g} s, before a rank is known to be silent"
+        if not given:
+            what = f"a rank is known to be silent after exchange.silence = {exchange.silence:g} s, when every wait has ended"
+            raise RecipeError(
+                "exchange.timeout", what, "make it longer, or lower exchange.silence", value=exchange.timeout
+            )
         raise RecipeError(
             "exchange.silence", what, "make it shorter, or raise exchange.timeout", value=exchange.silence
         )

@@ -48,13 +48,14 @@ class BroadcastGroup:
 
         def form() -> None:
             try:
-                group = platform.collective(store, rank, size, timedelta(seconds=session.timeout))
-                # Libraries of devices connect with the first broadcast, and block meanwhile.
-                first = _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device))
+                if device.index is not None:  # which device a thread is on is its own affair
+                    platform.set_device(device.index)
+                byte = torch.zeros(1, dtype=torch.uint8, device=device)
+                made.append(platform.collective(store, rank, size, timedelta(seconds=session.timeout)))
+                first = _broadcast(made[0], byte)  # libraries of devices connect with it, and block meanwhile
                 while not first.is_completed():
                     time.sleep(_POLL_SECONDS)
                 first.wait()
-                made.append(group)
             except Exception as error:  # noqa: BLE001 - handed to the waiting thread
                 failed.append(error)
 
@@ -63,9 +64,14 @@ class BroadcastGroup:
         interface = next(iter(platform.kind.interface_variables), "GLOO_SOCKET_IFNAME")
         thread = threading.Thread(target=form, name="megarl-connect", daemon=True)
         thread.start()
-        channel.wait_until(
-            lambda: not thread.is_alive(), lambda: f"the {library} group of {size} processes to form (rank {rank})"
-        )
+        try:
+            channel.wait_until(
+                lambda: not thread.is_alive(), lambda: f"the {library} group of {size} processes to form (rank {rank})"
+            )
+        except ExchangeError:
+            for group in made:
+                platform.abort_collective(group)
+            raise
         if failed:
             raise ExchangeError(
                 f"the {library} group of {size} processes could not form (rank {rank}): {failed[0]}. "

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from megarl.exchange.boxes import ITEM_BYTES
-from megarl.exchange.fingerprint import PIECE, Fingerprint, Fingerprints
+from megarl.exchange.fingerprint import PIECE, Fingerprint, Fingerprints, Passing
 from megarl.exchange.plan import COPY, Stream
 
 _BUCKET = COPY.index("bucket")
@@ -62,19 +62,21 @@ class Boxes:
         memory: torch.Tensor,
         tensor: Callable[[int], torch.Tensor],
         fingerprints: Fingerprints,
+        known: Fingerprint | None = None,
     ) -> tuple[list[tuple[int, int]], Fingerprint]:
         """Out of `memory` (uint8, on any device), converted to what each parameter has. Returns of each box the
-        parameter's number, and how many elements it has; and the fingerprint of `memory`."""
+        parameter's number, and how many elements it has; and the fingerprint of `memory`, which may be `known`."""
         flat = memory.view(self.dtype)
         copies = self._copies[self._starts[bucket] : self._starts[bucket + 1]]
         written = [(parameter, rows * columns) for _, parameter, _, _, rows, columns in copies]
         if tensor(copies[0][1]).device == flat.device == _CPU:
-            passing = fingerprints.passing(memory)
+            found = known or fingerprints.passing(memory)
             for at, part, piece in self._pieces(flat, copies, tensor):
-                passing.reached(at)
+                if isinstance(found, Passing):
+                    found.reached(at)
                 piece.copy_(part)
-            return written, passing
-        found = fingerprints.beside(memory)
+            return written, found
+        found = known or fingerprints.beside(memory)
         for at, parameter, offset, stride, rows, columns in copies:
             target = tensor(parameter)
             if flat.device != target.device:
@@ -92,10 +94,13 @@ class Boxes:
         for at, parameter, offset, stride, rows, columns in copies:
             part = flat[at : at + rows * columns].view(rows, columns)
             whole = box(tensor(parameter), offset, stride, rows, columns)
-            some = max(1, PIECE // (columns * flat.itemsize))
+            fits = PIECE // flat.itemsize
+            some = max(1, fits // columns)
             for row in range(0, rows, some):
-                end = at + min(row + some, rows) * columns
-                yield end * flat.itemsize, part[row : row + some], whole[row : row + some]
+                for column in range(0, columns, fits):  # more than once where a row alone is longer
+                    end = at + (min(row + some, rows) - 1) * columns + min(column + fits, columns)
+                    cut = slice(row, row + some), slice(column, column + fits)
+                    yield end * flat.itemsize, part[cut], whole[cut]
 
     def names(self, bucket: int, tensors: tuple[str, ...]) -> list[str]:
         """The checkpoint's tensors of which boxes are in `bucket`. `tensors`: of this rank's description."""

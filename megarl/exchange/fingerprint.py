@@ -52,6 +52,7 @@ class Fingerprints:
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "megarl-fingerprint")
         self._host = torch.empty(0, dtype=torch.uint8, device="cpu")  # what is on a device is read here
+        self._stream: Any = None
 
     def passing(self, memory: torch.Tensor) -> Passing:
         """Of `memory` (uint8, contiguous, on the host), for who copies all of it to tell of."""
@@ -67,10 +68,18 @@ class Fingerprints:
         return self._thread.submit(self._of_device, memory, written)
 
     def _of_device(self, memory: torch.Tensor, written: Any) -> str:
-        written.synchronize()
+        devices = torch.get_device_module(memory.device)
+        devices.set_device(memory.device)  # a thread's own affair
+        if self._stream is None:  # what is packed next is on the other one
+            self._stream = devices.Stream()
         if len(memory) > len(self._host):  # pinned, which is read into at the full speed of the bus
             self._host = torch.empty(len(memory), dtype=torch.uint8, device="cpu", pin_memory=True)
-        return fingerprint(self._host[: len(memory)].copy_(memory).numpy())
+        host = self._host[: len(memory)]
+        with devices.stream(self._stream):
+            self._stream.wait_event(written)
+            host.copy_(memory, non_blocking=True)
+        self._stream.synchronize()
+        return fingerprint(host.numpy())
 
     def close(self) -> None:
         self._thread.shutdown()

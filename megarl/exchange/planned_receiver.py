@@ -187,13 +187,15 @@ class PlannedReceiver:
         if taken.group is not None:
             taken.group.finish(taken.broadcast, f"{what} to reach {self.name}")
         times.append(time.perf_counter())
-        if taken.held is not None:
-            self._compare(self._fingerprints.beside(taken.memory), taken, what)
+        known = None
+        if taken.held is not None:  # nobody else gets what is not proven
+            known = self._fingerprints.beside(taken.memory)
+            self._compare(known, taken, what)
             told = {key: header[key] for key in ("version", "stream", "bucket", "fingerprint")}
             assert self._outbox is not None
             self._outbox.send(taken.held, self._passed_on[stream], told, what)
         times.append(time.perf_counter())
-        written, found = self._boxes[stream].unpack(bucket, taken.memory, target.tensor, self._fingerprints)
+        written, found = self._boxes[stream].unpack(bucket, taken.memory, target.tensor, self._fingerprints, known)
         times.append(time.perf_counter())
         value = self._compare(found, taken, what)
         self._answers.tell(taken.party, header["count"], value)

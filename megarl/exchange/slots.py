@@ -29,7 +29,7 @@ class SharedSlot:
         self._size = 0
         self.path: str | None = None  # while receivers may still have to open it
         self.name = ""  # of the file; changes when the slot grows
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, size: int) -> torch.Tensor:
         """uint8 [size] in shared memory. Raises OSError with the arithmetic where it does not fit."""
@@ -68,7 +68,7 @@ class SharedSlot:
         self.unlink()
         if self._fd >= 0:
             os.close(self._fd)
-        self._fd, self._size, self._memory = -1, 0, torch.empty(0, dtype=torch.uint8)
+        self._fd, self._size, self._memory = -1, 0, torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class PrivateSlot:

@@ -38,6 +38,10 @@ ASSUMED = (
     "Layers, attention and Adam are megarl's own on torch's kernels; fused ones of a device's own libraries keep less.",
     "Not counted: what communication libraries and drivers take, graphs that engines capture, and fragmentation.",
 )
+OF_CONNECTIONS = (
+    "Not counted: what groups that carry weights from device to device keep on either one; `exchange --explain` says how many "
+    "a rank has, and docs/exchange.md what one takes."
+)
 OF_EXPERTS = "Experts are sent equally many tokens."
 OF_IMAGES = (
     "Every sequence that trainers compute has one image, of data.max_pixels, or as large as a prompt of the longest length "
@@ -196,6 +200,8 @@ def _notes(recipe: Recipe, stages: list[Stage], kinds: list[Engine], model: dict
         )
     if "swap_optimizer" in unknown:
         notes.append("With swap_optimizer, master weights and moments are on the host; its own parts were not run.")
+    if recipe.exchange.transport == "device":
+        notes.append(OF_CONNECTIONS)
     if number_of_experts(text_fields(model)):
         notes.append(OF_EXPERTS)
     if "vision_config" in model:

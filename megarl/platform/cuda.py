@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -55,7 +58,10 @@ class CUDAPlatform(Platform):
         # A rank has one of these groups for each other that it exchanges weights with. What NCCL keeps for one grows with its
         # thread blocks, and two of them drive a network card.
         options.config.max_ctas = 2
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        with _environment(
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+        ):  # a peer's death must not end this process: it is told of
+            return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def abort_collective(self, group: Any) -> None:
         group.abort()
@@ -65,3 +71,17 @@ class CUDAPlatform(Platform):
 
     def peak_memory(self) -> float:
         return torch.cuda.max_memory_allocated() / 2**30
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """`name` is `value`, for what reads it meanwhile."""
+    former = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if former is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = former

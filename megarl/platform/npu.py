@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping
@@ -100,12 +101,20 @@ class NPUPlatform(Platform):
 
         options = ProcessGroupHCCL.Options()
         options._timeout = timeout
-        # A rank has one of these groups for each other that it exchanges weights with, and HCCL keeps twice so many MiB for
-        # one: 200 unless told.
-        options.hccl_config = {"hccl_buffer_size": 16}
+        # A group without ranks is torch_npu's default one from then on.
+        options.global_ranks_in_group = list(range(size))
+        options.group_id = f"megarl-{next(_GROUPS)}"
+        options.hccl_config = {
+            # A rank has one of these groups for each other that it exchanges weights with, and HCCL keeps twice so many MiB
+            # for one: 200 unless told.
+            "hccl_buffer_size": 16,
+            # Both ends the same way, of which engines' environment asks for another (`rollout_env`): by the host.
+            "hccl_op_expansion_mode": 1,
+        }
         return ProcessGroupHCCL(store, rank, size, options)
 
     def abort_collective(self, group: Any) -> None:
+        group.clear_workmeta_list()  # else the group's watchdog would find an error, and end the process
         group.abort_hccl_comm("the other end of a weight exchange is gone")
 
     def empty_cache(self) -> None:
@@ -124,6 +133,8 @@ class NPUPlatform(Platform):
         )
         return traced
 
+
+_GROUPS = itertools.count()
 
 # Trainer and engine share a device when colocated: without ranges both bind HCCL's default port.
 _MANY_PROCESSES = {ports.variable: ports.default for ports in NPU.port_ranges}
