@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.cluster.base import Service, WorkerGroup
 from megarl.config.exchange import never_planned, wants_adapters
-from megarl.config.schema import Recipe
+from megarl.config.schema import ExchangeConfig, Recipe
 from megarl.exchange.session import Session
 from megarl.rollout.calls import wait_for_all
 
@@ -64,9 +64,10 @@ def _adapters(
 
 
 def _unchecked(recipe: Recipe) -> str:
-    """What an export, which nothing can be held to, leaves out."""
-    every = recipe.exchange.check_every
-    return f"; exchange.check_every={every} has no effect" if every else ""
+    """What an export, which nothing can be held to and whose ranks give no signs of life, leaves out."""
+    given, default = recipe.exchange, ExchangeConfig()
+    names = [name for name in ("check_every", "silence") if getattr(given, name) != getattr(default, name)]
+    return "".join(f"; exchange.{name}={getattr(given, name):g} has no effect" for name in names)
 
 
 def _exported(

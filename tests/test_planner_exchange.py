@@ -16,7 +16,7 @@ from megarl.exchange.boxes import Describer, Description, tensors_held
 from megarl.exchange.flows import flows, totals
 from megarl.exchange.plan import ExchangePlan, Hosts, plan
 from megarl.model_shape import model_shape
-from megarl.planner import exchange, exchange_command
+from megarl.planner import build, exchange, exchange_command
 from megarl.planner.plan import Links
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -83,6 +83,13 @@ def test_where_ranks_are() -> None:
     assert set(exchange.hosts(recipe, None).engines) == {"node 0"}
 
 
+def test_a_plan_says_what_it_does_not_count_of_connections() -> None:
+    recipe, model = Recipe(), model_configs.read("Qwen3-8B")
+    assert build.OF_CONNECTIONS not in build._notes(recipe, [], [], model)
+    recipe.exchange.transport = "device"
+    assert build.OF_CONNECTIONS in build._notes(recipe, [], [], model)
+
+
 def test_exported_every_engine_rank_reads_the_whole_model() -> None:
     recipe = Recipe()
     recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
@@ -115,6 +122,11 @@ def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100 and given == [16], "the head says 16 devices a machine"
     assert "stage 1" in text and "Sent by 3 trainer ranks" in text and "5 buckets of at most" in text
+    assert "A rank has connections with 2 others at most, over gloo." in text
+    apart = ["cluster.placement=disaggregated", "megatron.offload=false", "exchange.route=planned"]
+    assert run("exchange", "--explain", recipe, *apart, "exchange.transport=device") == 0
+    assert "A rank has connections with 4 others at most, device to device." in capsys.readouterr().out
+    given.pop()
     assert run("exchange", "--explain", recipe, "--json", "--per-node", "4") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["totals"]["sent"] == 6 * HALF and len(told["flows"]) == 2 and given[1] == 4

@@ -41,6 +41,7 @@ def opened(route: str, *, trainers: str | None = None, engine: str | None = None
     recipe = Recipe()
     recipe.lora.rank = changes.get("rank", 0)
     recipe.exchange.check_every = changes.get("check_every", 0)
+    recipe.exchange.silence = changes.get("silence", 8.0)
     recipe.exchange.adapters = changes.get("adapters", "merged" if route != "adapters" else "auto")
     recipe.exchange.route = "auto" if route == "adapters" else route  # type: ignore[assignment]
     group, services, notices = Trainers(trainers), [Engine("e0"), Engine("e1", engine)], []
@@ -73,6 +74,11 @@ def test_auto_takes_the_planned_way_where_it_can() -> None:
         ({"engine": "its weights are quantised"}, ["planned", "export"], "because e1: its weights are quantised"),
         ({"rank": 4}, ["export"], "because lora.rank=4: adapters go whole, and merged weights"),
         ({"rank": 4, "check_every": 5}, ["export"], "exchange.check_every=5 has no effect"),
+        (
+            {"engine": "odd", "check_every": 5, "silence": 60.0},
+            ["planned", "export"],
+            "e1: odd; exchange.check_every=5 has no effect; exchange.silence=60 has no effect",
+        ),
     ],
 )
 def test_auto_exports_where_it_must_and_says_why(problem: dict[str, Any], asked: list[str], words: str) -> None:

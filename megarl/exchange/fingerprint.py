@@ -26,7 +26,7 @@ def fingerprint(data: np.ndarray) -> str:
 
 class Passing:
     """The fingerprint of memory that the CPU goes through anyway, from its start to its end: taken piece by piece, while a piece
-    is in its cache, which costs a third of reading all of it once more."""
+    is in its cache, which costs about half of reading all of it once more (measured: docs/exchange.md)."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._data, self._taken, self._state = memory.numpy(), 0, xxhash.xxh3_64()

@@ -68,9 +68,8 @@ class PlannedReceiver:
         self._session = session
         self._channel = Channel(session)
         self._slots = MappedSlots(session.shm_dir)
-        self._device = select(
-            session.device
-        ).device()  # said each time: around a receiver vLLM may have another default
+        # Said wherever memory is made: around a receiver vLLM has another default device.
+        self._device = select(session.device).device()
         self._memories: dict[tuple[Party, int], torch.Tensor] = {}
         self._held: list[Description] = []
         self._need: Description | None = None

@@ -29,8 +29,6 @@ BEAT_SECONDS = 1.0
 _PORT = "vigil"
 _LEFT = "left"
 _LONGEST = 4096  # bytes of a message
-
-
 _SILENT = "it is stopped, or its machine or the network is gone (if it only pauses, raise exchange.silence)"
 
 
@@ -101,9 +99,8 @@ class Vigil:
                     next_round = time.monotonic() + BEAT_SECONDS
 
     def _admit(self, selector: selectors.BaseSelector, connections: contextlib.ExitStack) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # whoever called has hung up already; or no files are left, which it will say
+        # Whoever called has hung up already; or no files are left, which it will say.
+        with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             selector.register(connections.enter_context(connection), selectors.EVENT_READ, _Member(connection))
@@ -190,9 +187,8 @@ class Pulse:
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self._connection.setblocking(False)
-            self._connection.setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-            )  # `left` must be on its way before the end
+            # `left` must be on its way before the end.
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             found = socket.getaddrinfo(session.host, session.port, type=socket.SOCK_STREAM)
             self._store = {info[4][0] for info in found}
             self._say([session.prefix, f"{who} (process {os.getpid()} on {socket.gethostname()})"])
