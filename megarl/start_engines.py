@@ -12,6 +12,7 @@ from megarl.cluster import trainer_notices
 from megarl.cluster.base import Cluster, Service
 from megarl.config.judge import uses_judge
 from megarl.config.schema import Recipe
+from megarl.config.seeded import seeds_notice
 from megarl.data.images import ImageReader
 from megarl.engines import engine_env, rollout_env
 from megarl.engines.base import EngineSpec, Seat
@@ -29,6 +30,8 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
     """What is to be said of settings for the recipe's processes that the environment of this command has otherwise.
     `training`, or `megarl eval`, which has no trainers."""
     said = trainer_notices(recipe, platform) if training else []
+    if training and (seeds := seeds_notice(recipe)):
+        said.append(seeds)
     for engine, spec in first_specs(recipe, training=training):
         if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
             continue
@@ -85,7 +88,7 @@ def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Service
     services = []
     for number in range(judge.engines if uses_judge(recipe) else 0):
         spec = replace(judge_spec(recipe, f"judge{number}"), device=platform.name)
-        args = (judge.engine, spec, judge, recipe.train.seed)
+        args = (judge.engine, spec, judge, recipe.train.seed if spec.seeded else None)
         services.append(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster))
     return services
 

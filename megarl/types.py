@@ -75,12 +75,13 @@ class SampleImages:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to be sampled ``sampling.n`` times. Sample i draws from seed + i."""
+    """One prompt to be sampled ``sampling.n`` times. Sample i draws from seed + i, or without a seed (`rollout.seeded`)
+    from the engine's generator."""
 
     group: int  # names the group over the whole run
     prompt: Prompt
     sampling: Sampling
-    seed: int
+    seed: int | None
     images: SampleImages | None = None  # those of the prompt, once the rollout process has prepared them
     with_greedy: bool = False  # also one greedy sample, for the group's baseline
     prompt_top_k: int | None = None  # also `Completion.prompt`, with so many likeliest tokens a place; None: not

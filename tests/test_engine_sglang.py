@@ -249,6 +249,8 @@ def test_arguments(spec, monkeypatch) -> None:
     assert made["load_format"] == "dummy" and made["custom_weight_loader"] == [LOADER]
     assert made["context_length"] == 42 and made["enable_memory_saver"] is True
     assert made["enable_deterministic_inference"] is True, "requests' seeds would be ignored"
+    unseeded = build_engine_args(replace(spec, seeded=False), "cuda")
+    assert unseeded["enable_deterministic_inference"] is False
     assert made["attention_backend"] == made["sampling_backend"] == "ascend"
     assert "attention_backend" not in build_engine_args(spec, "cuda")
 

@@ -198,7 +198,7 @@ def test_updates_through_the_exchange(engine, info, path, tmp_path):
 
 
 def test_dummy_weights_and_unknown_names(process, info, path, tmp_path):
-    info = process.start(spec(path, load_weights=False))
+    info = process.start(spec(path, load_weights=False, seeded=False))
     with pytest.raises(EngineRefused, match="has dummy weights; update its weights first"):
         process.generate(make_requests(1))
     sender = exchange(process, info)
@@ -210,6 +210,19 @@ def test_dummy_weights_and_unknown_names(process, info, path, tmp_path):
         sending.result(30)
         requests = make_requests(2)
         assert_exact(model, requests, process.generate(requests)[1])
+
+        # Without seeds in requests, the engine's generator draws for all, and starts anew with each version.
+        unseeded = [dataclasses.replace(request, seed=None) for request in make_requests(2)]
+        drawn = {}
+        for attempt, version in (("first", 1), ("again", 1), ("next", 2)):
+            sending = pool.submit(sender.send, version, weights.items())
+            process.update_weights(version)
+            sending.result(30)
+            drawn[attempt] = process.generate(unseeded)[1]
+        assert_exact(model, unseeded, drawn["first"])
+        assert same(drawn["first"], drawn["again"])
+        assert not same(drawn["first"], drawn["next"])
+        assert not same(drawn["next"], process.generate(unseeded)[1])
     sender.close()
     process.shutdown()
 

@@ -179,9 +179,9 @@ class AgentLoop:
         return [replace(turn, text=text) for turn, text in zip(answers, shown, strict=True)]
 
 
-def turn_seed(seed: int, turn: int) -> int:
-    """Seed of a sample's turn, counted from 0: that of the sample for the first, others of their own."""
-    if turn == 0:
+def turn_seed(seed: int | None, turn: int) -> int | None:
+    """Seed of a sample's turn, counted from 0: that of the sample for the first, others of their own; None without seeds."""
+    if turn == 0 or seed is None:
         return seed
     return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0] >> np.uint64(2))
 

@@ -91,6 +91,10 @@ class RolloutConfig:
     )
     top_p: float = key(1.0, "Nucleus sampling; 1 samples the whole distribution.", above=0, at_most=1)
     top_k: int = key(-1, "Top-k sampling; -1 samples the whole distribution.", at_least=-1)
+    seeded: Literal["auto", True, False] = key(
+        "auto",
+        "Give each sample a random generator with a seed of its own, so that it does not depend on the batch that computes it, and a repeated or resumed run samples the same. Costs a Python loop over requests in every decode step. false: an engine draws all samples of a weight version from one generator. auto: true on CPUs and with `train.deterministic`, else false. Evaluation samples are always seeded in vLLM.",
+    )
     max_staleness: int = key(
         0,
         "Versions that a sample may lag behind the policy it trains. 0: synchronous. 1: one-step-off, engines sample the next batch while the actor learns.",
@@ -98,7 +102,7 @@ class RolloutConfig:
     )
     admission: Literal["wave", "continuous"] = key(
         "wave",
-        "When replacements of filtered groups start: all at once when the running ones are done (repeatable to the last bit; of engines in groups, up to rounding), or each at once (busier engines).",
+        "When replacements of filtered groups start: all at once when the running ones are done (with seeded samples repeatable to the last bit; of engines in groups, up to rounding), or each at once (busier engines).",
     )
     engine_args: dict[str, Any] = key(
         {}, "Further arguments of the engine, under the engine's own names, e.g. {max_num_seqs: 256}."

@@ -44,6 +44,9 @@ class EngineSpec:
     data_parallel: int = 1  # engines of its group, over all of which the experts are spread
     expert_parallel: bool = False  # each rank has whole experts, and others than the next; of a group's engines: always
     seed: int = 0
+    seeded: bool = (
+        True  # requests bring seeds; else the engine's generator, seeded anew with each version, draws for all
+    )
     engine_args: dict[str, Any] = field(default_factory=dict)
     load_weights: bool = True  # False: dummy weights, until the first exchange brings real ones
     sleep_mode: bool = False  # prepare for sleep(); where the platform cannot, info["can_sleep"] is False

@@ -108,10 +108,14 @@ class _SglangBackend:
     async def _sample(self, name: str, request: GenerationRequest, index: int) -> dict[str, Any]:
         return await self._engine.async_generate(
             input_ids=list(request.prompt.tokens),
-            sampling_params=_sampling_params(request.sampling, request.seed + index),
+            sampling_params=_sampling_params(request.sampling, self._seed(request, index)),
             return_logprob=request.sampling.temperature > 0,
             rid=name,
         )
+
+    def _seed(self, request: GenerationRequest, index: int) -> int | None:
+        """The seed of a sample; None where SGLang would not read it (`rollout.seeded: false`)."""
+        return None if request.seed is None or not self._spec.seeded else request.seed + index
 
     def step(self) -> list[tuple[str, list[Completion]]]:
         unfinished = [task for tasks in self._tasks.values() for task in tasks if not task.done()]
@@ -215,10 +219,10 @@ class _SglangBackend:
         self._engine = None
 
 
-def _sampling_params(sampling: Sampling, seed: int) -> dict[str, Any]:
+def _sampling_params(sampling: Sampling, seed: int | None) -> dict[str, Any]:
     return {
         "n": 1,
-        "sampling_seed": seed,
+        **({} if seed is None else {"sampling_seed": seed}),
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,

@@ -121,12 +121,19 @@ def check_plan(spec: EngineSpec, device: str) -> None:
     if spec.prompt_top_k is not None:
         problem = "megarl does not read log-probs of given tokens from SGLang"
         raise RecipeError(f"{section}.engine", problem, another, value="sglang")
-    if device == "npu" and importlib.util.find_spec("sglang") and not importlib.util.find_spec("batch_invariant_ops"):
+    if (
+        spec.seeded
+        and device == "npu"
+        and importlib.util.find_spec("sglang")
+        and not importlib.util.find_spec("batch_invariant_ops")
+    ):
         problem = (
             "a seed for each sample needs SGLang's deterministic mode, which on an NPU imports batch_invariant_ops "
             "(hardware_backend/npu/batch_invariant_ops), and it is not installed"
         )
-        raise RecipeError(f"{section}.engine", problem, f"install it, or {another}", value="sglang")
+        raise RecipeError(
+            f"{section}.engine", problem, f"install it, set rollout.seeded=false, or {another}", value="sglang"
+        )
     config = Path(spec.model_path, "config.json")
     if config.is_file() and "vision_config" in json.loads(config.read_text()):  # where not, reading the model says it
         problem = "megarl does not give SGLang the images of a vision-language model"
@@ -151,7 +158,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         "skip_tokenizer_init": True,  # token in, token out
         # A request's own seed counts in this mode alone (sampling/sampling_batch_info.py); and what a sample is, then
         # hangs on no other that runs beside it.
-        "enable_deterministic_inference": True,
+        "enable_deterministic_inference": spec.seeded,
         "enable_memory_saver": spec.sleep_mode,
         **spec.engine_args,
     }

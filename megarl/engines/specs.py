@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
+
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.config.exchange import wants_adapters
 from megarl.config.judge import JUDGE, uses_judge
 from megarl.config.schema import Recipe
+from megarl.config.seeded import samples_are_seeded
 from megarl.engines.base import AdapterSpec, EngineSpec
 
 
@@ -21,7 +24,8 @@ def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
         tensor_parallel=rollout.tensor_parallel,
         data_parallel=rollout.data_parallel,
         expert_parallel=rollout.spreads_experts,
-        seed=recipe.train.seed,
+        seed=_engine_seed(recipe, name),
+        seeded=samples_are_seeded(recipe),
         engine_args=rollout.engine_args,
         load_weights=load_weights,
         sleep_mode=recipe.cluster.placement == "colocated" and not load_weights,
@@ -68,11 +72,18 @@ def _fixed_spec(recipe: Recipe, section: str, name: str, longest: int, prompt_to
         dtype=settings.dtype or recipe.model.dtype,
         max_model_len=longest,
         tensor_parallel=settings.tensor_parallel,
-        seed=recipe.train.seed,
+        seed=_engine_seed(recipe, name),
+        seeded=samples_are_seeded(recipe),
         engine_args=settings.engine_args,
         prompt_top_k=prompt_top_k,
         recipe_section=section,
     )
+
+
+def _engine_seed(recipe: Recipe, name: str) -> int:
+    """Seed of an engine's generator. Where it draws for all requests, each engine has another."""
+    seeded, seed = samples_are_seeded(recipe), recipe.train.seed
+    return seed if seeded else zlib.crc32(f"{seed}/{name}".encode())
 
 
 def longest_sample(recipe: Recipe) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -248,6 +249,8 @@ class _VllmBackend:
         report = agreed([report_of(report) for report, _, _ in results], self._spec.name)
         self._check_read(results[0][1], [set(unread) for _, _, unread in results])
         self._drop_cached_prefixes()
+        if not self._spec.seeded:  # else a resumed run would draw the numbers of its first steps again
+            self._engine.collective_rpc("megarl_seed", args=(zlib.crc32(f"{self._spec.seed}/{version}".encode()),))
         self.unloaded = None
         return report
 

@@ -80,6 +80,10 @@ class WorkerExtension:
         if receiver is not None:
             receiver.close()
 
+    def megarl_seed(self, seed: int) -> None:
+        """Seed the generator that draws for requests without a seed, on all ranks of an engine alike."""
+        torch.manual_seed(seed)
+
     def megarl_hold_parameters(self) -> None:
         """Before the engine wakes up, on an NPU."""
         self._megarl_held = vllm_ascend.hold_parameters(self.model_runner.model)

@@ -20,6 +20,7 @@ from megarl.config.data import MixedSet, files_of
 from megarl.config.errors import InputError, NotHereError, RecipeError, plain
 from megarl.config.load import all_keys
 from megarl.config.schema import Recipe
+from megarl.config.seeded import seeds_notice
 from megarl.config.supported import hardware_of
 from megarl.data.dataset import RowDataset
 from megarl.data.preferences import PreferenceDataset
@@ -298,6 +299,8 @@ def _check_room(recipe: Recipe, found: Checked) -> None:
 
 def _check_run(recipe: Recipe, found: Checked) -> None:
     """Whether the run may write where it wants to, and go on from what it names."""
+    if seeds := seeds_notice(recipe):
+        found.notes.append(seeds)
     if recipe.train.resume == "never":
         identity: dict[str, Any] = {}
     elif not Path(recipe.model.path).is_dir():

@@ -10,6 +10,7 @@ CPU = DeviceKind(
     plural="CPU cores",
     implementation="megarl.platform.cpu:CPUPlatform",
     collective="gloo",
+    cheap_seeds=True,
     sets=(
         VersionSet(
             "CPU",

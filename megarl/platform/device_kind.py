@@ -34,6 +34,7 @@ class DeviceKind:
     collective: str  # the library of its process groups
     ray_resource: str | None = None  # what Ray counts; None where processes need no device
     visible: str = ""  # the variable that restricts a process to some devices; "" where there is none
+    cheap_seeds: bool = False  # a random generator for each request costs an engine nothing that counts
     files: str = ""  # pattern of its devices in /dev
 
     # How it is found: where `package` is installed, or else where `torch.<torch_api>` says that it is available.

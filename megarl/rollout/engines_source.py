@@ -15,6 +15,7 @@ import numpy as np
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.shaping import has_spread, overlong_penalty
 from megarl.config.schema import Recipe
+from megarl.config.seeded import samples_are_seeded
 from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
@@ -67,6 +68,7 @@ class EnginesSource:
         self._change = threading.Condition()
         self._error: BaseException | None = None
         self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
+        self._seeded = samples_are_seeded(recipe)
         self._load = [0] * len(self.services)  # groups running on each engine
 
     def admit(self, version: int) -> None:
@@ -144,7 +146,7 @@ class EnginesSource:
             engine = min(range(len(self.services)), key=lambda index: (self._load[index], index))
             self._load[engine] += 1
             prompt = self.prompts[self.sampler.at(number)]
-            seed = group_seed(self.recipe.train.seed, number)
+            seed = group_seed(self.recipe.train.seed, number) if self._seeded else None
             request = GenerationRequest(number, prompt, self.sampling, seed, with_greedy=self._with_greedy)
             submitted[engine].append(request)
         for engine, requests in enumerate(submitted):

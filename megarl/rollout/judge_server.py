@@ -67,7 +67,7 @@ class Interrogation:
 class JudgeServer:
     """Runs inside a service process (see cluster/): groups are judged as they come, many at a time."""
 
-    def __init__(self, engine: str, spec: EngineSpec, settings: JudgeConfig, run_seed: int):
+    def __init__(self, engine: str, spec: EngineSpec, settings: JudgeConfig, run_seed: int | None):
         assert settings.path is not None
         self.engine, self.settings, self.run_seed = engines.create(engine, spec), settings, run_seed
         self.asks = Interrogation(load_tokenizer(settings.path), settings)
@@ -110,12 +110,15 @@ class JudgeServer:
 
     def _asked(self, number: int, attempt: int, questions: dict[int, tuple[int, ...]]) -> dict[int, str]:
         """The engine's answers, all asked for at once."""
-        seed = judge_seed(self.run_seed, number, attempt)
+        seed = None if self.run_seed is None else judge_seed(self.run_seed, number, attempt)
         settings = self.settings
         sampling = Sampling(1, settings.max_tokens, settings.temperature, stop_token_ids=self.asks.tokenizer.stop_ids)
         requests = [
             GenerationRequest(
-                index, Prompt(f"sample {index} of group {number}", tokens, "", ""), sampling, seed + index
+                index,
+                Prompt(f"sample {index} of group {number}", tokens, "", ""),
+                sampling,
+                None if seed is None else seed + index,
             )
             for index, tokens in questions.items()
         ]

@@ -285,9 +285,10 @@ def _greedy_request(request: GenerationRequest) -> list[GenerationRequest]:
 
 
 def _one_by_one(request: GenerationRequest) -> list[GenerationRequest]:
-    """Each sample of a group as a request of its own, with the seed that it has within the group; the greedy one last."""
+    """Each sample of a group as a request of its own, with its seed within the group, if it has one; the greedy one last."""
     one = replace(request, sampling=replace(request.sampling, n=1), with_greedy=False)
-    alone = [replace(one, seed=request.seed + index) for index in range(request.sampling.n)]
+    seeds = [None if request.seed is None else request.seed + index for index in range(request.sampling.n)]
+    alone = [replace(one, seed=seed) for seed in seeds]
     return [*alone, *_greedy_request(request)]
 
 

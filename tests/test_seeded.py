@@ -1,0 +1,126 @@
+"""`rollout.seeded`: the value of `auto`, the notice, and the requests and engines that follow it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from megarl import load_recipe
+from megarl.agents.trajectory import turn_seed
+from megarl.config.errors import RecipeError
+from megarl.config.schema import Recipe
+from megarl.config.seeded import samples_are_seeded, seeds_notice
+from megarl.engines.specs import policy_spec
+from megarl.platform.cpu import CPUPlatform
+from megarl.rollout import judge_server
+from megarl.rollout.engines_source import EnginesSource
+from megarl.rollout.server import _one_by_one
+from megarl.start_engines import environment_notices
+from megarl.types import GenerationRequest, Prompt, Sampling
+
+
+def recipe_of(device: str, seeded: Any = "auto", *, deterministic: bool = False) -> Recipe:
+    recipe = Recipe()
+    recipe.cluster.device, recipe.rollout.seeded = device, seeded
+    recipe.train.deterministic = deterministic
+    return recipe
+
+
+@pytest.mark.parametrize(
+    "device, seeded, deterministic, expected, said",
+    [
+        ("cpu", "auto", False, True, None),
+        ("cpu", False, False, False, "rollout.seeded is false (set by the recipe)"),
+        ("npu", "auto", False, False, "rollout.seeded is false (auto on npu)"),
+        ("cuda", "auto", False, False, "rollout.seeded is false (auto on cuda)"),
+        ("npu", "auto", True, True, "rollout.seeded is true (auto with train.deterministic)"),
+        ("npu", False, True, False, "rollout.seeded is false (set by the recipe)"),
+        ("cuda", True, False, True, "rollout.seeded is true (set by the recipe)"),
+    ],
+)
+def test_auto_follows_the_device_and_determinism(device, seeded, deterministic, expected, said) -> None:
+    recipe = recipe_of(device, seeded, deterministic=deterministic)
+    assert samples_are_seeded(recipe) is expected
+    notice = seeds_notice(recipe)
+    assert (notice is None) == (said is None) and (notice or "").startswith(said or "")
+    recipe.train.source = "sft"
+    assert seeds_notice(recipe) is None, "nothing is sampled"
+
+
+def test_a_run_says_it_once() -> None:
+    said = environment_notices(recipe_of("cpu", False), CPUPlatform())
+    assert len([notice for notice in said if "rollout.seeded" in notice]) == 1
+
+
+def test_the_key_takes_a_word_or_a_switch(tmp_path) -> None:
+    base = ["model.path=/m", "data.train_files=[a.parquet]"]
+    file = tmp_path / "r.yaml"
+    file.write_text("rollout: {seeded: false}\n")
+    assert load_recipe(file, base).rollout.seeded is False
+    assert load_recipe(file, [*base, "rollout.seeded=auto"]).rollout.seeded == "auto"
+    with pytest.raises(RecipeError, match=r"rollout\.seeded"):
+        load_recipe(file, [*base, "rollout.seeded=never"])
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_requests_carry_seeds_as_the_recipe_says(seeded: bool) -> None:
+    recipe = recipe_of("cpu", seeded)
+    recipe.data.prompts_per_step = recipe.train.steps = 2
+    recipe.rollout.samples_per_prompt = 2
+    submitted: list[GenerationRequest] = []
+
+    class Service:
+        name = "engine0"
+
+        def call(self, _: str, requests: list[GenerationRequest]) -> Any:
+            submitted.extend(requests)
+            return SimpleNamespace(add_done_callback=lambda _: None)
+
+        def call_with_data(self, *_: Any) -> Any:
+            return SimpleNamespace(add_done_callback=lambda _: None)
+
+    class Prompts(list[Prompt]):
+        sets: ClassVar = {"train": 2}
+        difficulty = None
+
+    prompts = Prompts([Prompt(str(row), (1,), "", "x") for row in range(2)])
+    source = EnginesSource(recipe, prompts, [Service()], [0], lambda: None)  # type: ignore[arg-type, list-item]
+    source.admit(0)
+    assert [request.seed is not None for request in submitted] == [seeded] * 2
+
+
+def test_no_seed_is_made_of_none() -> None:
+    request = GenerationRequest(3, Prompt("p", (1,), "", "x"), Sampling(2, 4), seed=None, with_greedy=True)
+    assert [one.seed for one in _one_by_one(request)] == [None] * 3
+    assert turn_seed(None, 2) is None
+
+
+def test_a_judge_without_seeds(monkeypatch) -> None:
+    calls: list[GenerationRequest] = []
+
+    def generate(requests: list[GenerationRequest], finished: Any) -> None:
+        calls.extend(requests)
+        for request in requests:
+            finished(request.group, [SimpleNamespace(tokens=SimpleNamespace(tolist=list))])
+
+    monkeypatch.setattr(judge_server.engines, "create", lambda *_: SimpleNamespace(generate=generate))
+    tokenizer = SimpleNamespace(stop_ids=(0,), decode=lambda _: "Score: 1")
+    monkeypatch.setattr(judge_server, "load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr(judge_server, "Interrogation", lambda *_: SimpleNamespace(tokenizer=tokenizer))
+    settings = SimpleNamespace(path="m", max_tokens=4, temperature=1.0)
+    server = judge_server.JudgeServer("fake", None, settings, run_seed=None)  # type: ignore[arg-type]
+    server._asked(1, 0, {0: (1,), 1: (2,)})
+    assert [request.seed for request in calls] == [None, None]
+
+
+def test_engines_without_seeds_draw_different_numbers() -> None:
+    """Equal generators in all engines would give siblings of a prompt, and a rerun of it elsewhere, the same noise."""
+    recipe = recipe_of("cpu", False)
+    seeds = {policy_spec(recipe, f"engine{number}", load_weights=False).seed for number in range(8)}
+    assert len(seeds) == 8 and all(0 <= seed < 2**32 for seed in seeds)
+    recipe.rollout.seeded = True
+    assert {policy_spec(recipe, f"engine{number}", load_weights=False).seed for number in range(8)} == {
+        recipe.train.seed
+    }
