@@ -20,6 +20,7 @@ from megarl.config import Recipe, load_recipe
 from megarl.config.critic import critic_view
 from megarl.config.errors import InputError, RecipeError, blaming_input
 from megarl.config.judge import JUDGE
+from megarl.config.offload import offloads
 from megarl.config.paths import with_absolute_paths
 from megarl.controller import Controller, Layout
 from megarl.critic import Critic
@@ -228,8 +229,8 @@ def _assemble(
     trainers = _start_trainers(recipe, cluster)
     _check_shared_storage(trainers, run_dir)
     log.reached("trainers have the model")
-    actor = Tenant(trainers, offload=recipe.megatron.offload)
-    critic, critic_tenant = _start_critic(recipe, prepared.critic_flops, cluster, actor, run_dir)
+    actor = Tenant(trainers, offload=offloads(recipe, platform.name))
+    critic, critic_tenant = _start_critic(recipe, prepared.critic_flops, platform, cluster, actor, run_dir)
     engines = engines or wait_for_engines(services, starting, doing="load", limit=patience)
     wait_for_engines(fixed, fixed_starting, doing="load", limit=patience)
     log.reached("engines and all other processes are ready" if rl else "all processes are ready")
@@ -247,7 +248,7 @@ def _assemble(
         log=log,
         tokenizer=prepared.tokenizer,
         evaluate=_evaluation(recipe, prepared, samplers, trainers, layout, check),
-        saver=_saver(recipe, run_dir, trainers, critic, placement, cluster),
+        saver=_saver(recipe, platform, run_dir, trainers, critic, placement, cluster),
         identity=place.identity,
     )
 
@@ -277,6 +278,7 @@ def _evaluation(
 
 def _saver(
     recipe: Recipe,
+    platform: Any,
     run_dir: RunDirectory,
     trainers: WorkerGroup,
     critic: Critic | None,
@@ -286,7 +288,7 @@ def _saver(
     if critic is None:
         return Saver(run_dir.checkpoints, {"trainer": trainers}, recipe.train, cluster.check)
     turns = {"critic": placement.to_critic, "trainer": placement.to_train}
-    leave = recipe.megatron.offload or recipe.critic.megatron.offload
+    leave = any(offloads(one, platform.name) for one in (recipe, critic_view(recipe)))
     return Saver(
         run_dir.checkpoints,
         {"critic": critic.workers, "trainer": trainers},
@@ -306,7 +308,7 @@ def _source(
 
 
 def _start_critic(
-    recipe: Recipe, flops: ModelFlops | None, cluster: Cluster, actor: Tenant, run_dir: RunDirectory
+    recipe: Recipe, flops: ModelFlops | None, platform: Any, cluster: Cluster, actor: Tenant, run_dir: RunDirectory
 ) -> tuple[Critic | None, Tenant | None]:
     """The critic, where the recipe has one. The actor leaves the devices that it may have to build on."""
     if not uses_critic(recipe.algorithm):
@@ -316,7 +318,7 @@ def _start_critic(
     steps = recipe.train.steps * recipe.critic.mini_batches
     workers = cluster.start_trainers(CRITIC, recipe.critic.trainers, (view, steps), env={}, name="critic")
     _check_shared_storage(workers, run_dir)
-    tenant = Tenant(workers, offload=recipe.critic.megatron.offload)
+    tenant = Tenant(workers, offload=offloads(view, platform.name))
     tenant.leave()
     return Critic.of(view, workers, flops), tenant
 

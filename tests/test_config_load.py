@@ -8,6 +8,7 @@ import pytest
 
 from megarl.config import RecipeError, load_recipe, to_yaml
 from megarl.config.load import all_keys
+from megarl.config.offload import offloads
 from megarl.config.schema import Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -112,6 +113,27 @@ def test_refusals_name_the_file_that_is_to_blame(folder: Path) -> None:
 def test_filtered_sampling_at_another_temperature_is_refused(folder: Path) -> None:
     load_recipe(folder / "recipe.yaml", ["rollout.temperature=0.7"])
     assert "renormalisation" in str(refused(folder, "rollout.temperature=0.7", "rollout.top_p=0.9"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["cluster.device=cuda"], True),
+        (["cluster.device=npu"], True),
+        (["cluster.device=cpu"], False),
+        (["cluster.device=cuda", "cluster.placement=disaggregated"], False),
+        (["cluster.device=cuda", "train.source=sft", "algorithm.loss=sft", "algorithm.advantage=none"], False),
+        (["cluster.device=cuda", "megatron.offload=false"], False),
+        (["cluster.device=cpu", "megatron.offload=true"], True),
+    ],
+)
+def test_trainers_offload_where_engines_share_their_devices(folder: Path, overrides: list[str], expected: bool) -> None:
+    assert offloads(load_recipe(folder / "recipe.yaml", overrides)) is expected
+
+
+def test_offload_follows_the_device_that_auto_resolves_to(folder: Path) -> None:
+    recipe = load_recipe(folder / "recipe.yaml")
+    assert (offloads(recipe, "cuda"), offloads(recipe, "cpu")) == (True, False)
 
 
 def test_combinations_that_would_be_ignored_are_refused(folder: Path) -> None:

@@ -29,16 +29,17 @@ def names(**settings: Any) -> list[str]:
 
 
 def test_phases_follow_the_recipe() -> None:
-    assert names() == ["gen", "old_log_prob", "update_actor", "weight_exchange"]
-    assert names(algorithm__kl_coef=0.1)[1:3] == ["old_log_prob", "reference"]
-    assert names(algorithm__old_log_probs="current") == ["gen", "update_actor", "weight_exchange"]
-    assert names(megatron__offload=True)[1] == "hand_over"
+    assert names(megatron__offload=False) == ["gen", "old_log_prob", "update_actor", "weight_exchange"]
+    assert names() == ["gen", "hand_over", "old_log_prob", "update_actor", "weight_exchange"]
+    assert names(algorithm__kl_coef=0.1)[2:4] == ["old_log_prob", "reference"]
+    assert names(algorithm__old_log_probs="current") == ["gen", "hand_over", "update_actor", "weight_exchange"]
+    stays = {"megatron__offload": False, "critic__megatron__offload": False}
     critic = ["gen", "values", "adv", "update_critic", "old_log_prob", "update_actor", "weight_exchange"]
-    assert names(algorithm__advantage="gae") == critic
-    in_reward = names(algorithm__advantage="gae", algorithm__kl_in_reward=True, algorithm__kl_coef=0.1)
+    assert names(algorithm__advantage="gae", **stays) == critic
+    in_reward = names(algorithm__advantage="gae", algorithm__kl_in_reward=True, algorithm__kl_coef=0.1, **stays)
     assert in_reward[1:6] == ["old_log_prob", "reference", "values", "adv", "update_critic"]
-    assert names(algorithm__advantage="reinforce_plus_plus")[2] == "adv"
-    taught = names(algorithm__kl_coef=0.1, algorithm__reference="teacher")
+    assert names(algorithm__advantage="reinforce_plus_plus", **stays)[2] == "adv"
+    taught = names(algorithm__kl_coef=0.1, algorithm__reference="teacher", **stays)
     assert taught == ["gen", "teacher", "old_log_prob", "update_actor", "weight_exchange"]
     demonstrations = {"train__source": "sft", "algorithm__loss": "sft", "algorithm__advantage": "none"}
     assert names(**demonstrations) == ["update_actor"]
@@ -70,7 +71,7 @@ def test_greedy_samples_and_filtered_groups_are_written_too() -> None:
 
 
 def test_what_was_counted_takes_the_place_of_formulas() -> None:
-    made, device = recipe(rollout__engine_args={"max_num_seqs": 64}), device_named("H100")
+    made, device = recipe(rollout__engine_args={"max_num_seqs": 64}, megatron__offload=False), device_named("H100")
     free, narrow = (
         estimate(made, QWEN, None, device, engine=one).phases[0] for one in (None, rank(cache=2 * 1000 * 1024))
     )

@@ -332,6 +332,7 @@ def test_on_a_cpu_nothing_moves() -> None:
 
 
 def test_offloading_moves_weights_and_states() -> None:
-    assert moved(trainers()) == Cost()
+    assert moved(trainers(megatron__offload=False)) == Cost()
     parameters = 1600 + 2000
+    assert moved(trainers(2)) == moved(trainers(2, megatron__offload=True)), "unset, of colocated engines"
     assert moved(trainers(2, megatron__offload=True)).host == pytest.approx(parameters * (2 + 12 / 2) / 1e9)

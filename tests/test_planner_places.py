@@ -68,7 +68,9 @@ def test_trainers_that_offload_are_away_while_engines_sample() -> None:
 
 
 def test_trainers_that_do_not_offload_stay() -> None:
-    found = totals(of(recipe(), [stage()])["actor 0 + engine"])
+    made = recipe()
+    made.megatron.offload = False
+    found = totals(of(made, [stage()])["actor 0 + engine"])
     assert found["gen"] == 20 + 100 + 5 + 151
     assert found["update_actor"] == 151 + 9, "engines sleep all the same"
 
@@ -77,6 +79,14 @@ def test_on_a_cpu_nobody_leaves() -> None:
     made = recipe(device="cpu")
     made.megatron.offload = True
     assert totals(of(made, [stage()])["actor 0 + engine"])["update_actor"] == 151 + 9 + 20 + 100
+
+
+def test_unset_offload_follows_the_placement() -> None:
+    made = recipe()
+    assert made.megatron.offload is None
+    offloaded = totals(of(made, [stage()])["actor 0 + engine"])
+    made.megatron.offload = True
+    assert offloaded == totals(of(made, [stage()])["actor 0 + engine"])
 
 
 def test_apart_each_has_devices_of_its_own() -> None:
@@ -106,7 +116,8 @@ def test_buffers_are_those_of_the_route() -> None:
 
 def test_a_critic_lies_beside_the_stages_whose_devices_it_has() -> None:
     made = recipe()
-    made.algorithm.advantage, made.critic.trainers, made.critic.megatron.offload = "gae", 3, True
+    made.megatron.offload, made.critic.megatron.offload = False, True
+    made.algorithm.advantage, made.critic.trainers = "gae", 3
     engine = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=2)
     found = of(made, [stage(number=0), stage(number=1), stage("critic")], engine)
     assert {name: place.devices for name, place in found.items()} == {
@@ -217,7 +228,7 @@ def test_a_phase_above_the_devices_memory_is_refused_with_its_arithmetic() -> No
 
 def test_an_engine_beside_trainers_that_stay_is_refused_for_offload() -> None:
     made = recipe()
-    made.actor.max_tokens_per_micro_batch = 1
+    made.actor.max_tokens_per_micro_batch, made.megatron.offload = 1, False
     held = Held(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
     lying = [Stage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]

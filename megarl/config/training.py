@@ -72,8 +72,9 @@ class MegatronConfig:
         "none",
         "MoE: in the update, send each token to the experts that it went to in the old-log-prob pass (`old_log_probs`: R2), or, in both passes, in the engine (`rollout`: R3; the engine must return them, which vLLM does on CUDA).",
     )
-    offload: bool = key(
-        False, "Colocated: gradients, optimizer states and weights leave the device while the engines run."
+    offload: Optional[bool] = key(
+        None,
+        "Colocated: gradients, optimizer states and weights move to host memory while the engines run. Unset: true where engines share the trainers' devices and these have memory of their own, else false. It takes host memory for a copy of them and a transfer in each direction at every step.",
     )
     extra: dict[str, Any] = key(
         {},

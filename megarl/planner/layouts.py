@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megarl.cluster.placement import Demand
 from megarl.config.errors import plain
+from megarl.config.offload import offloads
 from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig
 from megarl.config.validate import check_parallel_sizes, validate
@@ -106,12 +107,14 @@ def choice_of(recipe: Recipe) -> Choice:
         megatron.last_stage_layers,
     )
     engines = Engines(rollout.engines, rollout.tensor_parallel, rollout.data_parallel, rollout.expert_parallel)
-    return Choice(layout, megatron.recompute, megatron.offload, recipe.actor.max_tokens_per_micro_batch, engines)
+    return Choice(layout, megatron.recompute, offloads(recipe), recipe.actor.max_tokens_per_micro_batch, engines)
 
 
 def chosen(recipe: Recipe, choice: Choice) -> Recipe:
     """`recipe`, laid out as `choice` says."""
-    megatron = replace(_laid_out(recipe.megatron, choice.layout), recompute=choice.recompute, offload=choice.offload)
+    # An unset key stays unset where its default is the choice.
+    offload = recipe.megatron.offload if choice.offload == offloads(recipe) else choice.offload
+    megatron = replace(_laid_out(recipe.megatron, choice.layout), recompute=choice.recompute, offload=offload)
     return replace(
         recipe,
         megatron=megatron,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.config.errors import InputError
+from megarl.config.offload import offloads
 from megarl.planner.ask import Asker, CannotCount
 from megarl.planner.clock import Clock
 from megarl.planner.judge import Judge, Subject
@@ -121,7 +122,7 @@ def _offloads(subject: Subject) -> tuple[bool, ...]:
     """Trainers may leave the device to engines where these share it with them."""
     recipe = subject.recipe
     shared = recipe.cluster.placement == "colocated" and recipe.train.source == "rollout"
-    return (False, True) if shared else (recipe.megatron.offload,)
+    return (False, True) if shared else (offloads(recipe),)
 
 
 class _Search:

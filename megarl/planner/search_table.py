@@ -9,6 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from megarl.config.offload import offloads
 from megarl.megatron.layout import check_layout
 from megarl.planner.estimate import estimate
 from megarl.planner.judge import Subject
@@ -113,7 +114,7 @@ def _table(subject: Subject, found: Found, own: Estimate | None) -> Table:
 
 def _row(subject: Subject, one: Fitting, own: Estimate | None, unit: Unit) -> list[str]:
     made = _estimate(subject, one.choice)
-    leaves = ", stays" if subject.recipe.megatron.offload and not one.choice.offload else ""
+    leaves = ", stays" if offloads(subject.recipe) and not one.choice.offload else ""
     return [
         name_of(one.choice.layout),
         str(one.choice.tokens),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.offload import offloads
 from megarl.config.schema import Recipe
 
 
@@ -12,4 +13,4 @@ def takes_turns(recipe: Recipe) -> bool:
 
 def leaves(recipe: Recipe) -> bool:
     """Whether the actor's trainers leave the device while others compute there; the critic's, of `critic_view`'s recipe."""
-    return takes_turns(recipe) and recipe.megatron.offload
+    return takes_turns(recipe) and offloads(recipe)
