@@ -47,7 +47,7 @@ def capabilities(**changes: Any) -> Capabilities:
         "version": "0.15.1",
         "device": "cuda",
         "layerwise_reload": True,
-        "layer_filling": True,
+        "no_planned": None,
         "preempting_reset": True,
         "flat_logprobs": True,
         "adapters": True,
@@ -128,11 +128,15 @@ def test_weights_that_no_update_brings_again_stay_on_the_host(
 
 
 @pytest.mark.parametrize(
-    ("layer_filling", "quantization", "words"),
-    [(False, None, "no way to finish one layer"), (True, "fp8", "quantised as they are loaded"), (True, None, None)],
+    ("no_planned", "quantization", "words"),
+    [
+        ("materialize_layer is missing", None, "layer is missing"),
+        (None, "fp8", "quantised as they are loaded"),
+        (None, None, None),
+    ],
 )
 def test_an_engine_says_why_it_takes_no_planned_weights(
-    monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, layer_filling: bool, quantization: str | None, words: str | None
+    monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, no_planned: str | None, quantization: str | None, words: str | None
 ) -> None:
     """And lives on: the export may take the plan's place. What a worker says of its model is passed on."""
     vllm.vllm_config = SimpleNamespace(
@@ -145,7 +149,7 @@ def test_an_engine_says_why_it_takes_no_planned_weights(
         host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
         check_every=0, silence=8,
     )  # fmt: skip
-    asked = engine(monkeypatch, layer_filling=layer_filling)
+    asked = engine(monkeypatch, no_planned=no_planned)
     asked.start()
     told = asked.connect_exchange(session)
     assert told is not None and (words or "lm_head is odd") in told

@@ -229,8 +229,9 @@ class _VllmBackend:
     def _unplannable(self) -> str | None:
         """Why boxes of the checkpoint cannot be copied into the engine's layers, whatever these are."""
         config = self._engine.vllm_config
+        if self._can.no_planned is not None:
+            return self._can.no_planned
         reasons = {
-            f"vLLM {self._can.version} has no way to finish one layer of a reload by itself": not self._can.layer_filling,
             "its weights are quantised as they are loaded": config.model_config.quantization is not None,
             "its experts move between devices (enable_eplb)": getattr(config.parallel_config, "enable_eplb", False),
         }

