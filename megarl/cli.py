@@ -144,6 +144,33 @@ def doctor(
 
 
 @app.command()
+def accept(
+    recipe: Annotated[
+        Optional[str], typer.Argument(metavar="[RECIPE]", help="Recipe, a YAML file: its layout, engines and exchange.")
+    ] = None,
+    overrides: Overrides = None,
+    device: Annotated[str, typer.Option(help="Kind of device, as cluster.device names it.")] = "auto",
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the Ray cluster at RAY_ADDRESS.")] = 1,
+    minutes: Annotated[float, typer.Option(min=1, help="Time for all stages together.")] = 60.0,
+    stages: Annotated[Optional[str], typer.Option(help="Stages to run, e.g. 1-4 or 0,5; unset: all.")] = None,
+    resume: Annotated[
+        Optional[Path], typer.Option(metavar="DIR", help="Go on with an acceptance: stages that have ended are kept.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for DIR and the archive.")] = Path("."),
+    expect: Annotated[
+        bool, typer.Option("--expect", help="Print what would run, for how long, and when it passes.")
+    ] = False,
+    debug: Debug = False,
+) -> int:
+    """Prove a machine or cluster before the first run: kernels, models, collectives, engine, weight exchange, one step. Exit status 1 where a stage fails."""
+    from megarl.commands.accept.command import Options
+    from megarl.commands.accept.command import accept as run_stages
+
+    options = Options(device, nodes, minutes, stages, resume, out, expect)
+    return run_stages(Path(recipe) if recipe else None, overrides or [], options)
+
+
+@app.command()
 def rehearse(
     recipe: RecipePath,
     overrides: Overrides = None,

@@ -56,6 +56,7 @@ LAYERS = [
     ["controller", "start_engines"],
     ["run"],
     ["doctor", "rehearsal", "planner"],
+    ["commands"],
     ["cli", "quickstart", "__main__", "__init__"],
 ]
 

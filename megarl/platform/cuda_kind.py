@@ -20,6 +20,8 @@ CUDA = DeviceKind(
     checks="megarl.platform.cuda_checks",
     interface_variables={"NCCL_SOCKET_IFNAME": False},
     status_command="nvidia-smi",
+    status_commands=(("nvidia-smi",), ("nvidia-smi", "topo", "-m")),
+    environment=("CUBLAS_", "CUDA_", "NCCL_", "NVIDIA_", "NVTE_"),
     pass_in="--gpus all",
     sets=(
         VersionSet(

@@ -54,6 +54,9 @@ class DeviceKind:
     port_error: str = ""  # the library's code for a port that is taken
     many_files: bool = False  # it opens so many files that the usual limit is low
     status_command: str = ""  # shows devices and who holds them
+    status_commands: tuple[tuple[str, ...], ...] = ()  # what `megarl accept` keeps the output of
+    logs: tuple[str, ...] = ()  # patterns of the logs that runtime and driver write, ~ for the home directory
+    environment: tuple[str, ...] = ()  # prefixes of variables that a report may show
     pass_in: str = ""  # how a container is given the devices
     import_remedy: str = "install torch again, from the index for this machine"  # where `import torch` fails
 

@@ -114,6 +114,20 @@ NPU = DeviceKind(
     port_error="EJ0003",
     many_files=True,
     status_command="npu-smi info",
+    status_commands=(("npu-smi", "info"), ("npu-smi", "info", "-m"), ("npu-smi", "info", "-t", "topo")),
+    logs=("~/ascend/log/debug/plog/*.log", "~/ascend/log/run/plog/*.log", "/var/log/npu/slog/*/*.log"),
+    environment=(
+        "ASCEND_",
+        "ATB_",
+        "CANN_",
+        "CLOSE_MATMUL_",
+        "CPU_AFFINITY_",
+        "HCCL_",
+        "LCCL_",
+        "NPU_",
+        "TASK_QUEUE_",
+        "TP_SOCKET_",
+    ),
     pass_in="Dockerfile.npu's head",
     import_remedy=(
         "source /usr/local/Ascend/ascend-toolkit/set_env.sh and nnal/atb/set_env.sh first; see the lines on CANN"

@@ -1,0 +1,1 @@
+"""Commands that no training run imports."""

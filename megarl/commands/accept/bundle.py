@@ -1,0 +1,151 @@
+"""The bundle to send back: verdict.md, results.json, packages, environment, device status and the ends of logs, in one archive."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import io
+import os
+import platform
+import re
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megarl.checks.machine import run
+from megarl.commands.accept.result import FAIL, StageResult, shown, verdict_of
+from megarl.commands.accept.settings import Settings
+from megarl.platform.kinds import KINDS, kind_of
+
+VERDICT = "verdict.md"
+TAIL = 256 * 1024  # bytes that are kept of a longer log
+MOST = 1 << 20  # bytes of any other file; longer ones are left out
+DEVICE_LOGS = 20  # newest files of the driver's and runtime's logs
+STATUS_SECONDS = 30.0
+_CELL = 160  # characters of a cause in a table
+
+# Variables that the bundle may hold, by prefix; those of each kind of device are in its DeviceKind.
+PREFIXES = ("GLOO_", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "MASTER_", "MEGARL_", "OMP_", "PATH", "PYTHON", "PYTORCH_",
+            "RANK", "RAY_", "TORCH", "VLLM_", "WORLD_SIZE")  # fmt: skip
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PROXY", re.IGNORECASE)
+
+
+def write_bundle(directory: Path, settings: Settings, results: Sequence[StageResult], archive: Path) -> list[str]:
+    """Write everything into `directory` and pack it into `archive`. Returns a line for each part that could not be had."""
+    problems: list[str] = []
+    (directory / VERDICT).write_text(verdict_page(settings, results), encoding="utf-8")
+    (directory / "packages.txt").write_text(packages(), encoding="utf-8")
+    (directory / "environment.txt").write_text(environment(os.environ), encoding="utf-8")
+    (directory / "devices.txt").write_text(device_status(settings.device, problems), encoding="utf-8")
+    partial = archive.with_name(f".{archive.name}.partial")
+    with tarfile.open(partial, "w:gz") as tar:
+        root = archive.name.removesuffix(".tar.gz")
+        for path in sorted(_files(directory)):
+            _add(tar, path, f"{root}/{path.relative_to(directory)}", problems)
+        for path in _device_logs(settings.device):
+            _add(tar, path, f"{root}/device_logs/{str(path).lstrip('/').replace('/', '__')}", problems)
+    os.replace(partial, archive)
+    return problems
+
+
+def verdict_page(settings: Settings, results: Sequence[StageResult]) -> str:
+    """verdict.md: the verdict, a table of stages, and every check beside its limit, failures first."""
+    verdict, reason = verdict_of(results)
+    lines = [
+        f"# {verdict}" + (f": {reason}" if reason else ""),
+        "",
+        f"{platform.node()}, {datetime.datetime.now().astimezone():%Y-%m-%d %H:%M %Z}: {settings.nodes} x "
+        f"{settings.devices} {kind_of(settings.device).plural}, recipe {settings.recipe or '(none)'}",
+        "",
+        "| stage | verdict | seconds | checks | reason |",
+        "|---|---|---|---|---|",
+    ]
+    for result in results:
+        passed = sum(check.verdict == "PASS" for check in result.checks)
+        limited = sum(check.verdict in ("PASS", "FAIL") for check in result.checks)
+        row = (f"{result.number} {result.name}", result.verdict, f"{result.seconds:.0f}", f"{passed} of {limited}")
+        lines.append(f"| {' | '.join(row)} | {_cell(result.reason)} |")
+    for result in results:
+        lines += [
+            "",
+            f"## {result.number} {result.name}",
+            "",
+            "| check | verdict | value | limit | unit | cause |",
+            "|---|---|---|---|---|---|",
+        ]
+        for check in sorted(result.checks, key=lambda one: one.verdict != FAIL):
+            limit = f"{check.relation} {shown(check.limit)}" if check.relation else ""
+            value = "" if check.value is None else shown(check.value)
+            cells = (check.name, check.verdict, value, limit, check.unit, check.cause)
+            lines.append(f"| {' | '.join(map(_cell, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    short = " ".join(text.split()).replace("|", "\\|")
+    return short if len(short) <= _CELL else f"{short[: _CELL - 3]}..."
+
+
+def packages() -> str:
+    """Installed distributions, `name==version` a line."""
+    rows = {f"{entry.metadata['Name']}=={entry.version}" for entry in importlib.metadata.distributions()}
+    return (
+        f"Python {platform.python_version()}, {platform.platform()}\n" + "\n".join(sorted(rows, key=str.lower)) + "\n"
+    )
+
+
+def environment(variables: Mapping[str, str]) -> str:
+    """The variables of the allow-list, a line each. A name that looks like a secret's is left out."""
+    prefixes = (*PREFIXES, *(prefix for kind in KINDS for prefix in kind.environment))
+    rows = [
+        f"{name}={value}"
+        for name, value in sorted(variables.items())
+        if name.startswith(prefixes) and not SECRET.search(name)
+    ]
+    return "\n".join(rows) + "\n"
+
+
+def device_status(device: str, problems: list[str]) -> str:
+    """What the vendor's commands print of the devices."""
+    texts = []
+    for words in kind_of(device).status_commands:
+        output = run(list(words), dict(os.environ), STATUS_SECONDS)
+        name = " ".join(words)
+        if output is None:
+            problems.append(f"{name}: there is no such command")
+        else:
+            texts.append(f"$ {name}\n{output.text}{output.errors}")
+    return "\n".join(texts)
+
+
+def _device_logs(device: str) -> list[Path]:
+    """The newest of the logs that runtime and driver write."""
+    paths = [path for pattern in kind_of(device).logs for path in _glob(os.path.expanduser(pattern)) if path.is_file()]
+    return sorted(paths, key=lambda path: path.stat().st_mtime)[-DEVICE_LOGS:]
+
+
+def _glob(pattern: str) -> list[Path]:
+    return list(Path("/").glob(pattern.lstrip("/")))
+
+
+def _files(directory: Path) -> list[Path]:
+    """What the bundle takes of the folder: everything but models and other files that stages share."""
+    files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    return [path for path in files if path.relative_to(directory).parts[0] != "shared"]
+
+
+def _add(tar: tarfile.TarFile, path: Path, name: str, problems: list[str]) -> None:
+    size = path.stat().st_size
+    is_text = path.suffix in (".log", ".txt", ".jsonl")
+    if size > MOST and not is_text:
+        problems.append(f"{name}: left out, {size >> 20} MiB")
+        return
+    if size <= (TAIL if is_text else MOST):
+        tar.add(path, name)
+        return
+    with path.open("rb") as stream:
+        stream.seek(-TAIL, os.SEEK_END)
+        text = f"... the last {TAIL >> 10} KiB of {size >> 10}\n".encode() + stream.read(TAIL)
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mtime = len(text), int(path.stat().st_mtime)
+    tar.addfile(entry, io.BytesIO(text))

@@ -1,0 +1,58 @@
+"""Every stage, in the order in which they run. Importing this imports no stage."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megarl.commands.accept.context import Context
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`minutes`: its share of the time on devices. `runs`, `passes`: what `--expect` prints."""
+
+    number: int
+    name: str
+    minutes: float
+    runs: str
+    passes: str
+
+    def function(self) -> Callable[[Context], None]:
+        """Its `run`. Imports the stage's module."""
+        module = f"megarl.commands.accept.stages.{self.name.replace(' ', '_')}"
+        run: Callable[[Context], None] = importlib.import_module(module).run
+        return run
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        0,
+        "environment",
+        2,
+        "the doctor's checks on every node; versions; what the engine's package can do; the route and transport of the "
+        "weight exchange that will be taken; host memory and /dev/shm",
+        "no check of the doctor fails; all nodes have the same versions; the route is the recipe's",
+    ),
+)
+BUNDLE = 8  # the last stage, which the controller runs itself: it must work whatever became of the others
+BUNDLE_MINUTES = 1.0
+
+
+def stage_numbers() -> tuple[int, ...]:
+    """Every number that `--stages` may name."""
+    return (*(stage.number for stage in STAGES), BUNDLE)
+
+
+def shares(stages: Sequence[Stage], minutes: float) -> dict[int, float]:
+    """Seconds from the start until which each stage may run: `minutes` in proportion to the stages' own. Time that a
+    stage leaves is the next one's."""
+    whole = sum(stage.minutes for stage in stages) + BUNDLE_MINUTES
+    ends, spent = {}, 0.0
+    for stage in stages:
+        spent += stage.minutes
+        ends[stage.number] = 60.0 * minutes * spent / whole
+    return ends

@@ -1,0 +1,146 @@
+"""What `python -m megarl accept [RECIPE] [KEY=VALUE ...]` does."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl import platform as platforms
+from megarl.checks.machine import Machine
+from megarl.commands.accept.bundle import VERDICT, write_bundle
+from megarl.commands.accept.catalogue import BUNDLE, BUNDLE_MINUTES, STAGES, Stage, shares, stage_numbers
+from megarl.commands.accept.result import FAIL, PASS, verdict_of
+from megarl.commands.accept.runner import run_stages
+from megarl.commands.accept.settings import FILE, Settings, parse_stages, read_settings, write_settings
+from megarl.config.errors import InputError, blaming_input
+from megarl.platform.found import torch_sees
+from megarl.platform.kinds import kind_of
+
+CPU_PROCESSES = 2  # ranks that a CPU stands for
+_WIDTH = 12
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line. `out`: where folder and archive are written."""
+
+    device: str = "auto"
+    nodes: int = 1
+    minutes: float = 60.0
+    stages: str | None = None
+    resume: Path | None = None
+    out: Path = Path(".")
+    expect: bool = False
+
+
+def accept(recipe: Path | None, overrides: Sequence[str], options: Options) -> int:
+    """Run the stages that were asked for, print a line for each, and write the archive. Returns the exit status: 0 where
+    no stage failed and at least one passed, else 1.
+
+    Raises InputError and RecipeError before anything starts.
+    """
+    began = time.monotonic()
+    with blaming_input():
+        settings, directory = _prepare(recipe, overrides, options)
+    stages = [stage for stage in STAGES if stage.number in settings.stages]
+    ends = shares(stages, settings.minutes)
+    if options.expect:
+        print(expectation(settings, stages, ends))
+        return 0
+    directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / FILE).exists():
+        write_settings(directory, settings)
+    print(f"stages run in {directory}; an interrupted acceptance goes on with --resume {directory}", flush=True)
+    results = run_stages(directory, stages, ends, lambda text: print(text, flush=True))
+    archive = directory.with_name(f"{directory.name}.tar.gz")
+    if BUNDLE in settings.stages:
+        for problem in write_bundle(directory, settings, results, archive):
+            print(f"  not in the bundle: {problem}")
+    verdict, reason = verdict_of(results)
+    print(f"{verdict}{': ' + reason if reason else ''} ({time.monotonic() - began:.0f} s)")
+    if BUNDLE in settings.stages:
+        print(f"read {directory / VERDICT}, send back {archive}")
+    return 0 if verdict == PASS or (not stages and verdict != FAIL) else 1
+
+
+def _prepare(recipe: Path | None, overrides: Sequence[str], options: Options) -> tuple[Settings, Path]:
+    if options.resume is not None:
+        if recipe is not None:
+            raise InputError(f"--resume {options.resume} goes on with that acceptance's recipe: leave {recipe} out.")
+        return read_settings(options.resume), options.resume.absolute()
+    device = platforms.kind(options.device)
+    kind = kind_of(device)
+    chosen = parse_stages(options.stages, stage_numbers()) if options.stages else stage_numbers()
+    path = ""
+    if recipe is not None:
+        path = str(recipe.absolute())
+        _load(recipe, overrides)
+    if not kind.files:
+        devices = CPU_PROCESSES
+    elif options.expect and not kind.is_here():
+        devices = 0  # the page is read on another machine
+    else:
+        devices = _devices(options.device)
+    settings = Settings(
+        device,
+        devices,
+        options.nodes,
+        options.minutes,
+        chosen,
+        path,
+        tuple(overrides),
+        Machine().environ.get("RAY_ADDRESS", ""),
+    )
+    if settings.nodes > 1 and not settings.ray_address and not options.expect:
+        raise InputError(
+            f"--nodes {settings.nodes} needs a Ray cluster over these nodes: set RAY_ADDRESS, or start\n"
+            "  launch/multinode.sh -- python -m megarl accept ... on each of them."
+        )
+    name = f"accept-{platform.node()}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    return settings, (options.out / name).absolute()
+
+
+def _devices(device: str) -> int:
+    """How many devices torch sees. Raises InputError where there are none."""
+    platforms.select(device)  # a ValueError where this machine has no such devices
+    sees = torch_sees(Machine())
+    if not sees.names:
+        raise InputError(f"torch sees no {kind_of(platforms.kind(device)).plural}: {sees.error or 'run megarl doctor'}")
+    return len(sees.names)
+
+
+def _load(recipe: Path, overrides: Sequence[str]) -> None:
+    """Raises RecipeError where the recipe does not load."""
+    from megarl.run import load
+
+    load(recipe, list(overrides))
+
+
+def expectation(settings: Settings, stages: Sequence[Stage], ends: dict[int, float]) -> str:
+    """Text of `--expect`: for every stage its time, what it runs and when it passes."""
+    kind = kind_of(settings.device)
+    lines = [
+        f"{settings.nodes} x {settings.devices or 'all'} {kind.plural}; recipe: {settings.recipe or 'none'}; "
+        f"{settings.minutes:g} minutes in all; nothing is downloaded",
+    ]
+    before = 0.0
+    for stage in stages:
+        lines += [
+            "",
+            f"{stage.number} {stage.name}, {(ends[stage.number] - before) / 60:.1f} minutes and what earlier stages leave",
+            f"  {'runs':<{_WIDTH}}{stage.runs}",
+            f"  {'passes when':<{_WIDTH}}{stage.passes}",
+        ]
+        before = ends[stage.number]
+    if BUNDLE in settings.stages:
+        lines += [
+            "",
+            f"{BUNDLE} bundle, {BUNDLE_MINUTES:g} minute",
+            f"  {'writes':<{_WIDTH}}{VERDICT}, results.json, packages, environment (an allow-list), "
+            f"{', '.join(' '.join(words) for words in kind.status_commands) or 'no status of devices'}, ends of logs",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,86 @@
+"""What a stage's `run` receives: settings, folders, and the calls that record checks."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from megarl.commands.accept import result
+from megarl.commands.accept.result import Check, Value
+from megarl.commands.accept.settings import Settings
+from megarl.config.schema import Recipe
+
+CHECKS, DOING = "checks.jsonl", "doing.txt"
+
+
+@dataclass
+class Context:
+    """`folder`: of this stage; `shared`: of all stages; `deadline`: by time.monotonic(), when the process is killed."""
+
+    settings: Settings
+    folder: Path
+    shared: Path
+    deadline: float
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def tiny(self) -> bool:
+        """True on a CPU."""
+        return self.settings.tiny
+
+    @property
+    def device(self) -> str:
+        """The kind of device, as cluster.device names it."""
+        return self.settings.device
+
+    @property
+    def devices(self) -> int:
+        """Devices that a stage may use, on all nodes together."""
+        return self.settings.devices * self.settings.nodes
+
+    @property
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    @cached_property
+    def recipe(self) -> Recipe | None:
+        """The recipe of the command line; None: none was named. Raises RecipeError where it does not load."""
+        from megarl.config.load import load_recipe
+        from megarl.config.paths import with_absolute_paths
+
+        if not self.settings.recipe:
+            return None
+        return with_absolute_paths(load_recipe(Path(self.settings.recipe), list(self.settings.overrides)))
+
+    def doing(self, text: str) -> None:
+        """Note what is under way: a stage that hangs or dies fails with this text."""
+        (self.folder / DOING).write_text(text, encoding="utf-8")
+        print(f"-- {text}", flush=True)
+
+    def record(self, *checks: Check) -> None:
+        """Keep checks, on disk before the call returns."""
+        with (self.folder / CHECKS).open("a", encoding="utf-8") as stream:
+            for check in checks:
+                stream.write(result.check_line(check) + "\n")
+                print(f"{check.verdict:<8} {check.line()}", flush=True)
+            stream.flush()
+            os.fsync(stream.fileno())
+        self.checks.extend(checks)
+
+    def at_most(self, name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> None:
+        self.record(result.at_most(name, value, limit=limit, unit=unit, cause=cause))
+
+    def at_least(self, name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> None:
+        self.record(result.at_least(name, value, limit=limit, unit=unit, cause=cause))
+
+    def equal(self, name: str, value: Value, expected: Value, *, unit: str = "", cause: str = "") -> None:
+        self.record(result.equal(name, value, expected, unit=unit, cause=cause))
+
+    def figure(self, name: str, value: Value, *, unit: str = "") -> None:
+        self.record(result.figure(name, value, unit=unit))
+
+    def not_run(self, name: str, reason: str) -> None:
+        self.record(result.not_run(name, reason))

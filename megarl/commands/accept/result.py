@@ -1,0 +1,165 @@
+"""Checks, and the results of stages: plain values that are written to disk as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+Verdict = Literal["PASS", "FAIL", "NOT RUN", "REPORT"]
+PASS: Final = "PASS"
+FAIL: Final = "FAIL"
+NOT_RUN: Final = "NOT RUN"
+REPORT: Final = "REPORT"
+Value = float | int | str | None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One measured value beside its limit. `cause`: of a failure, or of what was not run. `relation`: how the value
+    must stand to the limit ("<=", ">=", "=="); "" for a figure without a limit."""
+
+    name: str
+    verdict: Verdict
+    value: Value = None
+    limit: Value = None
+    relation: str = ""
+    unit: str = ""
+    cause: str = ""
+
+    def line(self) -> str:
+        """The check as one line of a log or table."""
+        if self.verdict == NOT_RUN:
+            return f"{self.name}: not run: {self.cause}"
+        unit = f" {self.unit}" if self.unit else ""
+        limit = f" ({self.relation} {shown(self.limit)}{unit})" if self.relation else ""
+        cause = f": {self.cause}" if self.verdict == FAIL and self.cause else ""
+        return f"{self.name}: {shown(self.value)}{unit}{limit}{cause}"
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """The verdict of one stage. `reason`: of a failure, or why it was not run."""
+
+    number: int
+    name: str
+    verdict: Verdict
+    reason: str = ""
+    seconds: float = 0.0
+    checks: tuple[Check, ...] = ()
+    files: tuple[str, ...] = field(default=())  # within the stage's folder: stacks and logs of a failure
+
+    def line(self) -> str:
+        """`1 kernels: PASS` or `3 collectives: FAIL (reason)`."""
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{self.number} {self.name}: {self.verdict}{reason}"
+
+
+def shown(value: Value) -> str:
+    """A value as people read it: four significant digits of a float."""
+    if isinstance(value, bool) or not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}"
+
+
+def at_most(name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> Check:
+    """A check that passes where `value` <= `limit`. A value that is not finite fails."""
+    good = math.isfinite(value) and value <= limit
+    return Check(name, PASS if good else FAIL, value, limit, "<=", unit, "" if good else cause)
+
+
+def at_least(name: str, value: float, *, limit: float, unit: str = "", cause: str = "") -> Check:
+    """A check that passes where `value` >= `limit`. A value that is not finite fails."""
+    good = math.isfinite(value) and value >= limit
+    return Check(name, PASS if good else FAIL, value, limit, ">=", unit, "" if good else cause)
+
+
+def equal(name: str, value: Value, expected: Value, *, unit: str = "", cause: str = "") -> Check:
+    """A check that passes where `value` equals `expected` exactly."""
+    good = value == expected
+    return Check(name, PASS if good else FAIL, value, expected, "==", unit, "" if good else cause)
+
+
+def figure(name: str, value: Value, *, unit: str = "") -> Check:
+    """A value that is reported and has no limit."""
+    return Check(name, REPORT, value, unit=unit)
+
+
+def not_run(name: str, reason: str) -> Check:
+    """A check that could not be made here, with the reason."""
+    return Check(name, NOT_RUN, cause=reason)
+
+
+def judge(number: int, name: str, checks: Sequence[Check], seconds: float, *, error: str = "") -> StageResult:
+    """The result of a stage that ended. `error`: what `run` raised, or how the process ended; "" where it returned.
+
+    A failed check explains more than the error that may follow from it, so its line comes first.
+    """
+    failed = [check.line() for check in checks if check.verdict == FAIL]
+    skipped = [check for check in checks if check.verdict == NOT_RUN]
+    if failed or error:
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        reason = "; ".join(filter(None, [failed[0] + more if failed else "", error]))
+        return StageResult(number, name, FAIL, reason, seconds, tuple(checks))
+    if len(skipped) == len(checks):
+        reason = skipped[0].cause if skipped else "the stage made no check"
+        return StageResult(number, name, NOT_RUN, reason, seconds, tuple(checks))
+    return StageResult(number, name, PASS, "", seconds, tuple(checks))
+
+
+def verdict_of(results: Sequence[StageResult]) -> tuple[Verdict, str]:
+    """The verdict of all stages together, with its reason.
+
+    FAIL with the first failed stage; NOT RUN where a stage could not be reached; PASS otherwise."""
+    for result in results:
+        if result.verdict == FAIL:
+            return FAIL, f"stage {result.number}, {result.name}: {result.reason}"
+    ran = [result for result in results if result.verdict == PASS]
+    if not ran:
+        return NOT_RUN, "no stage was run"
+    return PASS, ""
+
+
+def to_json(results: Sequence[StageResult]) -> str:
+    """`results` as JSON, without NaN (which JSON has not): such a value becomes its text."""
+    return json.dumps([_finite(asdict(result)) for result in results], indent=1)
+
+
+def from_json(text: str) -> list[StageResult]:
+    """The inverse of `to_json`."""
+    results = []
+    for entry in json.loads(text):
+        checks = tuple(Check(**check) for check in entry.pop("checks"))
+        results.append(StageResult(**{**entry, "files": tuple(entry["files"])}, checks=checks))
+    return results
+
+
+def check_from_line(line: str) -> Check:
+    """The inverse of `check_line`."""
+    return Check(**json.loads(line))
+
+
+def check_line(check: Check) -> str:
+    """A check as a line of checks.jsonl."""
+    return json.dumps(_finite(asdict(check)))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the former or the new text, never a part."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(entry) for entry in value]
+    return value

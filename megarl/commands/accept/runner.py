@@ -1,0 +1,184 @@
+"""Stages one after the other, each in a process with a time limit; results are on disk as each stage ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megarl.cluster.guard import Guard
+from megarl.commands.accept.catalogue import Stage
+from megarl.commands.accept.context import CHECKS, DOING
+from megarl.commands.accept.result import (
+    Check,
+    StageResult,
+    check_from_line,
+    from_json,
+    judge,
+    to_json,
+    write_whole,
+)
+from megarl.commands.accept.stage_main import ERROR
+
+RESULTS, LOG = "results.json", "log.txt"
+STACK_SECONDS = 2.0  # left to processes to write their stacks
+_POLL = 0.05
+_PACKAGE = Path(__file__).resolve().parents[3]  # what must be on sys.path for `import megarl`
+
+Say = Callable[[str], None]
+
+
+def stage_folder(directory: Path, stage: Stage) -> Path:
+    return directory / f"{stage.number}-{stage.name.replace(' ', '_')}"
+
+
+def read_results(directory: Path) -> list[StageResult]:
+    """Results of the stages that have ended in `directory`; empty where none has."""
+    path = directory / RESULTS
+    return from_json(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def run_stages(directory: Path, stages: Sequence[Stage], ends: Mapping[int, float], say: Say) -> list[StageResult]:
+    """Run those of `stages` that have no result in `directory` yet, and return the results of all.
+
+    ends: seconds from now until which each stage may run (`catalogue.shares`).
+    """
+    results = {result.number: result for result in read_results(directory)}
+    began = time.monotonic()
+    for stage in stages:
+        if stage.number in results:
+            say(f"{results[stage.number].line()} (from the earlier call)")
+            continue
+        seconds = began + ends[stage.number] - time.monotonic()
+        say(f"{stage.number} {stage.name}: at most {seconds:.0f} s ...")
+        results[stage.number] = run_stage(directory, stage, seconds)
+        say(f"{results[stage.number].line()}, {results[stage.number].seconds:.0f} s")
+        kept = [results[number] for number in sorted(results)]
+        write_whole(directory / RESULTS, to_json(kept))
+    return [results[stage.number] for stage in stages]
+
+
+def run_stage(directory: Path, stage: Stage, seconds: float) -> StageResult:
+    """Run one stage in a process of its own. Past `seconds` the stage fails: every process it started writes its Python
+    stacks to its log and is killed."""
+    folder = stage_folder(directory, stage)
+    folder.mkdir(exist_ok=True)
+    for name in (CHECKS, DOING, ERROR):
+        (folder / name).unlink(missing_ok=True)
+    guard = Guard()
+    paths = [str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        **guard.env,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONFAULTHANDLER": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "megarl.commands.accept.stage_main",
+        str(directory),
+        str(stage.number),
+        f"{seconds}",
+    ]
+    began = time.monotonic()
+    try:
+        with (folder / LOG).open("w") as log:
+            # In a session of its own: Ctrl-C is the controller's, which ends the stage.
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                in_time = _wait(process, began + seconds)
+                if not in_time:
+                    dump_stacks(process.pid)
+            finally:
+                process.kill()
+                process.wait()
+    finally:
+        guard.close()
+    took = time.monotonic() - began
+    return judge(
+        stage.number, stage.name, read_checks(folder), took, error=_error(folder, process.returncode, in_time, seconds)
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
+    """Whether the process has ended before `deadline`, by time.monotonic()."""
+    while process.poll() is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL)
+    return True
+
+
+def _error(folder: Path, status: int, in_time: bool, seconds: float) -> str:
+    """Return the reason of a stage that did not return: what it raised, which signal ended it, or that its time was over."""
+    doing = folder / DOING
+    last = f" at: {doing.read_text(encoding='utf-8')}" if doing.exists() else ""
+    if not in_time:
+        return f"not finished after {seconds:.0f} s{last} (Python stacks are in its logs)"
+    if (folder / ERROR).exists():
+        return f"{(folder / ERROR).read_text(encoding='utf-8')}{last}"
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}{last}"
+    return f"exit status {status}{last}" if status else ""
+
+
+def read_checks(folder: Path) -> list[Check]:
+    """The checks that the stage in `folder` has made so far."""
+    path = folder / CHECKS
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [check_from_line(line) for line in lines if line.endswith("\n")]  # a killed process may leave half a line
+
+
+def dump_stacks(root: int) -> None:
+    """Let the Python processes below and including `root` write the stacks of their threads to their logs, and end."""
+    for pid in descendants(root):
+        if _is_python(pid):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGABRT)  # faulthandler writes stacks of all threads
+    deadline = time.monotonic() + STACK_SECONDS
+    while time.monotonic() < deadline and _alive(root):
+        time.sleep(_POLL)
+
+
+def descendants(root: int) -> list[int]:
+    """`root` and every process below it, children before their parents."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, IndexError):
+            continue
+        children.setdefault(parent, []).append(int(stat.parent.name))
+    order, pending = [], [root]
+    while pending:
+        pid = pending.pop()
+        order.append(pid)
+        pending += children.get(pid, [])
+    return order[::-1]
+
+
+def _is_python(pid: int) -> bool:
+    """Whether faulthandler answers SIGABRT there. Guards, which end what a dead stage has left, are spared."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"python" in words[0] and not any(word.endswith(b"guard.py") for word in words)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False

@@ -1,0 +1,1 @@
+"""One module per stage, each with a `run(context)`."""

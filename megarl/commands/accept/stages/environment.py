@@ -1,0 +1,148 @@
+"""Stage 0: the doctor's checks as data, versions, what trainer and engine run on, and the way that weights will take."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+from megarl import platform as platforms
+from megarl.checks.check import run_check
+from megarl.checks.finding import Finding, Needs
+from megarl.checks.machine import Machine, Output
+from megarl.commands.accept.context import Context
+from megarl.commands.accept.result import FAIL, PASS, REPORT, Check
+from megarl.config.exchange import never_planned
+from megarl.config.schema import Recipe
+from megarl.doctor.catalogue import CHECKS
+from megarl.doctor.nodes import look_everywhere
+from megarl.doctor.recipe import needs_of
+
+_SECONDS = 120.0
+_VERDICTS = {"ok": PASS, "warning": REPORT, "FAIL": FAIL}
+# As the processes of a run import them. Each prints one JSON object in its last line.
+_ENGINE = (
+    "import dataclasses, json; from megarl.engines.vllm_compat import capabilities;"
+    "print('\\n' + json.dumps(dataclasses.asdict(capabilities())))"
+)
+_TRAINER = (
+    "import json; from megarl import platform; chosen = platform.select({device!r}); chosen.prepare();"
+    "import megarl.megatron.trainer, megatron.core;"
+    "print('\\n' + json.dumps(dict(native=chosen.uses_native_layers, megatron=megatron.core.__version__)))"
+)
+
+
+def run(context: Context) -> None:
+    """Doctor, imports, route and memory."""
+    machine = Machine()
+    needs = dataclasses.replace(needs_of(context.recipe, machine.environ), device=context.device)
+    context.doing("importing the trainer's and the engine's modules, and the doctor's checks")
+    with ThreadPoolExecutor(2) as threads:
+        trainer = threads.submit(machine.python_code, _TRAINER.format(device=context.device), _SECONDS)
+        engine = threads.submit(machine.python_code, _ENGINE, _SECONDS, VLLM_LOGGING_LEVEL="ERROR")
+        _doctor(context, machine, needs)
+        _layers(context, trainer.result())
+        capabilities = _engine(context, engine.result())
+    _route(context, capabilities)
+    _memory(context, machine)
+
+
+def _doctor(context: Context, machine: Machine, needs: Needs) -> None:
+    """Every finding is a check. On one node the doctor's own imports are left out: this stage makes them itself."""
+    if context.settings.nodes == 1:
+        for check in CHECKS:
+            if check.name != "imports":
+                context.record(*map(check_of, run_check(check, machine, needs)))
+        return
+    reports = look_everywhere(dataclasses.replace(needs, ray_address=context.settings.ray_address))
+    context.equal(
+        "nodes", len(reports), context.settings.nodes, cause="other nodes than --nodes are in the Ray cluster"
+    )
+    for report in reports:
+        context.record(*(check_of(finding) for finding in report.findings))
+
+
+def check_of(finding: Finding) -> Check:
+    """A finding of the doctor as a check; a warning is reported and fails nothing."""
+    where = f" on {finding.host}" if finding.rank is not None else ""
+    cause = f"{finding.text} -> {finding.remedy}" if finding.status == "FAIL" else finding.remedy
+    return Check(f"doctor: {finding.check}{where}", _VERDICTS[finding.status], finding.text, cause=cause)  # type: ignore[arg-type]
+
+
+def _layers(context: Context, output: Output) -> None:
+    """What computes the trainer's layers."""
+    context.equal("trainer's modules import", output.good, True, cause=output.last_error)
+    if not output.good:
+        return
+    told = json.loads(output.text.strip().splitlines()[-1])
+    context.figure("Megatron", told["megatron"])
+    layers = (
+        "native (torch's own kernels)" if told["native"] else "Transformer Engine's classes, as the platform has them"
+    )
+    context.figure("trainer's layers", layers)
+
+
+def _engine(context: Context, output: Output) -> dict[str, object] | None:
+    """What the installed engine can do; None: it cannot be imported."""
+    if context.recipe is not None and context.recipe.train.source != "rollout":
+        context.not_run("engine's modules import", "the recipe samples nothing")
+        return None
+    if not output.good and "No module named 'vllm'" in output.last_error:
+        context.not_run("engine's modules import", "vLLM is not installed")
+        return None
+    context.equal("engine's modules import", output.good, True, cause=output.last_error)
+    if not output.good:
+        return None
+    capabilities: dict[str, object] = json.loads(output.text.strip().splitlines()[-1])
+    context.equal("engine's device", str(capabilities["device"]), context.device, cause="vLLM runs on other devices")
+    for name, value in capabilities.items():
+        context.figure(f"engine: {name}", str(value))
+    return capabilities
+
+
+def _route(context: Context, capabilities: dict[str, object] | None) -> None:
+    """Which way weights will take, and why; the recipe's `exchange.route: planned` must be possible."""
+    recipe = context.recipe or Recipe()
+    if capabilities is None:
+        context.not_run("weight exchange: route", "no engine takes weights here")
+        return
+    reason = why_exported(recipe, capabilities)
+    route = "export" if reason else "planned"
+    asked = recipe.exchange.route
+    if asked == "planned":
+        context.equal("weight exchange: route", route, "planned", cause=f"exchange.route=planned: {reason}")
+    else:
+        context.figure("weight exchange: route", f"{route}, because {reason}" if reason else route)
+    platform = platforms.select(context.device)
+    shared = recipe.cluster.placement == "colocated"
+    way = "/dev/shm within a node, the network between nodes"
+    if recipe.exchange.transport == "device":
+        way = "from device to device"
+    elif recipe.exchange.transport == "files":
+        way = "files"
+    context.figure("weight exchange: transport", f"{recipe.exchange.transport}: {way}")
+    if platform.ray_resource is not None:
+        context.figure(
+            "weight exchange: trainers and engines", "share devices" if shared else "have devices of their own"
+        )
+
+
+def why_exported(recipe: Recipe, capabilities: dict[str, object]) -> str | None:
+    """Why weights are exported whole; None: each engine rank receives its slices from the trainers that hold them."""
+    if recipe.exchange.route == "export":
+        return "exchange.route=export"
+    if reason := never_planned(recipe):
+        return reason
+    if not capabilities["layer_filling"]:
+        return f"vLLM {capabilities['version']} cannot finish one layer of a reload by itself"
+    return None
+
+
+def _memory(context: Context, machine: Machine) -> None:
+    """Free memory of the host, and of /dev/shm."""
+    for line in (machine.read("/proc/meminfo") or "").splitlines():
+        if line.startswith("MemAvailable"):
+            context.figure("host memory available", int(line.split()[1]) / 2**20, unit="GiB")
+    context.figure("/dev/shm free", shutil.disk_usage("/dev/shm").free / 2**30, unit="GiB")
+    context.figure("/tmp free", shutil.disk_usage("/tmp").free / 2**30, unit="GiB")
