@@ -149,7 +149,7 @@ def npu_machine(root: Path) -> FakeMachine:
     machine.packages = {
         "torch": "2.10.0+cpu", "torch-npu": "2.10.0.post4", "transformers": "5.10.4", "vllm": "0.23.0+empty",
         "vllm-ascend": "0.23.1.dev3+g1234567", "megatron-core": "0.16.1", "mindspeed": "0.16.0", "mbridge": "0.15.1",
-        "triton-ascend": "3.2.2", "ray": "2.60.0",
+        "triton-ascend": "3.2.2", "ray": "2.60.0", "numpy": "2.3.5",
     }  # fmt: skip
     machine.environ |= {
         "ASCEND_HOME_PATH": "/usr/local/Ascend/cann-9.1.0",

