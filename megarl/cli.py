@@ -206,6 +206,10 @@ def plan(
     devices: Annotated[
         Optional[Path], typer.Option(metavar="FILE", help="YAML with devices of your own: docs/planner.md.")
     ] = None,
+    calibration: Annotated[
+        Optional[Path],
+        typer.Option(metavar="FILE", help="Rates and factors that the device reached: of --calibrate or accept."),
+    ] = None,
     response: Annotated[
         Optional[float],
         typer.Option(
@@ -216,7 +220,7 @@ def plan(
         Optional[Path], typer.Option(metavar="RUN", help="Fit the device to a run of this recipe, and show how well.")
     ] = None,
     out: Annotated[
-        Optional[Path], typer.Option(metavar="FILE", help="With --calibrate: the fitted device, for --devices.")
+        Optional[Path], typer.Option(metavar="FILE", help="With --calibrate: the fit, for --calibration.")
     ] = None,
     html: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Also write the plan as a page.")] = None,
     as_json: Annotated[
@@ -245,6 +249,7 @@ def plan(
         memory=memory,
         as_json=as_json,
         devices=devices,
+        calibration=calibration,
         response=response,
         calibrate=calibrate,
         out=out,

@@ -26,8 +26,9 @@ DEVICE = Device(
     decode_share=0.5,
     link_share=0.5,
     layer_seconds=0.0,
+    host_network=1e8,
 )
-"""1e12 FLOP/s, 1e9 bytes/s of memory, links and the host, 1e8 over the network."""
+"""1e12 FLOP/s, 1e9 bytes/s of memory, links and the host, 1e8 over the network, 5e7 between hosts."""
 
 ATTENTION = Attention(weights=100, per_pair=4, per_cached_pair=6, cached=8, keys_and_values=8, pieces=2)
 DENSE = ModelShape(

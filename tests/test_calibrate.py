@@ -15,6 +15,7 @@ from megarl.config.load import to_yaml
 from megarl.config.schema import Recipe
 from megarl.flops import model_flops
 from megarl.planner.calibrate_command import calibrate_run
+from megarl.planner.calibration import read_calibration
 from megarl.planner.estimate import estimate, estimate_of
 from megarl.planner.lengths import Lengths
 from megarl.planner.plan import Estimate, Links
@@ -25,7 +26,8 @@ from tests.estimate_cases import QWEN, rank, recipe
 H100 = device_named("H100")
 TRUE = replace(H100, train_share=0.21, prefill_share=0.175, decode_share=0.3, link_share=0.35)
 LENGTHS = Lengths.around(prompt=80, mean=200, limit=380, assumed="")
-SHARES = ("train_share", "prefill_share", "decode_share", "link_share")
+SHARES = ("train_share", "prefill_share", "decode_share")
+LINKS = ("link", "network", "host_link", "host_network")
 MODELS = {"rollout": QWEN}
 ORDINARY = {"algorithm__kl_coef": 0.1, "megatron__tensor_parallel": 2, "cluster__trainers": 2}
 
@@ -67,16 +69,24 @@ def fitted(made: Recipe, run: Path, tmp_path: Path) -> tuple[Device, str]:
     out = tmp_path / f"{run.name}.yaml"
     lines = calibrate_run(made, MODELS, H100, run, out)
     assert max(map(len, lines[1:-1])) <= 100
-    return device_named("H100", out), "\n".join(lines)
+    return read_calibration(out).apply(H100), "\n".join(lines)
+
+
+def assert_rates(device: Device, true: Device) -> None:
+    """Shares, and what is reached of links."""
+    for name in SHARES:
+        assert getattr(device, name) == pytest.approx(getattr(true, name), rel=0.02), name
+    for name in LINKS:
+        reached = getattr(device, name) * device.link_share
+        assert reached == pytest.approx(getattr(true, name) * true.link_share, rel=0.02), name
 
 
 def test_shares_are_found_again(tmp_path: Path) -> None:
     made = recipe(**ORDINARY)
     run = write_run(tmp_path / "run", made, of(made, TRUE))
     device, said = fitted(made, run, tmp_path)
-    for name in ("train_share", "prefill_share", "decode_share", "link_share"):
-        assert getattr(device, name) == pytest.approx(getattr(TRUE, name), rel=0.02), name
-    assert device.factors == {} and "fitted to run" in device.source
+    assert_rates(device, TRUE)
+    assert device.factors == {} and "fitted to 3 steps of run" in device.source
     assert "save" in said and "between phases       0.500 s" in said
     wider = recipe(**ORDINARY, data__prompts_per_step=96)
     assert of(wider, device).seconds == pytest.approx(of(wider, TRUE).seconds, rel=0.02), "another batch is foretold"
@@ -135,33 +145,34 @@ def test_a_run_is_held_against_what_plan_prints(tmp_path: Path, monkeypatch: pyt
     assert "teacher" in {phase.name for phase in found.phases}
     run = write_run(tmp_path / "run", made, found)
     calibrate_run(made, models, H100, run, tmp_path / "own.yaml")
-    device = device_named("H100", tmp_path / "own.yaml")
-    for name in ("train_share", "prefill_share", "decode_share", "link_share"):
-        assert getattr(device, name) == pytest.approx(getattr(TRUE, name), rel=0.02), name
+    device = read_calibration(tmp_path / "own.yaml").apply(H100)
+    assert_rates(device, TRUE)
     assert device.factors == {}
 
 
-@pytest.mark.parametrize("name", ["H100", "mine"])
-def test_a_users_device_is_written_whole(name: str, tmp_path: Path) -> None:
+def test_a_users_device_is_calibrated_by_its_name(tmp_path: Path) -> None:
     theirs = tmp_path / "theirs.yaml"
-    theirs.write_text(f"{name}: {{like: H100, memory: 96, network: 1e9, torch: [Own H100]}}")
-    device = device_named(name, theirs)
+    theirs.write_text("mine: {like: H100, memory: 96, network: 1e9, factors: {gen: 5}}")
+    device = device_named("mine", theirs)
     made = recipe(**ORDINARY)
-    run = write_run(tmp_path / "run", made, of(made, replace(device, train_share=0.2)))
+    run = write_run(tmp_path / "run", made, of(made, replace(device, train_share=0.2, factors={})))
     calibrate_run(made, MODELS, device, run, tmp_path / "own.yaml")
-    again = device_named(name, tmp_path / "own.yaml")
-    assert again.train_share == pytest.approx(0.2, rel=0.02)
-    fitted = {one: getattr(again, one) for one in ("source", "factors", *SHARES)}
-    assert replace(device, **fitted) == again and again.network == 1e9
+    again = read_calibration(tmp_path / "own.yaml").apply(device)
+    assert again.train_share == pytest.approx(0.2, rel=0.02) and again.factors == {}, (
+        "the factor was not measured again"
+    )
+    assert (again.memory, again.network) == (96, pytest.approx(1e9))
+    with pytest.raises(InputError, match=r"the calibration is of mine, the plan for H100\. Give --device mine"):
+        read_calibration(tmp_path / "own.yaml").apply(H100)
 
 
 def test_a_table_that_is_there_is_kept(tmp_path: Path) -> None:
     made = recipe(**ORDINARY)
     run = write_run(tmp_path / "run", made, of(made, TRUE))
-    (tmp_path / "own.yaml").write_text("other: {like: H100}")
+    (tmp_path / "own.yaml").write_text("other: 1")
     with pytest.raises(InputError, match=r"--out .*own.yaml is there already"):
         calibrate_run(made, MODELS, H100, run, tmp_path / "own.yaml")
-    assert (tmp_path / "own.yaml").read_text() == "other: {like: H100}"
+    assert (tmp_path / "own.yaml").read_text() == "other: 1"
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,9 @@ def test_every_field_says_what_it_is() -> None:
     listed = {one.name: one for one in fields_of_file()}
     assert set(listed) == {"like", *(one.name for one in fields(Device) if one.name != "name")}
     assert all(one.unit and one.about for one in listed.values())
-    assert [name for name, one in listed.items() if not one.needed] == ["like", "torch", "factors"]
+    assert [name for name, one in listed.items() if not one.needed] == [
+        "like", "host_network", "offload_link", "adam_bandwidth", "torch", "factors"
+    ]  # fmt: skip
 
 
 def test_the_pages_examples_load(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from megarl.planner import estimate_training as training
 from megarl.planner.cost import Cost, all_to_all_seconds, host_seconds, ring_seconds, send_seconds
 from megarl.planner.estimate import estimate
 from megarl.planner.estimate_engines import Engines, generate, read, room
-from megarl.planner.estimate_exchange import exchange, moved, uncounted
+from megarl.planner.estimate_exchange import exchange, export_host_seconds, moved, uncounted
 from megarl.planner.estimate_training import Passes, Trainers, update_passes
 from megarl.planner.lengths import Lengths, MicroBatches, micro_batches
 from megarl.planner.plan import Links
@@ -318,13 +318,15 @@ def exported(**settings: Any) -> float:
 
 
 def test_engines_beside_the_trainers_may_be_on_another_node() -> None:
-    """A node has four devices."""
+    """A node has four devices. Its engine ranks share the host's interface, and each of them receives the whole model."""
     size = 2 * (1600 + 2000)
     near = exported(cluster__placement="disaggregated")
     assert exported(rollout__tensor_parallel=2) == near, "colocated, on the trainers' own devices"
-    assert exported(cluster__placement="disaggregated", rollout__tensor_parallel=2) == pytest.approx(near + size / 1e8)
+    two_of_four = exported(cluster__placement="disaggregated", rollout__tensor_parallel=2)
+    assert two_of_four == pytest.approx(near + 2 * size / 5e7)
     beside_critic = {"algorithm__advantage": "gae", "critic__trainers": 1}
-    assert exported(cluster__placement="disaggregated", **beside_critic) == pytest.approx(near + size / 1e8)
+    assert exported(cluster__placement="disaggregated", **beside_critic) == pytest.approx(near + size / 5e7)
+    assert export_host_seconds(DEVICE, 1e6, first=0, count=12) == pytest.approx(4e6 / 5e7), "the fullest node decides"
 
 
 def test_on_a_cpu_nothing_moves() -> None:

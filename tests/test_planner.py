@@ -256,7 +256,10 @@ _DAPO = "recipes/dapo_qwen3_30b.yaml"
         (["recipes/dapo_qwen3_30b.yaml", "cluster.trainers=12"], "12 processes do not divide by"),
         (["recipes/dapo_qwen3_30b.yaml", "cluster.trainers=12"], "divides   megarl.instead=1"),
         (["recipes/quickstart.yaml", "--search"], "give --device"),
-        ([_DAPO, "--out", "x.yaml"], "--out writes the device that --calibrate fits. Give --calibrate RUN as well"),
+        (
+            [_DAPO, "--out", "x.yaml"],
+            "--out writes the calibration that --calibrate fits. Give --calibrate RUN as well",
+        ),
         ([_DAPO, "--seconds", "5"], "--seconds is how long --search looks. Give --search as well"),
         ([_DAPO, "--search", "--html", "x.html"], "--html writes the page of a recipe's plan; --search prints"),
         (

@@ -1,4 +1,4 @@
-"""`plan --calibrate RUN`: the shares and factors of a device with which estimates give what a run measured. Pure.
+"""`plan --calibrate RUN`: fits a device's shares and factors to the seconds that a run measured. Pure.
 
 A share is fitted to all phases that it decides together; what then remains of a phase becomes its factor.
 """
@@ -9,14 +9,11 @@ import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-import yaml
-
-from megarl.observe.files import write_whole
+from megarl.planner.calibration import Calibration, Entry
 from megarl.planner.measured import Measured
 from megarl.planner.plan import Estimate
-from megarl.platform.devices import Device, as_entry
+from megarl.platform.devices import Device
 from megarl.words import several
 
 _TRAINED = ("old_log_prob", "reference", "values", "update_critic", "update_actor")
@@ -38,14 +35,16 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Fit:
+    """A device before and after fitting, and both estimates beside the measurements."""
+
     before: Device
     after: Device
     rows: list[Row]
     notes: list[str]
 
 
-def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], Estimate]) -> Calibration:
+def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], Estimate]) -> Fit:
     """`estimate`: of the run's recipe, at its own lengths, with a device."""
     seconds, notes = _comparable(measured, estimate(device)), []
 
@@ -66,25 +65,43 @@ def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], E
             "it waits for. It has a factor of its own."
         )
     if "gen" in {phase.name for phase in estimate(fitted).phases} and "gen" not in seconds:
-        notes.append("gen is not fitted: nobody waited for it beside the trainers, so nobody knows how long it took.")
+        notes.append("gen is not fitted: the trainers never waited for it, so no timing contains its seconds.")
     factors = _factors(estimate(fitted), seconds)
     after = replace(fitted, factors=factors, source=f"fitted to {measured.run.name}; the rest as {device.name}")
-    return Calibration(device, after, _rows(measured, seconds, estimate(device), estimate(after)), notes)
+    return Fit(device, after, _rows(measured, seconds, estimate(device), estimate(after)), notes)
 
 
-def write_entry(path: Path, calibration: Calibration) -> None:
-    """A table of devices with the one that was fitted, whole: it needs no other file, from which the device may be."""
-    device = calibration.after
-    entry = as_entry(device)
-    entry |= {name: float(f"{entry[name]:.4g}") for name in _SHARES if name in entry}
-    text = yaml.safe_dump({device.name: entry}, sort_keys=False, allow_unicode=True)
-    write_whole(path, f"# By `megarl plan --calibrate`; `megarl plan --devices` reads it.\n{text}".encode())
+def calibration_of(fit: Fit, measured: Measured) -> Calibration:
+    """The calibration file's content: reached rates for the shares that were fitted, and factors."""
+    before, after = fit.before, fit.after
+    how = f"{several(measured.steps, 'step')} of {measured.run.name}"
+
+    def entry(value: float) -> Entry:
+        return Entry(value, "fitted", how)
+
+    rates = {
+        name: entry(getattr(after, peak) * getattr(after, share))
+        for name, peak, share in (
+            ("train_flops", "flops", "train_share"),
+            ("prefill_flops", "flops", "prefill_share"),
+            ("decode_bandwidth", "bandwidth", "decode_share"),
+            ("link", "link", "link_share"),
+            ("network", "network", "link_share"),
+            ("host_link", "host_link", "link_share"),
+            ("host_network", "host_network", "link_share"),
+        )
+        if getattr(after, share) != getattr(before, share)
+    }
+    if "host_link" in rates and after.offload_link is not None:
+        rates["offload_link"] = entry(after.offload_rate)
+    factors = {name: Entry(value, "measured", how) for name, value in after.factors.items()}
+    return Calibration(before.name, f"fitted to {how}", rates, factors)
 
 
 _SHARES = ("train_share", "prefill_share", "decode_share", "link_share")
 
 
-def calibration_lines(calibration: Calibration, measured: Measured) -> list[str]:
+def calibration_lines(calibration: Fit, measured: Measured) -> list[str]:
     """The phases' seconds side by side, and what was fitted."""
     before, after = calibration.before, calibration.after
     lines = [

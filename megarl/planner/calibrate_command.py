@@ -11,7 +11,7 @@ from megarl.config.schema import Recipe
 from megarl.model_shape import model_shape
 from megarl.observe.files import check_new
 from megarl.planner.build import make_plan
-from megarl.planner.calibrate import calibrate, calibration_lines, write_entry
+from megarl.planner.calibrate import calibrate, calibration_lines, calibration_of
 from megarl.planner.estimate import estimate_of
 from megarl.planner.measured import read_run
 from megarl.planner.plan import Estimate
@@ -34,6 +34,6 @@ def calibrate_run(
     found = calibrate(measured, device, of)
     lines = calibration_lines(found, measured)
     if out is not None:
-        write_entry(out, found)
-        lines.append(f"  written to {out}: plan RECIPE --devices {out} --device {device.name}")
+        calibration_of(found, measured).write(out)
+        lines.append(f"  written to {out}: plan RECIPE --device {device.name} --calibration {out}")
     return lines

@@ -12,6 +12,7 @@ from megarl.config.load import load_recipe
 from megarl.observe.files import check_target
 from megarl.planner.build import make_plan
 from megarl.planner.calibrate_command import calibrate_run
+from megarl.planner.calibration import read_calibration
 from megarl.planner.checks import checked
 from megarl.planner.estimate import estimate_of
 from megarl.planner.options import SECONDS, Options, device_of
@@ -34,6 +35,7 @@ def plan(
     memory: float | None,
     as_json: bool,
     devices: Path | None = None,
+    calibration: Path | None = None,
     response: float | None = None,
     calibrate: Path | None = None,
     out: Path | None = None,
@@ -44,7 +46,7 @@ def plan(
 ) -> int:
     """Print the plan. 1 where some phase needs more than the device has, else 0. `search`: print layouts that fit, found
     in `seconds`; 1 where there are none."""
-    options = Options(memory, html, out, calibrate, devices, response, search, seconds, as_json)
+    options = Options(memory, html, out, calibrate, devices, response, search, seconds, as_json, calibration)
     options.check()
     if html is not None:
         with blaming_input():
@@ -53,6 +55,8 @@ def plan(
     options.check_with(kind)
     if kind is not None and memory is not None:
         kind = replace(kind, memory=memory)
+    if kind is not None and calibration is not None:
+        kind = read_calibration(calibration).apply(kind)
     if search:
         recipe, divides = to_lay_out(path, overrides, model, known(kind))
         look = checked(divides, path, model)

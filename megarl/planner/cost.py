@@ -81,3 +81,13 @@ def send_seconds(device: Device, size: float, distance: int) -> float:
 def host_seconds(device: Device, size: float) -> float:
     """`size` bytes between a device and its host."""
     return size / (device.host_link * device.link_share)
+
+
+def offload_seconds(device: Device, size: float) -> float:
+    """`size` bytes of trainers' states or weights between a device and its host."""
+    return size / device.offload_rate
+
+
+def host_network_seconds(device: Device, size: float) -> float:
+    """`size` bytes from one host to another over the interface that gloo uses."""
+    return size / (device.host_network * device.link_share)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megarl import model_configs
 from megarl.model_shape import model_shape
+from megarl.planner.calibration import RATES
 from megarl.planner.estimate import estimate
 from megarl.planner.lengths import Lengths
 from megarl.planner.plan import Estimate
@@ -25,13 +26,21 @@ Of an entry of `--devices FILE`. "needed" is what it must say itself, or have fr
 | field | unit | needed | what it is |
 |---|---|---|---|
 """
+_RATES = """
+### Rates of a calibration
+
+What an entry of `rates` means; all of one device, as reached.
+
+| rate | unit | what it is |
+|---|---|---|
+"""
 _DEVICES = """
 ### Devices
 
 Of one device, as torch sees it: of a 910C one of its two dies. Sources are in
 [`megarl/platform/devices.yaml`](../megarl/platform/devices.yaml), figure by figure.
 
-| device | GiB | dense bf16 TFLOP/s | memory TB/s | link, network, host GB/s | per node | shares: train, prefill, decode, links |
+| device | GiB | dense bf16 TFLOP/s | memory TB/s | link, network, host, host's network GB/s | per node | shares: train, prefill, decode, links |
 |---|---|---|---|---|---|---|
 """
 _SIZES = """
@@ -47,10 +56,10 @@ the output layer and its experts; publishers count the embedding as well, of whi
 _STEPS = """
 ### Steps beside published ones
 
-Nothing was tuned on them: rates and shares are those of the table, lengths are the published means. What sources do not tell
-is taken as `megarl/planner/published.py` says. The one dense model comes out near. Mixtures of experts come out too fast: three
-at 0.5 to 0.6 of what was timed (the fourth is near by chance, as said there), and the one sampling phase among them that
-is published at a fifth. Take theirs for what could be had, and fit a device to a run of your own.
+No rate or share was tuned on them; lengths are the published means. What sources do not tell is taken as
+`megarl/planner/published.py` says. Weights go by megarl's planned route, which none of these runs had. The one dense model
+comes out near. Mixtures of experts come out too fast: a quarter to 0.6 of the timed step, and a fifth of the one sampling
+phase that is published. Take theirs for an upper bound of speed, and calibrate with a run of your own.
 """
 
 
@@ -58,9 +67,10 @@ def block() -> str:
     """What stands between the two marks."""
     sizes = "".join(_size_row(size.model, size.total, size.active, size.source) for size in SIZES)
     table = "".join(_device_row(device) for device in devices().values())
+    rates = "".join(f"| `{name}` | {unit} | {about} |\n" for name, (unit, about) in RATES.items())
     of_file = "".join(_field_row(one) for one in fields_of_file())
     return (
-        f"{BEGIN}\n\n{_FIELDS}{of_file}{_DEVICES}{table}{_SIZES}{sizes}{_STEPS}"
+        f"{BEGIN}\n\n{_FIELDS}{of_file}{_RATES}{rates}{_DEVICES}{table}{_SIZES}{sizes}{_STEPS}"
         + "".join(_step(one) for one in STEPS)
         + f"\n{END}\n"
     )
@@ -86,7 +96,9 @@ def _field_row(one: FieldOfFile) -> str:
 
 
 def _device_row(device: Device) -> str:
-    rates = ", ".join(f"{rate / 1e9:.0f}" for rate in (device.link, device.network, device.host_link))
+    rates = ", ".join(
+        f"{rate / 1e9:.4g}" for rate in (device.link, device.network, device.host_link, device.host_network)
+    )
     shares = ", ".join(
         f"{share:g}" for share in (device.train_share, device.prefill_share, device.decode_share, device.link_share)
     )

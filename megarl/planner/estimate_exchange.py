@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from megarl.algorithms.advantages import uses_critic
 from megarl.cluster.placement import Demand
-from megarl.planner.cost import Cost, host_seconds, ring_seconds
+from megarl.config.schema import Recipe
+from megarl.planner.cost import Cost, host_network_seconds, host_seconds, offload_seconds, ring_seconds
 from megarl.planner.estimate_engines import Engines
 from megarl.planner.estimate_training import Trainers, state_bytes, weight_bytes
 from megarl.planner.plan import Links
 from megarl.planner.turns import leaves
+from megarl.platform.devices import Device
 
 
 def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cost:
@@ -17,8 +21,8 @@ def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cos
     Planned: through the host's memory, out of the device that sends the most and into the one that receives the most; and
     over the network, as much of it as of all bytes. From device to device: over the links between them, and each side
     reads what it has in the host, for fingerprints, meanwhile. Else as mbridge exports: every trainer gathers every weight, rank 0
-    hands them over through the host's memory,
-    and engines of other nodes have them over the network; none of it at the same time.
+    hands them over through the host's memory, and gloo brings them to engine ranks of other nodes through the hosts' own
+    network interfaces (`export_host_seconds`); none of it at the same time.
     """
     device = trainers.device
     if planned is not None:
@@ -31,9 +35,25 @@ def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cos
         return Cost(links=links, host=host_seconds(device, planned.sent + planned.received))
     whole = float(trainers.shape.total * trainers.number)
     links = ring_seconds(device, whole, trainers.world)
-    if _reaches_another_node(trainers):
-        links += whole / (device.network * device.link_share)
+    links += export_host_seconds(device, whole, *_engine_ranks(trainers))
     return Cost(links=links, host=2 * host_seconds(device, whole))
+
+
+def export_host_seconds(device: Device, size: float, first: int, count: int) -> float:
+    """Seconds in which an export of `size` bytes reaches `count` engine ranks, which lie on devices from number `first` on.
+
+    Every engine rank outside of the first node receives all of it, and the ranks of a node share their host's interface: the
+    node with the most of them decides (megarl/exchange/sender.py: one gloo broadcast to all remote receivers).
+    """
+    nodes = Counter((first + rank) // device.per_node for rank in range(count))
+    most = max((ranks for node, ranks in nodes.items() if node), default=0)
+    return host_network_seconds(device, most * size)
+
+
+def _engine_ranks(trainers: Trainers) -> tuple[int, int]:
+    """The first engine rank's device, and how many there are: colocated, on the trainers' devices, else behind them."""
+    demand = _demand(trainers.recipe)
+    return (0 if demand.shared else demand.devices - demand.engine_devices), demand.engine_devices
 
 
 def uncounted(trainers: Trainers, engines: Engines) -> Links:
@@ -49,11 +69,14 @@ def moved(trainers: Trainers) -> Cost:
     """Optimizer states and weights go to the host, or come back, where the recipe offloads."""
     if not leaves(trainers.recipe):
         return Cost()
-    return Cost(host=host_seconds(trainers.device, weight_bytes(trainers) + state_bytes(trainers)))
+    return Cost(host=offload_seconds(trainers.device, weight_bytes(trainers) + state_bytes(trainers)))
 
 
 def _reaches_another_node(trainers: Trainers) -> bool:
     """Whether engines lie beyond rank 0's node: colocated, on the first of the trainers' devices, else behind all of them."""
-    recipe = trainers.recipe
-    demand = Demand.of(recipe, trainers=True, engines=True, critic=uses_critic(recipe.algorithm))
+    demand = _demand(trainers.recipe)
     return (demand.engine_devices if demand.shared else demand.devices) > trainers.device.per_node
+
+
+def _demand(recipe: Recipe) -> Demand:
+    return Demand.of(recipe, trainers=True, engines=True, critic=uses_critic(recipe.algorithm))

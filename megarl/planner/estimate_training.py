@@ -13,7 +13,7 @@ from megarl.config.schema import Recipe
 from megarl.megatron.layout import layers_of_chunks
 from megarl.model_shape import ModelShape
 from megarl.planner import pipeline
-from megarl.planner.cost import Cost, all_to_all_seconds, host_seconds, ring_seconds, send_seconds
+from megarl.planner.cost import Cost, all_to_all_seconds, offload_seconds, ring_seconds, send_seconds
 from megarl.planner.lengths import MicroBatches
 from megarl.platform.devices import Device
 from megarl.platform.memory import swapped_parts
@@ -107,7 +107,7 @@ def reference_swap(trainers: Trainers) -> Cost:
     weights in each direction. Adapters are merely switched off."""
     if trainers.recipe.lora.rank:
         return Cost()
-    return Cost(host=host_seconds(trainers.device, 4 * weight_bytes(trainers)))
+    return Cost(host=offload_seconds(trainers.device, 4 * weight_bytes(trainers)))
 
 
 def weight_bytes(trainers: Trainers) -> float:
@@ -231,6 +231,6 @@ def _optimizer_step(trainers: Trainers) -> Cost:
     swapped = 2 * _STATES * own if swapped_parts(megatron.extra) else 0.0
     return Cost(
         links=links,
-        memory=touched / (device.bandwidth * device.decode_share),
-        host=host_seconds(device, swapped),
+        memory=touched / device.adam_rate,
+        host=offload_seconds(device, swapped),
     )

@@ -27,6 +27,7 @@ class Options:
     search: bool = False
     seconds: float | None = None
     as_json: bool = False
+    calibration: Path | None = None
 
     def check(self) -> None:
         """InputError for an option that what is asked for would not read."""
@@ -39,9 +40,10 @@ class Options:
             "--seconds": self.seconds is not None,
             "--out": self.out is not None,
             "--search": self.search,
+            "--calibration": self.calibration is not None,
         }
         if self.calibrate is not None:
-            for name in ("--search", "--html", "--json", "--response"):
+            for name in ("--search", "--html", "--json", "--response", "--calibration"):
                 if given[name]:
                     raise InputError(
                         f"{name} {_WHAT[name]}; --calibrate fits a device to a run. Leave one of them out."
@@ -57,7 +59,11 @@ class Options:
     def check_with(self, device: Device | None) -> None:
         """InputError for an option that is read where a device is known."""
         if device is None:
-            for name, given in (("--devices", self.devices), ("--response", self.response)):
+            for name, given in (
+                ("--devices", self.devices),
+                ("--response", self.response),
+                ("--calibration", self.calibration),
+            ):
                 if given is not None:
                     raise InputError(
                         f"{name} {_WHAT[name]}, and none is known: the recipe's head names no machine. Give --device as well."
@@ -69,8 +75,9 @@ _WHAT = {
     "--json": "prints a plan, or what a search found",
     "--response": "is the mean response that seconds are estimated for, of a device",
     "--search": "looks for layouts",
-    "--out": "writes the device that --calibrate fits",
+    "--out": "writes the calibration that --calibrate fits",
     "--seconds": "is how long --search looks",
+    "--calibration": "has rates and factors of the device that seconds are estimated for",
     "--devices": "has the figures of the device that a plan is for",
 }
 

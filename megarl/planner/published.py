@@ -53,7 +53,7 @@ class Published:
 
     def recipe(self) -> Recipe:
         made = load_recipe(ROOT / "recipes" / self.file, []) if self.file else Recipe()
-        made.exchange.route = "export"  # all of them gathered the model
+        made.exchange.route = "planned"  # each has a way of its own for weights, which is in no published phase
         for name, value in self.settings.items():
             *sections, key = name.split(".")
             owner: Any = made
@@ -119,8 +119,7 @@ STEPS = [
         "where the estimate packs. Sampling took five times as long: 482 s over at most 2,048 steps are 235 ms a step or "
         "more, where the estimate has 46. Known to be missing in it: hosts that cannot start kernels as fast as the device "
         "ends them, experts busier than others, and 128 engines that wait for the slowest in each layer. The weights' way to "
-        "the engines has no row of its own there, so it may be in this one. The last row is mbridge's export, which the "
-        "timed run did not use.",
+        "the engines has no row of its own there, so it may be in this one. The last row is megarl's planned route.",
         file="grpo_deepseek_v3.yaml",
     ),
     _nemo(
@@ -139,9 +138,8 @@ STEPS = [
             "last_stage_layers": 2,
             "recompute": "full",
         },
-        why="That the sums are near each other says little: 104 of the estimated seconds are mbridge's export, and NeMo RL has another "
-        "way for weights. Sampling and training are 34 estimated seconds; with 512 short samples on 256 devices the time "
-        "supposedly goes into what the estimate has not: hosts, waiting, and kernels on few tokens.",
+        why="With 512 short samples on 256 devices the time supposedly goes into what the estimate has not: hosts, waiting, "
+        "and kernels on few tokens.",
     ),
     _nemo(
         "Qwen3-235B-A22B",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +46,39 @@ class Device:
     layer_seconds: float = _of(
         "seconds", "that a layer takes at least, however few tokens there are: kernels are started"
     )
+    host_network: float = _of(
+        "bytes/s",
+        "of the machine's host to another host, over the interface that gloo uses, in one direction; 12.5e9 (100 Gbit/s, "
+        "assumed) if absent",
+        default=12.5e9,
+    )
+    offload_link: float | None = _of(
+        "bytes/s", "as `host_link`, of trainers' offloading alone; `host_link` if absent", default=None
+    )
+    adam_bandwidth: float | None = _of(
+        "bytes/s",
+        "of the device's memory, reached by Adam's step; `decode_share` of `bandwidth` if absent",
+        default=None,
+    )
     torch: tuple[str, ...] = _of(
         "list of texts", "words of the name that torch has for it, by which a run finds the peak of MFU", default=()
     )
     factors: Mapping[str, float] = _of(
         "numbers by phase",
-        "how many times as long a phase of `timing_s/...` took as is estimated from rates and shares: of `--calibrate`",
+        "how many times as long a phase of `timing_s/...` takes as is estimated from rates and shares",
         default_factory=dict,
         hash=False,
     )
+
+    @property
+    def adam_rate(self) -> float:
+        """Bytes/s that Adam's step reaches."""
+        return self.adam_bandwidth or self.bandwidth * self.decode_share
+
+    @property
+    def offload_rate(self) -> float:
+        """Bytes/s that offloading reaches."""
+        return (self.offload_link or self.host_link) * self.link_share
 
     @property
     def kind(self) -> str:
@@ -105,17 +129,6 @@ def device_named(name: str, own: Path | None = None) -> Device:
         f"device {name} is not known; {', '.join(table)} are.{hint} A file with others, with `like` for what they share "
         "with one of these: --devices FILE."
     )
-
-
-def as_entry(device: Device) -> dict[str, Any]:
-    """What a file says for `device` to be read from it: where it differs from megarl's own of that name, else all."""
-    own = _packaged().get(device.name)
-    like = {} if own is None else {"like": device.name}
-    below = None if own is None else replace(own, torch=())  # which `like` leaves out
-    fields = {key: getattr(device, key) for key in _NAMES}
-    differ = {key: value for key, value in fields.items() if below is None or value != getattr(below, key)}
-    plain = {"torch": list(device.torch), "factors": dict(device.factors)}
-    return like | {key: plain.get(key, value) for key, value in differ.items()}
 
 
 def peak_flops(torch_name: str) -> float | None:
