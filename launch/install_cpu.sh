@@ -27,8 +27,31 @@ for file in "${files[@]}"; do
     cp "$file" "$stamp"
   fi
 done
-if ! "$venv/bin/python" -c 'import megarl' 2>/dev/null; then
-  "$venv/bin/python" -m pip install --quiet --no-deps -e "$root"
+# megarl itself: a path file and the command, as an editable install leaves them. pip would build the package for that,
+# and fetch its build tools. -I: neither the current folder nor PYTHONPATH may stand in for an installation.
+source_of_megarl() {
+  "$venv/bin/python" -I -c 'import importlib.util as u, os; s = u.find_spec("megarl"); print(os.path.dirname(os.path.dirname(os.path.realpath(s.origin))) if s else "")'
+}
+installed=$(source_of_megarl)
+if [ -z "$installed" ] || [ ! -x "$venv/bin/megarl" ]; then
+  if [ -z "$installed" ]; then
+    "$venv/bin/python" -I -c 'import pathlib, sys, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "megarl.pth").write_text(sys.argv[1] + "\n")' "$root"
+  fi
+  # As pip writes it: sh starts Python, since the first line of a script may hold neither spaces nor a long path.
+  cat > "$venv/bin/megarl" << END
+#!/bin/sh
+'''exec' "$(cd "$venv" && pwd)/bin/python" "\$0" "\$@"
+' '''
+import sys
+
+from megarl.cli import main
+
+sys.exit(main())
+END
+  chmod a+rx "$venv/bin/megarl"
+  echo "installed megarl from $(source_of_megarl): $venv/bin/megarl"
+elif [ "$installed" != "$(cd "$root" && pwd -P)" ]; then
+  echo "the megarl command in $venv runs $installed; \`python -m megarl\` in $root runs this checkout"
 fi
 if ! command -v bwrap > /dev/null; then
   if [ "$extra" = dev ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then

@@ -262,10 +262,9 @@ def plan(
 
 @app.command()
 def exchange(
+    recipe: RecipePath,
     overrides: Overrides = None,
-    recipe: Annotated[
-        Optional[Path], typer.Option("--explain", metavar="RECIPE", help="Recipe, a YAML file.", show_default=False)
-    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", hidden=True)] = False,
     model: Model = None,
     per_node: Annotated[
         Optional[int], typer.Option(help="Devices of a machine; unset: as the recipe's head says.", min=1)
@@ -273,15 +272,12 @@ def exchange(
     as_json: Annotated[bool, typer.Option("--json", help="An object in place of the table.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Show who sends which weights to whom in an update of the engines, without their devices."""
-    if recipe is None:
-        raise InputError(
-            "exchange shows who would send which weights to whom in an update of the engines; it starts and moves nothing. "
-            f"Type:\n  python -m megarl exchange --explain {' '.join(overrides or ['RECIPE'])}"
-        )
-    from megarl.planner.exchange_command import exchange as explain
+    """Show who sends which weights to whom in an update of the engines. Nothing is started or moved."""
+    from megarl.planner.exchange_command import exchange as show
 
-    return explain(recipe, overrides or [], model=model, per_node=per_node, as_json=as_json)
+    if explain:
+        typer.echo("--explain is not needed any more: megarl exchange RECIPE", err=True)
+    return show(recipe, overrides or [], model=model, per_node=per_node, as_json=as_json)
 
 
 @app.command(name="convert-config")

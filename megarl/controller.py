@@ -111,7 +111,7 @@ class Controller:
     def _learn(self, step: int) -> None:
         """Take a batch and train on it. Nothing holds its vectors afterwards."""
         log, recipe = self.log, self.recipe
-        with log.phase("gen"):
+        with log.phase("gen") if recipe.train.source == "rollout" else log.phase("data"):
             batch = self.source.take(recipe.data.prompts_per_step)
         log.add(batch.metrics)
         for notice in batch.notices:
@@ -230,6 +230,8 @@ class Controller:
         """Where they did not come with the shards: from the critic, of tokens, or of outcomes less the KL."""
         settings = self.recipe.algorithm
         estimator = ADVANTAGES[settings.advantage]
+        if critics is None and not estimator.of_tokens and not settings.kl_in_reward:
+            return  # they came with the shards, or there are none
         with self.log.phase("adv"):
             if critics is not None:
                 self._scatter("load_advantages", critics)
@@ -280,7 +282,9 @@ class Controller:
         self.trainers.scatter(method, [(per_data_parallel_rank[rank],) for rank in self.layout.data_parallel_rank])
 
     def _publish(self, version: int) -> None:
-        """Weights to the engines, once nothing samples with the old ones."""
+        """Weights to the engines, once nothing samples with the old ones. SFT and DPO have no engines."""
+        if self.recipe.train.source != "rollout":
+            return
         with self.log.phase("drain"):
             self.source.drain()
         with self.log.phase("weight_exchange"):

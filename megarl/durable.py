@@ -26,6 +26,21 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def give_default_mode(path: Path) -> None:
+    """Set the permissions that `open` gives a new file under this process's umask.
+
+    safetensors writes through a private temporary file and leaves mode 0600, whatever the umask.
+    """
+    probe = path.with_name(f".{path.name}.mode")  # the umask itself can only be read by changing it for all threads
+    descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        mode = os.fstat(descriptor).st_mode & 0o777
+    finally:
+        os.close(descriptor)
+        probe.unlink()
+    path.chmod(mode)
+
+
 @contextlib.contextmanager
 def written_whole(directory: Path) -> Iterator[Path]:
     """A folder for the block to fill, that is called `directory` once it is full and on the disk, and not before.

@@ -57,7 +57,7 @@ from megarl.preflight_model import (
     read_weights_config,
 )
 from megarl.rewards import ScorerSettings
-from megarl.rewards.weighted import Term, terms_of
+from megarl.rewards.weighted import Term, needed_columns, terms_of
 
 LEAST_FREE_BYTES = 64 << 20
 _SHOWN = 8  # changed settings in a notice
@@ -303,12 +303,13 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, *, training: bool, sample: i
         return prepared
     setup = AgentSetup.of(recipe)
     tools = check_tools(setup, tokenizer) if setup is not None else []
-    images = ImageReader.of(recipe.model.path, data)
+    rows: dict[str, Any] = {"tools": tools, "images": ImageReader.of(recipe.model.path, data), "sample": sample}
+    rows["needed"] = needed_columns(recipe.reward.function, recipe.reward.functions)
     if training:
-        prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum, tools, images, sample)
+        prepared.prompts = PromptDataset(training_sets(data), tokenizer, data, data.curriculum, **rows)
         _note(prepared, "training prompts", prepared.prompts)
     if data.eval_files:
-        prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data, tools=tools, images=images, sample=sample)
+        prepared.evaluation = PromptDataset(data.eval_files, tokenizer, data, **rows)
         _note(prepared, "evaluation prompts", prepared.evaluation)
     if sample is None:  # else an image may be among the other rows
         _check_pixels(

@@ -38,6 +38,12 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
         own = max(len(asks.tokens(replace(data[0], question=""), "")) for data in sets)
     except ValueError as error:
         raise RecipeError("judge.prompt", str(error), "mend the template, or the rows' columns") from error
+    if "ground_truth" in asks.question.reads:
+        for data in sets:
+            row = next((prompt.uid for prompt in data if prompt.ground_truth is None), None)
+            if row is not None:
+                problem = f"the template reads ground_truth, and row {row} has no reward_model.ground_truth"
+                raise RecipeError("judge.prompt", problem, "add it to the rows, or leave it out of the template")
     read = recipe.data.max_prompt_length if "prompt" in asks.question.reads else 0
     longest = own + read + recipe.rollout.max_response_length
     if longest > judge.max_prompt_length:

@@ -27,6 +27,7 @@ from megarl.critic import Critic
 from megarl.engines.specs import fixed_models
 from megarl.flops import ModelFlops
 from megarl.identity import check_base, identity_of
+from megarl.observe.closing import after_interruption, after_training
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.placement import Colocated, Disaggregated, Placement, Tenant, TrainersOnly, wait_for_engines
@@ -99,17 +100,21 @@ def train(recipe: Recipe) -> Path:
             controller.trainers.shutdown()
             if controller.critic is not None:
                 controller.critic.workers.shutdown()
+    print(*after_training(recipe, place.directory), sep="\n", flush=True)
     return place.directory.path
 
 
 @contextlib.contextmanager
 def _naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
-    """What a run fails of gets a note, for whoever shows it, that says what is left of the run and how to go on."""
+    """Add a note to the error that a run fails of: what is left of the run, and how to go on. Ctrl-C and SIGTERM: print it."""
     try:
         yield
     except (RecipeError, InputError):  # refused: there is nothing to go on with
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception):  # Ctrl-C or SIGTERM, of which the command line shows no notes
+            print("", *after_interruption(recipe, directory), sep="\n", file=sys.stderr, flush=True)
+            raise
         try:
             note = how_to_go_on(directory.checkpoints.absolute(), recipe.train.resume)
         except OSError as problem:  # as where the failure is the disk's

@@ -201,3 +201,14 @@ def test_a_switch_is_no_number(folder: Path) -> None:
         RecipeError, match=r"rollout\.expert_parallel = 8[\s\S]*a switch, not a number[\s\S]*true or false"
     ):
         load_recipe(folder / "recipe.yaml", ["rollout.expert_parallel=8"])
+
+
+def test_a_list_of_one_needs_no_brackets(folder: Path) -> None:
+    (folder / "one.yaml").write_text(
+        "data: {mix: {easy: {files: a.jsonl}}, eval_files: b.jsonl}\nlora: {targets: q_proj}\n"
+    )
+    recipe = load_recipe(folder / "one.yaml", ["observe.profile_steps=3", "evaluation.ks=[1,2]"], check=False)
+    assert recipe.data.mix["easy"].files == ["a.jsonl"] and recipe.data.eval_files == ["b.jsonl"]
+    assert recipe.lora.targets == ["q_proj"] and recipe.observe.profile_steps == [3] and recipe.evaluation.ks == [1, 2]
+    error = refused(folder, "data.train_files={a: b}")
+    assert "list[str]" in error.remedy

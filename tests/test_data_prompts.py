@@ -7,6 +7,7 @@ import pytest
 from megarl.config.schema import DataConfig
 from megarl.data import PromptDataset, load_tokenizer
 from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
+from megarl.rewards.weighted import needed_columns
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +92,27 @@ def test_a_filter_that_leaves_nothing_is_an_error(dataset):
 def test_a_wrong_row_is_named(dataset, change, message):
     with pytest.raises(ValueError, match=message):
         dataset([row("2+2?"), row("2+2?") | change], chat_template=False)
+
+
+def test_rows_need_what_the_scorers_need_and_no_more(tokenizer, tmp_path):
+    path = tmp_path / "my_rows.jsonl"
+    path.write_text('{"prompt": "2+2?"}\n{"prompt": "3+3?", "reward_model": {"ground_truth": "6"}}\n')
+
+    def read(**reward):
+        needed = needed_columns(reward.get("function"), reward.get("functions", {}))
+        return PromptDataset([path], tokenizer, DataConfig(), needed=needed)
+
+    prompts = read(function="my_module:my_scorer")
+    assert [(prompt.uid, prompt.ground_truth) for prompt in prompts] == [("my_rows/0", None), ("my_rows/1", "6")]
+    assert prompts.data_sources == ["my_rows"]
+    for free in ({"function": "remote"}, {"function": "judge"}, {"functions": {"judge": 1.0, "unscored": 1.0}}):
+        assert len(read(**free)) == 2
+    with pytest.raises(ValueError, match="no column 'data_source' and 'reward_model'; there are prompt"):
+        read()
+    for bound in ({"function": "gsm8k"}, {"functions": {"my_module:my_scorer": 1.0, "gsm8k": 0.5}}):
+        with pytest.raises(ValueError, match="no column 'reward_model'; there are prompt"):
+            read(**bound)
+    path.write_text('{"prompt": "2+2?", "reward_model": {"style": "rule"}}\n')
+    assert read(function="my_module:my_scorer")[0].ground_truth is None
+    with pytest.raises(ValueError, match="reward_model has no ground_truth"):
+        read(function="gsm8k")

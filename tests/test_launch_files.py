@@ -219,3 +219,51 @@ def closed(schema):
             schema.pop("pattern", None)
     for below in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else []:
         closed(below)
+
+
+@pytest.fixture
+def bare_environment(tmp_path):
+    """A virtual environment whose locked packages count as installed: those of this Python, through a path file."""
+    venv = tmp_path / "an environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    for name in ("requirements-cpu.txt", "requirements-dev.txt"):
+        shutil.copy(LAUNCH / name, venv / f"installed-{name}")
+    (site,) = venv.glob("lib/python3*/site-packages")
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "tested.pth").write_text("\n".join(packages))
+    return venv
+
+
+def _run(arguments, cwd, **environ):
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(arguments, cwd=cwd, env=clean | environ, capture_output=True, text=True, timeout=120)
+
+
+def _install(venv):
+    """In the repository, where `import megarl` works without any installation."""
+    return _run([BASH, LAUNCH / "install_cpu.sh"], ROOT, MEGARL_VENV=str(venv), PYTHONPATH=str(ROOT))
+
+
+def test_the_installer_installs_megarl_itself(bare_environment, tmp_path):
+    venv = bare_environment
+    done = _install(venv)
+    assert done.returncode == 0 and f"installed megarl from {os.path.realpath(ROOT)}" in done.stdout, done.stderr
+    found = _run([venv / "bin/python", "-c", "import megarl; print(megarl.__file__)"], tmp_path)
+    assert Path(found.stdout.strip()).parent == Path(os.path.realpath(ROOT), "megarl"), found.stderr
+    shown = _run([venv / "bin/megarl", "plan", "--help"], tmp_path)
+    assert shown.returncode == 0 and "RECIPE" in shown.stdout, shown.stderr
+    again = _install(venv)
+    assert again.returncode == 0 and "megarl" not in again.stdout, "nothing is left to do"
+
+
+def test_the_installer_leaves_an_installation_of_another_checkout(bare_environment, tmp_path):
+    venv, other = bare_environment, tmp_path / "other"
+    (other / "megarl").mkdir(parents=True)
+    (other / "megarl/__init__.py").touch()
+    (site,) = venv.glob("lib/python3*/site-packages")
+    (site / "megarl.pth").write_text(f"{other}\n")
+    (venv / "bin/megarl").write_text("#!/bin/sh\n")
+    (venv / "bin/megarl").chmod(0o755)
+    done = _install(venv)
+    assert done.returncode == 0 and f"runs {os.path.realpath(other)}; `python -m megarl` in" in done.stdout, done.stderr
+    assert (site / "megarl.pth").read_text() == f"{other}\n" and (venv / "bin/megarl").read_text() == "#!/bin/sh\n"

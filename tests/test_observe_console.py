@@ -141,3 +141,51 @@ def test_numbers_for_people() -> None:
     pace.done(11, 2.0)
     pace.done(12, 4.0)
     assert pace.left() == 24.0
+
+
+def test_the_reward_is_that_of_everything_sampled() -> None:
+    sampled, trained = {"rollout/rewards/mean": 0.96}, {"critic/rewards/mean": 0.81}
+    assert figures(sampled | trained) == [("reward", "0.960"), ("trained on", "0.810")]
+    assert figures(sampled | {"critic/rewards/mean": 0.96}) == [("reward", "0.960")], "nothing was filtered"
+    assert figures(trained) == [("reward", "0.810")]
+
+
+def test_sft_has_its_own_figures_and_phases() -> None:
+    line = {
+        "actor/loss": 3.97,
+        "actor/pg_loss": 3.97,
+        "actor/grad_norm": 1.84,
+        "actor/lr": 3.2e-3,
+        "response_length/mean": 21.0,
+    }
+    line |= {
+        "response_length/clip_ratio": 0.0,
+        "timing_s/data": 0.001,
+        "timing_s/update_actor": 0.148,
+        "timing_s/step": 0.16,
+    }
+    stream = io.StringIO()
+    PlainConsole("sft", 0, 12, stream).step(12, line)
+    last = stream.getvalue().splitlines()[-1]
+    assert last == "step 12/12 | loss 3.97 | grad 1.84 | lr 0.0032 | length 21 | 0.16 s (update_actor 0.15) | left 0:00"
+
+
+def test_a_log_of_a_long_run_has_a_line_at_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(console_module.time, "monotonic", lambda: now[0])
+
+    def shown(total: int, seconds: float, odd: dict[int, dict[str, float]]) -> list[int]:
+        stream = io.StringIO()
+        plain = PlainConsole("run", 0, total, stream)
+        for step in range(1, total + 1):
+            now[0] += seconds
+            plain.step(step, {"actor/loss": 1.0, "timing_s/step": seconds, **odd.get(step, {})})
+        lines = stream.getvalue().splitlines()
+        assert ("a line every" in lines[0]) == (total > 100)
+        return [int(line.split("/")[0].removeprefix("step ")) for line in lines[1:] if line.startswith("step ")]
+
+    assert shown(100, 1.0, {}) == [*range(1, 101)]
+    assert shown(1200, 0.05, {}) == [1, *range(50, 1201, 50)]
+    assert shown(105, 1.0, {7: {"eval/loss": 0.5}, 8: {"source/a/scoring_failed": 1.0}})[:5] == [1, 5, 7, 8, 10]
+    assert shown(1000, 20.0, {})[:5] == [1, 3, 5, 7, 9], "30 s without a line are too many"
+    assert shown(101, 40.0, {}) == [*range(1, 102)]

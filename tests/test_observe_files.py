@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -12,15 +13,26 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
+import torch
 
+from megarl.data.prepare.tiny_weights import write_weights
+from megarl.megatron.export import _Shards
 from megarl.observe.files import AppendFile, DiskFullError, json_line, write_whole
+from megarl.observe.log import RunLog
 from megarl.observe.metrics import MetricsLog, read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import choose, discard_samples_after, read_samples, sample_steps, write_samples
 from megarl.observe.trace import Trace, read_trace_tail
+from tests.test_observe_log import make_recipe
+
+TINY = {
+    "model_type": "qwen3", "hidden_size": 8, "vocab_size": 16, "num_hidden_layers": 1, "tie_word_embeddings": True,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size": 8, "initializer_range": 0.02,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -29,11 +41,11 @@ def run_dir(tmp_path: Path) -> RunDirectory:
 
 
 @contextlib.contextmanager
-def small_disk(path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
+def small_disk(path: Path, size: str = "64k") -> Iterator[Path]:
+    """A file system of `size`."""
     path.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], capture_output=True, text=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], capture_output=True, text=True
     )
     if mounted.returncode:
         pytest.skip(f"no small file system to fill: mount says {mounted.stderr.strip()!r} (needs root)")
@@ -134,7 +146,8 @@ def test_full_disk_leaves_whole_lines_and_says_what_to_do(tmp_path: Path) -> Non
             for step in range(1000):
                 log.write(step, metrics)
         text = str(caught.value)
-        assert str(run_dir.metrics) in text and "bytes free" in text and "train.resume=auto" in text
+        assert str(run_dir.metrics) in text and "train.resume=auto" in text
+        assert f"file system mounted at {disk}: 0 of 65,536 bytes free" in text
         data = run_dir.metrics.read_bytes()
         assert data.endswith(b"}\n"), "half a line was left behind"
         steps = [line["step"] for line in read_metrics(run_dir.metrics)]
@@ -156,6 +169,63 @@ def test_replacing_a_file_on_a_full_disk_keeps_the_old_one(tmp_path: Path) -> No
 def test_samples_on_a_full_disk_name_their_file(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk, pytest.raises(DiskFullError, match="step_000001"):
         write_samples(RunDirectory(disk), 1, [{"response": "x" * 200_000}], limit=1)
+
+
+def test_the_summary_of_a_run_on_a_full_disk_says_that_it_failed(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+
+        def run() -> None:
+            with RunLog(make_recipe(report=True), disk / "run", 1, 10) as log:
+                log.step(1)
+                with contextlib.suppress(OSError), (disk / "other").open("wb", buffering=0) as other:
+                    while other.write(b"x" * 4096):
+                        pass
+                log.add({f"metric/{number}": 1.0 for number in range(500)})
+                log.step(2)
+
+        with pytest.raises(DiskFullError, match=f"mounted at {disk}"):
+            run()
+        summary = json.loads((disk / "run" / "summary.json").read_text())
+        assert summary["status"] == "failed" and "metrics.jsonl could not be written" in summary["error"]
+        assert summary["steps"] == 1 and not (disk / "run" / ".reserve").exists()
+
+
+def test_a_run_whose_last_file_cannot_be_completed_has_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> NoReturn:
+        raise DiskFullError(errno.ENOSPC, "no room for the trace")
+
+    def run() -> None:
+        with RunLog(make_recipe(), tmp_path, 1, 1) as log:
+            log.step(1)
+            monkeypatch.setattr(log.trace, "close", full)
+
+    with pytest.raises(DiskFullError, match="no room for the trace"):
+        run()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "failed" and "no room for the trace" in summary["error"]
+    assert RunDirectory(tmp_path).holder() is None, "the directory is free for the next run"
+
+
+def test_a_run_without_room_for_its_summary_does_not_start(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "128k") as disk:
+        with pytest.raises(DiskFullError, match="reserve"):
+            RunLog(make_recipe(), disk / "run", 1, 10)
+        assert not (disk / "run" / ".reserve").exists()
+
+
+@pytest.mark.parametrize("mask, mode", [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_files_get_the_permissions_of_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
+    old = os.umask(mask)
+    try:
+        write_whole(tmp_path / "whole", b"x")
+        _Shards(tmp_path).write(iter([("weight", torch.zeros(2))]))
+        write_weights(tmp_path / "tiny.safetensors", TINY, 0, 0.1)
+    finally:
+        os.umask(old)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == dict.fromkeys(("whole", "model.safetensors", "tiny.safetensors"), mode)
 
 
 def test_other_errors_stay_themselves(tmp_path: Path) -> None:

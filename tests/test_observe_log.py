@@ -279,3 +279,18 @@ def test_a_full_disk_is_no_trackers_failure(tmp_path: Path) -> None:
     """Only trackers are guarded: TensorBoard's files are the run's own."""
     sinks = make_sinks(make_recipe(tensorboard=True), RunDirectory(tmp_path), 1, print)
     assert not any(isinstance(sink, Guarded) for sink in sinks)
+
+
+def test_what_comes_after_the_last_step_belongs_to_no_step(tmp_path: Path) -> None:
+    with RunLog(make_recipe(report=True), tmp_path, 1, 2) as log:
+        for step in (1, 2):
+            with log.phase("gen"):
+                pass
+            log.step(step)
+        with log.phase("export"):
+            pass
+        log.notice("exported")
+    spans = read_trace_tail(tmp_path / "trace.json")
+    assert [(span["name"], span["args"].get("step")) for span in spans] == [("gen", 1), ("gen", 2), ("export", None)]
+    assert "Timeline of steps 1 to 2" in (tmp_path / "report.html").read_text()
+    assert read_lines(RunDirectory(tmp_path).notices)[0][-1]["step"] == 2

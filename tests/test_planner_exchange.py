@@ -118,30 +118,37 @@ def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(exchange_command, "planned", lambda *asked: given.append(asked[2]) or small_plan())
     monkeypatch.setattr(exchange_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
     recipe = str(RECIPES / "dapo_qwen3_30b.yaml")
-    assert run("exchange", "--explain", recipe) == 0
+    assert run("exchange", recipe) == 0
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100 and given == [16], "the head says 16 devices a machine"
     assert "stage 1" in text and "Sent by 3 trainer ranks" in text and "5 buckets of at most" in text
     assert "A rank has connections with 2 others at most, over gloo." in text
     apart = ["cluster.placement=disaggregated", "megatron.offload=false", "exchange.route=planned"]
-    assert run("exchange", "--explain", recipe, *apart, "exchange.transport=device") == 0
+    assert run("exchange", recipe, *apart, "exchange.transport=device") == 0
     assert "A rank has connections with 4 others at most, device to device." in capsys.readouterr().out
     given.pop()
-    assert run("exchange", "--explain", recipe, "--json", "--per-node", "4") == 0
+    assert run("exchange", recipe, "--json", "--per-node", "4") == 0
     told = json.loads(capsys.readouterr().out)
     assert told["totals"]["sent"] == 6 * HALF and len(told["flows"]) == 2 and given[1] == 4
 
 
-@pytest.mark.parametrize("given", [["recipes/a.yaml", "x=1"], []])
-def test_without_explain_it_says_what_to_type(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("exchange", *given) == 2
-    said = capsys.readouterr().err
-    assert "who would send which weights to whom" in said and "Traceback" not in said
-    assert f"python -m megarl exchange --explain {' '.join(given) or 'RECIPE'}\n" in said
+def test_the_old_form_still_works_with_a_notice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(exchange_command, "planned", lambda *asked: small_plan())
+    monkeypatch.setattr(exchange_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
+    assert run("exchange", "--explain", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=auto") == 0
+    printed = capsys.readouterr()
+    assert "Sent by 3 trainer ranks" in printed.out and "megarl exchange RECIPE" in printed.err
+
+
+def test_without_a_recipe_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("exchange") == 2
+    assert "RECIPE" in capsys.readouterr().err
 
 
 def test_training_without_engines_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("exchange", "--explain", str(RECIPES / "quickstart_sft.yaml")) == 2
+    assert run("exchange", str(RECIPES / "quickstart_sft.yaml")) == 2
     assert "no engines" in capsys.readouterr().err
 
 
@@ -168,7 +175,7 @@ def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: li
 
 def test_what_a_run_refuses_is_not_explained(capsys: pytest.CaptureFixture[str]) -> None:
     """In a second, as `plan` says it, and not what vLLM says of it after half a minute."""
-    assert run("exchange", "--explain", str(RECIPES / "dapo_qwen3_30b.yaml"), "rollout.engines=5") == 2
+    assert run("exchange", str(RECIPES / "dapo_qwen3_30b.yaml"), "rollout.engines=5") == 2
     assert "rollout.engines x rollout.tensor_parallel = 5 x 4" in capsys.readouterr().err
 
 
@@ -177,5 +184,5 @@ def test_an_exported_exchange_is_told_from_what_is_explained(
 ) -> None:
     monkeypatch.setattr(exchange_command, "planned", lambda *_: small_plan())
     monkeypatch.setattr(exchange_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
-    assert run("exchange", "--explain", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=export") == 0
+    assert run("exchange", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=export") == 0
     assert "do not go this way: exchange.route=export" in " ".join(capsys.readouterr().out.split())

@@ -82,7 +82,21 @@ def test_a_disk_that_is_full_as_the_log_closes(failing: Any, monkeypatch: pytest
     assert status == 1 and "DiskFullError: no room for a summary" in said and "Last whole checkpoint: step 3" in said
 
 
-@pytest.mark.parametrize("error", [InputError("no such device"), KeyboardInterrupt()])
-def test_what_was_refused_or_stopped_says_no_more_than_that(failing: Any, error: BaseException) -> None:
-    status, said = failing([], error)
-    assert status in (2, 130) and "checkpoint" not in said
+def test_what_was_refused_says_no_more_than_that(failing: Any) -> None:
+    status, said = failing([], InputError("no such device"))
+    assert status == 2 and "checkpoint" not in said
+
+
+@pytest.mark.parametrize(
+    "error, status, end", [(KeyboardInterrupt(), 130, "Ctrl-C"), (cli.Terminated(), 143, "SIGTERM")]
+)
+def test_a_stopped_run_says_how_to_go_on(failing: Any, error: BaseException, status: int, end: str) -> None:
+    returned, printed = failing([3], error)
+    assert returned == status and printed.splitlines()[-1] == f"stopped by {end}"
+    assert "runs/failing" in printed and "Last whole checkpoint: step 3" in printed
+    assert "Go on from it: the same command with train.resume=auto." in printed
+
+
+def test_a_run_stopped_before_its_first_checkpoint_says_so(failing: Any) -> None:
+    _, printed = failing([], KeyboardInterrupt())
+    assert "No checkpoint was written" in printed and "train.save_every writes them" in printed

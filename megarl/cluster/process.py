@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 def redirect_output(log: str, who: str) -> None:
     """Send this process's stdout and stderr, file descriptors included, to the end of `log`."""
     Path(log).parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(descriptor, 1)

@@ -25,6 +25,8 @@ model: {path: /models/Qwen3-30B-A3B}
 rollout: {samples_per_prompt: 16}
 ```
 
+A list with one entry needs no brackets: `train_files: train.parquet`.
+
 An unknown key, a wrong type, a value out of bounds or a combination that cannot work ends the command before any
 process starts, with one message that names the file, the key, what is wrong and what to change (exit status 2).
 

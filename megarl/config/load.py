@@ -161,6 +161,7 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
     for name, value in _settings(content, Recipe, ""):
         if isinstance(value, (int, float)) and not isinstance(value, bool) and _type_name(name).split()[0] == "bool":
             raise RecipeError(name, "this is a switch, not a number", "give true or false", value=value, origin=origin)
+        value = _as_list_where_declared(value, _type_of(name))
         try:
             OmegaConf.update(merged, name, value, merge=not isinstance(value, Mapping) or bool(value))
         except OmegaConfBaseException as error:
@@ -170,6 +171,30 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
                 remedy += "; in YAML a space follows the colon: {name: value}"
             raise RecipeError(name, cause, remedy, value=value, origin=origin) from error
     return merged
+
+
+def _as_list_where_declared(value: Any, kind: Any) -> Any:
+    """Return a single text or number as a list of it where the schema has a list, also within mappings of sections.
+
+    Example: `data.train_files: a.jsonl` -> ["a.jsonl"].
+    """
+    kind = _without_none(kind)
+    if isinstance(value, (str, int, float)):
+        return [value] if typing.get_origin(kind) is list else value
+    if not isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(kind):
+        types = section_types(typing.cast("type", kind))
+        return {name: _as_list_where_declared(item, types.get(name)) for name, item in value.items()}
+    if typing.get_origin(kind) is dict:
+        return {name: _as_list_where_declared(item, typing.get_args(kind)[1]) for name, item in value.items()}
+    return value
+
+
+def _without_none(kind: Any) -> Any:
+    """Return X of Optional[X]; any other type as it is."""
+    kinds = [part for part in typing.get_args(kind) if part is not type(None)]
+    return kinds[0] if typing.get_origin(kind) is typing.Union and len(kinds) == 1 else kind
 
 
 def _check_keys(content: Mapping[Any, Any], section: type, prefix: str, origin: str) -> None:
@@ -218,13 +243,17 @@ def _settings(content: Mapping[Any, Any], section: type, prefix: str) -> Iterato
             yield f"{prefix}{name}", value
 
 
-def _type_name(dotted: str) -> str:
+def _type_of(dotted: str) -> Any:
     kind: Any = Recipe
     for name in dotted.split("."):
         kind = section_types(kind)[name]
+    return kind
+
+
+def _type_name(dotted: str) -> str:
+    kind = _type_of(dotted)
     if typing.get_origin(kind) is typing.Union:
-        kinds = [part for part in typing.get_args(kind) if part is not type(None)]
-        return f"{_plain_type(kinds[0])} or null"
+        return f"{_plain_type(_without_none(kind))} or null"
     return _plain_type(kind)
 
 

@@ -46,8 +46,8 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         longest: tokens of the longest row that was read.
     """
 
-    layouts: ClassVar[Sequence[Sequence[str]]]  # columns, of which one set must be there in full
-    optional: ClassVar[Sequence[str]]  # columns that are read where they are there
+    layouts: Sequence[Sequence[str]]  # columns, of which one set must be there in full
+    optional: Sequence[str]  # columns that are read where they are there
     source: ClassVar[str]  # data source of a row that names none
     per_row: ClassVar[int] = 1  # texts that `encode` makes of a row
     text_alone: ClassVar[str] = "demonstrations and preferences are text alone: train.source: rollout reads images"

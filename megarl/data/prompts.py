@@ -18,10 +18,33 @@ from megarl.data.rows import Row, messages_of, text_of
 from megarl.data.tokenizer import Tokenizer
 from megarl.types import Prompt, PromptImage
 
+COLUMNS = ("data_source", "reward_model", "extra_info", "images", "videos")  # besides the prompt
+SCORED_BY_ROW = ("data_source", "reward_model")  # what scorers need that the data source chooses
+
+
+def layout_of(needed: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return (layouts, optional columns) of rows with prompts, of which the scorers need the columns `needed`."""
+    return [("prompt", *needed)], [name for name in COLUMNS if name not in needed]
+
+
+def with_source(row: Row, file: Path, needed: Sequence[str]) -> Row:
+    """Return `row` with a data source, for metrics and names of rows: the file's name where it has none and needs none."""
+    if row.values.get("data_source") is not None or "data_source" in needed:
+        return row
+    return Row(row.where, {**row.values, "data_source": file.stem})
+
+
+def ground_truth_of(row: Row, *, needed: bool) -> Any:
+    """Return ``reward_model.ground_truth``; None where it is absent. Raises ValueError where it is absent and needed."""
+    reward_model = row.need("reward_model", dict) if needed else row.get("reward_model", dict) or {}
+    if needed and "ground_truth" not in reward_model:
+        raise ValueError(f"{row.where}: reward_model has no ground_truth, but {sorted(reward_model)}")
+    return reward_model.get("ground_truth")
+
 
 class PromptDataset(RowDataset[Prompt]):
-    """Rows with the columns ``prompt``, ``data_source``, ``reward_model.ground_truth`` and, where
-    present, ``extra_info`` and ``images``, rendered and tokenised once.
+    """Rows with the column ``prompt`` and, where present or needed, ``data_source``, ``reward_model.ground_truth``,
+    ``extra_info`` and ``images``, rendered and tokenised once.
 
     Attributes:
         data_sources: those of the rows that stayed, sorted.
@@ -32,8 +55,6 @@ class PromptDataset(RowDataset[Prompt]):
             and the recipe does not filter (or all of them are).
     """
 
-    layouts = (("prompt", "data_source", "reward_model"),)
-    optional = ("extra_info", "images", "videos")
     source = "row"
     too_long = "prompts are longer than data.max_prompt_length"
 
@@ -46,9 +67,13 @@ class PromptDataset(RowDataset[Prompt]):
         tools: Sequence[dict[str, Any]] = (),
         images: ImageReader | None = None,
         sample: int | None = None,
+        needed: Sequence[str] = SCORED_BY_ROW,
     ) -> None:
         """`tools`: schemas that the chat template shows the policy. `images`: of the model that is to read them; None:
-        rows have none. `sample`: rows to read of each file; None: all."""
+        rows have none. `sample`: rows to read of each file; None: all. `needed`: columns that scorers need, as
+        `megarl.rewards.weighted.needed_columns` returns them."""
+        self.layouts, self.optional = layout_of(needed)
+        self._needed = tuple(needed)
         self._tools = tuple(tools)
         self._reader = images
         self._images: dict[str, tuple[PromptImage, ...]] = {}  # of each row by its place, while rows are read
@@ -65,7 +90,7 @@ class PromptDataset(RowDataset[Prompt]):
             if found:
                 self._images[row.where] = found
             counted = {"images": len(found)} if "images" in row.values else {}
-            rows.append(Row(row.where, {**row.values, **counted}))
+            rows.append(with_source(Row(row.where, {**row.values, **counted}), file, self._needed))
         if not rows:
             raise ValueError(f"{file}: the file has no rows")
         return rows
@@ -82,9 +107,6 @@ class PromptDataset(RowDataset[Prompt]):
         return functools.partial(encode_prompts, tools=self._tools) if self._tools else encode_prompts
 
     def item(self, row: Row, uid: str, texts: Sequence[Encoded]) -> Prompt:
-        reward_model = row.need("reward_model", dict)
-        if "ground_truth" not in reward_model:
-            raise ValueError(f"{row.where}: reward_model has no ground_truth, but {sorted(reward_model)}")
         (encoded,) = texts
         if not len(encoded.tokens):
             raise ValueError(f"{row.where}: the prompt is empty")
@@ -93,7 +115,7 @@ class PromptDataset(RowDataset[Prompt]):
             tokens=tuple(encoded.tokens.tolist()),
             text=encoded.text,
             data_source=row.need("data_source", str),
-            ground_truth=reward_model["ground_truth"],
+            ground_truth=ground_truth_of(row, needed="reward_model" in self._needed),
             extra_info=row.get("extra_info", dict) or {},
             question=text_of(messages_of(row, "prompt")),
             images=self._images.get(row.where, ()),

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from megarl.durable import give_default_mode
 from megarl.exchange.buckets import Entry, tensor_in
 from megarl.exchange.session import ExchangeError
 
@@ -34,6 +35,7 @@ class BucketFiles:
             path = folder / f"bucket-{self._buckets:06d}.safetensors"
             self._buckets += 1
             save_file({entry.name: tensor_in(memory, entry) for entry in entries}, path)
+            give_default_mode(path)  # an engine may run as another user
         except (OSError, SafetensorError) as error:
             raise ExchangeError(
                 f"a bucket of {len(memory):,} bytes could not be written to {folder} ({error}); two versions of the whole "

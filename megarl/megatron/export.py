@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megarl.durable import written_whole
+from megarl.durable import give_default_mode, written_whole
 
 _SHARD_BYTES = 4 * 2**30
 _SHOWN = 5  # names in an error
@@ -134,7 +134,9 @@ class _Shards:
         self._name()
 
     def _flush(self, tensors: dict[str, torch.Tensor]) -> None:
-        save_file(tensors, self.directory / f"part-{len(self.files)}.safetensors", metadata={"format": "pt"})
+        path = self.directory / f"part-{len(self.files)}.safetensors"
+        save_file(tensors, path, metadata={"format": "pt"})
+        give_default_mode(path)
         self.files.append(list(tensors))
         self.total += sum(tensor.nbytes for tensor in tensors.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import sys
 import time
 from collections import deque
@@ -19,12 +20,15 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.config.schema import Recipe
-from megarl.observe.sources import brief_table, deserves_lines
+from megarl.observe.sources import brief_table, deserves_lines, has_trouble
 from megarl.rollout.by_source import source_of
 from megarl.words import several
 
 _SOURCES_SHOWN = 8
 _NOT_PHASES = ("timing_s/step",)
+_EVERY_STEP_UP_TO = 100  # steps of a run that a log has a line of each
+_LINES = 20  # of a longer run, about
+_SECONDS_BETWEEN_LINES = 30.0  # at most, whatever the interval
 
 
 class Console(Protocol):
@@ -90,6 +94,11 @@ def clock(seconds: float | None) -> str:
     return f"{day}{hour}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
+def short_seconds(seconds: float) -> str:
+    """Write tenths of a second; of times below half a second, hundredths."""
+    return f"{seconds:.1f}" if seconds >= 0.5 else f"{seconds:.2f}"
+
+
 def short(value: float) -> str:
     """Four significant digits at most, and k / M / G for large numbers."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e4)):
@@ -98,9 +107,10 @@ def short(value: float) -> str:
     return f"{value:.4g}"
 
 
-# (label, metric, how it is written)
+_TRAINED_REWARD, _SAMPLED_REWARD = "critic/rewards/mean", "rollout/rewards/mean"
+
+# (label, metric, format) of a step of reinforcement learning
 _COLUMNS = (
-    ("reward", "critic/rewards/mean", "{:.3f}"),
     ("length", "response_length/mean", "{:.0f}"),
     ("cut", "response_length/clip_ratio", "{:.0%}"),
     ("turns", "agent/turns/mean", "{:.1f}"),
@@ -110,29 +120,59 @@ _COLUMNS = (
     ("gap", "rollout/logprob_gap_mean", "{:.1e}"),
     ("value loss", "critic/vf_loss", "{:.3g}"),
 )
+# The same for a step without rewards: SFT and DPO.
+_COLUMNS_WITHOUT_REWARD = (
+    ("loss", "actor/loss", "{:.4g}"),
+    ("chosen ahead", "actor/dpo_accuracy", "{:.0%}"),
+    ("margin", "actor/dpo_margin", "{:.3g}"),
+    ("grad", "actor/grad_norm", "{:.3g}"),
+    ("lr", "actor/lr", "{:.3g}"),
+    ("length", "response_length/mean", "{:.0f}"),
+)
 
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label, text) of what one watches, as far as the step has it; evaluations, of all sources together, come first."""
-    found = [
+    """Return (label, text) of the figures to watch, as far as the step has them. Evaluations come first, without those
+    of single sources.
+
+    `reward` is the mean over everything that was sampled. Dynamic sampling leaves groups out of the training batch;
+    `trained on` is the mean of the rest, where it differs.
+    """
+    pairs = [
         (name, f"{value:.3f}")
         for name, value in sorted(metrics.items())
         if name.startswith("eval/") and source_of(name) is None
     ]
-    found += [(label, how.format(metrics[name])) for label, name, how in _COLUMNS if name in metrics]
+    rewards = [f"{metrics[name]:.3f}" for name in (_SAMPLED_REWARD, _TRAINED_REWARD) if name in metrics]
+    pairs += zip(("reward", "trained on"), dict.fromkeys(rewards), strict=False)
+    columns = _COLUMNS if rewards else _COLUMNS_WITHOUT_REWARD
+    pairs += [(label, form.format(metrics[name])) for label, name, form in columns if name in metrics]
     if "perf/throughput" in metrics:
-        found.append(("tok/s/device", short(metrics["perf/throughput"])))
-    return found
+        pairs.append(("tok/s/device", short(metrics["perf/throughput"])))
+    return pairs
 
 
 def phase_times(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
-    """(phase, seconds) of one step, longest first."""
+    """Return (phase, seconds) of one step, longest first. Phases below a hundredth of the step are left out."""
+    least = metrics.get("timing_s/step", 0.0) / 100
     times = [
         (name.removeprefix("timing_s/"), seconds)
         for name, seconds in metrics.items()
-        if name.startswith("timing_s/") and name not in _NOT_PHASES
+        if name.startswith("timing_s/") and name not in _NOT_PHASES and seconds >= least
     ]
     return sorted(times, key=lambda item: -item[1])
+
+
+def line_interval(steps: int) -> int:
+    """Return how many steps a line in a log stands for: 1 up to 100 steps, else about a twentieth of `steps`, a round
+    number.
+
+    Example: 1200 steps -> 50.
+    """
+    if steps <= _EVERY_STEP_UP_TO:
+        return 1
+    power = 10 ** (len(str(steps // _LINES)) - 1)
+    return max(size * power for size in (1, 2, 5) if size * power <= max(steps // _LINES, 1))
 
 
 def source_lines(metrics: Mapping[str, float]) -> list[str]:
@@ -152,16 +192,22 @@ def after(step: int) -> str:
 
 
 class PlainConsole:
-    """A line for each part of the start, and one compact line a step, for logs and CI; below it one a data source, where
-    there are several or one had trouble."""
+    """For logs and CI: a line for each part of the start, and one compact line a step.
+
+    Below a step's line stands one a data source, where there are several or one had trouble. A run of more than 100
+    steps has a line every `line_interval` steps, and at least every 30 seconds; the first step, the last, and those with
+    an evaluation or with trouble always have theirs.
+    """
 
     def __init__(self, name: str, steps_done: int, total_steps: int, stream: TextIO) -> None:
         self._stream = stream
         self._pace = Pace(steps_done, total_steps)
+        self._every = line_interval(total_steps)
+        self._shown_at = -math.inf
         if steps_done < total_steps:
-            self._say(
-                f"{name}: {'goes on' if steps_done else 'starts'} with step {self._pace.current} of {total_steps}"
-            )
+            first = f"{'goes on' if steps_done else 'starts'} with step {self._pace.current} of {total_steps}"
+            seconds = f"{_SECONDS_BETWEEN_LINES:.0f} s"
+            self._say(f"{name}: {first}" + (f"; a line every {self._every} steps or {seconds}" * (self._every > 1)))
         else:
             self._say(f"{name}: all of {several(total_steps, 'step')} done")
 
@@ -174,15 +220,24 @@ class PlainConsole:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         seconds = metrics.get("timing_s/step", 0.0)
         self._pace.done(step, seconds)
+        if not self._is_due(step, metrics):
+            return
+        self._shown_at = time.monotonic()
         head = f"step {step}/{self._pace.total}" if step else after(step)
         parts = [head, *(f"{label} {text}" for label, text in figures(metrics))]
-        phases = " ".join(f"{phase} {time:.1f}" for phase, time in phase_times(metrics)[:4])
-        parts.append(f"{seconds:.1f} s" + (f" ({phases})" if phases else ""))
+        phases = " ".join(f"{phase} {short_seconds(time)}" for phase, time in phase_times(metrics)[:4])
+        parts.append(f"{short_seconds(seconds)} s" + (f" ({phases})" if phases else ""))
         parts.append(f"left {clock(self._pace.left())}")
         self._say(" | ".join(parts))
         if deserves_lines(metrics):
             for line in source_lines(metrics):
                 self._say(line)
+
+    def _is_due(self, step: int, metrics: Mapping[str, float]) -> bool:
+        regular = step % self._every == 0 or step in (1, self._pace.total)
+        waited = time.monotonic() - self._shown_at >= _SECONDS_BETWEEN_LINES
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        return regular or waited or evaluated or has_trouble(metrics)
 
     def notice(self, text: str, warning: bool) -> None:
         self._say(f"WARNING: {text}" if warning else text)

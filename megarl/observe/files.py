@@ -15,6 +15,7 @@ from typing import Any
 from megarl.durable import sync
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class DiskFullError(OSError):
@@ -32,13 +33,19 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise DiskFullError(error.errno, _full_text(path, error)) from error
 
 
+def mount_point(path: Path) -> Path:
+    """The folder at which the file system of `path` (which need not exist) is mounted."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.is_mount())
+
+
 def _full_text(path: Path, error: OSError) -> str:
     folder = path if path.is_dir() else path.parent
-    free = shutil.disk_usage(folder).free
+    usage, disk = shutil.disk_usage(folder), mount_point(folder)
     cause = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
     return (
-        f"{path} could not be written: {cause} ({free:,} bytes free on that file system). Everything written before "
-        "it is whole. Free some space there (old checkpoints are the largest files of a run; train.keep_checkpoints "
+        f"{path} could not be written: {cause} (file system mounted at {disk}: {usage.free:,} of {usage.total:,} bytes "
+        "free). Everything written before it is whole. Free some space there (old checkpoints are the largest files of a run; train.keep_checkpoints "
         "says how many are kept), or move the run's directory to a larger disk and set runs_dir to match. "
         "Then resume with train.resume=auto."
     )
@@ -55,7 +62,7 @@ class AppendFile:
         self.path = path
         with disk_errors(path):
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0)
-            self._descriptor: int | None = os.open(path, flags, 0o644)
+            self._descriptor: int | None = os.open(path, flags, 0o666)  # less the umask
 
     def write(self, data: bytes, *, sync: bool = False) -> None:
         """Append `data`. Raises `DiskFullError`, with the file as it was before."""
@@ -76,6 +83,31 @@ class AppendFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+class Reserve:
+    """Disk space kept for a small file that must be written even when the disk is full.
+
+    Where the space cannot be had at once, the run fails before it starts. A file system that frees space later than the
+    file is removed (some network ones) makes the reserve useless, not wrong.
+    """
+
+    def __init__(self, path: Path, size: int = 1 << 18) -> None:
+        self._path = path
+        with disk_errors(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            except OSError as error:
+                path.unlink()
+                if error.errno not in _NO_FALLOCATE:
+                    raise
+            finally:
+                os.close(descriptor)
+
+    def release(self) -> None:
+        """Give the space back. Later calls do nothing."""
+        self._path.unlink(missing_ok=True)
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.config import Recipe, to_yaml
 from megarl.observe.console import Console, make_console
-from megarl.observe.files import AppendFile, drop_torn_line, json_line, strict, write_whole
+from megarl.observe.files import AppendFile, Reserve, drop_torn_line, json_line, strict, write_whole
 from megarl.observe.metrics import MetricsLog, read_metrics
 from megarl.observe.report import write_report
 from megarl.observe.run_dir import RunDirectory
@@ -76,6 +76,8 @@ class RunLog:
         self._parts.callback(self._console.close)
         self._sessions = _read_sessions(self.run_dir.summary)
         self._sessions.append({"first_step": first_step, "began": time.time(), "status": "running"})
+        self._reserve = Reserve(self.run_dir.path / ".reserve")
+        self._parts.callback(self._reserve.release)
         self._write_summary("running", None)
         if unlockable:
             self.warn(unlockable)
@@ -104,11 +106,13 @@ class RunLog:
             _open_phases.reset(token)
             self._console.phase(outer[-1] if outer else None)
             with self._guard:
-                key, step = f"timing_s/{name}", self.next_step
+                key = f"timing_s/{name}"
                 self._pending[key] = self._pending.get(key, 0.0) + seconds
-            inside = {"inside": outer[-1]} if outer else {}
+                # Phases after the last step (the export) belong to no step.
+                labels: dict[str, Any] = {"step": self.next_step} if self.next_step <= self._total_steps else {}
+            labels |= {"inside": outer[-1]} if outer else {}
             thread = threading.current_thread().name
-            self.trace.add(name, "controller", thread, began, seconds, step=step, **inside)
+            self.trace.add(name, "controller", thread, began, seconds, **labels)
 
     def begin(self) -> None:
         """The first step begins: the times so far are the session's start (in summary.json), not that step's."""
@@ -180,15 +184,28 @@ class RunLog:
         self._say(text, "warning")
 
     def close(self, status: str, error: str | None = None) -> None:
-        """End the session as "finished", "failed" or "stopped". Later calls do nothing."""
+        """End the session as "finished", "failed" or "stopped". Later calls do nothing.
+
+        summary.json gets its final status on a full disk, too: the space for it was reserved at the start. Raises
+        OSError where another file could not be completed; the status of a finished run is then "failed".
+        """
         if self._closed:
             return
         self._closed = True
         with self._parts:  # terminal, notices and lock are released even where one of these fails
-            self._metrics.close(status)
-            self.trace.close()
+            self._reserve.release()
+            problem: OSError | None = None
+            for finish in (lambda: self._metrics.close(status), self.trace.close):
+                try:
+                    finish()
+                except OSError as failure:
+                    problem = problem or failure
+            if problem is not None and status == "finished":
+                status, error = "failed", f"{type(problem).__name__}: {problem}"
             self._sessions[-1].update(status=status, ended=time.time())
             self._write_summary(status, error)
+            if problem is not None:
+                raise problem
             if self._recipe.observe.report:
                 self._write_report()
 
@@ -224,7 +241,7 @@ class RunLog:
                 self._say(f"{name} is {float(value)} at step {step} (said once for each metric).", "warning", step)
 
     def _say(self, text: str, level: str, step: int | None = None) -> None:
-        step = self.next_step if step is None else step
+        step = min(self.next_step, self._total_steps) if step is None else step
         line = json_line({"time": time.time(), "step": step, "level": level, "text": text})
         with self._guard:
             self._notices.write(line)

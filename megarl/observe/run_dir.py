@@ -70,7 +70,7 @@ class RunDirectory:
             return None
         with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+            descriptor = os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -88,8 +88,12 @@ def brief_table(metrics: Figures, limit: int) -> SourceTable:
 
 def deserves_lines(metrics: Figures) -> bool:
     """Whether a log says more of a step's sources than the step's own line does."""
-    sources = of_sampled(metrics)
-    return len(sources) > 1 or any(figures.get(name) for figures in sources.values() for name in _TROUBLE)
+    return len(of_sampled(metrics)) > 1 or has_trouble(metrics)
+
+
+def has_trouble(metrics: Figures) -> bool:
+    """Whether samples of a source could not be scored in this step, or its tools timed out."""
+    return any(figures.get(name) for figures in of_sampled(metrics).values() for name in _TROUBLE)
 
 
 def report_tables(lines: Sequence[Figures]) -> dict[str, Any]:

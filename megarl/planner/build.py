@@ -39,7 +39,7 @@ ASSUMED = (
     "Not counted: what communication libraries and drivers take, graphs that engines capture, and fragmentation.",
 )
 OF_CONNECTIONS = (
-    "Not counted: what groups that carry weights from device to device keep on either one; `exchange --explain` says how many "
+    "Not counted: what groups that carry weights from device to device keep on either one; `exchange` says how many "
     "a rank has, and docs/exchange.md what one takes."
 )
 OF_EXPERTS = "Experts are sent equally many tokens."

@@ -24,7 +24,7 @@ from megarl.config.seeded import seeds_notice
 from megarl.config.supported import hardware_of
 from megarl.data.dataset import RowDataset
 from megarl.data.preferences import PreferenceDataset
-from megarl.data.prompts import PromptDataset
+from megarl.data.prompts import layout_of, with_source
 from megarl.data.rows import Row, sample_rows
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
@@ -53,11 +53,11 @@ from megarl.preflight_model import (
     read_tokenizer,
     read_weights_config,
 )
+from megarl.rewards.weighted import needed_columns
 from megarl.words import several
 
 ROWS = 256  # of each file
 _KINDS: dict[str, type[RowDataset[Any]]] = {
-    "rollout": PromptDataset,
     "sft": SFTDataset,
     "preferences": PreferenceDataset,
 }
@@ -214,11 +214,10 @@ def _check_data(recipe: Recipe, tokenizer: Tokenizer | None, found: Checked) -> 
     """Columns, lengths and scores of a sample of the rows that are here."""
     here = {key: [file for file in files if _file_is_here(key, file, found)] for key, files in _files(recipe).items()}
     rows: list[Row] = []
-    kind = _KINDS[recipe.train.source]
     for key, files in here.items():
         for file in files:
             with found.refusing(key):
-                rows += sample_rows(Path(file), ROWS, *kind.layouts, optional=kind.optional)[0]
+                rows += _sample(recipe, Path(file))
     if recipe.train.source == "rollout":
         score_once(recipe, rows, found)
     if tokenizer is None:
@@ -229,6 +228,15 @@ def _check_data(recipe: Recipe, tokenizer: Tokenizer | None, found: Checked) -> 
         return
     with found.refusing("data.train_files"):
         _read_sample(recipe, tokenizer, here, found)
+
+
+def _sample(recipe: Recipe, file: Path) -> list[Row]:
+    if recipe.train.source != "rollout":
+        kind = _KINDS[recipe.train.source]
+        return sample_rows(file, ROWS, *kind.layouts, optional=kind.optional)[0]
+    needed = needed_columns(recipe.reward.function, recipe.reward.functions)
+    layouts, optional = layout_of(needed)
+    return [with_source(row, file, needed) for row in sample_rows(file, ROWS, *layouts, optional=optional)[0]]
 
 
 def _read_sample(recipe: Recipe, tokenizer: Tokenizer, here: Mapping[str, list[str]], found: Checked) -> None:

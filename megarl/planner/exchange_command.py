@@ -1,4 +1,4 @@
-"""The command `exchange --explain`: who sends which weights to whom, before anything has started."""
+"""The command `exchange`: who sends which weights to whom, before anything has started."""
 
 from __future__ import annotations
 

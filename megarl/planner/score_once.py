@@ -13,11 +13,12 @@ from megarl.config.agent import uses_tools
 from megarl.config.judge import JUDGE, uses_judge
 from megarl.config.remote import uses_remote
 from megarl.config.schema import Recipe
+from megarl.data.prompts import ground_truth_of
 from megarl.data.rows import Row, messages_of, text_of
 from megarl.planner.plan import Refusal
 from megarl.preflight import check_rewards
 from megarl.rewards import Score, ScoreRequest
-from megarl.rewards.weighted import Term
+from megarl.rewards.weighted import Term, needed_columns
 from megarl.scoring.scoring import Outcome, Scoring
 from megarl.types import SampleFailure, Turn
 
@@ -33,7 +34,8 @@ def score_once(recipe: Recipe, rows: Sequence[Row], found: Checked) -> None:
     found.unchecked += [f"reward: {name} is not asked here" for name, used in asked.items() if used]
     requests: dict[str, ScoreRequest] = {}
     with found.refusing("data.train_files"):
-        requests = _requests(rows)
+        needed = needed_columns(recipe.reward.function, recipe.reward.functions)
+        requests = _requests(rows, needs_truth="reward_model" in needed)
     if not requests and not (recipe.reward.function or recipe.reward.functions):
         found.unchecked.append("reward: what scores the rows hangs on their data_source, and none of them is here")
     with found.refusing("reward.function"):
@@ -47,18 +49,16 @@ def score_once(recipe: Recipe, rows: Sequence[Row], found: Checked) -> None:
                     _score(recipe, term, request, found)
 
 
-def _requests(rows: Sequence[Row]) -> dict[str, ScoreRequest]:
+def _requests(rows: Sequence[Row], *, needs_truth: bool) -> dict[str, ScoreRequest]:
     """About the first row of each data source, still without a response."""
     requests: dict[str, ScoreRequest] = {}
     for row in rows:
         source = row.need("data_source", str)
         if source in requests:
             continue
-        truth = row.need("reward_model", dict)
-        if "ground_truth" not in truth:
-            raise ValueError(f"{row.where}: reward_model has no ground_truth, but {sorted(truth)}")
+        truth = ground_truth_of(row, needed=needs_truth)
         extra, asked = row.get("extra_info", dict) or {}, text_of(messages_of(row, "prompt"))
-        requests[source] = ScoreRequest("", truth["ground_truth"], source, extra, asked, row.where)
+        requests[source] = ScoreRequest("", truth, source, extra, asked, row.where)
     return requests
 
 
@@ -93,7 +93,9 @@ def _with(request: ScoreRequest, response: str, with_tools: bool) -> ScoreReques
 
 
 def _right(truth: Any) -> list[str]:
-    """Responses whose answer is the ground truth, as far as it is an answer."""
+    """Responses whose answer is the ground truth, as far as it is an answer; none without a ground truth."""
+    if truth is None:
+        return []
     text = truth if isinstance(truth, str) else json.dumps(truth, default=str)
     return [f"Answer: {text}\n\\boxed{{{text}}}\n#### {text}", text]
 

@@ -87,7 +87,7 @@ class Scorer:
     An `async def` function is awaited, with others under way in the same process. `in_process`: it takes microseconds and cannot hang, so it is called in the
     rollout process itself, where nothing can end it; others run in processes of their own (megarl/scoring). `prepare`
     is called once before any sample is scored: what takes long to import is imported there, and not at the expense of
-    a sample's time; it raises where something is not installed. `settings`: both are also given the recipe's
+    a sample's time; it raises where something is not installed. `needs_ground_truth`: rows without one are refused. `settings`: both are also given the recipe's
     `ScorerSettings`, as their last argument, by whoever finds the scorer; what is found takes the request alone.
     """
 
@@ -96,6 +96,7 @@ class Scorer:
     in_process: bool = False
     prepare: Callable[..., Any] | None = None
     settings: bool = False
+    needs_ground_truth: bool = False
 
     @property
     def awaited(self) -> bool:
@@ -114,15 +115,16 @@ def scorer(
     in_process: bool = False,
     prepare: Callable[..., Any] | None = None,
     settings: bool = False,
+    needs_ground_truth: bool = True,
 ) -> Callable[[ScoreFunction], ScoreFunction]:
     """Register a function as the scorer `name`, chosen for rows whose `data_source` is among `sources`.
 
     A source may be a shell pattern (``aime*``); one that is spelled out wins over a pattern.
-    `in_process`, `prepare` and `settings`: see `Scorer`. The function itself is returned unchanged.
+    `in_process`, `prepare`, `settings` and `needs_ground_truth`: see `Scorer`. The function itself is returned unchanged.
     """
 
     def register(function: ScoreFunction) -> ScoreFunction:
-        entry = Scorer(name, function, in_process, prepare, settings)
+        entry = Scorer(name, function, in_process, prepare, settings, needs_ground_truth)
         assert name not in _scorers, f"scorer {name!r} is registered twice"
         _scorers[name] = entry
         for source in sources:
@@ -149,6 +151,11 @@ def resolve(
         chosen = find(function, settings)
         return {source: chosen for source in data_sources}
     return {source: _with(settings, _scorer_of(source)) for source in data_sources}
+
+
+def demands_ground_truth(name: str) -> bool:
+    """Whether the registered scorer `name` refuses rows without a ground truth; False for ``module:function``."""
+    return name in _scorers and _scorers[name].needs_ground_truth
 
 
 def find(name: str, settings: ScorerSettings | None = None) -> Scorer:

@@ -49,7 +49,7 @@ def prepare(settings: ScorerSettings) -> None:
     _headers(settings.remote)
 
 
-@scorer("remote", prepare=prepare, settings=True)
+@scorer("remote", prepare=prepare, settings=True, needs_ground_truth=False)
 async def remote(request: ScoreRequest, settings: ScorerSettings) -> Any:
     """What the service at reward.remote.url says of a sample.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.config.judge import JUDGE
-from megarl.rewards.base import Score, Scorer, find, resolve
+from megarl.rewards.base import Score, Scorer, demands_ground_truth, find, resolve
 from megarl.rewards.settings import ScorerSettings
 
 _NOTHING = "unscored"  # what the rollout process scores with where the judge is the only term
@@ -25,6 +25,18 @@ class Term:
 def label_of(name: str) -> str:
     """What metrics call a scorer: its registered name, or the function's own of ``module:function``."""
     return name.rpartition(":")[2]
+
+
+def needed_columns(function: str | None, functions: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the columns that rows must have besides the prompt, with the recipe's reward.function and reward.functions.
+
+    Without either, `data_source` chooses a scorer. `reward_model` holds the ground truth, which megarl's scorers compare
+    with. A function of the recipe's own, a service or a judge may do without.
+    """
+    names = [*functions] or ([function] if function else [])
+    if not names:
+        return "data_source", "reward_model"
+    return ("reward_model",) if any(demands_ground_truth(name) for name in names) else ()
 
 
 def terms_of(

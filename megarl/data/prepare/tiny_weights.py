@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.durable import give_default_mode
 from megarl.model_config import number_of_experts
 
 Config = dict[str, Any]
@@ -32,6 +33,7 @@ def write_weights(path: Path, config: Config, seed: int, norm_spread: float) -> 
         else:
             tensors[name] = noise * np.float32(norm_spread) + np.float32("norm" in name or name.endswith("ln_q.weight"))
     save_file(tensors, path, metadata={"format": "pt"})
+    give_default_mode(path)
 
 
 def _shapes(config: Config) -> Shapes:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from megarl.config.training import LoraConfig
-from megarl.durable import written_whole
+from megarl.durable import give_default_mode, written_whole
 from megarl.megatron.lora.attach import Lora, matrices, trained_modules
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -28,6 +28,7 @@ def save_adapter(directory: Path, lora: Lora, base: str) -> None:
         config = adapter_config(modules, lora.settings, base)
         with written_whole(directory) as partial:
             save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+            give_default_mode(partial / "adapter_model.safetensors")
             (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     torch.distributed.barrier()
 

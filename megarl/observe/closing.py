@@ -1,0 +1,59 @@
+"""The last lines of a command: what a run left, and the commands that use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.checkpoint import how_to_go_on, list_checkpoints
+from megarl.config.schema import Recipe
+from megarl.observe.run_dir import RunDirectory
+
+_COMMAND = "python -m megarl"
+
+
+def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
+    """Return the lines that `train` ends with: paths of the run, its report, checkpoint and model; then commands.
+
+    Paths are absolute where the recipe's are, so that the commands work in any folder; only what is there is named.
+    """
+    checkpoints = list_checkpoints(run.checkpoints)
+    model = run.path / "hf"
+    paths = [("run", run.path)]
+    paths += [("report", run.report)] * run.report.exists()
+    paths += [("checkpoint", checkpoints[-1])] if checkpoints else []
+    paths += [("model", model)] * model.is_dir()
+    lines = [f"{recipe.name}: finished", *(f"  {name:<11} {shown(path)}" for name, path in paths)]
+    if not checkpoints and not model.is_dir():
+        lines.append(
+            "  no weights were kept: train.save_at_end and train.export_at_end are off, train.save_every was never due"
+        )
+    commands = _commands(recipe, run, model if model.is_dir() else None, bool(checkpoints))
+    return [*lines, *(["next:"] if commands else []), *(f"  {_COMMAND} {command}" for command in commands)]
+
+
+def _commands(recipe: Recipe, run: RunDirectory, model: Path | None, checkpoints: bool) -> list[str]:
+    commands, exported = [], model
+    if model is None and checkpoints:
+        exported = Path("models") / recipe.name
+        commands.append(f"export {shown(run.path)} --out {exported}")
+    if exported is not None and recipe.train.source == "rollout" and recipe.data.eval_files:
+        commands.append(f"eval {shown(run.recipe)} model.path={shown(exported)}")
+    if not run.report.exists():
+        commands.append(f"report {shown(run.path)}")
+    return commands
+
+
+def after_interruption(recipe: Recipe, run: RunDirectory) -> list[str]:
+    """Return the lines for a run that Ctrl-C or SIGTERM ended: its folder, and how to go on."""
+    return [
+        f"{recipe.name}: stopped; its files are in {shown(run.path)}",
+        how_to_go_on(run.checkpoints, recipe.train.resume),
+    ]
+
+
+def shown(path: Path) -> Path:
+    """`path` relative to the current folder where it lies in it: shorter to read and to type."""
+    try:
+        return path.absolute().relative_to(Path.cwd())
+    except ValueError:
+        return path
