@@ -280,6 +280,24 @@ def exchange(
     return show(recipe, overrides or [], model=model, per_node=per_node, as_json=as_json)
 
 
+@app.command(name="convert-weights")
+def convert_weights(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A Hugging Face model with FP8 weights.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder to write the model in bfloat16 to. The same command goes on in it.")
+    ],
+    workers: Annotated[
+        Optional[int], typer.Option(min=1, help="Processes, of about 1 GB each; unset: 4, or the cores if fewer.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a model with FP8 block-scaled weights (DeepSeek-V3) in bfloat16, as the trainer reads it. A CPU is enough."""
+    from megarl.commands.convert_weights import convert
+
+    with blaming_input():
+        convert(folder, out, workers)
+
+
 @app.command(name="convert-config")
 def convert_config(
     file: Annotated[str, typer.Argument(metavar="FILE", help="A verl script or command line; - reads standard input.")],

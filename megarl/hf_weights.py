@@ -13,6 +13,7 @@ from pathlib import Path
 from megarl.registry import nearest
 
 INDEX = "model.safetensors.index.json"
+CONVERSION = "conversion.megarl.json"  # in a folder that `megarl convert-weights` writes: what of which source is there
 _MOST_HEADER = 100 << 20  # bytes
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

@@ -20,6 +20,7 @@ from megarl.megatron.native_kernels import rms_norm, rotate_packed
 from megarl.megatron.optimizer import learning_rate
 from megarl.megatron.vocab import log_probs_and_entropy
 from megarl.model_config import number_of_experts, text_fields
+from megarl.model_configs import read as published
 from megarl.model_shape import COUNTED
 from tests.megatron_models import MODELS
 from tests.vl_model import config as vl_config
@@ -355,3 +356,11 @@ def test_values_in_extra_are_those_that_megatron_declares(extra: dict[str, Any],
         "num_moe_experts": 4,
     }
     check_extra_names(recipe, "megatron")
+
+
+def test_fp8_with_block_scales_names_the_command_that_converts_it() -> None:
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    with pytest.raises(ValueError, match=r"quantised.*megarl convert-weights"):
+        check_model(published("DeepSeek-V3") | blocks)
+    with pytest.raises(ValueError, match=r"quantised.*awq.*Take the unquantised model"):
+        check_model(published("DeepSeek-V3") | {"quantization_config": {"quant_method": "awq"}})

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from megarl.durable import give_default_mode, written_whole
+from megarl.hf_weights import CONVERSION
 
 _SHARD_BYTES = 4 * 2**30
 _SHOWN = 5  # names in an error
@@ -53,7 +54,7 @@ def save_hf(
         return
     with written_whole(directory) as partial:
         for file in sorted(source.iterdir()):
-            if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".pt", ".pth", _INDEX)):
+            if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".pt", ".pth", _INDEX, CONVERSION)):
                 shutil.copyfile(file, partial / file.name)
         if change.config is not None:
             (partial / "config.json").write_text(json.dumps(change.config(_config(source)), indent=2) + "\n")

@@ -57,9 +57,15 @@ def _check_weights(config: dict[str, Any]) -> None:
     for name in _QUANTIZATION:
         if method := config.get(name):
             how = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method
+            blocks = how == "fp8" and method.get("weight_block_size")
+            remedy = (
+                "Convert them first: python -m megarl convert-weights FOLDER --out FOLDER-BF16, and name that in the recipe"
+                if blocks
+                else f"Take the unquantised model, or convert it to bfloat16 and remove {name} from config.json"
+            )
             raise ValueError(
                 f"The model's weights are quantised ({name} in config.json: {how}); the trainer would read the numbers "
-                f"without their scales. Convert them to bfloat16 first, and remove {name} from config.json."
+                f"without their scales. {remedy}."
             )
 
 

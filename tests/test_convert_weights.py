@@ -1,0 +1,350 @@
+"""`megarl convert-weights`: FP8 models in bfloat16, bit by bit as an independent slow reference; kills, changes, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from megarl.commands import convert_weights
+from megarl.commands.convert_weights import convert
+from megarl.commands.fp8_shards import ShardJob, ShardResult, convert_shard
+from megarl.config.errors import InputError
+
+INDEX = "model.safetensors.index.json"
+BLOCK = 4
+ATTENTION = {
+    "model.layers.0.q": (8, 12),
+    "model.layers.0.kv": (6, 10),
+    "model.layers.1.mlp": (1, 4),
+    "model.layers.2.eh": (3, 13),
+}
+
+
+def quantised(weight: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise as DeepSeek describes it: each block divided by its largest absolute value over 448, rounded to e4m3."""
+    rows, columns = weight.shape
+    scales = torch.zeros(-(-rows // block), -(-columns // block))
+    codes = torch.zeros_like(weight)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            place = slice(i * block, (i + 1) * block), slice(j * block, (j + 1) * block)
+            scales[i, j] = weight[place].abs().max() / 448
+            codes[place] = weight[place] / scales[i, j]
+    return codes.to(torch.float8_e4m3fn), scales
+
+
+def value_of_e4m3(code: int) -> float:
+    """The number of a float8_e4m3fn byte, from its definition: 1 sign bit, 4 of the exponent (bias 7), 3 of the mantissa."""
+    sign, exponent, mantissa = (-1.0) ** (code >> 7), (code >> 3) & 15, code & 7
+    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+def bfloat16_bits(value: float) -> int:
+    """`value`, which a float32 holds, rounded to the nearest bfloat16, ties to even, with integers alone."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+
+
+def reference(codes: torch.Tensor, scales: torch.Tensor, block: int) -> list[list[int]]:
+    raw, factors = codes.view(torch.uint8).tolist(), scales.tolist()
+    single: Callable[[float], float] = lambda value: struct.unpack("<f", struct.pack("<f", value))[0]  # noqa: E731
+    return [
+        [bfloat16_bits(single(value_of_e4m3(code) * factors[i // block][j // block])) for j, code in enumerate(row)]
+        for i, row in enumerate(raw)
+    ]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Three files: scales of the second one's matrix lie in the third; a float32 bias; a layer of multi-token prediction."""
+    folder = tmp_path / "fp8"
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(3)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in ATTENTION.items():
+        weight = torch.randn(shape, generator=generator) * 0.05
+        tensors[f"{name}.weight"], tensors[f"{name}.weight_scale_inv"] = quantised(weight, BLOCK)
+    tensors["model.embed_tokens.weight"] = torch.randn(5, 3, generator=generator).to(torch.bfloat16)
+    tensors["model.layers.1.gate.bias"] = torch.randn(7, generator=generator)
+    files = {name: 1 for name in tensors}
+    files |= {name: 2 for name in tensors if ".1." in name or ".kv" in name}
+    files |= {name: 3 for name in tensors if ".2." in name or name == "model.layers.0.kv.weight_scale_inv"}
+    placed = {name: f"model-0000{number}-of-00003.safetensors" for name, number in files.items()}
+    for file in {*placed.values()}:
+        save_file({name: tensors[name] for name in tensors if placed[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    quantisation = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [BLOCK, BLOCK],
+        "activation_scheme": "dynamic",
+    }
+    config = {"model_type": "deepseek_v3", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    config |= {"torch_dtype": "float8", "num_nextn_predict_layers": 1, "quantization_config": quantisation}
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "configuration_deepseek.py", "consolidated.bin"):
+        (folder / name).write_text(f"{name} as published")
+    return folder
+
+
+def everything(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def test_values_names_files_and_config(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "bf16"
+    convert(model, out, workers=1)
+    before, after = everything(model), everything(out)
+    assert after.keys() == {name for name in before if not name.endswith("_scale_inv")}
+    for name in ATTENTION:
+        scales = before[f"{name}.weight_scale_inv"]
+        wanted = reference(before[f"{name}.weight"], scales, BLOCK)
+        found = after[f"{name}.weight"]
+        assert found.dtype == torch.bfloat16
+        assert (found.view(torch.int16).to(torch.int32) & 0xFFFF).tolist() == wanted, name
+    for name in ("model.embed_tokens.weight", "model.layers.1.gate.bias"):
+        assert after[name].dtype == before[name].dtype and torch.equal(after[name], before[name])
+    index = json.loads((out / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
+    for name, file in index["weight_map"].items():
+        with safe_open(out / file, framework="pt") as opened:
+            assert name in opened.keys()  # noqa: SIM118 - no mapping
+    assert index["weight_map"].keys() == after.keys()
+    config = json.loads((out / "config.json").read_text())
+    assert config == {"model_type": "deepseek_v3", "torch_dtype": "bfloat16", "num_nextn_predict_layers": 1}
+    assert (out / "tokenizer.json").read_text() == "tokenizer.json as published"
+    printed = capsys.readouterr().out
+    assert "left out" in printed and "configuration_deepseek.py" in printed and "consolidated.bin" in printed
+    assert not (out / "configuration_deepseek.py").exists() and "left 0:00" in printed
+    assert {path.name for path in out.iterdir() if path.name.startswith(".")} == set()
+    assert (out / "model-00001-of-00003.safetensors").stat().st_mode & 0o777 == 0o666 & ~current_umask()
+
+
+def current_umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_all_codes_of_e4m3_and_scales_in_bfloat16(model: Path, tmp_path: Path) -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[[0x7F, 0xFF]] = 0  # the two NaN
+    scales = torch.tensor([[3e-4, 1.7]]).to(torch.bfloat16)
+    weight = codes.view(1, 256).view(torch.float8_e4m3fn)
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    (model / INDEX).unlink()
+    save_file({"a.weight": weight, "a.weight_scale_inv": scales}, model / "model.safetensors")
+    change(model, weight_block_size=[128, 128])
+    convert(model, tmp_path / "out", workers=1)
+    found = load_file(tmp_path / "out" / "model.safetensors")["a.weight"]
+    wanted = reference(weight, scales.float(), 128)
+    assert (found.view(torch.int16).to(torch.int32) & 0xFFFF).tolist() == wanted
+    assert not (tmp_path / "out" / INDEX).exists()
+
+
+def change(model: Path, **settings: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"] |= settings
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def interrupted(job: ShardJob) -> ShardResult:
+    """Die in the second file, with part of it written."""
+    if job.target.name.startswith("model-00002"):
+        first = job.target.with_name("model-00001-of-00003.safetensors")
+        while not (first.exists() and "00001" in (job.target.parent / "conversion.megarl.json").read_text()):
+            time.sleep(0.01)
+        job.target.with_name(f".{job.target.name}.partial").write_bytes(b"half of it")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return convert_shard(job)
+
+
+def test_a_killed_conversion_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    convert(model, whole, workers=1)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed from outside"):
+        patched.setattr(convert_weights, "convert_shard", interrupted)
+        convert(model, out, workers=2)
+    assert not (out / "config.json").exists(), "half a model is none"
+    assert not (out / "model-00002-of-00003.safetensors").exists()
+    done = json.loads((out / "conversion.megarl.json").read_text())["files"]
+    times = {name: (out / name).stat().st_mtime_ns for name in done}
+    capsys.readouterr()
+    convert(model, out, workers=1)
+    assert times == {name: (out / name).stat().st_mtime_ns for name in done}, "what was whole is not written again"
+    assert "of them" in capsys.readouterr().out and "model-00001-of-00003.safetensors" in done
+    names = sorted(path.name for path in whole.iterdir())
+    assert names == sorted(path.name for path in out.iterdir()) and len(names) == 7
+    for name in names:
+        assert (out / name).read_bytes() == (whole / name).read_bytes(), name
+
+
+def test_a_file_that_was_cut_after_the_conversion_is_made_again(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(model, out, workers=1)
+    file = out / "model-00003-of-00003.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    convert(model, out, workers=1)
+    assert file.read_bytes() == data
+
+
+def test_another_source_is_noticed(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "out", workers=1)
+    file = model / "model-00002-of-00003.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=f"not what the conversion was begun with: {file.name} differs"):
+        convert(model, tmp_path / "out", workers=1)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"quant_method": "awq"}, "quantised by 'awq'"),
+        ({"quant_method": "gptq"}, "quantised by 'gptq'"),
+        ({"quant_method": "compressed-tensors"}, "quantised by 'compressed-tensors'"),
+        ({"weight_block_size": None}, "a scale for a whole tensor is another format"),
+        ({"fmt": "e5m2"}, "'e5m2', and e4m3 is known"),
+        ({"weight_block_size": [8, 4]}, r"blocks of 8 x 4 ask for \[1, 3\]"),
+    ],
+)
+def test_other_formats_are_refused(model: Path, tmp_path: Path, settings: dict[str, Any], words: str) -> None:
+    change(model, **settings)
+    with pytest.raises(InputError, match=words):
+        convert(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def rewrite(model: Path, number: int, **tensors: torch.Tensor | None) -> None:
+    """Change tensors of a file, given as a_b__c for a.b_c; None: take it out. The index follows."""
+    file = model / f"model-0000{number}-of-00003.safetensors"
+    named = {name.replace("__", "\0").replace("_", ".").replace("\0", "_"): tensor for name, tensor in tensors.items()}
+    kept = {name: tensor for name, tensor in {**load_file(file), **named}.items() if tensor is not None}
+    save_file(kept, file)
+    index = json.loads((model / INDEX).read_text())
+    others = {name: place for name, place in index["weight_map"].items() if place != file.name}
+    (model / INDEX).write_text(json.dumps({"weight_map": others | dict.fromkeys(kept, file.name)}))
+
+
+def test_tensors_that_do_not_belong_are_refused(model: Path, tmp_path: Path) -> None:
+    scales = load_file(model / "model-00003-of-00003.safetensors")["model.layers.0.kv.weight_scale_inv"]
+    rewrite(model, 3, model_layers_0_kv_weight__scale__inv=None)
+    with pytest.raises(InputError, match=r"model\.layers\.0\.kv\.weight is in float8, and no file holds its scales"):
+        convert(model, tmp_path / "out")
+    rewrite(model, 3, model_layers_0_kv_weight__scale__inv=scales, packed_weight=torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(InputError, match=r"packed\.weight is in I32"):
+        convert(model, tmp_path / "out")
+    rewrite(model, 3, packed_weight=None)
+    (model / "model-00001-of-00003.safetensors").unlink()
+    with pytest.raises(InputError, match=r"names model-00001-of-00003\.safetensors, which is not there"):
+        convert(model, tmp_path / "out")
+
+
+def test_a_value_that_is_not_finite_is_named(model: Path, tmp_path: Path) -> None:
+    rewrite(model, 1, model_embed__tokens_weight=torch.tensor([[1.0, float("nan")]]).to(torch.bfloat16))
+    with pytest.raises(ValueError, match=r"model-00001.*model\.embed_tokens\.weight has a value that is not finite"):
+        convert(model, tmp_path / "out", workers=1)
+    assert not (tmp_path / "out" / "model-00001-of-00003.safetensors").exists()
+
+
+def test_folders_in_use_and_full_disks_are_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match="is the source itself"):
+        convert(model, model)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    with pytest.raises(InputError, match="is not empty"):
+        convert(model, tmp_path / "mine")
+    usage = convert_weights.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(convert_weights.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(InputError, match=r"too small: the model in bfloat16 is .* MB are needed, and 0\.0 MB are free"):
+        convert(model, tmp_path / "out")
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
+    """A file of 384 MiB, 512 MiB when converted, with 200 MiB of address space beyond what the imports take."""
+    folder = tmp_path / "large"
+    folder.mkdir()
+    rows, columns, count = 8192, 8192, 2
+    weight = torch.zeros(rows, columns, dtype=torch.uint8).fill_(0x38).view(torch.float8_e4m3fn)  # 1.0
+    tensors = {f"{number}.weight": weight.clone() for number in range(count)}
+    tensors |= {f"{number}.weight_scale_inv": torch.full((64, 64), 0.5) for number in range(count)}
+    tensors["embed.weight"] = torch.ones(16384, 8192, dtype=torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors")
+    del tensors, weight
+    code = (
+        "import resource, sys, torch; from pathlib import Path; import numpy\n"
+        "from megarl.commands.fp8_shards import ShardJob, convert_shard\n"
+        "torch.set_num_threads(1); torch.zeros(8).view(torch.uint8).view(torch.float8_e4m3fn).float()\n"
+        "pages = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (pages + (200 << 20),) * 2)\n"
+        "source = Path(sys.argv[1]); scales = {f'{n}.weight': source for n in range(2)}\n"
+        "print(convert_shard(ShardJob(source, source.with_name('out.safetensors'), (128, 128), scales)).tensors)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, folder / "model.safetensors"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == 2 * rows * columns * count + 2 * 16384 * 8192
+    with safe_open(folder / "out.safetensors", framework="pt") as opened:
+        assert torch.equal(opened.get_slice("1.weight")[8191:, :4], torch.full((1, 4), 0.5, dtype=torch.bfloat16))
+
+
+@pytest.mark.slow
+def test_the_processes_end_with_the_command(model: Path, tmp_path: Path) -> None:
+    """SIGKILL of the command leaves no process behind; the same command then goes on."""
+    fifo = tmp_path / "out" / ".model-00001-of-00003.safetensors.partial"
+    fifo.parent.mkdir()
+    command = [
+        sys.executable,
+        "-m",
+        "megarl",
+        "convert-weights",
+        str(model),
+        "--out",
+        str(tmp_path / "out"),
+        "--workers",
+        "2",
+    ]
+    (tmp_path / "out" / "conversion.megarl.json").write_text('{"files": {}}')
+    os.mkfifo(fifo)  # opening it for writing blocks: a file that takes for ever
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        patience = time.monotonic() + 60
+        while not (children := children_of(process.pid)) and time.monotonic() < patience:
+            time.sleep(0.1)
+        assert children
+        time.sleep(1.0)
+    finally:
+        process.kill()
+        process.wait()
+    while any(Path(f"/proc/{child}").exists() for child in children) and time.monotonic() < patience:
+        time.sleep(0.1)
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    fifo.unlink()
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
