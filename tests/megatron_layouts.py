@@ -133,6 +133,15 @@ RESUME = [
     {"name": "resume", "kind": "resume", "model": "qwen3_moe", "megatron": {"expert_parallel": 2}},
     {"name": "resume-bf16", "kind": "resume", "model": "qwen2_tied", "dtype": "bfloat16"},
 ]
+SWAP = {
+    "name": "swap",
+    "kind": "swap",
+    "swap": "stand-in",
+    "model": "qwen3_moe",
+    "dtype": "bfloat16",
+    "megatron": {"expert_parallel": 2},
+}
+"""Optimizer states on the host between steps; see `tests.megatron_swap`."""
 
 
 def reshard(name: str, source: str, **megatron: Any) -> dict[str, Any]:

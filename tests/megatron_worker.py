@@ -22,7 +22,7 @@ platform.prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from tests import held_ranks, holdings_check, megatron_critic  # noqa: E402
+from tests import held_ranks, holdings_check, megatron_critic, megatron_swap, mindspeed_record  # noqa: E402
 from tests.megatron_checkpoints import assert_same, check_failed_write, check_other_model, check_reshard, save  # noqa: E402
 from tests.megatron_models import (  # noqa: E402
     CLIP_GRAD,
@@ -134,6 +134,8 @@ def run_case(case: dict[str, Any], output: Path) -> None:
     """Log-probs, the weights as they were loaded, and metrics and weights of two steps. On one process, the first
     step's gradient too."""
     trainer = build(case)
+    if platform.uses_native_layers:
+        mindspeed_record.check_config(trainer.model.chunks)
     held_ranks.record(trainer, bytes_of(trainer), case, output)
     batches, numbers = micro_batches(trainer, case.get("per_micro", 2))
     rows = trainer.log_probs(batches, temperature=1.0, with_entropy=True)
@@ -368,6 +370,14 @@ def other_model(case: dict[str, Any], output: Path) -> None:
     check_other_model(sys.modules[__name__], case, output)
 
 
+def swap(case: dict[str, Any], output: Path) -> None:
+    megatron_swap.run_case(sys.modules[__name__], case, output)
+
+
+def swap_reshard(case: dict[str, Any], output: Path) -> None:
+    megatron_swap.run_reshard(sys.modules[__name__], case, output)
+
+
 def main() -> None:
     logging.disable(logging.WARNING)
     cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
@@ -381,6 +391,8 @@ def main() -> None:
             "critic": megatron_critic.run_case,
             "reshard": reshard,
             "other_model": other_model,
+            "swap": swap,
+            "swap_reshard": swap_reshard,
         }
         kinds[case.get("kind", "layout")](case, output)
     dist.barrier()

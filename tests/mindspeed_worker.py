@@ -9,40 +9,12 @@ patches to the installed Megatron, and check a configuration; kernels are never 
 from __future__ import annotations
 
 import argparse
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import sys
-import types
 from typing import Any
-from unittest.mock import MagicMock
 
-STUBS = ("torch_npu", "triton", "torchair", "scipy", "acl")
-
-
-class Named(types.ModuleType):
-    """A module that has whatever it is asked for."""
-
-    __version__ = "3.4.0"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        setattr(self, name, MagicMock(name=f"{self.__name__}.{name}"))
-        return self.__dict__[name]
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        known = name.split(".")[0] in STUBS
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if known else None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return Named(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__file__ = f"/nowhere/{module.__name__}.py"
+from tests import mindspeed_source
 
 
 def options() -> dict[str, list[Any] | None]:
@@ -128,20 +100,9 @@ def build(given: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     source, cases = sys.argv.pop(1), json.load(sys.stdin)
-    sys.path.insert(0, source)
-    sys.meta_path.insert(0, Finder())
-    from megarl.platform import cpu
+    mindspeed_source.make_importable(source)
     from megarl.platform.npu import NPUPlatform
 
-    is_cuda = cpu._is_cuda  # MindSpeed writes the device "npu" into some of its modules
-    cpu._is_cuda = lambda device: is_cuda(device) or (isinstance(device, str) and device.startswith("npu"))
-    cpu.CPUPlatform().prepare()  # torch.cuda, which MindSpeed takes to be there, has a meaning
-    import torch
-    import triton.runtime.driver
-
-    torch.npu = Named("torch.npu")
-    torch.npu.current_device = lambda: cpu.CPU
-    triton.runtime.driver.active.get_current_target.side_effect = RuntimeError  # MindSpeed then takes the CPU
     answer, sys.stdout = sys.stdout, sys.stderr
     if cases:
         NPUPlatform().prepare()

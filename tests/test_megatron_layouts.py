@@ -20,6 +20,7 @@ from tests.megatron_layouts import (
     RESHARD_ONE,
     RESHARD_TWO,
     RESUME,
+    SWAP,
 )
 from tests.megatron_models import LENGTHS, MODELS, global_batch, write_model
 from tests.megatron_runs import (
@@ -54,7 +55,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         write_model(model, directory / "models")
     wanted = selected(request, [*PARITY, *OPTIONS])
     others = {  # two processes first: others read their checkpoints
-        2: [*RESUME, *RESHARD_TWO, *megatron_critic.TWO],
+        2: [*RESUME, *RESHARD_TWO, *megatron_critic.TWO, SWAP],
         1: [*RESHARD_ONE, *megatron_critic.ONE],
         4: RESHARD_FOUR,
     }
@@ -138,6 +139,12 @@ def test_saved_hf_directory_is_what_was_exported(results: Path, case: dict[str, 
     assert (results / f"{case['name']}.hf" / "config.json").read_text() == (
         results / "models" / case["model"] / "config.json"
     ).read_text()
+
+
+def test_a_swapped_optimizer_resumes_to_the_last_bit(results: Path) -> None:
+    """Equality is asserted in the worker: with and without the swap, and after weights and gradients left the device."""
+    went_on = torch.load(results / f"{SWAP['name']}.went_on.pt", weights_only=True)
+    assert len(went_on["metrics"]) == 2 and went_on["weights"]
 
 
 @pytest.mark.parametrize("case", megatron_critic.ONE, ids=lambda case: case["name"])

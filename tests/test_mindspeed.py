@@ -20,12 +20,13 @@ from megarl.config.schema import Recipe
 from megarl.config.supported import rows
 from megarl.megatron.config_fields import adaptor_settings, check_extra
 from megarl.platform import mindspeed
+from megarl.platform.mindspeed_calls import RELIED, read_calls
 from megarl.platform.mindspeed_keys import TABLES, Table, read_source
 from megarl.platform.mindspeed_rules import RULES, contradiction
+from tests.mindspeed_checkout import WITH_SOURCES, checkout, source_of
+from tests.mindspeed_record import newest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = os.environ.get("MEGARL_MINDSPEED", "")
-WITH_SOURCES = pytest.mark.skipif(not SOURCES, reason="MEGARL_MINDSPEED names no git directory of MindSpeed's")
 SHIPPED = sorted(TABLES.glob("*.json"))
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 8, "vocab_size": 1000}
 SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 96}
@@ -224,6 +225,42 @@ def test_the_table_is_that_of_what_is_installed(tree: Path, monkeypatch: pytest.
     assert of().version == "0.99.0" and "use_gmm" in of().options
 
 
+def test_calls_are_read_off_sources(tmp_path: Path) -> None:
+    """Arguments in order, attributes of a class, reads of a configuration; what is absent is left out."""
+    place = tmp_path / "mindspeed" / "core/optimizer/swap_optimizer/swap_optimizer.py"
+    for file in ("megatron_adaptor.py", "core/transformer/multi_head_latent_attention/adaptor.py"):
+        (tmp_path / "mindspeed" / file).parent.mkdir(parents=True, exist_ok=True)
+    place.parent.mkdir(parents=True)
+    (tmp_path / "mindspeed" / "megatron_adaptor.py").write_text("def repatch(b, a, *, c=1): pass\n")
+    (tmp_path / "mindspeed" / "core/transformer/multi_head_latent_attention/adaptor.py").write_text(
+        "def multi_latent_attention_init_impl(self, config):\n    self.config.written = config.b + self.config.a\n"
+    )
+    place.write_text(
+        "class SwapDistributedOptimizer:\n"
+        "    param_to_cpu_states_map = {}\n"
+        "    def __init__(self):\n"
+        "        self.optimizer.is_swap_optimizer = True\n"
+        "        swap_to_host_stream = None\n"
+    )
+    swap = "core/optimizer/swap_optimizer/swap_optimizer.py:SwapDistributedOptimizer"
+    latent = "core/transformer/multi_head_latent_attention/adaptor.py:multi_latent_attention_init_impl reads config"
+    assert read_calls(tmp_path) == {
+        "megatron_adaptor.py:repatch": ["b", "a", "c"],
+        swap: ["optimizer.is_swap_optimizer", "param_to_cpu_states_map"],
+        latent: ["a", "b"],
+    }
+
+
+def test_megarl_relies_on_what_is_recorded() -> None:
+    """Every place that RELIED lists is in the newest record, and the stand-in for MindSpeed's entry has its arguments."""
+    calls = newest().calls
+    assert calls.keys() == {relied.key for relied in RELIED}
+    for relied in RELIED:
+        assert set(relied.attributes) <= set(calls[relied.key]), relied
+    stand_in = ROOT / "tests" / "stand_ins" / "ascend"
+    assert read_calls(stand_in)["megatron_adaptor.py:repatch"] == calls["megatron_adaptor.py:repatch"]
+
+
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 @WITH_SOURCES
 def test_tables_are_those_of_the_sources(path: Path, tmp_path: Path) -> None:
@@ -291,14 +328,3 @@ def run_mindspeed(source: Path, cases: Any) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
-
-
-def source_of(version: str, into: Path) -> Path:
-    return checkout(json.loads((TABLES / f"{version}.json").read_text())["source"], into)
-
-
-def checkout(commit: str, into: Path) -> Path:
-    archive = subprocess.run(["git", "-C", SOURCES, "archive", commit, "mindspeed", "setup.py"], capture_output=True)
-    assert archive.returncode == 0, archive.stderr.decode()
-    subprocess.run(["tar", "x", "-C", str(into)], input=archive.stdout, check=True)
-    return into

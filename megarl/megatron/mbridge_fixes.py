@@ -110,7 +110,11 @@ def _mend_deepseek(bridge: Any) -> None:
         if (self.hf_config.n_group or 1) > 1:  # group-limited routing is not passed on
             kwargs["moe_router_num_groups"] = self.hf_config.n_group
             kwargs["moe_router_group_topk"] = self.hf_config.topk_group
-        return build(self, **kwargs)
+        config = build(self, **kwargs)
+        # The name before Megatron 0.14.
+        # A platform that replaces latent attention may read it: see RELIED in the platform's recorded calls.
+        config.max_position_embeddings = config.original_max_position_embeddings
+        return config
 
     def get_safetensor_io(self: Any, path: str) -> Any:
         # mbridge's reader is made for FP8, which is refused, and insists on bfloat16, CUDA and triton.

@@ -20,13 +20,13 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from megarl.megatron.lora.attach import is_adapter
 from megarl.megatron.model import Model
 from megarl.megatron.optimizer import members
 from megarl.megatron.tensor_files import Piece, boxes
+from megarl.platform import swapped
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -86,7 +86,7 @@ def set_updates(optimizer: Any, count: int) -> None:
         for steps in by_parameter:
             steps.fill_(count)
         for group in () if by_parameter else member.optimizer.param_groups:
-            group["step"] = count
+            group["step"] = swapped.count_of_updates(member.optimizer, count)
 
 
 def _entries(model: Model) -> Iterator[Any]:
@@ -145,7 +145,7 @@ def _divided(optimizer: Any) -> set[int]:
     return {
         id(parameter)
         for member in members(optimizer)
-        if isinstance(member, DistributedOptimizer)
+        if _is_distributed(member)
         for buffer in member.buffers
         for parameter in buffer.param_index_map
     }
@@ -155,26 +155,35 @@ def _shares(optimizer: Any) -> dict[int, _Share]:
     """What this rank's optimizer holds, by the id of the parameter."""
     shares = {}
     for member in members(optimizer):
-        if isinstance(member, DistributedOptimizer):
+        swapped.wait_for_host_tensors(member)
+        if _is_distributed(member):
             for parameter, start, stop in _ranges(member):
                 tensors = member._get_main_param_and_optimizer_states(parameter)
-                states = _states(parameter, tensors["param"], tensors)
+                states = _states(member, parameter, tensors["param"], tensors)
                 shares[id(parameter)] = _Share(start, stop, states, divided=True)
         else:
             for parameter, main in _pairs(member):
-                states = _states(parameter, main, member.optimizer.state[main])
+                states = _states(member, parameter, main, member.optimizer.state[main])
                 shares[id(parameter)] = _Share(0, parameter.numel(), states, divided=False)
     return shares
 
 
-def _states(parameter: torch.Tensor, main: torch.Tensor, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    states = {name: tensors[name].view(-1) for name in _MOMENTS}
+def _states(
+    member: Any, parameter: torch.Tensor, main: torch.Tensor, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Moments and master weight of `main`, the optimizer's tensor for `parameter`: flat, wherever they are kept."""
+    states = {name: swapped.resident(member, main, name, tensors[name]).view(-1) for name in _MOMENTS}
     if main.untyped_storage().data_ptr() != parameter.data.untyped_storage().data_ptr():
-        states["master"] = main.data.view(-1)
+        states["master"] = swapped.resident(member, main, "param", main.data).view(-1)
     return states
 
 
-def _ranges(member: DistributedOptimizer) -> Iterator[tuple[torch.Tensor, int, int]]:
+def _is_distributed(member: Any) -> bool:
+    """Compare no classes: what adapts Megatron to a device may replace this one's between two models of a process."""
+    return hasattr(member, "gbuf_ranges")
+
+
+def _ranges(member: Any) -> Iterator[tuple[torch.Tensor, int, int]]:
     for buffer in member.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:

@@ -76,6 +76,9 @@ def _read_vision_sizes(package: Any) -> None:
         config.layernorm_epsilon = _NORM_EPSILON
         config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
         config.virtual_pipeline_model_parallel_size = None
+        # Patches of a window see each other. Where a platform's attention goes by this field instead of its layer's mask
+        # type, the text part's "causal" would hold for the tower too.
+        config.attention_mask_type = "no_mask"
         return config
 
     def provider(self: Any, callbacks: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The names and values of MindSpeed's settings, read off its sources: `python -m megarl.platform.mindspeed_keys SOURCE`.
+"""MindSpeed's settings and the functions that megarl depends on, from its sources: `python -m megarl.platform.mindspeed_keys SOURCE`.
 
 SOURCE is a checkout, or the folder that holds the installed package `mindspeed`. Nothing of it is imported: that would
 want torch_npu and CANN. Writes a table beside this file (`mindspeed_tables/`), one for each version, from which a
@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from megarl.platform.mindspeed_calls import read_calls
+
 TABLES = Path(__file__).parent / "mindspeed_tables"
 _FEATURES = Path("mindspeed", "features_manager")
 _KINDS = {"int": "int", "float": "float", "str": "text"}
@@ -25,12 +27,13 @@ _KINDS = {"int": "int", "float": "float", "str": "text"}
 class Table:
     """MindSpeed's settings. Of each, `options` has the values that it may have, as a list, or what kind they are of:
     "flag", "int", "float", "text". `switches` are names that turn a feature on without being an option of MindSpeed's:
-    fields or arguments of Megatron's."""
+    fields or arguments of Megatron's. `calls`: arguments and attributes by place, see `mindspeed_calls.read_calls`."""
 
     version: str  # as its setup.py says: branches of different Megatrons may call themselves the same
     source: str  # the commit that the table was made from
     options: dict[str, str | list[str | int]] = field(default_factory=dict)
     switches: list[str] = field(default_factory=list)
+    calls: dict[str, list[str]] = field(default_factory=dict)
 
 
 def read_source(source: Path) -> Table:
@@ -56,7 +59,9 @@ def read_source(source: Path) -> Table:
         choices = options.get(dest)  # None: an option of Megatron's
         if isinstance(choices, list) and choice not in choices:
             choices.append(choice)
-    return Table(_version(source), "", dict(sorted(options.items())), sorted(switches - options.keys()))
+    return Table(
+        _version(source), "", dict(sorted(options.items())), sorted(switches - options.keys()), read_calls(source)
+    )
 
 
 def _files_of_features(index: Path) -> list[Path]:

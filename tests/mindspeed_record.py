@@ -1,0 +1,30 @@
+"""megarl's models compared with what is recorded of MindSpeed (`megarl/platform/mindspeed_tables`), where it is not installed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from megarl.platform.mindspeed_calls import RELIED
+from megarl.platform.mindspeed_keys import TABLES, Table
+
+
+def newest() -> Table:
+    return Table(**json.loads((TABLES / "0.16.0.json").read_text()))
+
+
+def check_config(chunks: list[Any]) -> None:
+    """The model's configuration has every field that MindSpeed's modules read in the place of Megatron's."""
+    config = chunks[0].config
+    if config.multi_latent_attention:
+        (read,) = (newest().calls[r.key] for r in RELIED if r.reads and r.name == "multi_latent_attention_init_impl")
+        missing = [name for name in read if not hasattr(config, name)]
+        assert not missing, f"MindSpeed's latent attention reads {missing}, which {type(config).__name__} lacks"
+        assert config.max_position_embeddings == config.original_max_position_embeddings
+    for layer in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "core_attention")):
+        # MindSpeed's attention takes the mask type from this field alone, and "causal" where it is absent.
+        of_layer, of_config = (
+            layer.core_attention.mask_type.name,
+            getattr(layer.config, "attention_mask_type", "causal"),
+        )
+        assert of_config == of_layer or of_layer == "padding_causal", (of_layer, of_config)
