@@ -5,7 +5,7 @@ Each has the arguments of its kernel in torch_npu or MindSpeed, and asserts what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ def install() -> None:
     import torch_npu
     from mindspeed.ops import npu_apply_fused_adamw_v2 as fused
 
-    for function in (npu_fusion_attention, npu_rms_norm, npu_swiglu, npu_grouped_matmul):
+    for function in (npu_fusion_attention, npu_fusion_attention_grad, npu_rms_norm, npu_swiglu, npu_grouped_matmul):
         setattr(torch_npu, function.__name__, function)
     fused.op_builder.load = lambda: fused_adamw
 
@@ -47,28 +47,115 @@ def npu_fusion_attention(
     assert pse is padding_mask is prefix is None and keep_prob == 1.0
     assert query.shape[1] == head_num
     assert actual_seq_qlen is not None and actual_seq_kvlen is not None
-    assert actual_seq_qlen[-1] == len(query) and actual_seq_kvlen[-1] == len(key)
-    if sparse_mode == 2:
+    causal = _is_causal(sparse_mode, atten_mask)
+    outs, maxima, sums = [], [], []
+    for q, k, v in _sequences(actual_seq_qlen, actual_seq_kvlen, query, key, value):
+        out, maximum, total = _attention(q, k, v, scale, causal)
+        outs.append(out)
+        maxima.append(maximum)
+        sums.append(total)
+    none = query.new_empty(0)
+    return torch.cat(outs), _statistics(maxima, head_num), _statistics(sums, head_num), none, 0, 0, 0
+
+
+def npu_fusion_attention_grad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    pse: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    atten_mask: Tensor | None = None,
+    softmax_max: Tensor | None = None,
+    softmax_sum: Tensor | None = None,
+    softmax_in: Tensor | None = None,
+    attention_in: Tensor | None = None,
+    scale_value: float = 1.0,
+    keep_prob: float = 1.0,
+    pre_tockens: int = 2147483647,
+    next_tockens: int = 2147483647,
+    inner_precise: int = 0,
+    seed: int = 0,
+    offset: int = 0,
+    numels: int = 0,
+    prefix: Sequence[int] | None = None,
+    actual_seq_qlen: Sequence[int] | None = None,
+    actual_seq_kvlen: Sequence[int] | None = None,
+    sparse_mode: int = 0,
+    **_: Any,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key and value, from the statistics of a softmax that may span more keys than these."""
+    assert input_layout == "TND" and pse is padding_mask is softmax_in is prefix is None and keep_prob == 1.0
+    assert softmax_max is not None and softmax_sum is not None and attention_in is not None
+    assert actual_seq_qlen is not None and actual_seq_kvlen is not None
+    causal = _is_causal(sparse_mode, atten_mask)
+    grads: tuple[list[Tensor], ...] = ([], [], [])
+    begin = 0
+    rows = _sequences(actual_seq_qlen, actual_seq_kvlen, query, key, value, dy, attention_in)
+    for q, k, v, grad_out, out in rows:
+        end = begin + head_num * len(q)
+        maximum, total = (x.reshape(-1, 8)[begin:end, :1].view(head_num, -1, 1) for x in (softmax_max, softmax_sum))
+        begin = end
+        share = q.shape[1] // k.shape[1]
+        keys, values = (x.repeat_interleave(share, 1).transpose(0, 1) for x in (k, v))
+        queries, grad, result = (x.transpose(0, 1) for x in (q, grad_out, out))
+        weights = ((_masked(queries @ keys.transpose(1, 2) * scale_value, causal)) - maximum).exp() / total
+        inner = weights * (grad @ values.transpose(1, 2) - (grad * result).sum(-1, keepdim=True)) * scale_value
+        parts = (inner @ keys, inner.transpose(1, 2) @ queries, weights.transpose(1, 2) @ grad)
+        for place, (grouped, part) in enumerate(zip((1, share, share), parts, strict=True)):
+            by_head = part.transpose(0, 1)
+            grads[place].append(by_head.unflatten(1, (-1, grouped)).sum(2))
+    return (*(torch.cat(parts) for parts in grads), query.new_empty(0))
+
+
+def _is_causal(sparse_mode: int, atten_mask: Tensor | None) -> bool:
+    if sparse_mode in (2, 3):  # they differ where queries and keys are not equally many
         assert atten_mask is not None and atten_mask.shape == (2048, 2048), "modes 2 to 4 take the compressed mask"
-    else:
-        assert sparse_mode == 0 and atten_mask is None, sparse_mode
-    parts, q_begin, kv_begin = [], 0, 0
-    for q_end, kv_end in zip(actual_seq_qlen, actual_seq_kvlen, strict=True):
-        q, k, v = query[q_begin:q_end], key[kv_begin:kv_end], value[kv_begin:kv_end]
-        parts.append(_attention(q, k, v, scale, causal=sparse_mode == 2))
+        return True
+    assert sparse_mode == 0 and atten_mask is None, sparse_mode
+    return False
+
+
+def _sequences(
+    q_ends: Sequence[int], kv_ends: Sequence[int], query: Tensor, *others: Tensor
+) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of each sequence: of tensors as long as `query`, or as the keys (the first two of `others`)."""
+    assert q_ends[-1] == len(query) and kv_ends[-1] == len(others[0]), (q_ends, kv_ends, len(query), len(others[0]))
+    q_begin, kv_begin = 0, 0
+    for q_end, kv_end in zip(q_ends, kv_ends, strict=True):
+        yield (
+            query[q_begin:q_end],
+            *(other[kv_begin:kv_end] for other in others[:2]),
+            *(other[q_begin:q_end] for other in others[2:]),
+        )
         q_begin, kv_begin = q_end, kv_end
-    return (torch.cat(parts),)
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Tensor:
-    """Attention of one sequence; causal masks align at the top left."""
+def _masked(scores: Tensor, causal: bool) -> Tensor:
+    if not causal:
+        return scores
+    assert scores.shape[-1] == scores.shape[-2], "which end causal masks align at would matter"
+    return scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """(output [tokens, heads, width], maxima and sums [heads, tokens] of the softmax) of one sequence."""
     share = query.shape[1] // key.shape[1]
     q, k, v = (x.transpose(0, 1) for x in (query, key, value))
     k, v = (x.repeat_interleave(share, 0) for x in (k, v))
-    scores = (q @ k.transpose(1, 2)) * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(0, 1)
+    scores = _masked((q @ k.transpose(1, 2)) * scale, causal)
+    maximum = scores.detach().amax(-1) if scores.numel() else scores.new_empty(scores.shape[:2])
+    total = (scores.detach() - maximum[..., None]).exp().sum(-1)
+    return (scores.softmax(-1) @ v).transpose(0, 1), maximum, total
+
+
+def _statistics(parts: list[Tensor], head_num: int) -> Tensor:
+    """As the kernel writes them in layout TND: [heads, tokens] of each sequence in turn, eight times, seen as
+    [all tokens, heads, 8]."""
+    return torch.cat([part.reshape(-1) for part in parts])[:, None].repeat(1, 8).view(-1, head_num, 8)
 
 
 def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:

@@ -150,6 +150,29 @@ def test_a_contradiction_names_the_key_and_mindspeeds_file() -> None:
         check_extra(given, SPARSE, "megatron")
 
 
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, True),
+        ({"mscale": 0.707, "mscale_all_dim": 0.707}, True),
+        ({"mscale": 0.707, "mscale_all_dim": 1.0}, False),
+        ({"mscale_all_dim": 1.0}, True),
+        ({}, False),
+    ],
+)
+def test_latent_attention_that_mindspeed_scales_otherwise_is_refused(fields: dict[str, float], fits: bool) -> None:
+    """Before a run starts, and on Ascend alone; `test_mindspeed_scales_by_mscale` shows the difference."""
+    scaling = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, **fields}
+    latent = {**DENSE, "kv_lora_rank": 512, "rope_scaling": scaling}
+    check_extra(recipe({}, "cuda"), latent, "megatron")
+    check_extra(recipe({}), {**latent, "rope_scaling": None}, "megatron")
+    if fits:
+        return check_extra(recipe({}), latent, "megatron")
+    for section, key in (("megatron", r"model\.path"), ("critic.megatron", r"critic\.model_path")):
+        with pytest.raises(RecipeError, match=rf"{key} = [\s\S]*mscale [\d.]+ and mscale_all_dim [\d.]+[\s\S]*cluster\.device: cuda"):  # fmt: skip
+            check_extra(recipe({}), latent, section)
+
+
 # --- the tables, and MindSpeed itself -------------------------------------------------------------
 
 TREE = {

@@ -16,6 +16,7 @@ from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig
 from megarl.declared import Fields, fields_of, problem
 from megarl.megatron.layout import uses_sequence_parallel
+from megarl.megatron.model_checks import rotary_scaling, yarn_fields
 from megarl.model_config import number_of_experts, text_fields
 from megarl.platform.adaptor import Adaptor, adaptor
 from megarl.registry import nearest
@@ -48,8 +49,8 @@ def check_extra_names(recipe: Recipe, section: str) -> None:
 
 
 def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None:
-    """As `check_extra_names`; and refuse settings in it that contradict each other, the layout, or the model.
-    `hf_config`: its config.json."""
+    """As `check_extra_names`; and refuse settings in it that contradict each other, the layout, or the model, and a model
+    that what adapts Megatron to the device computes in another way. `hf_config`: its config.json."""
     check_extra_names(recipe, section)
     extra, adapts = recipe.megatron.extra, adaptor(platform.kind(recipe.cluster.device))
     if fields_of_megatron() is None:
@@ -58,6 +59,14 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
     if contradiction is not None:
         name, problem = contradiction
         raise RecipeError(f"{section}.extra.{name}", *problem, value=extra.get(name))
+    text = text_fields(hf_config)
+    scaling = rotary_scaling(text)
+    if text.get("kv_lora_rank") and scaling["rope_type"] == "yarn":
+        fields = yarn_fields(scaling)
+        unfit = adapts.latent_attention_problem(fields["mscale"], fields["mscale_all_dim"])
+        if unfit is not None:
+            key = "model.path" if section == "megatron" else "critic.model_path"
+            raise RecipeError(key, *unfit, value=recipe.model.path)
 
 
 def check_names(extra: Iterable[str], fields: Iterable[str], section: str, adapts: Adaptor) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarl.megatron import qwen2_5_vl
-from megarl.megatron.model_checks import check_model, rotary_scaling
+from megarl.megatron.model_checks import check_model, rotary_scaling, yarn_fields
 
 
 def mend_config(hf_config: Any) -> None:
@@ -25,20 +25,6 @@ def mend_config(hf_config: Any) -> None:
     if hf_config.model_type == "deepseek_v3":
         # Without labels Megatron's multi-token-prediction layers cannot run, and RL does not train them.
         hf_config.num_nextn_predict_layers = None
-
-
-def _yarn(scaling: dict[str, Any]) -> dict[str, Any]:
-    """Megatron's fields for YaRN. With `mscale` and `mscale_all_dim` absent, transformers scales cosines and sines by
-    the whole factor's and logits by nothing, which is 1 and 0 in Megatron's terms."""
-    return {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": scaling["factor"],
-        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
-        "beta_fast": scaling.get("beta_fast") or 32,
-        "beta_slow": scaling.get("beta_slow") or 1,
-        "mscale": scaling.get("mscale") or 1.0,
-        "mscale_all_dim": scaling.get("mscale_all_dim") or 0.0,
-    }
 
 
 def config_overrides(hf_config: Any) -> dict[str, Any]:
@@ -106,7 +92,7 @@ def _mend_deepseek(bridge: Any) -> None:
             kwargs["original_max_position_embeddings"] = kwargs.pop("max_position_embeddings")
         scaling = rotary_scaling(self.hf_config.to_dict())
         if scaling["rope_type"] == "yarn":  # looked for by names that transformers 5 no longer has
-            kwargs.update(_yarn(scaling))
+            kwargs.update(yarn_fields(scaling))
         if (self.hf_config.n_group or 1) > 1:  # group-limited routing is not passed on
             kwargs["moe_router_num_groups"] = self.hf_config.n_group
             kwargs["moe_router_group_topk"] = self.hf_config.topk_group

@@ -43,6 +43,20 @@ def rotary_scaling(hf_config: dict[str, Any]) -> dict[str, Any]:
     return {**scaling, "rope_type": scaling.get("rope_type") or scaling.get("type") or "default"}
 
 
+def yarn_fields(scaling: dict[str, Any]) -> dict[str, Any]:
+    """Megatron's fields for YaRN. With `mscale` and `mscale_all_dim` absent, transformers scales cosines and sines by
+    the whole factor's and logits by nothing, which is 1 and 0 in Megatron's terms."""
+    return {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": scaling["factor"],
+        "original_max_position_embeddings": scaling["original_max_position_embeddings"],
+        "beta_fast": scaling.get("beta_fast") or 32,
+        "beta_slow": scaling.get("beta_slow") or 1,
+        "mscale": scaling.get("mscale") or 1.0,
+        "mscale_all_dim": scaling.get("mscale_all_dim") or 0.0,
+    }
+
+
 def check_sizes(hf_config: dict[str, Any]) -> None:
     """Refuse a config.json without the sizes that every model has: whatever reads it further takes them for granted."""
     config = text_fields(hf_config)

@@ -37,6 +37,10 @@ class Adaptor:
             return None
         return rule.name, (f"{rule.problem} (MindSpeed's {rule.file})", rule.remedy)
 
+    def latent_attention_problem(self, mscale: float, mscale_all_dim: float) -> Problem | None:
+        """Why the device's latent attention cannot have these fields of YaRN, and what to change; None if it can."""
+        return mindspeed.latent_attention_problem(mscale, mscale_all_dim) if self.label else None
+
 
 def adaptor(device: str) -> Adaptor:
     """`device`: "cpu", "cuda" or "npu"."""

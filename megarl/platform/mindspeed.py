@@ -87,6 +87,24 @@ def _is_of(value: Any, kind: str) -> bool:
     return isinstance(value, _KINDS[kind]) and (kind == "flag" or not isinstance(value, bool))
 
 
+def latent_attention_problem(mscale: float, mscale_all_dim: float) -> tuple[str, str] | None:
+    """Explain why MindSpeed cannot train latent attention with these fields of YaRN, and what to do; None if it can.
+
+    Its replacement for Megatron's `MLASelfAttention.__init__` scales logits by `mscale` squared (core_r0.16.0,
+    mindspeed/core/transformer/multi_head_latent_attention/adaptor.py:59); Megatron (multi_latent_attention.py:125),
+    transformers and engines use `mscale_all_dim`. Equal values give the same model.
+    """
+    if mscale == mscale_all_dim:
+        return None
+    return (
+        f"rope_scaling in its config.json has mscale {mscale:g} and mscale_all_dim {mscale_all_dim:g} (absent values count as "
+        f"1 and 0). {label()} scales the logits of latent attention by mscale, engines by mscale_all_dim: the trainer "
+        "would compute another model than the engine",
+        "use a model whose mscale equals mscale_all_dim, as DeepSeek-V3's, or train with cluster.device: cuda; editing the "
+        "fields would change the model",
+    )
+
+
 def arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What `repatch` is called with, of a model's settings under Megatron's names.
 
