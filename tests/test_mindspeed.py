@@ -121,6 +121,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None, bo
     ("moe_fb_overlap", {"moe_fb_overlap": True, "moe_grouped_gemm": False}, {"expert_parallel": 2}, None, True),
     ("moe_fb_overlap", {"moe_fb_overlap": True, **OVERLAP}, {"expert_parallel": 2}, None, True),
     ("moe_fb_overlap", {"moe_fb_overlap": True}, {}, None, True),
+    ("moe_fb_overlap", {"moe_fb_overlap": True}, {"expert_parallel": 2, "ddp": {"overlap_grad_reduce": True}}, None, True),
     ("moe_unperm2_mem_optim_swap", {"moe_unperm2_mem_optim_swap": True}, {}, None, True),
     ("multi_head_latent_attention", {"multi_head_latent_attention": True}, {}, None, True),
     ("moe_tp_extend_ep", {"moe_tp_extend_ep": True}, {}, {"moe_tp_extend_ep": True, "moe_permutation_async_comm": True}, True),

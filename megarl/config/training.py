@@ -76,6 +76,10 @@ class MegatronConfig:
         None,
         "Colocated: gradients, optimizer states and weights move to host memory while the engines run. Unset: true where engines share the trainers' devices and these have memory of their own, else false. It takes host memory for a copy of them and a transfer in each direction at every step.",
     )
+    ddp: dict[str, Any] = key(
+        {},
+        "Fields of Megatron's DistributedDataParallelConfig, under Megatron's own names: overlap_grad_reduce (gradients are reduced beside the last backward pass), overlap_param_gather (updated weights are gathered beside the next forward pass), align_param_gather, bucket_size (parameters), pad_buckets_for_high_nccl_busbw. Unset ones follow the device: both overlaps on with cuda, off elsewhere; `megarl plan` shows them.",
+    )
     extra: dict[str, Any] = key(
         {},
         "Further fields of Megatron's TransformerConfig, under Megatron's own names (verl: override_transformer_config); on a device whose adaptor of Megatron has settings of its own, those as well, which are refused elsewhere.",

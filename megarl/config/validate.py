@@ -342,6 +342,18 @@ def _extra_is_left_over(recipe: Recipe) -> None:
 
 
 @check
+def _ddp_fits(recipe: Recipe) -> None:
+    from megarl.config.ddp import check_ddp, refusal_of_ddp
+
+    for section, megatron in (("megatron", recipe.megatron), ("critic.megatron", recipe.critic.megatron)):
+        for name, value in megatron.ddp.items():
+            if refusal := refusal_of_ddp(name):
+                raise RecipeError(f"{section}.ddp.{name}", *refusal, value=value)
+        adapters = section == "megatron" and recipe.lora.rank > 0
+        check_ddp(section, megatron.ddp, distributed_optimizer=megatron.distributed_optimizer, adapters=adapters)
+
+
+@check
 def _data_fits(recipe: Recipe) -> None:
     from megarl.config.data import check_data
 

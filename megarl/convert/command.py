@@ -16,6 +16,7 @@ import yaml
 from megarl import model_configs
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.config.errors import InputError, RecipeError
+from megarl.config.ddp import refusal_of_ddp
 from megarl.config.extra import refusal_of_extra
 from megarl.config.load import flat_settings, load_recipe, to_yaml
 from megarl.config.schema import Recipe
@@ -136,7 +137,10 @@ def _leave_out_refused(sheet: Sheet) -> None:
     """Fields of Megatron that other settings decide, and arguments that this vLLM does not have."""
     for key, value in list(sheet.settings.items()):
         section, _, name = key.rpartition(".extra.")
-        if section and (refusal := refusal_of_extra(name, section)):
+        refusal = refusal_of_extra(name, section) if section else None
+        if ".ddp." in key:
+            refusal = refusal_of_ddp(key.rpartition(".ddp.")[2])
+        if refusal:
             del sheet.settings[key]
             sheet.notes.append(f"{key}={value}: left out, {refusal[0]}; {refusal[1]}")
         if key.startswith("rollout.engine_args."):

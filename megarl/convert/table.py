@@ -146,6 +146,7 @@ RL = [
     Option(f"{_A}.megatron.override_transformer_config.pipeline_num_transformer_layers", None, "megatron.first_stage_layers and last_stage_layers say it"),
     *_none("the model's config.json decides it", *(f"{_A}.megatron.override_transformer_config.{name}*" for name in ("multi_head_latent_attention", "rope_scaling", "yarn_", "seq_length"))),
     Option(f"{_A}.megatron.override_transformer_config.*", "megatron.extra.*", "under its own name"),
+    Option(f"{_A}.megatron.override_ddp_config.*", "megatron.ddp.*", "under its own name"),
     *_none("weights are read through mbridge, and a checkpoint is a run's own", f"{_A}.megatron.use_mbridge", f"{_A}.megatron.vanilla_mbridge", f"{_A}.megatron.use_dist_checkpointing", f"{_A}.megatron.dist_checkpointing_path", f"{_A}.load_weight"),
     Option(f"{_A}.ulysses_sequence_parallel_size", "megatron.tensor_parallel", "tensor parallel of the same size, which cuts sequences too", derived=True),
     Option(f"{_A}.fsdp_config.*_offload", "megatron.offload", "any of them", derived=True),

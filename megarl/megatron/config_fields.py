@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from megarl import platform
+from megarl.config.ddp import ddp_settings
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig
@@ -25,6 +26,10 @@ _CLASSES = {
     "core/model_parallel_config.py": ("ModelParallelConfig",),
     "core/transformer/transformer_config.py": ("TransformerConfig", "MLATransformerConfig"),
 }
+_MORE_CLASSES = {
+    "core/distributed/distributed_data_parallel_config.py": "DistributedDataParallelConfig",
+    "core/optimizer/optimizer_config.py": "OptimizerConfig",
+}
 
 
 def check_extra_names(recipe: Recipe, section: str) -> None:
@@ -37,6 +42,7 @@ def check_extra_names(recipe: Recipe, section: str) -> None:
     known, extra = _annotations(), recipe.megatron.extra
     if known is None:
         return
+    _check_declared(recipe.megatron.ddp, f"{section}.ddp", "core/distributed/distributed_data_parallel_config.py")
     adapts = adaptor(platform.kind(recipe.cluster.device))
     for name, value in extra.items():
         wrong = adapts.problem(name, value) if name in adapts.settings or name not in known else None
@@ -48,10 +54,29 @@ def check_extra_names(recipe: Recipe, section: str) -> None:
     check_names(extra, known, section, adapts)
 
 
+def _check_declared(settings: Mapping[str, Any], key: str, file: str) -> None:
+    """Refuse names in `settings` that no class in Megatron's `file` declares, and values of another type than declared."""
+    known = _fields_in(file)
+    for name, value in settings.items():
+        if name not in known:
+            near = nearest(name, known)
+            remedy = f"write {near}" if near else "leave it out"
+            raise RecipeError(
+                f"{key}.{name}", f"the installed Megatron has no such field in {file}", remedy, value=value
+            )
+        if wrong := problem("Megatron", known[name], value):
+            raise RecipeError(f"{key}.{name}", *wrong, value=value)
+
+
 def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None:
     """As `check_extra_names`; and refuse settings in it that contradict each other, the layout, or the model, and a model
     that what adapts Megatron to the device computes in another way. `hf_config`: its config.json."""
     check_extra_names(recipe, section)
+    try:
+        ddp_settings(recipe, with_images="vision_config" in hf_config)
+    except RecipeError as error:
+        key = error.key.replace("megatron", section, 1)
+        raise RecipeError(key, error.problem, error.remedy, value=error.value) from None
     extra, adapts = recipe.megatron.extra, adaptor(platform.kind(recipe.cluster.device))
     if fields_of_megatron() is None:
         return
@@ -103,7 +128,7 @@ def adaptor_settings(recipe: Recipe, hf_config: dict[str, Any]) -> dict[str, Any
     if experts := number_of_experts(text):
         # As mbridge sets them of models with experts, where `extra` does not.
         settings |= {"num_experts": experts, "moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
-    return settings | megatron.extra
+    return settings | ddp_settings(recipe, with_images="vision_config" in hf_config) | megatron.extra
 
 
 def recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
@@ -122,9 +147,25 @@ def fields_of_megatron() -> frozenset[str] | None:
 @cache
 def _annotations() -> Fields | None:
     """What each field is declared as."""
+    place = _place()
+    if place is None:
+        return None
+    files = ((place / file, classes) for file, classes in _CLASSES.items())
+    return {name: kind for file, classes in files for name, kind in fields_of(file, *classes).items()}
+
+
+@cache
+def _fields_in(file: str) -> Fields:
+    """Fields of the dataclass in one of Megatron's files in `_MORE_CLASSES`."""
+    place = _place()
+    assert place is not None, "ask `_annotations` first"
+    return fields_of(place / file, _MORE_CLASSES[file])
+
+
+def _place() -> Path | None:
+    """Folder of the installed Megatron's sources; None if it is not installed."""
     found: Any = importlib.util.find_spec("megatron")
     for place in found.submodule_search_locations if found else ():
-        files = {Path(place) / file: classes for file, classes in _CLASSES.items()}
-        if all(file.is_file() for file in files):
-            return {name: kind for file, classes in files.items() for name, kind in fields_of(file, *classes).items()}
+        if all((Path(place) / file).is_file() for file in (*_CLASSES, *_MORE_CLASSES)):
+            return Path(place)
     return None

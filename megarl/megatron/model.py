@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megarl.config.ddp import ddp_settings
 from megarl.config.schema import Recipe
 from megarl.config.training import MegatronConfig
 from megarl.megatron.config_fields import adaptor_settings, check_names, recompute_settings
@@ -90,6 +91,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
             ddp_config={
                 "grad_reduce_in_fp32": True,
                 "use_distributed_optimizer": recipe.megatron.distributed_optimizer,
+                **ddp_settings(recipe, with_images=hasattr(hf_config, "vision_config")),
             },
         )
     for chunk in chunks:

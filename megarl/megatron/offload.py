@@ -89,3 +89,11 @@ def host_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 def copy_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host_memory(tensor).copy_(tensor)
+
+
+def swap(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> None:
+    """Exchange the contents of two lists, tensor by tensor, so that one more tensor on the device is all it takes."""
+    for tensor, other in zip(tensors, others, strict=True):
+        current = tensor.clone()
+        tensor.copy_(other)
+        other.copy_(current)

@@ -18,13 +18,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megarl.megatron.batch import MicroBatch, PackedStream, pack
 from megarl.megatron.heads import Head, language_model
 from megarl.megatron.images import ImageLayout
+from megarl.megatron.overlap import drive
 from megarl.megatron.stream_context import stream_params
 
 Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """From loss inputs to a loss (scalar, already normalised over everything) and metrics (scalars to be summed)."""
 
 
-def configure(config: Any) -> None:
+def configure(config: Any, chunks: list[Any]) -> None:
     """Make Megatron add gradients up, plainly, over micro batches and data x context parallel ranks.
 
     Losses come in normalised over the whole mini batch, so nothing is left to divide by: not the number
@@ -33,6 +34,7 @@ def configure(config: Any) -> None:
     """
     assert config.calculate_per_token_loss, "must be set when the model is built: DDP reads it there"
     config.finalize_model_grads_func = _finalize_without_token_count
+    drive(config, chunks)
 
 
 def _finalize_without_token_count(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:

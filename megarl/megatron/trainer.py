@@ -20,8 +20,9 @@ from megarl.megatron.heads import Head, PolicyHead
 from megarl.megatron.lora.peft import gathered, save_adapter
 from megarl.megatron.lora.proof import hold_to_merged
 from megarl.megatron.model import Model, build, parameters_on_rank
-from megarl.megatron.offload import Offloader, copy_to_host
+from megarl.megatron.offload import Offloader, copy_to_host, swap
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
+from megarl.megatron.overlap import settle
 from megarl.megatron.ranks import coordinates, gather, highest, sum_metrics
 from megarl.megatron.router_losses import RouterLosses
 from megarl.megatron.routing_replay import Routing
@@ -66,7 +67,7 @@ class Trainer:
     ) -> None:
         self.recipe, self.platform, self.total_steps = recipe, platform, total_optimizer_steps
         self.model: Model = build(recipe, platform, value_head=value_head, weights_only=weights_only)
-        configure(self.model.config)
+        configure(self.model.config, self.model.chunks)
         self._router_losses = RouterLosses(
             self.model.chunks,
             self.model.config,
@@ -105,6 +106,7 @@ class Trainer:
 
     def _exported(self, chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         seen = set()
+        self.settle()
         with torch.no_grad():
             for name, weight in self.model.bridge.export_weights(chunks):
                 # A tied embedding stands on the first and the last pipeline stage, and comes from both.
@@ -127,7 +129,7 @@ class Trainer:
         yield from matrices.items()
 
     def save_hf(self, directory: Path) -> None:
-        """Write a Hugging Face directory, with the configuration and tokenizer of the model's own."""
+        """Write a Hugging Face directory with the model's configuration and tokenizer."""
         export.save_hf(directory, Path(self.recipe.model.path), self.export_weights())
 
     def compare_with_hf(self, directory: Path) -> export.Comparison:
@@ -135,14 +137,15 @@ class Trainer:
         return export.compare_with_hf(directory, self.export_weights(), Path(self.recipe.model.path))
 
     def stage_save(self, directory: Path, *, copy: bool) -> checkpoint.Save:
-        """This rank's part of a checkpoint that `load` continues from, still to be started; see `checkpoint.Save`.
-        The caller makes the whole atomic."""
+        """Return this rank's part of a checkpoint, still to be started; see `checkpoint.Save`. The caller makes it atomic."""
+        self.settle()
         layout = self._layout()
         return checkpoint.Save(directory, self.model, self.optimizer, step=self.step, layout=layout, copy=copy)
 
     def load(self, directory: Path) -> str | None:
         """Continue from a checkpoint: bit for bit in its own layout, else with what the returned notice says.
         Raises ValueError for another model's."""
+        self.settle()
         if self.optimizer is None:
             checkpoint.load_weights(directory, self.model)
             return None
@@ -153,6 +156,7 @@ class Trainer:
     def offload_optimizer(self) -> None:
         """Give the device memory of gradients and optimizer states back. Weights can still be exported."""
         if self._can_offload():
+            self.settle()
             self._offloader.offload_optimizer()
             self.platform.empty_cache()
 
@@ -167,6 +171,10 @@ class Trainer:
         if self.platform.can_offload:
             self._offloader.onload()
 
+    def settle(self) -> None:
+        """Make the weights whole on every rank, before anything but a training forward reads them. Collective."""
+        settle(self.model.chunks)
+
     def _can_offload(self) -> bool:
         if not self.platform.can_offload and not self._said_no_offload:
             logger.info("offload: nothing to do, this device's memory is the host's")
@@ -175,6 +183,7 @@ class Trainer:
 
     def _forward(self, micro_batches: list[MicroBatch], keep: Any, head: Head) -> list[Any] | None:
         """What `keep` returns for each micro batch, without gradients; None off the last pipeline stage."""
+        self.settle()
         for chunk in self.model.chunks:
             chunk.eval()
         with torch.no_grad():
@@ -349,6 +358,7 @@ class PolicyTrainer(Trainer):
         With adapters it takes no copy: the reference policy is the model without them.
         """
         if self.model.lora is None:
+            self.settle()
             self._reference = [copy_to_host(weight) for weight in self._weights()]
 
     def reference_bytes(self) -> int:
@@ -382,15 +392,9 @@ class PolicyTrainer(Trainer):
                 yield
             return
         assert self._reference is not None, "keep_reference() comes first"
-        self._swap(self._reference)
+        self.settle()
+        swap(self._weights(), self._reference)
         try:
             yield
         finally:
-            self._swap(self._reference)
-
-    def _swap(self, held: list[torch.Tensor]) -> None:
-        """Exchange weights and `held`, tensor by tensor, so that one more tensor on the device is all it takes."""
-        for weight, other in zip(self._weights(), held, strict=True):
-            current = weight.clone()
-            weight.copy_(other)
-            other.copy_(current)
+            swap(self._weights(), self._reference)

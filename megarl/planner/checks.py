@@ -17,6 +17,7 @@ from megarl import engines
 from megarl.algorithms.advantages import uses_critic
 from megarl.cluster.placement import place
 from megarl.config.data import MixedSet, files_of
+from megarl.config.ddp import ddp_notice
 from megarl.config.errors import InputError, NotHereError, RecipeError, plain
 from megarl.config.load import all_keys
 from megarl.config.schema import Recipe
@@ -309,6 +310,10 @@ def _check_run(recipe: Recipe, found: Checked) -> None:
     """Whether the run may write where it wants to, and go on from what it names."""
     if seeds := seeds_notice(recipe):
         found.notes.append(seeds)
+    if POLICY in found.models:
+        with found.refusing("megatron.ddp"):
+            overlap = ddp_notice(recipe, with_images="vision_config" in found.models[POLICY])
+            found.notes += [overlap] if overlap else []
     if recipe.train.resume == "never":
         identity: dict[str, Any] = {}
     elif not Path(recipe.model.path).is_dir():

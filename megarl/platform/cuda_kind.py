@@ -10,6 +10,7 @@ CUDA = DeviceKind(
     plural="GPUs",
     implementation="megarl.platform.cuda:CUDAPlatform",
     collective="NCCL",
+    ddp={"overlap_grad_reduce": True, "overlap_param_gather": True},
     ray_resource="GPU",
     visible="CUDA_VISIBLE_DEVICES",
     files="/dev/nvidia[0-9]*",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.checks.versions import BuiltAgainst, Displaced, VersionSet
 
@@ -34,6 +35,7 @@ class DeviceKind:
     collective: str  # the library of its process groups
     ray_resource: str | None = None  # what Ray counts; None where processes need no device
     visible: str = ""  # the variable that restricts a process to some devices; "" where there is none
+    ddp: Mapping[str, Any] = field(default_factory=dict)  # defaults of `megatron.ddp`
     cheap_seeds: bool = False  # a random generator for each request costs an engine nothing that counts
     files: str = ""  # pattern of its devices in /dev
 

@@ -118,6 +118,7 @@ RULES = (
     Rule("moe_fb_overlap", _off("moe_grouped_gemm"), "it needs moe_grouped_gemm", "set moe_grouped_gemm: true", _BOTH),
     Rule("moe_fb_overlap", _on("moe_alltoall_overlap_comm", "recompute_in_bubble", "recompute_in_advance", "moe_tp_extend_ep", "swap_attention", "automated_pipeline"), "it does not go with moe_alltoall_overlap_comm, recompute_in_bubble, recompute_in_advance, moe_tp_extend_ep, swap_attention or automated_pipeline", "leave one out", _BOTH),
     Rule("moe_fb_overlap", lambda settings: settings["expert_model_parallel_size"] == 1 or settings["expert_tensor_parallel_size"] != 1, "it needs megatron.expert_parallel > 1 and megatron.expert_tensor_parallel 1", "change these, or leave it out", _BOTH),
+    Rule("moe_fb_overlap", _on("overlap_grad_reduce"), "it does not go with megatron.ddp.overlap_grad_reduce", "leave one out", _BOTH),
     Rule("moe_unperm2_mem_optim_swap", _off("moe_fb_overlap"), "it is a part of moe_fb_overlap, which is off", "set moe_fb_overlap: true", _BOTH),
     Rule("multi_head_latent_attention", lambda settings: not (is_on(settings, "qk_rope_head_dim") and is_on(settings, "qk_nope_head_dim")), "it wants qk_rope_head_dim and qk_nope_head_dim beside it; models that have latent attention are built with it anyway", "leave it out", "transformer/multi_head_latent_attention/mla_feature.py"),
     Rule("moe_tp_extend_ep", _off("moe_permutation_async_comm"), "it needs moe_permutation_async_comm", "set moe_permutation_async_comm: true", "moe/tp_extend_ep.py"),

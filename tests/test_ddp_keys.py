@@ -1,0 +1,115 @@
+"""`megatron.ddp`: names and values that Megatron declares, combinations that would fail in a trainer process, defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from megarl.config.ddp import _FSDP, DRIVEN, ddp_notice, ddp_settings, refusal_of_ddp
+from megarl.config.errors import RecipeError
+from megarl.config.schema import Recipe
+from megarl.config.validate import validate
+from megarl.megatron.config_fields import check_extra, check_extra_names
+
+DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}
+VISION = {**DENSE, "text_config": DENSE, "vision_config": {}}
+BOTH = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def recipe_of(ddp: dict[str, Any], device: str = "cpu", **megatron: Any) -> Recipe:
+    recipe = Recipe()
+    recipe.model.path, recipe.cluster.device, recipe.megatron.ddp = "m", device, ddp  # type: ignore[assignment]
+    recipe.algorithm.advantage = "grpo"
+    for name, value in megatron.items():
+        setattr(recipe.megatron, name, value)
+    return recipe
+
+
+def check(recipe: Recipe, model: dict[str, Any] | None = None) -> None:
+    validate(recipe)
+    check_extra(recipe, model or DENSE, "megatron")
+
+
+@pytest.mark.parametrize(
+    ("ddp", "megatron", "words"),
+    [
+        ({"overlap_grad_reduces": True}, {}, r"ddp\.overlap_grad_reduces"),
+        ({"overlap_grad_reduce": 1}, {}, "expects true or false"),
+        ({"average_in_collective": True}, {}, "would depend on the split"),
+        ({"use_distributed_optimizer": True}, {}, r"megatron\.distributed_optimizer decides it"),
+        ({"use_megatron_fsdp": True}, {}, "FSDP"),
+        ({"overlap_param_gather": True}, {"distributed_optimizer": False}, "there are none"),
+        ({"overlap_param_gather": True}, {}, "without overlap_grad_reduce"),
+        ({**BOTH, "overlap_grad_reduce": False}, {}, "cuts weights into buckets"),
+        ({"align_param_gather": True}, {}, "without overlap_param_gather"),
+        ({"bucket_size": 1000}, {}, "without overlap_grad_reduce"),
+        ({**BOTH, "bucket_size": 0}, {}, "at least one parameter"),
+        ({"pad_buckets_for_high_nccl_busbw": True}, {"distributed_optimizer": False}, "distributed optimizer alone"),
+    ],
+)
+def test_refused_before_a_process_starts(ddp: dict[str, Any], megatron: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=rf"megatron\.ddp\.[\s\S]*{words}|{words}"):
+        check(recipe_of(ddp, **megatron))
+
+
+def test_adapters_and_images_have_weights_without_gradients() -> None:
+    with pytest.raises(RecipeError, match=r"image encoder without gradients"):
+        check(recipe_of(BOTH), VISION)
+    recipe = recipe_of(BOTH)
+    recipe.lora.rank = 8
+    with pytest.raises(RecipeError, match=r"only adapters have gradients"):
+        check(recipe)
+
+
+def test_what_is_driven_is_taken() -> None:
+    check(recipe_of({**BOTH, "align_param_gather": True, "bucket_size": 1000, "pad_buckets_for_high_nccl_busbw": True}))
+
+
+def test_a_critics_own() -> None:
+    recipe = recipe_of({})
+    recipe.algorithm.advantage = "gae"
+    recipe.critic.megatron.ddp = {"nccl_ub": True}
+    with pytest.raises(RecipeError, match=r"critic\.megatron\.ddp\.nccl_ub"):
+        validate(recipe)
+    with pytest.raises(RecipeError, match=r"critic\.megatron\.ddp\.bucket_sise[\s\S]*bucket_size"):
+        check_extra_names(recipe_of({"bucket_sise": 2}), "critic.megatron")
+
+
+def test_every_field_of_megatrons_is_driven_or_refused_with_its_reason() -> None:
+    """A later Megatron's field would be called one of FSDP's: this test asks for a look at it."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    names = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
+    assert set(DRIVEN) <= names
+    assert {name for name in names if (refusal_of_ddp(name) or ("",))[0] == _FSDP} == {
+        "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "gradient_reduce_div_fusion",
+        "suggested_communication_unit_size", "preserve_fp32_weights", "fsdp_double_buffer", "outer_dp_sharding_strategy",
+        "fsdp_manual_registration",
+    }  # fmt: skip
+
+
+def test_defaults_follow_the_device() -> None:
+    assert ddp_settings(recipe_of({}, "cuda"), with_images=False) == BOTH
+    assert (
+        ddp_settings(recipe_of({}, "cpu"), with_images=False)
+        == ddp_settings(recipe_of({}, "npu"), with_images=False)
+        == {}
+    )
+    without = ddp_settings(recipe_of({}, "cuda", distributed_optimizer=False), with_images=False)
+    assert without == {"overlap_grad_reduce": True}
+    assert ddp_settings(recipe_of({"overlap_grad_reduce": False}, "cuda"), with_images=False) == {
+        "overlap_grad_reduce": False
+    }
+    assert ddp_settings(recipe_of({}, "cuda"), with_images=True) == {}
+    adapters = recipe_of({}, "cuda")
+    adapters.lora.rank = 8
+    assert ddp_settings(adapters, with_images=False) == {}
+
+
+def test_a_plan_says_it() -> None:
+    assert ddp_notice(recipe_of({}, "npu"), with_images=False) is None
+    said = "Trainers communicate beside computation: megatron.ddp overlap_grad_reduce and overlap_param_gather"
+    assert ddp_notice(recipe_of({}, "cuda"), with_images=False) == f"{said} (the default on cuda)"
+    assert ddp_notice(recipe_of(BOTH, "npu"), with_images=False) == f"{said} (set by the recipe)"
