@@ -238,7 +238,7 @@ class TestMeaning:
         known = flat_settings(to_yaml(Recipe())).keys()
 
         def exists(key: str) -> bool:
-            return key in known or key.startswith(("megatron.extra.", "rollout.engine_args."))
+            return key in known or key.startswith(("megatron.extra.", "megatron.ddp.", "rollout.engine_args."))
 
         options: list[Option] = [*RL, *SFT, *TRAINER]
         assert not [key for option in options if option.to for key in option.to.split(", ") if not exists(key)]

@@ -15,8 +15,8 @@ import yaml
 
 from megarl import model_configs
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
-from megarl.config.errors import InputError, RecipeError
 from megarl.config.ddp import refusal_of_ddp
+from megarl.config.errors import InputError, RecipeError
 from megarl.config.extra import refusal_of_extra
 from megarl.config.load import flat_settings, load_recipe, to_yaml
 from megarl.config.schema import Recipe
