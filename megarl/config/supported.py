@@ -18,8 +18,8 @@ PAGE = ROOT / "docs" / "supported_recipes.md"
 
 HEAD = """# Recipes for the models of verl's Ascend tables
 
-One recipe for each row of the tables in verl's Ascend quick start, with the settings of the row's public script, on the
-Megatron actor. None has been run at its size yet. What tests hold: each loads, its layout divides the model's real
+One recipe for each row of the tables in verl's Ascend quick start, with the settings of the row's public script, and for both scripts
+of verl's precision report for Ascend, on the Megatron actor. None has been run at its size yet. What tests hold: each loads, its layout divides the model's real
 config.json (`megarl/model_configs/`), its processes fill the devices that its head names, its batches divide, and its twin
 (`megarl rehearse RECIPE`: the model and batches shrunk, what the layout cuts cut in two) trains on two CPU cores.
 
