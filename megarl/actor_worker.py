@@ -27,7 +27,7 @@ from megarl.config.exchange import weights_directory
 from megarl.config.schema import Recipe
 from megarl.exchange.session import Session, due
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
-from megarl.worker import Worker, collect_parts
+from megarl.worker import Worker, collect_parts, traced
 
 
 class ActorWorker(Worker):
@@ -89,6 +89,7 @@ class ActorWorker(Worker):
                 torch.from_numpy(np.where(known, log_probs, np.float32(IMPOSSIBLE))),
             )
 
+    @traced("old_log_prob")
     def compute_old_log_probs(self) -> Mismatch | None:
         """Log-probs before this step's updates. Returns their gap to the engine's, on reporting ranks."""
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
@@ -119,6 +120,7 @@ class ActorWorker(Worker):
 
         return np.stack([np.sum([of(batch) for batch in mini_batch], axis=0) for mini_batch in self.batches])
 
+    @traced("reference")
     def compute_reference_log_probs(self) -> None:
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
         results = self.trainer.log_probs(flat, temperature=self.temperature, reference=True)
@@ -221,6 +223,7 @@ class ActorWorker(Worker):
                 batch, [found.get(k, np.zeros(n)) for k, n in zip(members, batch.lengths, strict=True)]
             )
 
+    @traced("update_actor")
     def update_actor(
         self, kl_weight: float | None = None, correction_scales: list[float] | None = None
     ) -> list[Metrics] | None:

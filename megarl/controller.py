@@ -6,8 +6,7 @@ the policy (`rollout.max_staleness`) differs. So are RL and SFT: only the source
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from megarl.flops import FORWARD, ModelFlops
 from megarl.observe.log import RunLog
 from megarl.observe.samples import records_of
 from megarl.placement import Placement
+from megarl.profiling import Profiling
 from megarl.rollout.evaluate import EvaluationResult
 from megarl.rollout.source import Batch, Source
 from megarl.saver import Saver
@@ -68,6 +68,7 @@ class Controller:
     evaluate: Callable[[], EvaluationResult] | None  # None: nothing to evaluate with
     saver: Saver
     identity: dict[str, Any]  # what a checkpoint belongs to: see identity.py
+    profiling: Profiling
     skipped: SkippedSteps = field(init=False)
     kl_weight: KLWeight = field(init=False)
 
@@ -91,6 +92,7 @@ class Controller:
                 self._evaluate(0)
         try:
             for step in range(done + 1, self.recipe.train.steps + 1):
+                self.profiling.before_sampling(step)
                 self.source.admit(step - 1)
                 self._step(step)
             self.saver.finish()
@@ -113,33 +115,19 @@ class Controller:
         log, recipe = self.log, self.recipe
         with log.phase("gen") if recipe.train.source == "rollout" else log.phase("data"):
             batch = self.source.take(recipe.data.prompts_per_step)
+        self.profiling.after_sampling(step)
         log.add(batch.metrics)
         for notice in batch.notices:
             log.notice(f"step {step}: {notice}")
         if batch.groups:
-            with self._profiled(step):
+            with self.profiling.training(step):
                 self._train(step, batch)
         else:
-            if step in recipe.observe.profile_steps:
-                log.notice(f"step {step} was not traced: there was nothing to compute in it")
+            self.profiling.nothing_to_compute(step)
             self.placement.to_train()
             log.warn(f"step {step}: no group with spread was found, so there is nothing to learn from: no update")
             log.add({"actor/skipped_updates": float(recipe.actor.mini_batches)})
             self.skipped.note("actor", step, "no group with spread was found")
-
-    @contextlib.contextmanager
-    def _profiled(self, step: int) -> Iterator[None]:
-        """Have the trainers traced meanwhile, in steps of `observe.profile_steps`."""
-        observe = self.recipe.observe
-        if step not in observe.profile_steps:
-            yield
-            return
-        folder = self.log.run_dir.profile / f"step_{step}"
-        self.trainers.call("start_profile", str(folder), observe.profile_ranks)
-        yield
-        with self.log.phase("profile"):
-            self.trainers.call("stop_profile")
-        self.log.notice(f"step {step} was traced, and is slower for it: {folder}")
 
     def _conclude(self, step: int) -> None:
         """What follows an update: new weights to the engines, evaluation, the step's line."""

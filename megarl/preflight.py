@@ -27,6 +27,7 @@ from megarl.config.errors import NotHereError, RecipeError, blaming, plain
 from megarl.config.exchange import weights_directory
 from megarl.config.judge import uses_judge
 from megarl.config.load import flat_settings, to_yaml
+from megarl.config.observe import check_traces
 from megarl.config.remote import remote_notices
 from megarl.config.schema import Recipe
 from megarl.data.images import ImageReader
@@ -156,7 +157,9 @@ def check_demand(recipe: Recipe) -> None:
 
 
 def check_device(recipe: Recipe, device: str, *, training: bool = True) -> None:
-    """Refuse what the engines of `device` can never do, in training or in `megarl eval`."""
+    """Refuse what the engines and the profiler of `device` can never do, in training or in `megarl eval`."""
+    if training:
+        check_traces(recipe, kind_of(device))
     if recipe.train.source == "rollout":
         for engine, spec in first_specs(recipe, training=training):
             engines.check_plan(engine, spec, device)

@@ -32,7 +32,9 @@ from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.placement import Colocated, Disaggregated, Placement, Tenant, TrainersOnly, wait_for_engines
 from megarl.platform.devices import peak_flops
+from megarl.platform.kinds import kind_of
 from megarl.preflight import Prepared, RunPlace, check_device, open_run_directory, prepare_evaluation, prepare_training
+from megarl.profiling import Profiling
 from megarl.rollout.calls import Service as RolloutService
 from megarl.rollout.calls import watching
 from megarl.rollout.data_source import DataSource
@@ -255,6 +257,9 @@ def _assemble(
         evaluate=_evaluation(recipe, prepared, samplers, trainers, layout, check),
         saver=_saver(recipe, platform, run_dir, trainers, critic, placement, cluster),
         identity=place.identity,
+        profiling=Profiling(
+            recipe.observe, trainers, services, log, run_dir.profile, patience, kind_of(platform.name).tracing.engines
+        ),
     )
 
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from megarl.agents.build import AgentSetup
 from megarl.cluster import trainer_notices
 from megarl.cluster.base import Cluster, Service
 from megarl.config.judge import uses_judge
+from megarl.config.observe import trace_options
 from megarl.config.schema import Recipe
 from megarl.config.seeded import seeds_notice
 from megarl.data.images import ImageReader
 from megarl.engines import engine_env, rollout_env
-from megarl.engines.base import EngineSpec, Seat
+from megarl.engines.base import EngineSpec, EngineTraces, Seat
 from megarl.engines.specs import first_specs, judge_spec, policy_spec, teacher_spec
+from megarl.observe.run_dir import RunDirectory
 from megarl.placement import wait_for_engines
 from megarl.platform.environment import notices
 from megarl.preflight import Prepared
@@ -47,6 +50,9 @@ def start_engines(
     services = []
     for number in range(rollout.engines):
         spec = replace(policy_spec(recipe, f"engine{number}", load_weights=load_weights), device=platform.name)
+        if number in recipe.observe.profile_engines and not load_weights:
+            folder = RunDirectory(Path(recipe.runs_dir, recipe.name)).profile / f"engine{number}"
+            spec = replace(spec, traces=EngineTraces(str(folder), trace_options(recipe.observe)))
         tokenizer = recipe.model.tokenizer or recipe.model.path
         images = ImageReader.of(recipe.model.path, recipe.data)
         scoring = (recipe.reward, prepared.data_sources, recipe.sandbox)

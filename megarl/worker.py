@@ -6,23 +6,51 @@ log-probs, reference log-probs, values) stays here, beside the micro batches it 
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import socket
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megarl import platform as platforms
 from megarl.algorithms.catalogue import import_modules
 from megarl.algorithms.process_advantages import placed, up_to
+from megarl.config.observe import trace_options
 from megarl.config.schema import Recipe
 from megarl.exchange.session import host_id
 from megarl.platform.base import Profiler
 from megarl.types import DataRef, SampleTokens, Shard, ShardSample, Steps, fetch
+
+T = TypeVar("T")
+
+
+def traced(phase: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Mark a Worker's call as one phase of a step: it has a trace of its own, in a folder named `phase`, while `start_profile`
+    with observe.profile_discrete is in force."""
+
+    def mark(call: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(call)
+        def wrapped(self: Worker, *args: Any, **kwargs: Any) -> T:
+            folder = self.profile_folder
+            if folder is None:
+                return call(self, *args, **kwargs)
+            self._start_trace(folder / phase)
+            try:
+                return call(self, *args, **kwargs)
+            finally:
+                assert self.profiler is not None
+                self.profiler.stop()
+                self.profiler = None
+
+        return wrapped
+
+    return mark
 
 
 class Worker:
@@ -47,7 +75,8 @@ class Worker:
         _seed_everything(recipe.train.seed)
 
         self.trainer = self._make_trainer(total_optimizer_steps, weights_only)
-        self.profiler: Profiler | None = None
+        self.profiler: Profiler | None = None  # while it records
+        self.profile_folder: Path | None = None  # while each call marked `traced` has a trace of its own
         self.saves: list[Any] = []  # checkpoint.Save, of the last checkpoint
         self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
         self.members: list[list[list[int]]] = []  # of each micro batch: numbers of its samples in the shard
@@ -67,16 +96,26 @@ class Worker:
         return socket.gethostname(), os.path.exists(path)
 
     def start_profile(self, directory: str, ranks: list[int]) -> None:
-        """Trace what this process computes until `stop_profile`, if it is one of `ranks`."""
-        if self.rank in ranks:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            self.profiler = self.platform.profiler(Path(directory), f"rank{self.rank}")
-            self.profiler.start()
+        """Trace what this process computes until `stop_profile`, if it is one of `ranks`: in one trace, or, with
+        observe.profile_discrete, in one for each call marked `traced`."""
+        if self.rank not in ranks:
+            return
+        if self.recipe.observe.profile_discrete:
+            self.profile_folder = Path(directory)
+        else:
+            self._start_trace(Path(directory))
 
     def stop_profile(self) -> None:
+        """End what `start_profile` began; a trace is written here."""
+        self.profile_folder = None
         if self.profiler is not None:
             self.profiler.stop()
             self.profiler = None
+
+    def _start_trace(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.profiler = self.platform.profiler(folder, f"rank{self.rank}", trace_options(self.recipe.observe))
+        self.profiler.start()
 
     # --- one step -------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ LAYERS = [
         "skipped",
         "saver",
         "placement",
+        "profiling",
         "route",
         "critic",
         "teacher",

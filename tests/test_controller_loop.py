@@ -17,6 +17,7 @@ from megarl.controller import Controller, Layout
 from megarl.critic import Critic
 from megarl.observe.log import RunLog
 from megarl.placement import TrainersOnly
+from megarl.profiling import Profiling
 from megarl.rollout.source import Batch
 from megarl.types import Group, InlineData, Sample, SampleTokens, Shard, fetch
 
@@ -148,6 +149,7 @@ def controller(
         "saver": Saver(folder / "checkpoints"),
         "tokenizer": None,
     }
+    parts["profiling"] = Profiling(recipe.observe, parts["trainers"], [], log, folder / "profile", 1.0)
     layout = Layout([0], [True], 1, 1, 1, None, None)
     return Controller(
         recipe=recipe, layout=layout, placement=TrainersOnly(), log=log, evaluate=None, identity={}, **parts

@@ -25,6 +25,7 @@ from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.environment import NEEDED, notices, users_first
 from megarl.platform.npu import NPUPlatform
+from megarl.platform.npu_kind import NPU
 from megarl.start_engines import environment_notices
 
 ROOT = Path(__file__).parent.parent
@@ -66,9 +67,16 @@ assert alias.__getattr__ is imports_what_is_not_there
 npu.set_device(3); npu.empty_cache()
 assert torch_npu.called[2:] == ["set_device(3)", "empty_cache()"]
 assert (npu.peak_memory(), npu.device_name()) == (3.0, "Ascend910B1")
-trace = npu.profiler(Path("runs"), "rank0")
+from megarl.platform.tracing import TraceOptions
+trace = npu.profiler(Path("runs"), "rank0", TraceOptions())
 trace.start(); trace.stop()
-assert torch_npu.called[4:] == ["profile (['cpu', 'npu'], ('runs', 'rank0'))", "profiled"], torch_npu.called
+plain = "profile (['cpu', 'npu'], ['shapes'], ('Level0', 'AiCoreNone', 'Text', False), ('runs', 'rank0'))"
+assert torch_npu.called[4:] == [plain, "profiled"], torch_npu.called
+npu.profiler(Path("runs"), "rank0", TraceOptions(("device", "memory", "modules"), "level1", "L2Cache", "db", True, False)).start()
+full = "profile (['npu'], ['memory', 'modules'], ('Level1', 'L2Cache', 'Db', True), ('runs', 'rank0', 'not analysed'))"
+assert torch_npu.called[6:] == [full], torch_npu.called
+npu.profiler(Path("runs"), "rank0", TraceOptions(level="level_none", marks=True)).start()
+assert "('Level_none', 'AiCoreNone', 'Text', True)" in torch_npu.called[7], torch_npu.called
 sys.modules["megatron.core"] = sys; del sys.modules["mindspeed.megatron_adaptor"]
 try:
     npu.prepare()
@@ -245,6 +253,12 @@ def parameters(source: str, name: str, owner: str = "") -> str:
     return ast.unparse(found.args)
 
 
+def argument_names(source: str, name: str, owner: str = "") -> set[str]:
+    """The arguments that a function takes, without their defaults: torch_npu's versions write those differently."""
+    arguments = ast.parse(f"def f({parameters(source, name, owner)}): ...").body[0].args  # type: ignore[attr-defined]
+    return {one.arg for one in [*arguments.args, *arguments.kwonlyargs]}
+
+
 @pytest.mark.skipif(not MINDSPEED, reason="MEGARL_MINDSPEED names no git directory of MindSpeed's")
 @pytest.mark.parametrize("commit", ["core_r0.16.0", "f2b0977e"])
 def test_mindspeeds_entry_is_as_the_stand_in_has_it(commit: str) -> None:
@@ -273,10 +287,34 @@ def test_torch_npus_functions_are_as_the_stand_in_has_them(name: str) -> None:
 def test_torch_npus_profiler_is_as_the_stand_in_has_it() -> None:
     source = Path(TORCH_NPU, "torch_npu", "profiler", "profiler.py").read_text()
     stand_in = (STAND_INS / "torch_npu" / "profiler.py").read_text()
-    for name, owner in (("tensorboard_trace_handler", ""), ("__init__", "profile"), ("start", "profile"), ("stop", "profile")):  # fmt: skip
-        assert parameters(source, name, owner) == parameters(stand_in, name, owner), name
+    for name, owner in (("tensorboard_trace_handler", ""), ("start", "profile"), ("stop", "profile")):
+        assert argument_names(source, name, owner) == argument_names(stand_in, name, owner), name
+    assert argument_names(stand_in, "__init__", "profile") <= argument_names(source, "__init__", "profile")
     exported = Path(TORCH_NPU, "torch_npu", "profiler", "__init__.py").read_text()
     assert '"ProfilerActivity"' in exported
+    settings = Path(TORCH_NPU, "torch_npu", "profiler", "experimental_config.py").read_text()
+    theirs, ours = (argument_names(text, "__init__", "_ExperimentalConfig") for text in (settings, stand_in))
+    assert theirs == ours
+    for owner in ("ProfilerLevel", "AiCMetrics", "ExportType"):
+        assert names_in(settings, owner) == names_in(stand_in, owner), owner
+
+
+def names_in(source: str, owner: str) -> set[str]:
+    """The names that a class of `source` assigns."""
+    body = next(one.body for one in ast.parse(source).body if isinstance(one, ast.ClassDef) and one.name == owner)
+    return {
+        name.id
+        for one in body
+        for name in ast.walk(one)
+        if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+    }
+
+
+def test_the_values_of_recipes_are_torch_npus_names() -> None:
+    stand_in, can = (STAND_INS / "torch_npu" / "profiler.py").read_text(), NPU.tracing
+    assert {level.capitalize() for level in can.levels} == names_in(stand_in, "ProfilerLevel")
+    assert {*can.metrics, "AiCoreNone"} == names_in(stand_in, "AiCMetrics")
+    assert {export.capitalize() for export in can.exports} == names_in(stand_in, "ExportType")
 
 
 def test_npu_comes_before_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

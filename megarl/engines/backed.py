@@ -31,6 +31,10 @@ class WeightsBackend(Backend, Protocol):
 
     def wake(self, tags: Sequence[str] | None) -> None: ...
 
+    def profile(self, name: str | None) -> None:
+        """Begin a trace called `name`; None: end it."""
+        ...
+
 
 class BackedEngine(EngineLoop):
     """A `RolloutEngine` over a `WeightsBackend`."""
@@ -60,6 +64,12 @@ class BackedEngine(EngineLoop):
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         self.call(lambda: self._weights.wake(tags), together=True)
+
+    def start_profile(self, name: str) -> None:
+        self.call(lambda: self._weights.profile(name))
+
+    def stop_profile(self) -> None:
+        self.call(lambda: self._weights.profile(None))
 
 
 def check_tokens(request: GenerationRequest, spec: EngineSpec, vocab_size: int) -> None:

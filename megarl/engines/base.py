@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megarl.exchange.session import Report, Session
+from megarl.platform.tracing import TraceOptions
 from megarl.types import Completion, GenerationRequest
 
 OnFinished = Callable[[int, list[Completion]], None]  # group number, its completions in seed order
@@ -30,6 +31,14 @@ class AdapterSpec:
 
     rank: int
     targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EngineTraces:
+    """Where an engine writes its traces, and what they hold."""
+
+    folder: str
+    options: TraceOptions
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,7 @@ class EngineSpec:
     return_routed_experts: bool = False  # fill Completion.routed_experts, or refuse to start
     prompt_top_k: int | None = None  # largest GenerationRequest.prompt_top_k; None: none is asked for
     adapters: AdapterSpec | None = None  # None: updates bring whole weights
+    traces: EngineTraces | None = None  # None: `start_profile` is never called
     device: str | None = None  # "cpu" | "cuda" | "npu", which the engine must run on; None: whichever it finds
     recipe_section: str = "rollout"  # whose settings these are, for messages
 
@@ -133,6 +143,13 @@ class RolloutEngine(Protocol):
         update; an update needs "weights" alone. EngineRefused for a tag that is unknown or not asleep.
         """
         ...
+
+    def start_profile(self, name: str) -> None:
+        """Trace the engine's steps until `stop_profile`, as `EngineSpec.traces` says; `name` is part of the files' names where
+        the engine's software has that."""
+        ...
+
+    def stop_profile(self) -> None: ...
 
     def abort(self) -> None:
         """End every running request; their `generate` calls raise GenerationAborted."""

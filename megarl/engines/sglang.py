@@ -203,6 +203,9 @@ class _SglangBackend:
         self.asleep = TAGS
         self.unloaded = "dropped its weights when it went to sleep"
 
+    def profile(self, name: str | None) -> None:
+        raise EngineRefused("engines of rollout.engine=sglang are not traced")  # validation refuses such a recipe
+
     def wake(self, tags: Sequence[str] | None) -> None:
         if not self._spec.sleep_mode:
             raise EngineRefused(f"engine {self._spec.name!r} cannot sleep, so it cannot wake")

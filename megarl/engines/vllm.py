@@ -307,6 +307,13 @@ class _VllmBackend:
         self._wake_up(list(tags))
         self.asleep = asleep
 
+    def profile(self, name: str | None) -> None:
+        assert self._spec.traces is not None
+        if name is None:
+            self._engine.stop_profile()
+        else:
+            self._engine.start_profile(name)
+
     def _wake_up(self, *tags: list[str]) -> None:
         if self._can.device != "npu":
             self._engine.wake_up(*tags)

@@ -16,7 +16,7 @@ from packaging.version import Version
 from megarl.config.errors import RecipeError
 from megarl.declared import Fields, fields_of, problem
 from megarl.engines import vllm_ascend, vllm_lora
-from megarl.engines.base import EngineSpec
+from megarl.engines.base import EngineSpec, EngineTraces
 from megarl.engines.limits import Limits
 from megarl.engines.vllm_ascend import task_queue as task_queue
 from megarl.engines.vllm_images import image_args
@@ -250,6 +250,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         arguments["enable_return_routed_experts"] = True
     if spec.adapters is not None:
         arguments.update(vllm_lora.arguments(spec.adapters, fields()))
+    if spec.traces is not None:
+        arguments["profiler_config"] = _profiler_config(spec.traces)
     if spec.prompt_top_k is not None:
         arguments["max_logprobs"] = max(spec.prompt_top_k, 1)
         if device != "cpu":  # it holds all logits of the prompt tokens of a step, twice, and does not reckon with them
@@ -277,6 +279,25 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     if config.get("kv_lora_rank") is not None:
         arguments["compilation_config"] = _without_rotary_op(arguments.get("compilation_config"), spec.recipe_section)
     return arguments
+
+
+def _profiler_config(traces: EngineTraces) -> dict[str, Any]:
+    """vLLM's ProfilerConfig (vllm/config/profiler.py, 0.18 to 0.32) for `traces`. vllm-ascend reads folder, memory and stack of it:
+    the last adds module names there."""
+    if "profiler_config" not in fields():
+        raise ValueError(
+            "observe.profile_engines needs vLLM's profiler_config, which this version of vLLM does not have: leave it out"
+        )
+    options = traces.options
+    return {
+        "profiler": "torch",
+        "torch_profiler_dir": traces.folder,
+        "torch_profiler_record_shapes": options.records("shapes"),
+        "torch_profiler_with_memory": options.records("memory"),
+        "torch_profiler_with_stack": options.records("stack") or options.records("modules"),
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,  # tokens go in and out: nothing of it would be in the trace
+    }
 
 
 def _model_config(model_path: str) -> dict[str, Any]:

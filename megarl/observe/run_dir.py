@@ -27,7 +27,7 @@ class RunDirectory:
         samples/                 step_000123.jsonl: what was generated, with rewards
         tensorboard/             event files
         trace.json               a timeline for Perfetto or chrome://tracing
-        profile/                 step_3/: traces of trainers, where observe.profile_steps asks for them
+        profile/                 step_3/: traces of trainers, engine0/: of an engine, where observe.profile_... ask for them
         checkpoints/
         report.html  summary.json
         run.lock                 held while a run lives

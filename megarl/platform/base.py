@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.platform.tracing import TraceOptions
+
 if TYPE_CHECKING:
     from datetime import timedelta
 
@@ -111,14 +113,17 @@ class Platform(ABC):
         """Call off what `group` has under way, where its library can: the other end is gone."""
         del group
 
-    def profiler(self, directory: Path, name: str) -> Profiler:
-        """What traces this process between `start` and `stop`; the latter writes to `directory`, under `name`."""
+    def profiler(self, directory: Path, name: str, options: TraceOptions) -> Profiler:
+        """Return a profiler of this process between `start` and `stop`; the latter writes to `directory`, under `name`."""
         import torch.profiler as profiler
 
+        host = profiler.ProfilerActivity.CPU
         kinds = profiler.supported_activities()  # CPU, and CUDA where there is one
         return profiler.profile(
-            activities=kinds,
-            record_shapes=True,
+            activities=[one for one in kinds if options.records("cpu" if one == host else "device")],
+            record_shapes=options.records("shapes"),
+            profile_memory=options.records("memory"),
+            with_stack=options.records("stack"),
             on_trace_ready=lambda trace: trace.export_chrome_trace(str(directory / f"{name}.json.gz")),
         )
 

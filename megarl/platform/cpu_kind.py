@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.checks.versions import VersionSet
 from megarl.platform.device_kind import DeviceKind
+from megarl.platform.tracing import Tracing
 
 CPU = DeviceKind(
     name="cpu",
@@ -11,6 +12,7 @@ CPU = DeviceKind(
     implementation="megarl.platform.cpu:CPUPlatform",
     collective="gloo",
     cheap_seeds=True,
+    tracing=Tracing(contents=("cpu", "memory", "shapes", "stack")),
     sets=(
         VersionSet(
             "CPU",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megarl.checks.versions import BuiltAgainst, Displaced, VersionSet
+from megarl.platform.tracing import Tracing
 
 if TYPE_CHECKING:
     from megarl.checks.check import Check
@@ -36,6 +37,7 @@ class DeviceKind:
     ray_resource: str | None = None  # what Ray counts; None where processes need no device
     visible: str = ""  # the variable that restricts a process to some devices; "" where there is none
     ddp: Mapping[str, Any] = field(default_factory=dict)  # defaults of `megatron.ddp`
+    tracing: Tracing = field(default_factory=Tracing)  # what its profiler can record
     cheap_seeds: bool = False  # a random generator for each request costs an engine nothing that counts
     files: str = ""  # pattern of its devices in /dev
 

@@ -16,6 +16,7 @@ import torch
 from megarl.platform import mindspeed
 from megarl.platform.base import Platform, Profiler
 from megarl.platform.npu_kind import NPU
+from megarl.platform.tracing import TraceOptions
 
 
 class NPUPlatform(Platform):
@@ -123,13 +124,26 @@ class NPUPlatform(Platform):
     def peak_memory(self) -> float:
         return torch.npu.max_memory_allocated() / 2**30
 
-    def profiler(self, directory: Path, name: str) -> Profiler:
+    def profiler(self, directory: Path, name: str, options: TraceOptions) -> Profiler:
         from torch_npu import profiler
 
+        activities = {"cpu": profiler.ProfilerActivity.CPU, "device": profiler.ProfilerActivity.NPU}
         traced: Profiler = profiler.profile(
-            activities=[profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU],
-            record_shapes=True,
-            on_trace_ready=profiler.tensorboard_trace_handler(str(directory), worker_name=name),
+            activities=[activity for content, activity in activities.items() if options.records(content)],
+            record_shapes=options.records("shapes"),
+            profile_memory=options.records("memory"),
+            with_stack=options.records("stack"),
+            with_modules=options.records("modules"),
+            experimental_config=profiler._ExperimentalConfig(
+                profiler_level=getattr(profiler.ProfilerLevel, (options.level or "level0").capitalize()),
+                # torch_npu's own default, PipeUtilization, is reset with a warning at level0.
+                aic_metrics=getattr(profiler.AiCMetrics, options.metrics or "AiCoreNone"),
+                export_type=getattr(profiler.ExportType, (options.export or "text").capitalize()),
+                mstx=options.marks,
+            ),
+            on_trace_ready=profiler.tensorboard_trace_handler(
+                str(directory), worker_name=name, analyse_flag=options.analysis
+            ),
         )
         return traced
 

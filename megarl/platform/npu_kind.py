@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from megarl.checks.versions import BuiltAgainst, Displaced, VersionSet
 from megarl.platform.device_kind import DeviceKind, PortRange
+from megarl.platform.tracing import CONTENTS, Tracing
 
 # Names in a set's `system`: CANN's version, the oldest driver that this CANN works with, and the driver it was released with.
 CANN, DRIVER, RELEASED_WITH = "CANN", "driver (HDK), at least", "driver (HDK), released with"
@@ -103,12 +104,35 @@ _CANN_8_3 = VersionSet(
     remark="it only evaluates: its vLLM cannot take weights, and megarl is written for Megatron 0.16",
 )
 
+# Names of torch_npu.profiler, equal in 2.7.1, 2.9.0, 2.9.0.post2 and 2.10.0.post4 (profiler/experimental_config.py).
+_TRACING = Tracing(
+    contents=CONTENTS,
+    levels=("level_none", "level0", "level1", "level2"),
+    metrics=(
+        "PipeUtilization",
+        "ArithmeticUtilization",
+        "Memory",
+        "MemoryL0",
+        "MemoryUB",
+        "ResourceConflictRatio",
+        "L2Cache",
+        "MemoryAccess",
+    ),
+    exports=("text", "db"),
+    levels_of_metrics=("level1", "level2"),
+    level_of_marks="level_none",
+    marks=True,
+    analysis=True,
+    engines="vllm-ascend traces its engines at level1 with PipeUtilization and exports text, whatever observe.profile_level, profile_metrics and profile_export say",
+)
+
 NPU = DeviceKind(
     name="npu",
     plural="NPUs",
     implementation="megarl.platform.npu:NPUPlatform",
     sets=(_CANN_9_1, _CANN_9_0, _CANN_8_5, _CANN_8_3),
     collective="HCCL",
+    tracing=_TRACING,
     ray_resource="NPU",
     visible="ASCEND_RT_VISIBLE_DEVICES",
     files="/dev/davinci[0-9]*",

@@ -9,6 +9,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.config.schema import Recipe
 from megarl.config.training import ActorConfig, CriticConfig, MegatronConfig
 from megarl.megatron.config_fields import fields_of_megatron
+from megarl.platform.kinds import kind_of
 from megarl.rehearsal.changes import Changes, settings_of
 from megarl.rehearsal.layout import processes_for, shrink_layout
 
@@ -154,7 +155,20 @@ def _run(twin: Recipe, changes: Changes) -> None:
     changes.set(observe, "observe.console", "plain", _MACHINE)
     if observe.profile_steps:
         changes.set(observe, "observe.profile_steps", [STEPS], _SIZE)
-        changes.set(observe, "observe.profile_ranks", [0], _CORES)
+        changes.set(observe, "observe.profile_ranks", observe.profile_ranks and [0], _CORES)
+        changes.set(observe, "observe.profile_engines", observe.profile_engines and [0], _CORES)
+    _plain_traces(twin, changes)
+
+
+def _plain_traces(twin: Recipe, changes: Changes) -> None:
+    """Leave out what a CPU's profiler does not record."""
+    observe, can = twin.observe, kind_of("cpu").tracing
+    contents = [content for content in observe.profile_contents if content in can.contents]
+    changes.set(observe, "observe.profile_contents", contents, _MACHINE)
+    for name in ("profile_level", "profile_metrics", "profile_export"):
+        changes.set(observe, f"observe.{name}", "", _MACHINE)
+    changes.set(observe, "observe.profile_mstx", False, _MACHINE)
+    changes.set(observe, "observe.profile_analysis", True, _MACHINE)
 
 
 def _engines(twin: Recipe, section: str, changes: Changes) -> None:

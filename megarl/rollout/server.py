@@ -205,6 +205,12 @@ class RolloutServer:
     async def wake(self, tags: list[str]) -> None:
         await self._in_thread(self.engine.wake, tags)
 
+    async def start_profile(self, name: str) -> None:
+        await self._in_thread(self.engine.start_profile, name)
+
+    async def stop_profile(self) -> None:
+        await self._in_thread(self.engine.stop_profile)
+
     async def shutdown(self) -> None:
         try:  # what takes longest comes last: whoever shuts this down has little patience
             if self.agents is not None:

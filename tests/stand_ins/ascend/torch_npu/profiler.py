@@ -7,8 +7,49 @@ class ProfilerActivity:
     CPU, NPU = "cpu", "npu"
 
 
+class ProfilerLevel:
+    Level0, Level1, Level2, Level_none = "Level0", "Level1", "Level2", "Level_none"
+
+
+class AiCMetrics:
+    PipeUtilization, ArithmeticUtilization, Memory, MemoryL0 = (
+        "PipeUtilization",
+        "ArithmeticUtilization",
+        "Memory",
+        "MemoryL0",
+    )
+    MemoryUB, ResourceConflictRatio, L2Cache = "MemoryUB", "ResourceConflictRatio", "L2Cache"
+    MemoryAccess, AiCoreNone = "MemoryAccess", "AiCoreNone"
+
+
+class ExportType:
+    Db, Text = "Db", "Text"
+
+
+class _ExperimentalConfig:
+    def __init__(
+        self,
+        profiler_level=0,
+        aic_metrics=1,
+        l2_cache=False,
+        msprof_tx=False,
+        mstx=False,
+        data_simplification=True,
+        record_op_args=False,
+        op_attr=False,
+        gc_detect_threshold=None,
+        export_type="Text",
+        host_sys=None,
+        mstx_domain_include=None,
+        mstx_domain_exclude=None,
+        sys_io=False,
+        sys_interconnection=False,
+    ):
+        self.given = profiler_level, aic_metrics, export_type, mstx
+
+
 def tensorboard_trace_handler(dir_name=None, worker_name=None, analyse_flag=True, async_mode=False):
-    return dir_name, worker_name
+    return (dir_name, worker_name) if analyse_flag else (dir_name, worker_name, "not analysed")
 
 
 class profile:
@@ -26,7 +67,8 @@ class profile:
         experimental_config=None,
         use_cuda=None,
     ):
-        self.given = activities, on_trace_ready
+        contents = [name for name, asked in (("shapes", record_shapes), ("memory", profile_memory), ("stack", with_stack), ("modules", with_modules)) if asked]  # fmt: skip
+        self.given = activities, contents, experimental_config.given, on_trace_ready
 
     def start(self):
         called.append(f"profile {self.given}")
