@@ -96,7 +96,10 @@ def test_exported_every_engine_rank_reads_the_whole_model() -> None:
     recipe.model.dtype = "bfloat16"
     model = model_configs.read("Qwen3-8B")
     whole = 2 * model_shape(model).total
-    assert exchange.exported(recipe, model, 2) == Links("export", whole, whole, 4 * whole, 2 * whole)
+    assert exchange.exported(recipe, model, 2) == Links("export", whole, whole, 4 * whole, whole)
+    recipe.exchange.transport = "collective"
+    assert exchange.exported(recipe, model, 2).between_nodes == 2 * whole, "each rank of the other node gets its own"
+    recipe.exchange.transport = "auto"
     assert exchange.exported(recipe, model, None).between_nodes == 0
 
 

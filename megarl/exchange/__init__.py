@@ -2,7 +2,7 @@
 
 The trainer's rank 0 owns a `WeightSender`; every engine worker owns a `WeightReceiver`. They meet
 in an `ExchangeSession` (plain values, so it travels through any transport). A version travels in
-buckets; it counts when every receiver has acknowledged every bucket with the sender's fingerprint
+buckets, from host to host (`relay.py`); it counts when every receiver has acknowledged every bucket with the sender's fingerprint
 and has finished loading: both sides then hold equal `UpdateReport`s.
 
 Or, planned, every trainer rank owns a `PlannedSender` and every engine rank a `PlannedReceiver`: each box of a tensor

@@ -1,4 +1,4 @@
-"""Buckets over a network: groups of a sender (rank 0) and the receivers that it reaches in no other way.
+"""Buckets over a network: groups of a holder (rank 0) and the receiver of another host that it passes buckets on to.
 
 Over gloo, from host memory, on every platform and next to whatever collective library training uses; or from a device's
 memory to another's, over the library of that device.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megarl.exchange.plan import ExchangePlan, Hosts, Stream
-from megarl.exchange.session import PlannedSession
+from megarl.exchange.session import ExchangeSession, PlannedSession
 
 Party = tuple[str, int]  # ("trainer", rank) or ("engine", rank)
 
@@ -34,6 +34,19 @@ def hops(stream: Stream, session: PlannedSession) -> list[Hop]:
     """In the order in which buckets take them."""
     hosts = Hosts(session.senders, [host for _, host in session.receivers])
     return path(stream.source, stream.targets, hosts, shares_memory=session.shares_memory)
+
+
+def export_hops(session: ExchangeSession) -> list[Hop]:
+    """The hops of every exported bucket, host after host; engine ranks are numbered as `session.receivers`.
+
+    A host gets a bucket once and sends it at most once, so a version takes about as long to reach many hosts as one.
+    """
+    sender, *receivers = session.hosts
+    if session.directory is not None:  # all read files
+        return [Hop(("trainer", 0), tuple(range(len(receivers))), None)]
+    first = {host: number for number, host in reversed(list(enumerate(receivers)))}
+    order = sorted(range(len(receivers)), key=lambda at: (receivers[at] != sender, first[receivers[at]], at))
+    return path(0, order, Hosts([sender], receivers), shares_memory=session.shares_memory)
 
 
 def path(source: int, targets: Sequence[int], hosts: Hosts, *, shares_memory: bool) -> list[Hop]:

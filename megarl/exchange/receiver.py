@@ -14,9 +14,10 @@ from megarl.exchange.buckets import Entry, parse, tensor_in
 from megarl.exchange.channel import Channel
 from megarl.exchange.collective import BroadcastGroup
 from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
-from megarl.exchange.sender import mismatch
+from megarl.exchange.hops import Hop, export_hops
+from megarl.exchange.relay import Relay, ack_key, group_name, mismatch, slot_key
 from megarl.exchange.session import ExchangeError, ExchangeSession, UpdateReport
-from megarl.exchange.slots import MappedSlots
+from megarl.exchange.slots import MappedSlots, remove_stale_files
 from megarl.platform import select
 
 
@@ -34,9 +35,10 @@ class WeightReceiver:
             raise ValueError(f"receiver {name!r} is not part of this weight exchange; it has {sorted(transports)}")
         self.name = name
         self._session = session
-        self._remote = transports[name] == "collective"
         self._channel = Channel(session)
-        self._group: BroadcastGroup | None = None
+        self._hop: Hop | None = None  # that brings buckets here, once everyone is there
+        self._group: BroadcastGroup | None = None  # with its holder, where it crosses a network
+        self._relay: Relay | None = None  # to others of this host, and to the next host
         self._slots = MappedSlots(session.shm_dir)
         self._copies = _Copies()
         self._next_bucket = 0
@@ -51,10 +53,8 @@ class WeightReceiver:
         ExchangeError for another version, changed bytes, an abort, or a sender that died or fell silent.
         """
         self._started, self._pending = time.perf_counter(), None
-        if self._remote and self._group is None:
-            self._channel.wait(["form"], "the sender and all other receivers to connect")
-            remote = self._session.remote
-            self._group = BroadcastGroup(self._channel, 1 + remote.index(self.name), len(remote) + 1, select("cpu"))
+        if self._hop is None:
+            self._hop = self._connect()
         total = VersionFingerprint()
         nbytes = tensors = buckets = 0
         last = False
@@ -64,28 +64,53 @@ class WeightReceiver:
             if header["version"] != version:
                 raise ExchangeError(f"receiver {self.name!r} expects version {version}, got {header['version']}")
             entries = parse(header["tensors"])
-            memory = self._take(number, header, entries)
+            memory = self._take(number, header, entries, self._hop)
             value = fingerprint(memory.numpy())
             if value != header["fingerprint"]:
                 names = [entry.name for entry in entries]
                 raise ExchangeError(mismatch(self.name, number, names, header["fingerprint"], value))
-            self._channel.publish(f"ack/{number}/{self.name}", value)
+            self._channel.publish(ack_key(number, self.name), value)
             self._next_bucket += 1
             total.add(header["tensors"], value)
             nbytes, tensors, buckets = nbytes + len(memory), tensors + len(entries), buckets + 1
             last = header["last"]
             for entry in entries:
                 yield entry.name, tensor_in(memory, entry)
+        if self._relay is not None:
+            self._relay.settle()
         self._pending = UpdateReport(version, total.hexdigest(), nbytes, tensors, buckets, 0.0)
 
-    def _take(self, number: int, header: dict, entries: list[Entry]) -> torch.Tensor:
+    def _connect(self) -> Hop:
+        """Connect with the hosts before and behind this one, where buckets come from or go to one; returns the hop here."""
+        names, everyone = [name for name, _ in self._session.receivers], export_hops(self._session)
+        own = names.index(self.name)
+        here = next(hop for hop in everyone if own in hop.readers)
+        onward = next((hop for hop in everyone if hop.holder == ("engine", own)), None)
+        if here.remote == own:
+            self._channel.wait(["form"], "the sender and all other receivers to connect")
+            self._group = BroadcastGroup(self._channel, 1, 2, select("cpu"), group_name(here))
+        if onward is not None:
+            remove_stale_files(self._session.shm_dir)
+            self._relay = Relay(self._channel, self._session, onward)
+            self._relay.connect()
+        return here
+
+    def _take(self, number: int, header: dict, entries: list[Entry], hop: Hop) -> torch.Tensor:
         """A private copy of the bucket's bytes."""
         memory = self._copies.reserve(header["nbytes"])
         if self._session.directory is not None:
             return files.read(header["file"], entries, memory)
         if self._group is None:
-            return memory.copy_(self._slots.memory(header["slot"], header["file"])[: header["nbytes"]])
-        self._group.finish(self._group.start(memory), f"the broadcast of bucket {number}")
+            key = slot_key(number, hop.holder)
+            ((slot, file),) = self._channel.wait([key], f"bucket {number} in the memory of this host")
+            return memory.copy_(self._slots.memory(slot, file)[: header["nbytes"]])
+        arrived = memory
+        if self._relay is not None:
+            arrived = self._relay.reserve(number, header["nbytes"], last=header["last"])
+        self._group.finish(self._group.start(arrived), f"the broadcast of bucket {number}")
+        if self._relay is not None:
+            self._relay.offer(number, arrived, header["fingerprint"], [entry.name for entry in entries])
+            memory.copy_(arrived)
         return memory
 
     def finish(self) -> UpdateReport:
@@ -106,6 +131,8 @@ class WeightReceiver:
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
+        if self._relay is not None:
+            self._relay.close()
         self._slots.close()
 
 

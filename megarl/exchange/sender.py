@@ -7,7 +7,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -16,11 +15,12 @@ import torch.distributed as dist
 
 from megarl.exchange.buckets import Bucket, describe, fill_buckets, pack
 from megarl.exchange.channel import Channel
-from megarl.exchange.collective import BroadcastGroup
 from megarl.exchange.files import BucketFiles
 from megarl.exchange.fingerprint import VersionFingerprint, fingerprint
+from megarl.exchange.hops import export_hops
+from megarl.exchange.relay import Relay
 from megarl.exchange.session import (
-    EXPORT_SLOTS,
+    SHARED,
     SHARED_MEMORY_DIR,
     ExchangeError,
     ExchangeSession,
@@ -28,21 +28,8 @@ from megarl.exchange.session import (
     compare_reports,
     host_id,
     resolve_transports,
-    shown,
 )
-from megarl.exchange.slots import PrivateSlot, SharedSlot, remove_stale_files
-from megarl.platform import select
-
-
-@dataclass
-class _InFlight:
-    """A bucket that not everyone has acknowledged yet."""
-
-    number: int
-    fingerprint: str
-    names: list[str]
-    slot: SharedSlot | PrivateSlot
-    broadcast: Any  # a gloo work, where there are remote receivers
+from megarl.exchange.slots import remove_stale_files
 
 
 class WeightSender:
@@ -56,14 +43,9 @@ class WeightSender:
         """Use `open`. `store` is the session's key-value store, served by this process."""
         self.session = session
         self._channel = Channel(session, store)
-        self._group: BroadcastGroup | None = None
         self._connected = False
-        shared = any(transport == "shared_memory" for _, transport in session.receivers)
-        self._slots = [
-            SharedSlot(session.shm_dir) if shared else PrivateSlot(select("cpu").device()) for _ in range(EXPORT_SLOTS)
-        ]
+        self._relay = Relay(self._channel, session, export_hops(session)[0])
         self._files = None if session.directory is None else BucketFiles(session.directory)
-        self._in_flight: list[_InFlight] = []  # oldest first, at most one a slot
         self._next_bucket = 0  # counts over versions: slots and keys follow from it
         atexit.register(self.close)
 
@@ -86,7 +68,8 @@ class WeightSender:
 
         Raises ValueError where the transport cannot reach a receiver.
         """
-        transports = resolve_transports(transport, host_id(shm_dir), endpoints)
+        here = host_id(shm_dir)
+        transports = resolve_transports(transport, here, endpoints)
         remove_stale_files(shm_dir)
         store = dist.TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
         session = ExchangeSession(
@@ -97,6 +80,8 @@ class WeightSender:
             bucket_bytes=bucket_bytes,
             timeout=timeout,
             shm_dir=shm_dir,
+            hosts=(here, *(host for _, host in endpoints)),
+            shares_memory=transport in SHARED,
             directory=directory if transport == "files" else None,
             adapter_alpha=adapter_alpha,
         )
@@ -123,41 +108,35 @@ class WeightSender:
         self._channel.raise_if_aborted()
         total = VersionFingerprint()
         nbytes = tensors = buckets = 0
+        first = self._next_bucket
         for bucket in fill_buckets(weights, self.session.bucket_bytes):
             self._connect()
             sent = self._put(version, bucket)
             total.add(describe(bucket.entries), sent)
             nbytes, tensors, buckets = nbytes + bucket.nbytes, tensors + len(bucket.entries), buckets + 1
-        while self._in_flight:
-            self._await_oldest()
+        self._relay.settle()
         report = UpdateReport(version, total.hexdigest(), nbytes, tensors, buckets, 0.0)
         names = [name for name, _ in self.session.receivers]
         keys = [f"done/{version}/{name}" for name in names]
         loaded = self._channel.wait(keys, f"receivers to finish loading version {version}")
-        self._channel.delete(keys)
+        self._channel.delete([*keys, *(f"bucket/{number}" for number in range(first, self._next_bucket))])
         compare_reports(report, {name: UpdateReport(**values) for name, values in zip(names, loaded, strict=True)})
         return UpdateReport(**{**report.to_dict(), "seconds": time.perf_counter() - start})
 
     def _connect(self) -> None:
-        """Once: wait for every receiver to be there, and form the collective."""
+        """Once: wait for every receiver to be there, and connect with the first one of another host."""
         if self._connected:
             return
         self._channel.wait([f"hello/{name}" for name, _ in self.session.receivers], "receivers to connect")
-        if self.session.remote:
-            self._channel.publish("form", True)
-            self._group = BroadcastGroup(self._channel, 0, len(self.session.remote) + 1, select("cpu"))
+        self._channel.publish("form", True)
+        self._relay.connect()
         self._connected = True
 
     def _put(self, version: int, bucket: Bucket) -> str:
         """Pack and publish a bucket; returns its fingerprint."""
-        if len(self._in_flight) == EXPORT_SLOTS:
-            self._await_oldest()
         number = self._next_bucket
         self._next_bucket += 1
-        slot = self._slots[number % EXPORT_SLOTS]
-        # More will come: a full-sized slot now saves growing it bucket by bucket.
-        slot.reserve(bucket.nbytes if bucket.last else max(bucket.nbytes, self.session.bucket_bytes))
-        memory = slot.reserve(bucket.nbytes)
+        memory = self._relay.reserve(number, bucket.nbytes, last=bucket.last)
         pack(bucket, memory)
         value = fingerprint(memory.numpy())
         header = {
@@ -166,46 +145,17 @@ class WeightSender:
             "nbytes": bucket.nbytes,
             "last": bucket.last,
             "fingerprint": value,
-            "slot": number % EXPORT_SLOTS,
-            "file": slot.name,
         }
         if self._files is not None:
             header["file"] = self._files.write(version, bucket.entries, memory)
         self._channel.publish(f"bucket/{number}", header)
-        broadcast = self._group.start(memory) if self._group is not None else None
-        self._in_flight.append(_InFlight(number, value, [e.name for e in bucket.entries], slot, broadcast))
+        self._relay.offer(number, memory, value, [entry.name for entry in bucket.entries])
         return value
-
-    def _await_oldest(self) -> None:
-        """Wait until every receiver holds the oldest bucket, so that its slot is free."""
-        bucket = self._in_flight[0]
-        if bucket.broadcast is not None:
-            assert self._group is not None
-            self._group.finish(bucket.broadcast, f"the broadcast of bucket {bucket.number}")
-        keys = [f"ack/{bucket.number}/{name}" for name, _ in self.session.receivers]
-        values = self._channel.wait(keys, f"acknowledgements of bucket {bucket.number}")
-        for (name, _), value in zip(self.session.receivers, values, strict=True):
-            if value != bucket.fingerprint:
-                raise ExchangeError(mismatch(name, bucket.number, bucket.names, bucket.fingerprint, value))
-        bucket.slot.unlink()
-        self._channel.delete([*keys, f"bucket/{bucket.number}"])
-        self._in_flight.pop(0)
 
     def close(self) -> None:
         """Give the slots' memory back. May be called twice."""
         atexit.unregister(self.close)
-        if self._group is not None:
-            self._group.close()
-        for slot in self._slots:
-            slot.close()
-
-
-def mismatch(receiver: str, bucket: int, names: Sequence[str], sent: str, received: str) -> str:
-    """The message for bytes that changed on their way."""
-    return (
-        f"receiver {receiver!r} got other bytes than were sent in bucket {bucket} ({shown(names)}): "
-        f"fingerprint {received}, sent {sent}"
-    )
+        self._relay.close()
 
 
 class _Drainable:

@@ -127,21 +127,24 @@ class Meeting:
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeSession(Meeting):
-    """Rank 0 sends all weights to everyone. `receivers` are (name, transport); those with "collective" form, in this
-    order and behind the sender, the ranks of one gloo group. `directory`: of files, for "files".
+    """Rank 0 sends all weights to everyone. `receivers` are (name, transport). `hosts`: host ids of the sender, then of each
+    receiver; `hops.export_hops` derives from them the way of every bucket. `shares_memory`: receivers of one host read
+    the same memory, else each gets its own over gloo. `directory`: of files, for "files".
 
     With `adapter_alpha` the first update brings the model's own weights and then its adapters, A and B of each linear under
     PEFT's names ("model.layers.0.self_attn.q_proj.lora_A.weight"), and each later one adapters alone: beside a linear
     engines add adapter_alpha / rank * B A x.
     """
 
+    hosts: tuple[str, ...] = ()
+    shares_memory: bool = True
     directory: str | None = None
     adapter_alpha: float | None = None  # None: every update brings whole weights
 
-    @property
-    def remote(self) -> tuple[str, ...]:
-        """Receivers that the collective reaches, in rank order (rank 0 is the sender)."""
-        return tuple(name for name, transport in self.receivers if transport == "collective")
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        session = super().from_json(text)
+        return dataclasses.replace(session, hosts=tuple(session.hosts))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections import Counter
 from megarl.algorithms.advantages import uses_critic
 from megarl.cluster.placement import Demand
 from megarl.config.schema import Recipe
+from megarl.exchange.session import SHARED
 from megarl.planner.cost import Cost, host_network_seconds, host_seconds, offload_seconds, ring_seconds
 from megarl.planner.estimate_engines import Engines
 from megarl.planner.estimate_training import Trainers, state_bytes, weight_bytes
@@ -21,8 +22,8 @@ def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cos
     Planned: through the host's memory, out of the device that sends the most and into the one that receives the most; and
     over the network, as much of it as of all bytes. From device to device: over the links between them, and each side
     reads what it has in the host, for fingerprints, meanwhile. Else as mbridge exports: every trainer gathers every weight, rank 0
-    hands them over through the host's memory, and gloo brings them to engine ranks of other nodes through the hosts' own
-    network interfaces (`export_host_seconds`); none of it at the same time.
+    hands them over through the host's memory, and gloo brings them from node to node through the hosts' own network
+    interfaces (`export_host_seconds`); none of it at the same time.
     """
     device = trainers.device
     if planned is not None:
@@ -35,19 +36,24 @@ def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cos
         return Cost(links=links, host=host_seconds(device, planned.sent + planned.received))
     whole = float(trainers.shape.total * trainers.number)
     links = ring_seconds(device, whole, trainers.world)
-    links += export_host_seconds(device, whole, *_engine_ranks(trainers))
+    links += export_host_seconds(trainers.recipe, device, whole, *_engine_ranks(trainers))
     return Cost(links=links, host=2 * host_seconds(device, whole))
 
 
-def export_host_seconds(device: Device, size: float, first: int, count: int) -> float:
+def export_host_seconds(recipe: Recipe, device: Device, size: float, first: int, count: int) -> float:
     """Seconds in which an export of `size` bytes reaches `count` engine ranks, which lie on devices from number `first` on.
 
-    Every engine rank outside of the first node receives all of it, and the ranks of a node share their host's interface: the
-    node with the most of them decides (megarl/exchange/sender.py: one gloo broadcast to all remote receivers).
+    The first engine rank of each node beyond the first receives all of it and passes each bucket on to the next node, while
+    the others of its node read its memory (megarl/exchange/relay.py): one model into each node and out of it, on all links at
+    the same time. Every further node begins a bucket later. Without shared memory each rank receives its own, and the ranks
+    of a node share their host's interface.
     """
     nodes = Counter((first + rank) // device.per_node for rank in range(count))
-    most = max((ranks for node, ranks in nodes.items() if node), default=0)
-    return host_network_seconds(device, most * size)
+    del nodes[0]
+    if not nodes:
+        return 0.0
+    each = 1 if recipe.exchange.transport in SHARED else max(nodes.values())
+    return host_network_seconds(device, each * size + (len(nodes) - 1) * (recipe.exchange.bucket_mb << 20))
 
 
 def _engine_ranks(trainers: Trainers) -> tuple[int, int]:

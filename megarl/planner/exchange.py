@@ -18,6 +18,7 @@ from megarl.engines.vllm_lora import held_rank
 from megarl.exchange.boxes import Description, tensors_held
 from megarl.exchange.flows import totals
 from megarl.exchange.plan import ExchangePlan, Hosts, plan
+from megarl.exchange.session import SHARED
 from megarl.linears import adapter_sizes
 from megarl.model_config import text_fields
 from megarl.model_shape import model_shape
@@ -58,9 +59,11 @@ def _bytes_of_a_number(recipe: Recipe) -> int:
 
 
 def _from_the_first(route: str, size: int, recipe: Recipe, per_node: int | None) -> Links:
-    """Trainer rank 0 sends all engine ranks the same."""
+    """Trainer rank 0 sends all engine ranks the same. Between nodes it travels once to each, where its ranks share memory
+    (`hops.export_hops`), else once to each rank."""
     where = hosts(recipe, per_node)
-    outside = sum(host != where.trainers[0] for host in where.engines)
+    others = [host for host in where.engines if host != where.trainers[0]]
+    outside = len(set(others) if recipe.exchange.transport in SHARED else others)
     return Links(route, size, size, size * len(where.engines), size * outside)
 
 
