@@ -106,8 +106,14 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
         ({"model_type": "mixtral"}, "nothing proves"),
         ({"model_type": "qwen2_moe"}, "nothing proves"),
         ({"model_type": "gemma3", "vision_config": {}}, "nothing proves"),
-        ({"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}, "fp8.*Take the unquantised model, or convert it to bfloat16"),
-        ({"model_type": "llama", "compression_config": {"format": "pack"}}, "compression_config.*Take the unquantised model"),
+        (
+            {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
+            "fp8.*Take the unquantised model, or convert it to bfloat16",
+        ),
+        (
+            {"model_type": "llama", "compression_config": {"format": "pack"}},
+            "compression_config.*Take the unquantised model",
+        ),
         ({**VISION, "text_config": {**DENSE, "quantization_config": {"quant_method": "awq"}}}, "awq"),
         *(({"model_type": kind, "hidden_act": "gelu"}, "hidden_act: gelu") for kind in ("llama", "qwen2", "qwen3_moe")),
         *(({"model_type": kind, "use_sliding_window": True}, "sliding") for kind in ("qwen2", "qwen3", "qwen3_moe")),
