@@ -65,6 +65,7 @@ def activate() -> Any:
 
     class MindSpeedOnCPU(CPUPlatform):
         name, uses_native_layers, adapt = "npu", False, NPUPlatform.adapt  # type: ignore[assignment]
+        overlaps_shared_experts = NPUPlatform.overlaps_shared_experts
 
     NPUPlatform().prepare()
     mindspeed_kernels.install()

@@ -118,6 +118,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None, bo
     ("moe_alltoall_overlap_comm", {**OVERLAP, "moe_token_dispatcher_type": "allgather"}, {}, OVERLAP, True),
     ("moe_alltoall_overlap_comm", {**OVERLAP, "moe_grouped_gemm": False}, {}, None, True),
     ("moe_allgather_overlap_comm", {"moe_allgather_overlap_comm": True, "moe_permutation_async_comm": True}, {}, None, True),
+    ("moe_shared_expert_overlap", {"moe_shared_expert_overlap": True}, TP2, {"moe_shared_expert_overlap": False}, False),
     ("moe_fb_overlap", {"moe_fb_overlap": True, "moe_grouped_gemm": False}, {"expert_parallel": 2}, None, True),
     ("moe_fb_overlap", {"moe_fb_overlap": True, **OVERLAP}, {"expert_parallel": 2}, None, True),
     ("moe_fb_overlap", {"moe_fb_overlap": True}, {}, None, True),

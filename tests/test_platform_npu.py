@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megarl import load_recipe, platform
 from megarl.config.schema import Recipe
@@ -119,6 +120,28 @@ def test_an_adaptor_is_told_before_model_parallel_is_initialised(monkeypatch: py
     recipe.megatron.extra["attention_backend"] = "flush"
     with pytest.raises(ValueError, match="attention_backend is 'flush'; Megatron knows flash, "):
         models.build(recipe, SimpleNamespace(adapt=order.append))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("platform", "tensor", "overlaps"), [(NPUPlatform(), 2, False), (NPUPlatform(), 1, None), (CUDAPlatform(), 2, None)])  # fmt: skip
+def test_shared_experts_do_not_overlap_where_linears_would_gather_twice(
+    platform: Any, tensor: int, overlaps: Any
+) -> None:
+    """mbridge turns the overlap on; under MindSpeed with tensor parallel the model would be another one."""
+    recipe, config = Recipe(), SimpleNamespace(model_type="deepseek_v3", to_dict=lambda: {"n_routed_experts": 8})
+    recipe.megatron.tensor_parallel = tensor
+    assert models._transformer_settings(recipe, config, platform).get("moe_shared_expert_overlap") is overlaps
+    recipe.megatron.extra["moe_shared_expert_overlap"] = True
+    assert models._transformer_settings(recipe, config, platform)["moe_shared_expert_overlap"]
+
+
+def test_whole_weights_count_once_in_the_gradient_norm() -> None:
+    """MindSpeed marks latent attention's down projections as divided over tensor-parallel ranks, which hold them whole."""
+    chunk = torch.nn.ModuleDict({"down": torch.nn.Linear(2, 2), "up": torch.nn.Linear(2, 2)})
+    chunk["down"].parallel_mode, chunk["up"].parallel_mode = "duplicated", "column"
+    for parameter in chunk.parameters():
+        parameter.tensor_model_parallel = True
+    models._mark_duplicates(chunk)
+    assert [p.tensor_model_parallel for p in chunk.parameters()] == [False, False, True, True]
 
 
 def test_other_devices_have_nothing_to_tell() -> None:

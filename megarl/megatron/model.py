@@ -85,6 +85,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
             bf16=dtype == torch.bfloat16,
             post_model_creation_callbacks=[
                 _mark_experts,
+                _mark_duplicates,
                 *([critic.put_head] if value_head else []),
                 *([lora.attach] if lora else []),
             ],
@@ -182,6 +183,18 @@ def _mark_experts(chunk: Any, *, config: Any, **_: Any) -> None:
                 parameter.allreduce = False
 
 
+def _mark_duplicates(chunk: Any, **_: Any) -> None:
+    """Count a weight that every tensor-parallel rank holds whole once in the gradient norm.
+
+    Latent attention's down projections are such weights. Transformer Engine's layers leave them unmarked; another platform's
+    may mark them as divided, so that the norm counts them once a rank and clipping takes too much.
+    """
+    for module in chunk.modules():
+        if getattr(module, "parallel_mode", None) == "duplicated":
+            for parameter in module.parameters(recurse=False):
+                parameter.tensor_model_parallel = False
+
+
 def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
     from mbridge import AutoBridge
 
@@ -233,6 +246,8 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         )
         if recipe.model.dtype == "bfloat16":
             settings["moe_router_dtype"] = "fp32"
+        if megatron.tensor_parallel > 1 and not platform.overlaps_shared_experts:
+            settings["moe_shared_expert_overlap"] = False  # mbridge turns it on; the sequence would be gathered twice
     return {**settings, **megatron.extra}
 
 

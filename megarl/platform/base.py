@@ -38,6 +38,9 @@ class Platform(ABC):
     kind: DeviceKind
     process_group_backend: str  # for torch.distributed.init_process_group
     can_offload: bool  # the device has memory of its own, which moving tensors to the host frees
+    overlaps_shared_experts: bool = (
+        True  # linear layers skip their collectives where Megatron's shared experts ask for it
+    )
     holds_values: bool = (
         True  # False: tensors have shapes and no memory, so that there is nothing to load or to compute
     )

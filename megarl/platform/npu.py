@@ -25,6 +25,9 @@ class NPUPlatform(Platform):
     kind = NPU
     process_group_backend = "cpu:gloo,npu:hccl"
     can_offload = True
+    # MindSpeed's column-parallel linear gathers the sequence whatever `parallel_mode` is, with which Megatron tells shared
+    # experts that run beside the dispatcher not to (core_r0.16.0, mindspeed/te/pytorch/module/linear.py:315).
+    overlaps_shared_experts = False
 
     @property
     def uses_native_layers(self) -> bool:
