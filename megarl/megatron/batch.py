@@ -72,6 +72,7 @@ class PackedStream:
     sequences: torch.Tensor  # int64 [share]: which sequence; -1 for padding and for sequences that do not count
     lengths: torch.Tensor  # int64 [sequences]: without padding
     cu_seqlens: torch.Tensor  # int32 [sequences + 1]: offsets of the padded sequences in the whole stream
+    offsets: tuple[int, ...]  # `cu_seqlens` on the host
     longest: int  # padded length of the longest sequence
     sources: torch.Tensor  # int64 [T - sequences]
     targets: torch.Tensor  # int64 [T - sequences]: index into the micro batch
@@ -160,6 +161,7 @@ def pack(
         sequences=_sequences(batch, row_tokens).to(device),
         lengths=lengths.to(device),
         cu_seqlens=cu_seqlens.to(device, torch.int32),
+        offsets=tuple(cu_seqlens.tolist()),
         longest=int(padded.max()),
         sources=sources.to(device),
         targets=targets.to(device),

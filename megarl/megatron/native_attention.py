@@ -1,7 +1,8 @@
-"""Causal attention on torch's own kernel, for packed and for rectangular batches."""
+"""Attention for packed and for rectangular batches: a kernel for packed sequences where there is one, else torch's SDPA."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -11,6 +12,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
+from torch.nn.attention.bias import causal_lower_right
+
+from megarl.megatron.host_offsets import host_offsets
+from megarl.megatron.kernels import packed_attention
 
 
 @dataclass(frozen=True)
@@ -70,12 +75,78 @@ def plan_padding(lengths: tuple[int, ...], device: torch.device) -> PaddingPlan:
     return PaddingPlan(batches, places.to(device))
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """One chunk of every sequence on a context-parallel rank, and the keys that it sees, in their order."""
+
+    queries: torch.Tensor  # int64 [queries]: index into the rank's stream
+    keys: torch.Tensor  # int64 [keys]: index into the streams of all ranks, one after the other
+    query_offsets: torch.Tensor  # int32 [sequences + 1]
+    key_offsets: torch.Tensor  # int32 [sequences + 1]
+    query_lengths: list[int]
+    key_lengths: list[int]
+
+    @property
+    def longest_query(self) -> int:
+        return max(self.query_lengths)
+
+    @property
+    def longest_key(self) -> int:
+        return max(self.key_lengths)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The two chunks of each sequence that a rank holds, and where its tokens lie in their outputs' concatenation."""
+
+    chunks: tuple[Chunks, Chunks]
+    places: torch.Tensor  # int64 [tokens of the rank]
+
+
+@lru_cache(maxsize=64)
+def plan_chunks(lengths: tuple[int, ...], ranks: int, rank: int, device: torch.device) -> ChunkPlan:
+    """Cut a packed stream over context-parallel ranks. `lengths`: a rank's share of each sequence, an even number."""
+    share = torch.tensor(lengths)
+    starts, half, total = share.cumsum(0) - share, share // 2, sum(lengths)
+    # Chunk c of a sequence lies on rank min(c, 2n-1-c), in the first half of its share for c < n.
+    found, order = [], []
+    for number in (rank, 2 * ranks - 1 - rank):
+        begin = starts + (half if number >= ranks else 0)
+        queries = torch.cat([torch.arange(b, b + h) for b, h in zip(begin.tolist(), half.tolist(), strict=True)])
+        keys = []
+        for start, size in zip(starts.tolist(), half.tolist(), strict=True):
+            for c in range(number + 1):
+                owner, second = min(c, 2 * ranks - 1 - c), c >= ranks
+                first = owner * total + start + (size if second else 0)
+                keys.append(torch.arange(first, first + size))
+        sizes, seen = half.tolist(), (half * (number + 1)).tolist()
+        found.append(
+            Chunks(
+                queries.to(device),
+                torch.cat(keys).to(device),
+                _offsets(sizes, device),
+                _offsets(seen, device),
+                sizes,
+                seen,
+            )
+        )
+        order.append(queries)
+    places = torch.empty(total, dtype=torch.int64)
+    places[torch.cat(order)] = torch.arange(total)
+    return ChunkPlan((found[0], found[1]), places.to(device))
+
+
+def _offsets(lengths: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
 class Attention(torch.nn.Module):
     """Megatron's core attention over query, key, value of shape [s, b, heads, d] or, packed, [t, heads, d].
 
-    Packed sequences are padded into rectangles inside: right padding under a causal mask needs no mask of
-    its own, since no token looks to its right. Context parallel, where `config` has it (vision towers do not),
-    gathers keys and values over the ranks (each holds chunks r and 2n-1-r of a sequence that is cut into 2n).
+    Packed sequences go to a kernel that takes their offsets. Where there is none they are padded into rectangles: right
+    padding under a causal mask needs no mask, since no token looks to its right. Context parallel, where `config`
+    has it (vision towers do not), gathers keys and values over the ranks: each holds chunks r and 2n-1-r of a sequence that
+    is cut into 2n, and a chunk sees itself, causally, and all chunks before it.
     """
 
     def __init__(
@@ -119,9 +190,15 @@ class Attention(torch.nn.Module):
         if packed_seq_params is None:
             return self._rectangular(query, key, value, attention_mask)
         offsets = packed_seq_params.cu_seqlens_q_padded
-        offsets = (packed_seq_params.cu_seqlens_q if offsets is None else offsets).tolist()
-        lengths = [(end - start) // n for start, end in pairwise(offsets)]
-        out = self._packed_over_ranks(query, key, value, lengths) if n > 1 else self._packed(query, key, value, lengths)
+        offsets = packed_seq_params.cu_seqlens_q if offsets is None else offsets
+        lengths = tuple((end - start) // n for start, end in pairwise(host_offsets(offsets)))
+        if n > 1:
+            out = self._packed_over_ranks(query, key, value, lengths)
+        elif (kernel := self._packed_kernel(query)) is not None:
+            longest = max(lengths)
+            out = self._by_kernel(kernel, query, key, value, offsets, offsets, longest, longest)
+        else:
+            out = self._packed(query, key, value, lengths)
         return out.reshape(out.shape[0], -1)
 
     def _rectangular(
@@ -130,14 +207,20 @@ class Attention(torch.nn.Module):
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         mask = None
         if self.ranks > 1:
-            mask = self._mask_over_ranks(query.shape[2], query.device)
-        elif attention_mask is not None and self.mask_type != AttnMaskType.causal:
-            mask = ~attention_mask  # Megatron's masks say what is hidden, torch's what is seen
-        out = self._attend(query, key, value, mask).permute(2, 0, 1, 3)
+            chunks = torch.cat(
+                [self._attend(q, k, v, _last_keys(q, k)) for q, k, v in self._chunks(query, key, value)], 2
+            )
+            out = chunks.permute(2, 0, 1, 3)
+        else:
+            if attention_mask is not None and self.mask_type != AttnMaskType.causal:
+                mask = ~attention_mask  # Megatron's masks say what is hidden, torch's what is seen
+            out = self._attend(query, key, value, mask).permute(2, 0, 1, 3)
         return out.reshape(*out.shape[:2], -1)
 
-    def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-        plan = plan_padding(tuple(lengths), query.device)
+    def _packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]
+    ) -> torch.Tensor:
+        plan = plan_padding(lengths, query.device)
         outputs = []
         for batch in plan.batches:
             q, k, v = (
@@ -149,20 +232,64 @@ class Attention(torch.nn.Module):
         together = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return together.index_select(0, plan.places)
 
-    def _packed_over_ranks(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int]
+    def _packed_kernel(self, query: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+        if self.dropout and self.training:
+            return None
+        return packed_attention(query.device, query.dtype).function
+
+    def _by_kernel(
+        self,
+        kernel: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query_offsets: torch.Tensor,
+        key_offsets: torch.Tensor,
+        longest_query: int,
+        longest_key: int,
     ) -> torch.Tensor:
-        """Sequence by sequence: each has a mask of its own, from its length. `lengths` are a rank's share."""
-        n = self.ranks
-        key, value = (x.view(n, -1, *x.shape[1:]) for x in (key, value))
-        outputs, start = [], 0
-        for length in lengths:
-            part = slice(start, start + length)
-            q = query[part].unsqueeze(0).transpose(1, 2)
-            k, v = (x[:, part].reshape(1, -1, *x.shape[2:]).transpose(1, 2) for x in (key, value))
-            outputs.append(self._attend(q, k, v, self._mask_over_ranks(length, query.device))[0].transpose(0, 1))
-            start += length
-        return torch.cat(outputs)
+        """Values narrower than keys (multi-head latent attention) are filled up with zeros, which change no sum."""
+        width = value.shape[-1]
+        value = F.pad(value, (0, key.shape[-1] - width))
+        offsets = (x.to(query.device, torch.int32) for x in (query_offsets, key_offsets))
+        out = kernel(
+            query.contiguous(), key.contiguous(), value.contiguous(), *offsets, longest_query, longest_key,
+            causal=self._causal, scale=self.scale,
+        )  # fmt: skip
+        return out[..., :width]
+
+    def _packed_over_ranks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]
+    ) -> torch.Tensor:
+        """`lengths` are a rank's share of each sequence: its two chunks."""
+        plan = plan_chunks(lengths, self.ranks, self.cp.rank(), query.device)
+        kernel = self._packed_kernel(query)
+        outputs = []
+        for chunks in plan.chunks:
+            q = query.index_select(0, chunks.queries)
+            k, v = (x.index_select(0, chunks.keys) for x in (key, value))
+            if kernel is not None:
+                sizes = (chunks.query_offsets, chunks.key_offsets, chunks.longest_query, chunks.longest_key)
+                outputs.append(self._by_kernel(kernel, q, k, v, *sizes))
+                continue
+            for one in zip(q.split(chunks.query_lengths), k.split(chunks.key_lengths), v.split(chunks.key_lengths), strict=True):  # fmt: skip
+                q1, k1, v1 = (x.unsqueeze(0).transpose(1, 2) for x in one)
+                outputs.append(self._attend(q1, k1, v1, _last_keys(q1, k1))[0].transpose(0, 1))
+        return torch.cat(outputs).index_select(0, plan.places)
+
+    def _chunks(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """This rank's two chunks of sequences of one length [b, heads, s, d], each with the keys that it sees."""
+        n, rank = self.ranks, self.cp.rank()
+        share = query.shape[2]
+        chunk = share // 2
+        key, value = (x.split(chunk, 2) for x in (key, value))
+        order = [number for other in range(n) for number in (other, 2 * n - 1 - other)]
+        for half, number in enumerate((rank, 2 * n - 1 - rank)):
+            seen = [order.index(before) for before in range(number + 1)]
+            k, v = (torch.cat([x[i] for i in seen], 2) for x in (key, value))
+            yield query[:, :, half * chunk : (half + 1) * chunk], k, v
 
     @property
     def _causal(self) -> bool:
@@ -183,9 +310,13 @@ class Attention(torch.nn.Module):
             enable_gqa=query.shape[1] != key.shape[1],
         )
 
-    def _mask_over_ranks(self, share: int, device: torch.device) -> torch.Tensor:
-        """[share, n * share]: this rank's queries by all ranks' keys, for a sequence of n * share tokens."""
-        n, chunk = self.ranks, share // 2
-        steps = torch.arange(chunk, device=device)
-        places = [torch.cat([rank * chunk + steps, (2 * n - 1 - rank) * chunk + steps]) for rank in range(n)]
-        return places[self.cp.rank()][:, None] >= torch.cat(places)[None, :]
+
+def _last_keys(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Mask of queries that are the last positions of their keys; torch's kernels of devices read it as a flag.
+
+    None where as many queries as keys make it a plain causal mask, and for tensors without memory, whose kernel keeps none.
+    """
+    queries, keys = query.shape[2], key.shape[2]
+    if queries == keys or query.device.type == "meta":
+        return None
+    return causal_lower_right(queries, keys)

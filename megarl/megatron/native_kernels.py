@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megarl.megatron.host_offsets import host_offsets
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / rms(x) * weight over the last dimension. In 16 bit and on devices torch has a fused kernel."""
@@ -54,7 +56,7 @@ def rotate_packed(
     """
     assert not rotary_interleaved, "no model that mbridge knows interleaves its rotary embedding"
     ranks, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
-    rows = _positions(tuple(cu_seqlens.tolist()), ranks, rank, t.device)
+    rows = _positions(host_offsets(cu_seqlens), ranks, rank, t.device)
     half = freqs.shape[-1] // 2  # both halves hold the same angles
     angles = freqs[:, 0, :, :half]
     cos = (angles.cos() * mscale).to(t.dtype).index_select(0, rows)

@@ -15,20 +15,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.backends import BackendSpecProvider
-from megatron.core.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    set_tensor_model_parallel_attributes,
-)
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megarl.megatron.adam import Adam
 from megarl.megatron.native_attention import Attention
+from megarl.megatron.native_experts import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from megarl.megatron.native_kernels import rms_norm, rotate_packed
 
 
@@ -101,78 +96,6 @@ class Linear(torch.nn.Module):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=metadata["dp_cp_group"],
         )
-
-
-class _GroupedLinear(torch.nn.Module):
-    """The same linear of every local expert: parameters ``weight0``, ``weight1``, ..., one a local expert."""
-
-    axis: int  # cut over the expert tensor-parallel ranks
-
-    def __init__(
-        self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: Callable[[torch.Tensor], Any],
-        pg_collection: Any = None,
-        is_expert: bool = True,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        if pg_collection is None:  # Megatron before 0.16
-            pg_collection = types.SimpleNamespace(
-                ep=parallel_state.get_expert_model_parallel_group(),
-                expt_tp=parallel_state.get_expert_tensor_parallel_group(),
-                expt_dp=parallel_state.get_expert_data_parallel_group(),
-            )
-        self.num_gemms, self.groups = num_gemms, pg_collection
-        shards = pg_collection.expt_tp.size()
-        shape = [output_size, input_size]
-        shape[self.axis] //= shards
-        for i in range(num_gemms):
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=_device()))
-            with torch.no_grad(), get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
-                init_method(weight)
-            # As in Transformer Engine: an expert that is not cut is no tensor-parallel parameter.
-            set_tensor_model_parallel_attributes(weight, shards > 1, self.axis, 1)
-            weight.allreduce = not (is_expert and config.expert_model_parallel_size > 1)
-            self.register_parameter(f"weight{i}", weight)
-
-    def forward(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
-        parts = torch.split(x, tokens_per_expert)
-        return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        result = {}
-        experts = self.groups.ep.size() * self.num_gemms
-        for i in range(self.num_gemms):
-            expert = self.groups.ep.rank() * self.num_gemms + i
-            shard = make_sharded_tensors_for_checkpoint(
-                {f"{i}.weight": getattr(self, f"weight{i}")},
-                "",
-                {f"{i}.weight": self.axis},
-                (*sharded_offsets, (len(sharded_offsets), expert, experts)),
-                tp_group=self.groups.expt_tp,
-                dp_cp_group=metadata["dp_cp_group"],
-            )
-            replace_prefix_for_sharding(shard, f"{i}.", prefix)
-            tensor = shard[f"{i}.weight"]
-            tensor.replica_id = (*tensor.replica_id[:2], self.groups.expt_dp.rank())
-            result[f"{prefix}weight{i}"] = tensor
-        return result
-
-    def backward_dw(self) -> None:
-        """Megatron may ask for a delayed weight gradient; autograd has computed it already."""
-
-
-class ColumnParallelGroupedLinear(_GroupedLinear):
-    axis = 0
-
-
-class RowParallelGroupedLinear(_GroupedLinear):
-    axis = 1
 
 
 class NativeSpecProvider(BackendSpecProvider):

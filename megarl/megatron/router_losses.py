@@ -37,7 +37,7 @@ class RouterLosses:
 
     def __init__(self, chunks: list[Any], config: Any, *, balance: float, z: float) -> None:
         self.config, self.balance, self.z = config, balance, z
-        self._tokens = 1.0
+        self._tokens = torch.ones(())  # of the mini batch, on the device
         self._statistics = torch.empty(0)
         for chunk in chunks:
             for module in chunk.modules():
@@ -50,7 +50,7 @@ class RouterLosses:
             return
         tokens = torch.tensor(float(sum(batch.counted_tokens for batch in micro_batches)), device=device)
         dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
-        self._tokens = max(tokens.item(), 1.0)
+        self._tokens = tokens.clamp_(min=1.0)
         self._statistics = torch.zeros(self.config.num_layers, self.config.num_moe_experts + 2, device=device)
 
     def metrics(self) -> dict[str, float]:

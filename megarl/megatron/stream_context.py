@@ -17,6 +17,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megarl.megatron.batch import PackedStream
+from megarl.megatron.host_offsets import remember
 
 _current: PackedStream | None = None
 
@@ -33,6 +34,7 @@ def stream_params(stream: PackedStream) -> StreamParams:
     if not stream.packed:
         return StreamParams(qkv_format="sbhd", max_seqlen_q=stream.longest, max_seqlen_kv=stream.longest, stream=stream)
     offsets = stream.cu_seqlens
+    remember(offsets, stream.offsets)
     return StreamParams(
         qkv_format="thd",
         cu_seqlens_q=offsets,

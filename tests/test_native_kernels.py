@@ -1,0 +1,242 @@
+"""Fused kernels of the native layers: the same numbers as what takes their place, and what is chosen where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+
+from megarl.megatron import host_offsets, kernels, native_attention, native_experts
+from megarl.megatron.kernels import Kernel, description, grouped_gemm, packed_attention
+from megarl.megatron.native_attention import Attention, plan_chunks
+from megarl.megatron.native_experts import expert_linears, stacked
+
+CPU = torch.device("cpu")
+NONE = Kernel(None, "", "switched off")
+
+
+# --- experts -------------------------------------------------------------------------------------------------------
+
+
+def product(counts: list[int], shape: tuple[int, int], dtype: torch.dtype, *, side_by_side: bool) -> list[torch.Tensor]:
+    """Output, gradient of the input and of each expert's weight [out, in] = `shape`."""
+    torch.manual_seed(0)
+    block = torch.randn(len(counts), *shape).to(dtype)
+    parts = list(block) if side_by_side else [one.clone() for one in block]
+    weights = [torch.nn.Parameter(part) for part in parts]
+    x = torch.randn(sum(counts), shape[1]).to(dtype).requires_grad_()
+    out = expert_linears(x, counts, weights)
+    out.backward(torch.randn(out.shape).to(dtype))
+    return [out.detach(), x.grad, *(weight.grad for weight in weights)]  # type: ignore[list-item]
+
+
+@pytest.mark.skipif(not hasattr(F, "grouped_mm"), reason="this torch has no grouped product for CPUs")
+@pytest.mark.parametrize("side_by_side", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[3, 0, 5, 8], [4, 4, 4, 4], [0, 0, 1, 0], [0, 0, 0, 0]])
+def test_a_grouped_product_is_that_of_each_expert(
+    counts: list[int], dtype: torch.dtype, side_by_side: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[Any] = []
+    found = grouped_gemm(CPU, dtype)
+    assert found.function is not None, found.reason
+
+    def counting(*args: Any, **kwargs: Any) -> torch.Tensor:
+        called.append(args)
+        assert found.function is not None
+        return found.function(*args, **kwargs)
+
+    monkeypatch.setattr(native_experts, "grouped_gemm", lambda *_: Kernel(counting, "counting"))
+    grouped = product(counts, (24, 16), dtype, side_by_side=side_by_side)
+    assert len(called) == (3 if sum(counts) else 0)
+    monkeypatch.setattr(native_experts, "grouped_gemm", lambda *_: NONE)
+    for one, other in zip(grouped, product(counts, (24, 16), dtype, side_by_side=side_by_side), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(24, 10), (10, 16)])
+def test_sizes_that_a_grouped_product_refuses_go_one_by_one(shape: tuple[int, int], monkeypatch: Any) -> None:
+    """Rows of 10 numbers do not begin at multiples of 16 bytes."""
+    got = product([3, 5], shape, torch.float32, side_by_side=True)
+    monkeypatch.setattr(native_experts, "grouped_gemm", lambda *_: NONE)
+    for one, other in zip(got, product([3, 5], shape, torch.float32, side_by_side=True), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_type_without_a_grouped_product_goes_one_by_one() -> None:
+    assert "Double" in grouped_gemm(CPU, torch.float64).reason
+    assert product([3, 5], (24, 16), torch.float64, side_by_side=True)[0].dtype == torch.float64
+
+
+def test_weights_that_lie_side_by_side_are_not_copied() -> None:
+    block = torch.randn(4, 3, 2)
+    assert stacked(list(block)).data_ptr() == block.data_ptr()
+    assert torch.equal(stacked(list(block)), block)
+    for others in (list(block.flip(0)), list(block[::2]), [one.clone() for one in block], [one.t() for one in block]):
+        assert torch.equal(stacked(others), torch.stack(others))
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+def reference_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    query_offsets: torch.Tensor, key_offsets: torch.Tensor, longest_query: int, longest_key: int,
+    *, causal: bool, scale: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """What flash attention computes of packed sequences: the last query sees the last key."""
+    assert query_offsets.dtype == key_offsets.dtype == torch.int32
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1], "kernels know one width"
+    queries, keys = query_offsets.tolist(), key_offsets.tolist()
+    assert longest_query == max(b - a for a, b in pairwise(queries))
+    assert longest_key == max(b - a for a, b in pairwise(keys))
+    out = []
+    for (a, b), (c, d) in zip(pairwise(queries), pairwise(keys), strict=True):
+        q, k, v = (x.transpose(0, 1) for x in (query[a:b], key[c:d], value[c:d]))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+        if causal:
+            hidden = torch.ones(b - a, d - c, dtype=torch.bool).tril((d - c) - (b - a)).logical_not()
+            scores = scores.masked_fill(hidden, -torch.inf)
+        out.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(out)
+
+
+class Ranks:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def rank(self) -> int:
+        return self.number
+
+
+def attention(mask: AttnMaskType, ranks: int = 1, rank: int = 0, scale: float | None = None) -> Attention:
+    config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=ranks)
+    groups = SimpleNamespace(cp=Ranks(rank))
+    return Attention(config, 1, mask, "self", softmax_scale=scale, pg_collection=groups)
+
+
+def packed(lengths: list[int]) -> Any:
+    offsets = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+    return SimpleNamespace(cu_seqlens_q=offsets, cu_seqlens_q_padded=None)
+
+
+def inputs(tokens: int, value: int = 16) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    shapes = [(tokens, 4, 16), (tokens, 2, 16), (tokens, 2, value)]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def with_gradients(compute: Callable[..., torch.Tensor], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    out = compute(*tensors)
+    torch.manual_seed(2)
+    return [out.detach(), *torch.autograd.grad(out, tensors, torch.randn(out.shape))]
+
+
+@pytest.mark.parametrize("mask", [AttnMaskType.causal, AttnMaskType.no_mask])
+@pytest.mark.parametrize("value", [16, 12])
+def test_a_kernel_for_packed_sequences_computes_what_rectangles_do(
+    mask: AttnMaskType, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [5, 1, 9, 3]
+    layer, params = attention(mask, scale=0.3), packed(lengths)
+
+    def compute(*tensors: torch.Tensor) -> torch.Tensor:
+        return layer(*tensors, packed_seq_params=params)
+
+    padded = with_gradients(compute, inputs(sum(lengths), value))
+    monkeypatch.setattr(native_attention, "packed_attention", lambda *_: Kernel(reference_kernel, "reference"))
+    monkeypatch.setattr(native_attention, "plan_padding", None)  # nothing is padded
+    for one, other in zip(with_gradients(compute, inputs(sum(lengths), value)), padded, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_keeps_the_kernel_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_attention, "packed_attention", lambda *_: Kernel(reference_kernel, "reference"))
+    layer = attention(AttnMaskType.causal)
+    query = torch.empty(0)
+    assert layer._packed_kernel(query) is reference_kernel
+    layer.dropout = 0.1
+    assert layer._packed_kernel(query) is None
+    assert layer.eval()._packed_kernel(query) is reference_kernel
+
+
+@pytest.mark.parametrize("by_kernel", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_chunks_of_a_sequence_see_what_is_before_them(
+    ranks: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [4 * ranks, 2 * ranks, 6 * ranks]
+    query, key, value = inputs(sum(lengths), value=12)
+    whole = attention(AttnMaskType.causal)._packed(query, key, value, tuple(lengths))
+    if by_kernel:
+        monkeypatch.setattr(native_attention, "packed_attention", lambda *_: Kernel(reference_kernel, "reference"))
+    places, start = [], 0
+    for length in lengths:  # as batch.py's _share
+        chunk = length // (2 * ranks)
+        places.append(
+            [[start + n * chunk + i for n in (r, 2 * ranks - 1 - r) for i in range(chunk)] for r in range(ranks)]
+        )
+        start += length
+    of_rank = [torch.tensor([token for sequence in places for token in sequence[rank]]) for rank in range(ranks)]
+    order = torch.cat(of_rank)
+    shares = tuple(length // ranks for length in lengths)
+    for rank in range(ranks):
+        layer = attention(AttnMaskType.causal, ranks, rank)
+        got = layer._packed_over_ranks(query[of_rank[rank]], key[order], value[order], shares)
+        torch.testing.assert_close(got, whole[of_rank[rank]], rtol=1e-4, atol=1e-5)
+        plan = plan_chunks(shares, ranks, rank, CPU)
+        seen = sum(sum(chunk.key_lengths) for chunk in plan.chunks)
+        assert seen == sum(lengths) * (2 * ranks + 1) // (2 * ranks), "no key is read that no query of the chunk sees"
+
+
+# --- choice --------------------------------------------------------------------------------------------------------
+
+
+def test_the_choice_is_said_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "padded rectangles (no kernel for cpu)" in description(CPU, torch.float32, experts=False)
+    assert "experts one by one (torch.nn.functional.grouped_mm: " in description(CPU, torch.float64, experts=True)
+    monkeypatch.delattr(F, "grouped_mm", raising=False)
+    monkeypatch.delattr(torch, "_grouped_mm", raising=False)
+    kernels._grouped_gemm.cache_clear()
+    try:
+        assert f"torch {torch.__version__} has no grouped_mm" in grouped_gemm(CPU, torch.float32).reason
+    finally:
+        kernels._grouped_gemm.cache_clear()
+
+
+def test_a_device_without_any_kernel_says_what_each_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt runs on a CPU, which has neither kernel."""
+    monkeypatch.setattr(kernels, "_try_attention", lambda function, _, dtype: _attempt(function, dtype))
+    kernels._packed_attention.cache_clear()
+    try:
+        reason = packed_attention(torch.device("cuda"), torch.float32).reason
+    finally:
+        kernels._packed_attention.cache_clear()
+    assert "torch.nn.attention.varlen: " in reason and "flash_attn: not installed" in reason
+
+
+def _attempt(function: Callable[..., torch.Tensor], dtype: torch.dtype) -> None:
+    tokens = torch.ones(4, 2, 64, dtype=dtype)
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
+    function(tokens, tokens, tokens, offsets, offsets, 4, 4, causal=True, scale=None)
+
+
+# --- offsets -------------------------------------------------------------------------------------------------------
+
+
+def test_offsets_of_a_batch_are_not_read_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, other = (torch.tensor([0, 3, 7], dtype=torch.int32) for _ in range(2))
+    host_offsets.remember(known, [0, 3, 7])
+    reads: list[torch.Tensor] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(self) or tolist(self))
+    assert host_offsets.host_offsets(known) == (0, 3, 7) and not reads
+    assert [host_offsets.host_offsets(other) for _ in range(2)] == [(0, 3, 7)] * 2
+    assert len(reads) == 1
