@@ -49,7 +49,7 @@ A3 = """\
 """
 NVIDIA = """\
 +-----------------------------------------------------------------------------------------+
-| NVIDIA-SMI 550.90.07              Driver Version: 550.90.07      CUDA Version: 12.4     |
+| NVIDIA-SMI 580.95.05              Driver Version: 580.95.05      CUDA Version: 13.0     |
 |-----------------------------------------+------------------------+----------------------+
 """
 CHRONY = "Reference ID    : A29FC87B (time.example)\nStratum         : 3\nLeap status     : Normal\n"
@@ -168,10 +168,11 @@ def npu_machine(root: Path) -> FakeMachine:
 
 def cuda_machine(root: Path) -> FakeMachine:
     """Two GPUs; nothing is wrong."""
-    machine = _base(root, engine="cuda", torch={"kind": "cuda", "names": ["NVIDIA H100"] * 2, "version": "2.9.0", "cuda": "12.4"})  # fmt: skip
+    machine = _base(root, engine="cuda", torch={"kind": "cuda", "names": ["NVIDIA H100"] * 2, "version": "2.13.0", "cuda": "13.0"})  # fmt: skip
     machine.packages = {
-        "torch": "2.9.0", "transformers": "4.57.6", "vllm": "0.18.0", "megatron-core": "0.16.1", "mbridge": "0.15.1",
-        "ray": "2.60.0",
+        "torch": "2.13.0", "transformers": "5.19.0", "vllm": "0.32.0", "megatron-core": "0.16.1", "mbridge": "0.15.1",
+        "ray": "2.60.0", "transformer-engine": "2.11.0", "transformer-engine-torch": "2.11.0",
+        "transformer-engine-cu13": "2.11.0",
     }  # fmt: skip
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         machine.write(f"/dev/{name}")

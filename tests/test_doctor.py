@@ -25,6 +25,7 @@ from megarl.doctor import command, network, system
 from megarl.doctor.nodes import NodeReport, compared
 from megarl.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
 from megarl.doctor.versions import PYTHON, SETS
+from megarl.platform.cuda_kind import TRANSFORMER_ENGINE
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.found import platform_of
 from megarl.platform.kinds import KINDS, NPU
@@ -49,6 +50,25 @@ class TestVersions:
         pins = dict(re.findall(r"^    ([\w-]+) == (\S+)$", part[1], re.M))
         newest = next(one for one in SETS if one.device == extra)
         assert pins and all(version in SpecifierSet(newest.packages[name]) for name, version in pins.items())
+
+    def test_the_cuda_lock_is_of_the_set_and_of_the_extras(self) -> None:
+        (cuda,) = (one for one in SETS if one.device == "cuda")
+        files = ("requirements-cuda.txt", "requirements-cuda-te.txt")
+        lock, engine = (
+            dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "launch" / name).read_text(), re.M)) for name in files
+        )
+        assert {name: lock.get(name) for name, wanted in cuda.packages.items() if lock.get(name) not in SpecifierSet(wanted)} == {}  # fmt: skip
+        parts = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
+        (version,) = {engine[part] for part in parts}
+        assert version in SpecifierSet(TRANSFORMER_ENGINE)
+        text = (ROOT / "setup.cfg").read_text().replace(" ", "")
+        assert f"vllm{cuda.packages['vllm']}" in text
+        assert f"transformer-engine[core_cu13,pytorch]{TRANSFORMER_ENGINE}" in text
+        needed = re.search(r"^install_requires=\n((?:\w.*\n)+)", text, re.M)
+        assert needed is not None
+        names = [re.split(r"[<>=]", line)[0] for line in needed[1].split()]
+        assert not [name for name in names if name not in lock], "megarl's own requirements are in the lock"
+        assert lock["torch"].startswith("2.13.") and lock["nvidia-cuda-runtime"].startswith("13.0.")
 
     def test_python_is_that_of_setup_cfg(self) -> None:
         assert f"python_requires = >={PYTHON[0]},<{PYTHON[1]}" in (ROOT / "setup.cfg").read_text()

@@ -74,6 +74,16 @@ def test_a_type_without_a_grouped_product_goes_one_by_one() -> None:
     assert product([3, 5], (24, 16), torch.float64, side_by_side=True)[0].dtype == torch.float64
 
 
+def test_a_product_of_tensors_without_memory_has_its_shapes() -> None:
+    real, planned = ([], [])  # type: ignore[var-annotated]
+    for device, shapes in ((CPU, real), (torch.device("meta"), planned)):
+        x = torch.randn(8, 16, device=device, requires_grad=True)
+        weights = [torch.nn.Parameter(torch.randn(24, 16, device=device)) for _ in range(2)]
+        out = expert_linears(x, [3, 5], weights)
+        shapes += [one.shape for one in (out, *torch.autograd.grad(out, [x, *weights], torch.empty_like(out)))]
+    assert real == planned
+
+
 def test_weights_that_lie_side_by_side_are_not_copied() -> None:
     block = torch.randn(4, 3, 2)
     assert stacked(list(block)).data_ptr() == block.data_ptr()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import subprocess
 import sys
 from typing import get_args
@@ -9,8 +11,13 @@ from typing import get_args
 import pytest
 
 from megarl import platform
+from megarl.config.schema import Recipe
+from megarl.platform.cpu import CPUPlatform
+from megarl.platform.cuda import CUDAPlatform
+from megarl.platform.cuda_kind import installation_notices
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS, DeviceName
+from megarl.start_engines import environment_notices
 
 
 def _here(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -66,3 +73,28 @@ assert 0.01 < cpu.peak_memory() < 100 and not cpu.can_offload and cpu.device().t
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_environment_without_transformer_engine_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"vllm": "0.34.1"}
+
+    def version(name: str) -> str:
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    missing, vllm = installation_notices()
+    assert "1.2 to 2 times as long" in missing and "estimated, not measured" in missing
+    assert vllm.startswith("vllm 0.34.1 is outside of >=0.32,<0.34")
+    versions |= {"vllm": "0.33.0", "transformer-engine": "2.11.0"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert installation_notices() == []
+
+
+def test_a_start_on_gpus_says_what_the_installation_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe, lacking = Recipe(), ["Transformer Engine is not installed: ..."]
+    monkeypatch.setattr("megarl.platform.cuda.installation_notices", lambda: lacking)
+    assert environment_notices(recipe, CUDAPlatform())[:1] == lacking
+    assert environment_notices(recipe, CPUPlatform()) == []

@@ -83,7 +83,7 @@ def _trainer_env(recipe: Recipe, platform: Platform) -> dict[str, str]:
 
 def trainer_notices(recipe: Recipe, platform: Platform) -> list[str]:
     """What is to be said of settings for trainers that the environment of this command has otherwise."""
-    return notices("trainers", _trainer_env(recipe, platform))
+    return [*platform.installation_notices(), *notices("trainers", _trainer_env(recipe, platform))]
 
 
 def connect(

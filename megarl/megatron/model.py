@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import logging
 import random
 import socket
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from megarl.megatron.lora.targets import check_lora
 from megarl.model_config import number_of_experts, text_fields
 from megarl.platform import Platform
 from megarl.platform.adaptor import adaptor
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -72,8 +75,12 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     megatron_fixes.install()
     if platform.uses_native_layers:
         from megarl.megatron import native_layers
+        from megarl.megatron.kernels import description
 
         native_layers.install()
+        if torch.distributed.get_rank() == 0:
+            experts = bool(number_of_experts(text_fields(hf_config.to_dict())))
+            logger.info(description(platform.device(), DTYPES[recipe.model.dtype], experts=experts))
     if value_head:
         critic.untie(hf_config)
     bridge = _bridge(recipe, hf_config, platform)

@@ -136,9 +136,9 @@ class _GroupedProduct(torch.autograd.Function):
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return `weights` of one shape [out, in] as [experts, out, in]; a view where they follow each other in one storage."""
     first, size = weights[0], weights[0].numel()
-    storage, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    storage, start = first.untyped_storage()._cdata, first.storage_offset()
     for number, weight in enumerate(weights):
-        here = weight.untyped_storage().data_ptr() == storage and weight.storage_offset() == start + number * size
+        here = weight.untyped_storage()._cdata == storage and weight.storage_offset() == start + number * size
         if not (here and weight.is_contiguous()):
             return torch.stack(list(weights))
     return first.detach().as_strided((len(weights), *first.shape), (size, *first.stride()))

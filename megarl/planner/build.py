@@ -26,6 +26,7 @@ from megarl.planner.plan import EngineRank, Links, Plan
 from megarl.planner.refusals import too_large
 from megarl.planner.stages import Counted, Stage, check_trainable, counted, left_out
 from megarl.planner.turns import takes_turns
+from megarl.platform.cuda_kind import installation_notices
 from megarl.platform.devices import Device
 
 _WHOLE = 27.0
@@ -120,7 +121,7 @@ def _counted(
         readers={section: rank for section, rank in ranks.items() if section != ROLLOUT},
         not_counted=list(unknown),
         unchecked=list(unknown.values()),
-        notes=[*not_planned, *_notes(recipe, found, kinds, actor), *ASSUMED],
+        notes=[*not_planned, *_notes(recipe, found, kinds, actor), *_of_device(recipe, device), *ASSUMED],
     )
     return plan, kinds, ranks
 
@@ -186,6 +187,12 @@ def _with_proposals(
     looked = f"Layouts that fit were looked for during {seconds:.0f} s, and {len(found) or 'none'} found in that time"
     notes = [f"{looked}; plan --search looks for longer (--seconds)."] if stopped else []
     return replace(plan, proposals=found, notes=[*notes, *plan.notes])
+
+
+def _of_device(recipe: Recipe, device: Device | None) -> list[str]:
+    """What the environment of this command lacks for the planned device; the machines of the run may have it."""
+    name = device.kind if device is not None and recipe.cluster.device == "auto" else recipe.cluster.device
+    return [f"In this environment {notice}." for notice in installation_notices()] if name == "cuda" else []
 
 
 def _notes(recipe: Recipe, stages: list[Stage], kinds: list[Engine], model: dict[str, Any]) -> list[str]:

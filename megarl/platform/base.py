@@ -82,6 +82,10 @@ class Platform(ABC):
         """What a trainer process needs in its environment for `train.deterministic`, besides what torch itself is told."""
         return {}
 
+    def installation_notices(self) -> list[str]:
+        """What this environment lacks for the device, or has in untested versions, and what that costs; for the start."""
+        return []
+
     def rollout_env(self) -> dict[str, str]:
         """Environment of an engine process, to be set before it starts."""
         return {}

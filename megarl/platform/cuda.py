@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megarl.platform.base import Platform
-from megarl.platform.cuda_kind import CUDA
+from megarl.platform.cuda_kind import CUDA, installation_notices
 
 
 class CUDAPlatform(Platform):
@@ -28,6 +28,9 @@ class CUDAPlatform(Platform):
 
     def prepare(self) -> None:
         """Nothing: Megatron is written for CUDA."""
+
+    def installation_notices(self) -> list[str]:
+        return installation_notices()
 
     def trainer_env(self, timeout: float) -> dict[str, str]:
         # Megatron overlaps communication with computation by the order in which kernels are queued.

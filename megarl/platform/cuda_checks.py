@@ -1,4 +1,4 @@
-"""What a machine with NVIDIA GPUs needs beside Python packages: a driver that answers, and is new enough."""
+"""What a machine with NVIDIA GPUs needs: a driver that answers and is new enough, and Transformer Engine, whole."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Iterator
 from megarl.checks.check import check
 from megarl.checks.finding import Finding, Needs, fail, ok, warning
 from megarl.checks.machine import Machine, Output
-from megarl.platform.cuda_kind import CUDA
+from megarl.checks.versions import meets
+from megarl.platform.cuda_kind import CUDA, TRANSFORMER_ENGINE, WITHOUT_TRANSFORMER_ENGINE
 from megarl.platform.found import TorchSees, busy, platform_of, torch_sees
+
+_TE_SECONDS = 120.0
+_TE_IMPORT = "import transformer_engine.pytorch"
 
 
 @check(
@@ -49,4 +53,48 @@ def _nvidia_driver(head: Output, sees: TorchSees) -> Iterator[Finding]:
         yield ok(said)
 
 
-CHECKS = (nvidia,)
+@check(
+    "transformer-engine",
+    "its packages are of one version, of those that Megatron asks for, built for torch's CUDA, and can be imported",
+    seconds=_TE_SECONDS + 15,
+)
+def transformer_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
+    if platform_of(machine, needs).kind is not CUDA or (needs.recipe and not needs.trains):
+        return
+    have = {name: version for name in _TE_PARTS if (version := machine.version(name))}
+    if "transformer-engine" not in have:
+        yield warning(WITHOUT_TRANSFORMER_ENGINE, _TE_INSTALL)
+        return
+    whole = have["transformer-engine"]
+    if not meets(whole, TRANSFORMER_ENGINE):
+        yield warning(f"transformer-engine {whole}; megatron-core asks for {TRANSFORMER_ENGINE}", _TE_INSTALL)
+    cores = [name for name in have if name.startswith("transformer-engine-cu")]
+    if "transformer-engine-torch" not in have or not cores:
+        lacking = "transformer-engine-torch" if cores else "transformer-engine-cu13"
+        yield fail(
+            f"transformer-engine {whole} without {lacking}: `import transformer_engine.pytorch` fails", _TE_INSTALL
+        )
+        return
+    others = [f"{name} {version}" for name, version in have.items() if version != whole]
+    if others:
+        yield fail(f"transformer-engine {whole} beside {', '.join(others)}: all must be of one version", _TE_INSTALL)
+        return
+    sees = torch_sees(machine)
+    major = (sees.cuda or "").split(".")[0]
+    if major and f"transformer-engine-cu{major}" not in have:
+        yield fail(
+            f"{', '.join(cores)} beside a torch for CUDA {sees.cuda}",
+            f"pip install transformer-engine-cu{major}=={whole}",
+        )
+        return
+    imported = machine.python_code(_TE_IMPORT, _TE_SECONDS)
+    if not imported.good:
+        yield fail(f"{_TE_IMPORT}: {imported.last_error}", f"build it against the installed torch: {_TE_INSTALL}")
+    elif meets(whole, TRANSFORMER_ENGINE):
+        yield ok(f"Transformer Engine {whole}")
+
+
+_TE_PARTS = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
+_TE_INSTALL = "pip install --no-build-isolation -r launch/requirements-cuda-te.txt (docs/cuda.md)"
+
+CHECKS = (nvidia, transformer_engine)

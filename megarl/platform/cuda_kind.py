@@ -1,9 +1,22 @@
-"""NVIDIA GPUs, as `DeviceKind` has them. The set of versions is the extra of setup.cfg."""
+"""NVIDIA GPUs, as `DeviceKind` has them. The set of versions is the extra of setup.cfg; launch/requirements-cuda.txt has an
+exact one."""
 
 from __future__ import annotations
 
-from megarl.checks.versions import VersionSet
+import importlib.metadata
+import importlib.util
+
+from megarl.checks.versions import VersionSet, meets
 from megarl.platform.device_kind import DeviceKind
+
+TRANSFORMER_ENGINE = ">=2.9,<2.12"
+"""Versions that megatron-core 0.16.1 asks for: its metadata, extra `dev`."""
+
+WITHOUT_TRANSFORMER_ENGINE = (
+    "Transformer Engine is not installed: trainers compute with megarl's native layers on torch's kernels. Their passes are "
+    "expected to take 1.2 to 2 times as long, mixture-of-experts models most (estimated, not measured). docs/cuda.md says "
+    "how to install it"
+)
 
 CUDA = DeviceKind(
     name="cuda",
@@ -30,15 +43,31 @@ CUDA = DeviceKind(
             "cuda",
             ("3.10", "3.11", "3.12"),
             {
-                "torch": "",
-                "transformers": "",
-                "vllm": "",
+                "torch": ">=2.13,<2.15",
+                "transformers": ">=5.16.1,<5.21",
+                "vllm": ">=0.32,<0.34",
                 "megatron-core": "==0.16.1",
                 "mbridge": "==0.15.1",
                 "ray": "==2.60.0",
             },
-            install="pip install megarl[cuda]",
-            remark="vLLM brings the torch and the transformers that it was built with",
+            install="pip install -r launch/requirements-cuda.txt",
+            remark="vLLM 0.32 goes with torch 2.13, 0.33 with torch 2.14",
         ),
     ),
 )
+
+
+def installation_notices() -> list[str]:
+    """What this environment lacks of the CUDA set, or has in versions outside of it, and what that costs."""
+    notices = []
+    if importlib.util.find_spec("transformer_engine") is None:
+        notices.append(WITHOUT_TRANSFORMER_ENGINE)
+    ranges = {"transformer-engine": TRANSFORMER_ENGINE, "vllm": CUDA.sets[0].packages["vllm"]}
+    for name, wanted in ranges.items():
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not meets(version, wanted):
+            notices.append(f"{name} {version} is outside of {wanted}, which this version of megarl goes with: untested")
+    return notices
