@@ -20,7 +20,8 @@ class ObserveConfig:
     """What a person sees. metrics.jsonl is always written."""
 
     console: Literal["auto", "live", "plain"] = key(
-        "auto", "A live display, or a line for each part of the start and each step. auto: live on a terminal."
+        "auto",
+        "A live display, or lines for a log: parts of the start, steps (docs/metrics.md). auto: live on a terminal.",
     )
     tensorboard: bool = key(True, "Write TensorBoard events.")
     trackers: list[str] = key([], "Any of wandb, swanlab, mlflow; each must be installed and logged in.")

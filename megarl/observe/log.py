@@ -6,6 +6,8 @@ import contextlib
 import contextvars
 import json
 import math
+import os
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,7 +77,8 @@ class RunLog:
         self._console: Console = make_console(self._recipe, first_step - 1, self._total_steps)
         self._parts.callback(self._console.close)
         self._sessions = _read_sessions(self.run_dir.summary)
-        self._sessions.append({"first_step": first_step, "began": time.time(), "status": "running"})
+        process = {"pid": os.getpid(), "host": socket.gethostname()}
+        self._sessions.append({"first_step": first_step, "began": time.time(), "status": "running", **process})
         self._reserve = Reserve(self.run_dir.path / ".reserve")
         self._parts.callback(self._reserve.release)
         self._write_summary("running", None)
