@@ -63,5 +63,5 @@ def say_what_was_learned(recipe: Recipe, run: Path, seconds: float) -> None:
 
 
 if __name__ == "__main__":  # engine and Ray processes import this module anew
-    arguments = sys.argv[1:]
-    leave(guarded(lambda: quickstart(arguments), debug=False))
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    leave(guarded(lambda: quickstart(arguments), debug="--debug" in sys.argv))

@@ -40,15 +40,24 @@ def start(address: str | None, guard: Guard) -> None:
 
 def _start_private(guard: Guard) -> None:
     os.environ.update(guard.env)  # inherited by all that Ray starts
-    ray.init(
-        address="local",
-        num_cpus=PRIVATE_CPUS,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        object_store_memory=object_store_bytes(_free_shared_memory(), _memory()),
-        logging_level="error",
-        log_to_driver=False,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=PRIVATE_CPUS,
+            include_dashboard=False,
+            _node_ip_address="127.0.0.1",
+            object_store_memory=object_store_bytes(_free_shared_memory(), _memory()),
+            logging_level="error",
+            log_to_driver=False,
+        )
+    except Exception as error:
+        if "timed out" not in str(error):  # Ray has no class for it
+            raise
+        load = f"{os.getloadavg()[0]:.0f} processes want to run on {os.cpu_count()} cores"
+        raise RuntimeError(
+            f"Ray did not start on this machine in time ({load}). Try again when it is less busy; Ray's logs are in "
+            f"/tmp/ray/session_latest/logs.\nRay says: {error}"
+        ) from error
 
 
 def object_store_bytes(shared_memory: int, memory: int) -> int:

@@ -1,0 +1,89 @@
+"""The words that a new user meets: how a run ends, how to go on, and what a machine that is too busy says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from megarl.config.schema import Recipe
+from megarl.observe.closing import after_interruption, after_training
+from megarl.observe.run_dir import RunDirectory
+from tests.checkpoint_parts import saver, state
+from tests.cluster_workers import ROOT
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    recipe = Recipe()
+    recipe.name, recipe.train.source, recipe.data.eval_files = "mine", "rollout", ["/data/test.parquet"]
+    return recipe
+
+
+def run_with(folder: Path, *names: str, steps: tuple[int, ...] = ()) -> RunDirectory:
+    run = RunDirectory(folder / "runs" / "mine")
+    for name in names:
+        (run.path / name).mkdir(parents=True) if name == "hf" else (run.path / name).write_text("")
+    for step in steps:
+        saver(run.checkpoints).save(step, state())
+    return run
+
+
+def test_a_run_ends_with_its_paths_and_the_next_commands(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with(tmp_path, "hf", "report.html", steps=(5, 10))
+    monkeypatch.chdir(tmp_path)
+    assert after_training(recipe, run) == [
+        "mine: finished",
+        "  run         runs/mine",
+        "  report      runs/mine/report.html",
+        "  checkpoint  runs/mine/checkpoints/step_000010",
+        "  model       runs/mine/hf",
+        "next:",
+        "  python -m megarl eval runs/mine/recipe.resolved.yaml model.path=runs/mine/hf",
+    ]
+
+
+def test_without_an_exported_model_the_export_comes_first(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_with(tmp_path, steps=(3,))
+    lines = after_training(recipe, run)
+    assert f"  python -m megarl export {run.path} --out models/mine" in lines, "from another folder: the whole path"
+    assert f"  python -m megarl eval {run.recipe} model.path=models/mine" in lines
+    assert f"  python -m megarl report {run.path}" in lines, "observe.report was off"
+    recipe.train.source = "sft"
+    assert not [line for line in after_training(recipe, run) if " eval " in line], (
+        "eval samples; SFT has the loss alone"
+    )
+
+
+def test_a_run_that_kept_no_weights_says_so(recipe: Recipe, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "runs" / "mine")
+    lines = after_training(recipe, run)
+    assert "no weights were kept" in lines[2] and not [line for line in lines if "export " in line]
+    assert "same command with train.resume=auto" in after_interruption(recipe, run)[-1]
+
+
+def test_a_busy_machine_is_named_where_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.cluster import ray_start
+    from megarl.cluster.guard import Guard
+
+    def late(**_: object) -> NoReturn:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.setattr(ray_start.ray, "init", late)
+    monkeypatch.setattr(Guard, "env", {}, raising=False)
+    with pytest.raises(RuntimeError, match=r"did not start.*processes want to run on \d+ cores.*less busy"):
+        ray_start._start_private(Guard.__new__(Guard))
+
+
+def test_the_quickstart_takes_debug() -> None:
+    """Its errors offer it."""
+    command = [sys.executable, "-m", "megarl.quickstart", "--debug", "train.step=3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "train.steps" in done.stderr and "Traceback" in done.stderr
