@@ -69,7 +69,7 @@ EXCEPTIONS = {
 # Outside packages and the only part of megarl that may import them.
 HOMES = {
     "ray": ("cluster",),
-    "megatron": ("megatron", "planner"),
+    "megatron": ("megatron", "planner", "commands"),
     "mbridge": ("megatron", "planner"),
     "vllm": ("engines",),
     "sglang": ("engines",),

@@ -37,6 +37,24 @@ STAGES: tuple[Stage, ...] = (
         "weight exchange that will be taken; host memory and /dev/shm",
         "no check of the doctor fails; all nodes have the same versions; the route is the recipe's",
     ),
+    Stage(
+        1,
+        "kernels",
+        5,
+        "layers as the platform builds them, against float64 on the CPU: packed attention of uneven lengths (GQA, MLA "
+        "192/128), rms_norm, swiglu, grouped matmul with empty experts, permute, rotary embedding, Adam, storage resize, "
+        "page-locked copies; in float32 and bfloat16, twice under train.deterministic",
+        "relative error below 1e-5 in float32 and 1e-2 in bfloat16; both calls give the same bits",
+    ),
+    Stage(
+        2,
+        "model parity",
+        8,
+        "four tiny models (dense, MoE, MLA with MoE and YaRN, vision-language) in TP, PP, EP, ETP and CP of up to 4 "
+        "devices: log-probs, two optimizer steps, recomputation, offload, checkpoint and resume",
+        "log-probs within 1e-4 nats in float32 (largest) and 2e-2 in bfloat16 (mean) of references; gradient norms within "
+        "0.1 % and 3 %; a resumed step equals the unbroken one",
+    ),
 )
 BUNDLE = 8  # the last stage, which the controller runs itself: it must work whatever became of the others
 BUNDLE_MINUTES = 1.0

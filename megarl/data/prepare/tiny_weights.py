@@ -25,7 +25,7 @@ def write_weights(path: Path, config: Config, seed: int, norm_spread: float) -> 
     from safetensors.numpy import save_file
 
     tensors = {}
-    for name, shape in _shapes(config):
+    for name, shape in shapes(config):
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         noise = rng.standard_normal(shape, dtype=np.float32)
         if len(shape) > 1:
@@ -36,7 +36,7 @@ def write_weights(path: Path, config: Config, seed: int, norm_spread: float) -> 
     give_default_mode(path)
 
 
-def _shapes(config: Config) -> Shapes:
+def shapes(config: Config) -> Shapes:
     """Every tensor of the checkpoint, under the architecture's own names, as (name, [out, in])."""
     kind = config["model_type"]
     if kind not in KINDS:

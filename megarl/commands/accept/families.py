@@ -1,0 +1,228 @@
+"""Four tiny models, one per family, and a batch for them: the same bits with any version of any package.
+
+Weights and inputs follow from integer hashes of names and places; nothing is drawn from a library's random generator.
+Weights are multiples of a power of two with at most seven significant bits, so that float32 and bfloat16 hold the same
+values. Sizes of heads are those of the published models, since kernels on devices are made for these.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.data.prepare.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, PAD_ID, VOCAB_LIMIT, make_tiny_tokenizer
+from megarl.data.prepare.tiny_weights import shapes
+
+Config = dict[str, Any]
+
+LENGTHS = (7, 13, 41, 5, 3, 15, 9, 3)  # of the batch's sequences: uneven
+SKETCHES = 8  # random projections of a layer's output
+IMAGE_START, IMAGE_END, IMAGE = FIRST_IMAGE_ID, FIRST_IMAGE_ID + 1, FIRST_IMAGE_ID + 2
+IMAGES = {1: [(2, (4, 6))], 2: [(3, (8, 4)), (14, (6, 10))], 5: [(8, (4, 4))]}
+"""Of the VL family, by number of the sequence: (first token, (rows, columns) of patches) of each image."""
+PATCH_VALUES, MERGE = 3 * 2 * 14 * 14, 2
+
+_COMMON: Config = {
+    "vocab_size": VOCAB_LIMIT,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1280,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.05,
+    "bos_token_id": None,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+    "use_cache": True,
+    "torch_dtype": "float32",
+}
+_EXPERTS: Config = {"moe_intermediate_size": 128, "norm_topk_prob": True}
+_YARN: Config = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 40,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 32,
+}
+
+FAMILIES: dict[str, Config] = {
+    "dense": {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        **_COMMON,
+        "head_dim": 128,
+        "attention_bias": False,
+    },
+    "moe": {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        **_COMMON,
+        **_EXPERTS,
+        "head_dim": 128,
+        "attention_bias": False,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+    },
+    "mla": {
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        **_COMMON,
+        **_EXPERTS,
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "routed_scaling_factor": 2.5,
+        "num_nextn_predict_layers": 0,
+        "rope_interleave": True,
+        "rope_scaling": _YARN,
+    },
+    "vl": {
+        "model_type": "qwen2_5_vl",
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        **_COMMON,
+        "hidden_size": 256,
+        "num_attention_heads": 2,
+        "rope_scaling": {"type": "mrope", "rope_type": "default", "mrope_section": [16, 24, 24]},
+        "use_sliding_window": False,
+        "vision_start_token_id": IMAGE_START,
+        "vision_end_token_id": IMAGE_END,
+        "image_token_id": IMAGE,
+        "video_token_id": FIRST_IMAGE_ID + 3,
+        "vision_config": {
+            "model_type": "qwen2_5_vl",
+            "depth": 4,
+            "hidden_size": 160,
+            "intermediate_size": 192,
+            "num_heads": 2,
+            "out_hidden_size": 256,
+            "patch_size": 14,
+            "in_channels": 3,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": 2,
+            "window_size": 56,
+            "fullatt_block_indexes": [1, 3],
+            "hidden_act": "silu",
+            "tokens_per_second": 2,
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One image of a sequence: `pixels` [patches, PATCH_VALUES] float32, `grid` (1, rows, columns) of patches."""
+
+    start: int
+    pixels: np.ndarray
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Tokens [L] int64, advantages [L] float32, and images."""
+
+    tokens: np.ndarray
+    advantages: np.ndarray
+    images: tuple[Picture, ...] = ()
+
+
+def hashed(name: str, count: int) -> np.ndarray:
+    """`count` integers, uint64, that depend on `name` and place alone (splitmix64)."""
+    state = np.arange(1, count + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        state = state * np.uint64(0x9E3779B97F4A7C15) + np.uint64(zlib.crc32(name.encode()) << 20)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def spread(name: str, count: int) -> np.ndarray:
+    """`count` numbers, float32: multiples of 1/64 in [-1, 1]."""
+    return ((hashed(name, count) % np.uint64(129)).astype(np.int64) - 64).astype(np.float32) / np.float32(64)
+
+
+def weights(family: str) -> dict[str, np.ndarray]:
+    """Every tensor of the family's checkpoint. Norms lie about 1; a router's rows are large, so that rounding does not
+    change which experts are chosen."""
+    tensors = {}
+    for name, shape in shapes(FAMILIES[family]):
+        values = spread(f"{family}:{name}", int(np.prod(shape))).reshape(shape)
+        if "norm" in name or name.endswith("ln_q.weight"):
+            tensors[name] = np.float32(1) + values * np.float32(0.25)
+        elif len(shape) == 1:  # biases
+            tensors[name] = values * np.float32(2**-6)
+        elif name.endswith("mlp.gate.weight"):
+            tensors[name] = values * np.float32(0.5)
+        else:
+            tensors[name] = values * np.float32(0.125)
+    return tensors
+
+
+def batch(family: str) -> list[Sequence]:
+    """The sequences of the family's batch."""
+    sequences = []
+    for number, length in enumerate(LENGTHS):
+        place = f"{family}:sequence {number}"
+        tokens = 8 + (hashed(place, length) % np.uint64(VOCAB_LIMIT - 8)).astype(np.int64)
+        advantages = spread(f"{place} advantages", length)
+        pictures = []
+        for start, (rows, columns) in IMAGES.get(number, []) if family == "vl" else []:
+            count = rows * columns // MERGE**2
+            tokens[start - 1], tokens[start : start + count], tokens[start + count] = IMAGE_START, IMAGE, IMAGE_END
+            values = spread(f"{place} image {start}", rows * columns * PATCH_VALUES)
+            pictures.append(Picture(start, values.reshape(rows * columns, PATCH_VALUES), (1, rows, columns)))
+        sequences.append(Sequence(tokens, advantages, tuple(pictures)))
+    return sequences
+
+
+def sketch_signs(rows: np.ndarray, width: int) -> np.ndarray:
+    """Signs [rows, SKETCHES, width] int8 that a layer's output is projected on; `rows`: numbers of tokens in the batch."""
+    bits = np.stack([hashed(f"sketch {row}", SKETCHES * width) for row in rows.tolist()]) >> np.uint64(17)
+    return ((bits & np.uint64(1)).astype(np.int8) * 2 - 1).reshape(len(rows), SKETCHES, width)
+
+
+def write_family(family: str, folder: Path) -> Path:
+    """Write the family's Hugging Face directory below `folder`, unless it is there; returns it."""
+    from safetensors.numpy import save_file
+
+    path = folder / family
+    if (path / "config.json").exists():
+        return path
+    config = FAMILIES[family]
+    path.mkdir(parents=True, exist_ok=True)
+    make_tiny_tokenizer(path, images="vision_config" in config)
+    save_file(weights(family), path / "model.safetensors", metadata={"format": "pt"})
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}))
+    (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")  # last: the folder is whole
+    return path

@@ -1,0 +1,56 @@
+"""Reference results of the four tiny models, computed by transformers in float64; `tests/make_goldens.py` writes them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+FOLDER = Path(__file__).parent / "golden_files"
+STEPS = 2
+LEARNING_RATE, EPSILON, CLIP_GRAD, BETAS = 1e-2, 1e-2, 1.0, (0.9, 0.999)
+"""Of the optimizer steps. A large epsilon keeps Adam's update smooth in the gradient, so that rounding stays rounding."""
+
+
+@dataclass(frozen=True)
+class Golden:
+    """`log_probs`, `log_probs_after` (the optimizer steps): [T] float64, 0 for the first token of each sequence.
+    `sketches` [layers, SKETCHES] and `squares` [layers]: projections, and the sum of squares, of each layer's output.
+    `grad_norms`: of each step, before clipping. `tensor_norms`: of the first step's clipped gradient, by tensor."""
+
+    log_probs: np.ndarray
+    log_probs_after: np.ndarray
+    sketches: np.ndarray
+    squares: np.ndarray
+    grad_norms: tuple[float, ...]
+    tensor_norms: dict[str, float]
+
+
+def read_golden(family: str) -> Golden:
+    from safetensors import safe_open
+
+    with safe_open(FOLDER / f"{family}.safetensors", framework="numpy") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a file is no mapping
+        names = json.loads(file.metadata()["tensors"])
+    tensor_norms = dict(zip(names, arrays.pop("tensor_norms").tolist(), strict=True))
+    grad_norms = tuple(arrays.pop("grad_norms").tolist())
+    return Golden(**arrays, grad_norms=grad_norms, tensor_norms=tensor_norms)
+
+
+def write_golden(family: str, golden: Golden, folder: Path = FOLDER) -> Path:
+    from safetensors.numpy import save_file
+
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{family}.safetensors"
+    arrays = {
+        "log_probs": golden.log_probs,
+        "log_probs_after": golden.log_probs_after,
+        "sketches": golden.sketches,
+        "squares": golden.squares,
+        "grad_norms": np.array(golden.grad_norms),
+        "tensor_norms": np.array(list(golden.tensor_norms.values())),
+    }
+    save_file(arrays, path, metadata={"tensors": json.dumps(list(golden.tensor_norms))})
+    return path

@@ -1,0 +1,353 @@
+"""A rank that calls single layers of the tiny models, as the platform builds them, and compares them with references.
+
+The layers are taken out of models that `megarl.megatron.model.build` has built, so whatever computes there (torch's own
+kernels, or those that the platform puts in their place) is what a run computes with.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.commands.accept import goldens
+from megarl.commands.accept.families import FAMILIES, LENGTHS, spread, weights
+from megarl.commands.accept.parity_rank import Case, ParityRank
+from megarl.commands.accept.rank import forget_model
+
+COUNTS = (0, 13, 1, 0, 40, 7, 35, 0)  # rows of each expert: first, last and one between have none
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a tensor is from its reference: `relative` to the reference's largest value, at `place`."""
+
+    kernel: str
+    shape: tuple[int, ...]
+    relative: float
+    place: tuple[int, ...]
+    value: float
+    right: float
+    problem: str = ""  # what the call raised
+
+    @property
+    def cause(self) -> str:
+        if self.problem:
+            return f"{self.kernel}: {self.problem}"
+        return f"{self.kernel}, shape {list(self.shape)}: {self.value:.6g} at {list(self.place)}, expected {self.right:.6g}"
+
+
+def error_of(kernel: str, value: Any, right: Any) -> Error:
+    """The largest error of `value`, and its index."""
+    import torch
+
+    value = value.detach().double().cpu().reshape(right.shape)
+    difference = torch.where(value.isfinite(), (value - right.detach()).abs(), torch.full_like(value, math.inf))
+    flat = int(difference.argmax())
+    place = tuple(int(number) for number in np.unravel_index(flat, tuple(right.shape)))
+    relative = float(difference.flatten()[flat]) / max(float(right.detach().abs().max()), 1e-30)
+    return Error(kernel, tuple(right.shape), relative, place, float(value[place]), float(right[place]))
+
+
+class KernelRank(ParityRank):
+    """One process; `check` returns the errors of all layers of one family in one type."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device, deterministic=True)
+
+    def check(self, family: str, model: str, dtype: str) -> tuple[list[Error], dict[str, bool]]:
+        """Errors of layers and their gradients; and by layer whether two calls gave the same bits."""
+        import torch
+
+        self.dtype = getattr(torch, dtype)
+        self.errors: list[Error] = []
+        self.same: dict[str, bool] = {}
+        self.trainer = self._build(Case(family, model, dtype))
+        from megarl.megatron.heads import language_model
+
+        self.model = language_model(self.trainer.model.chunks[0])
+        self.config = FAMILIES[family]
+        self.weights = {name: torch.from_numpy(value).double() for name, value in weights(family).items()}
+        try:
+            parts = [self._attention]
+            if family == "dense":
+                parts += [self._norm, self._mlp, self._rotary, self._adam, self._memory]
+            if family == "moe":
+                parts = [self._experts, self._permute]
+            for part in parts:
+                self._guarded(part)
+        finally:
+            del self.trainer, self.model
+            forget_model()
+        return self.errors, self.same
+
+    def _guarded(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except (RuntimeError, ValueError, AssertionError, TypeError, NotImplementedError) as error:
+            name = part.__name__.strip("_").replace("_", " ")
+            text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            self.errors.append(Error(name, (), math.inf, (), math.nan, math.nan, text))
+
+    def _input(self, name: str, *shape: int) -> tuple[Any, Any]:
+        """The same values on the device, and in float64 on the CPU; both want gradients."""
+        import torch
+
+        values = torch.from_numpy(spread(f"kernels {name}", int(np.prod(shape))).reshape(shape))
+        return (
+            values.to(self.platform.device(), self.dtype).requires_grad_(),
+            values.double().requires_grad_(),
+        )
+
+    def _compare(
+        self, name: str, function: Callable[..., Any], reference: Callable[..., Any], inputs: Sequence[tuple[Any, Any]]
+    ) -> None:
+        """Output and gradients of `function` against `reference`; and against those of a second call, bit for bit."""
+        import torch
+
+        right = reference(*(one for _, one in inputs))
+        upstream = torch.from_numpy(spread(f"kernels {name} upstream", right.numel()).reshape(right.shape))
+        right_gradients = torch.autograd.grad(right, [one for _, one in inputs], upstream.double())
+        calls = []
+        for _ in range(2):
+            output = function(*(one for one, _ in inputs))
+            gradient = upstream.to(output.device, output.dtype).reshape(output.shape)
+            calls.append((output, *torch.autograd.grad(output, [one for one, _ in inputs], gradient)))
+        self.same[name] = all(torch.equal(one, other) for one, other in zip(*calls, strict=True))
+        self.errors.append(error_of(f"{name} forward", calls[0][0], right))
+        for number, (value, expected) in enumerate(zip(calls[0][1:], right_gradients, strict=True), 1):
+            self.errors.append(error_of(f"{name} backward, input {number}", value, expected))
+
+    def _packed(self) -> Any:
+        """Megatron's description of the packed sequences, as the model gets it."""
+        import torch
+
+        from megarl.megatron.batch import MicroBatch, pack
+        from megarl.megatron.stream_context import stream_params
+
+        batch = MicroBatch(torch.zeros(sum(LENGTHS), dtype=torch.int64), list(LENGTHS))
+        device = self.platform.device()
+        return stream_params(pack(batch, context_parallel=1, context_rank=0, sequence_parallel=1, device=device))
+
+    def _attention(self) -> None:
+        from megarl.commands.accept import references
+
+        config, total = self.config, sum(LENGTHS)
+        latent = "kv_lora_rank" in config
+        heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+        width = config["qk_nope_head_dim"] + config["qk_rope_head_dim"] if latent else config["head_dim"]
+        out = config["v_head_dim"] if latent else width
+        scale = width**-0.5
+        if latent:
+            yarn = config["rope_scaling"]
+            scale *= (0.1 * yarn["mscale_all_dim"] * math.log(yarn["factor"]) + 1.0) ** 2
+        layer, packed = self.model.decoder.layers[1].self_attention, self._packed()
+        inputs = [
+            self._input("query", total, heads, width),
+            self._input("key", total, groups, width),
+            self._input("value", total, groups, out),
+        ]
+
+        def attend(query: Any, key: Any, value: Any) -> Any:
+            return layer.core_attention(
+                query, key, value, None, attn_mask_type=layer.attn_mask_type, packed_seq_params=packed
+            )
+
+        kind = (
+            f"MLA attention {width}/{out}" if latent else f"attention, {heads} query and {groups} key heads of {width}"
+        )
+        self._compare(kind, attend, lambda q, k, v: references.attention(q, k, v, LENGTHS, scale), inputs)
+
+    def _norm(self) -> None:
+        from megarl.commands.accept import references
+
+        module = self.model.decoder.layers[1].self_attention.q_layernorm
+        weight = self.weights["model.layers.1.self_attn.q_norm.weight"]
+        eps = self.config["rms_norm_eps"]
+        shape = (sum(LENGTHS), self.config["num_attention_heads"], self.config["head_dim"])
+        self._compare("rms_norm", module, lambda x: references.rms_norm(x, weight, eps), [self._input("norm", *shape)])
+
+    def _layer(self, name: str) -> Any:
+        return self.weights[f"model.layers.1.{name}.weight"]
+
+    def _mlp(self) -> None:
+        from megarl.commands.accept import references
+
+        module, eps = self.model.decoder.layers[1].mlp, self.config["rms_norm_eps"]
+        norm = self._layer("post_attention_layernorm")
+        parts = [self._layer(f"mlp.{name}_proj") for name in ("gate", "up", "down")]
+        inputs = [self._input("mlp", sum(LENGTHS), 1, self.config["hidden_size"])]
+        self._compare(
+            "rms_norm, linear and swiglu", lambda x: module(x)[0],
+            lambda x: references.gated(references.rms_norm(x, norm, eps), *parts), inputs,
+        )  # fmt: skip
+
+    def _rotary(self) -> None:
+        import megatron.core.transformer.attention as attention
+
+        from megarl.commands.accept import references
+
+        packed, total = self._packed(), sum(LENGTHS)
+        angles = self.model.rotary_pos_emb(max(LENGTHS), packed_seq=True)
+        layer = self.model.decoder.layers[1].self_attention
+
+        def turn(x: Any) -> Any:
+            return attention.apply_rotary_pos_emb(
+                x, angles, config=layer.config, cu_seqlens=packed.cu_seqlens_q, cp_group=layer.pg_collection.cp
+            )
+
+        inputs = [self._input("rotary", total, self.config["num_attention_heads"], self.config["head_dim"])]
+        self._compare(
+            "rotary embedding", turn, lambda x: references.rotate(x, LENGTHS, self.config["rope_theta"]), inputs
+        )
+
+    def _experts(self) -> None:
+        """Grouped matrix products forward, for the inputs and for the weights, where some experts have no rows."""
+        import torch
+
+        from megarl.commands.accept import references
+
+        module, rows = self.model.decoder.layers[1].mlp.experts, sum(COUNTS)
+        probabilities = torch.from_numpy(np.abs(spread("kernels probabilities", rows)))
+        on_device = probabilities.to(self.platform.device(), torch.float32)
+        counts = torch.tensor(COUNTS)
+        own = [
+            tuple(
+                self._layer(f"mlp.experts.{expert}.{name}_proj").clone().requires_grad_()
+                for name in ("gate", "up", "down")
+            )
+            for expert in range(len(COUNTS))
+        ]
+
+        def call(x: Any) -> Any:
+            return module(x, counts, on_device)[0]
+
+        def reference(x: Any) -> Any:
+            return references.experts(x, COUNTS, probabilities.double(), own)  # type: ignore[arg-type]
+
+        inputs = [self._input("experts", rows, self.config["hidden_size"])]
+        self._compare("grouped matmul of experts", call, reference, inputs)
+        x, right = inputs[0]
+        upstream = torch.from_numpy(spread("kernels experts weights", right.numel()).reshape(right.shape))
+        chunk = self.trainer.model.chunks[0]
+        chunk.zero_grad_buffer()
+        output = call(x)
+        output.backward(upstream.to(output.device, output.dtype))
+        reference(right).backward(upstream.double())
+        gradients = self._gradients(".layers.1.mlp.experts.")
+        for expert, tensors in enumerate(own):
+            for name, tensor in zip(("gate", "up", "down"), tensors, strict=True):
+                value = gradients[f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"]
+                expected = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                error = error_of(
+                    f"grouped matmul, weight gradient of expert {expert} {name} ({COUNTS[expert]} rows)",
+                    value,
+                    expected,
+                )
+                if COUNTS[expert] == 0:  # of zeros nothing is a share
+                    error = Error(error.kernel, error.shape, float(value.abs().max()), error.place, error.value, 0.0)
+                self.errors.append(error)
+
+    def _gradients(self, part: str) -> dict[str, Any]:
+        """Gradients in the buffers of tensors whose name contains `part`, under the checkpoint's names."""
+        import torch
+
+        parameters = [parameter for chunk in self.trainer.model.chunks for parameter in chunk.parameters()]
+        with torch.no_grad():
+            kept = [parameter.detach().clone() for parameter in parameters]
+            for parameter in parameters:
+                parameter.copy_(parameter.main_grad)
+            found = {name: value.float().cpu() for name, value in self.trainer.export_weights() if part in name}
+            for parameter, value in zip(parameters, kept, strict=True):
+                parameter.copy_(value)
+        return found
+
+    def _permute(self) -> None:
+        """Tokens sorted by expert and back, where some experts get none."""
+        import torch
+        from megatron.core.transformer.moe import moe_utils
+
+        tokens, experts, chosen = sum(LENGTHS), len(COUNTS), 2
+        busy = [number for number, count in enumerate(COUNTS) if count]
+        routing = torch.zeros(tokens, experts, dtype=torch.bool)
+        for token in range(tokens):
+            for place in range(chosen):
+                routing[token, busy[(token * 7 + place) % len(busy)]] = True
+        shares = torch.from_numpy(np.abs(spread("kernels shares", tokens * experts)).reshape(tokens, experts))
+        shares = shares.masked_fill(~routing, 0.0)
+        device = self.platform.device()
+        fused = bool(self.trainer.model.config.moe_permute_fusion)
+
+        def there_and_back(x: Any) -> Any:
+            sorted_rows, _, order = moe_utils.permute(
+                x, routing.to(device), num_out_tokens=tokens * chosen, fused=fused
+            )[:3]
+            return moe_utils.unpermute(
+                sorted_rows,
+                order,
+                x.shape,
+                probs=shares.to(device, x.dtype),
+                routing_map=routing.to(device),
+                fused=fused,
+            )
+
+        total = shares.sum(1, keepdim=True).double()
+        inputs = [self._input("permute", tokens, self.config["hidden_size"])]
+        self._compare("permute and unpermute", there_and_back, lambda x: x * total, inputs)
+
+    def _adam(self) -> None:
+        """Two steps of the optimizer on given gradients, on every weight."""
+        import torch
+
+        from megarl.commands.accept import references
+        from megarl.megatron.optimizer import guarded_step
+
+        names = [name for name in self.weights if self.weights[name].dim() > 1][:6]
+        parameters = [parameter for chunk in self.trainer.model.chunks for parameter in chunk.parameters()]
+        gradients: list[dict[str, Any]] = []
+        for step in range(2):
+            for chunk in self.trainer.model.chunks:
+                chunk.zero_grad_buffer()
+            with torch.no_grad():
+                for number, parameter in enumerate(parameters):
+                    values = spread(f"gradient {number} {step}", parameter.numel()).reshape(parameter.shape)
+                    parameter.main_grad.copy_(torch.from_numpy(values) / 64)
+            exported = self._gradients("")
+            gradients.append({name: exported[name].double() for name in names})
+            guarded_step(self.trainer.optimizer, lr=goldens.LEARNING_RATE, clip_grad=0.0)
+        weights_after = {
+            name: value.detach().double().cpu() for name, value in self.trainer.export_weights() if name in names
+        }
+        for name in names:
+            expected = references.adam(
+                self.weights[name],
+                [own[name] for own in gradients],
+                goldens.LEARNING_RATE,
+                goldens.BETAS,
+                goldens.EPSILON,
+            )
+            self.errors.append(error_of(f"Adam, 2 steps on {name}", weights_after[name], expected))
+
+    def _memory(self) -> None:
+        """A storage that is freed and filled again keeps its tensors and views; copies from page-locked memory are exact."""
+        import torch
+
+        from megarl.megatron.offload import copy_to_host
+
+        values = torch.from_numpy(spread("kernels memory", 1 << 16))
+        tensor = values.to(self.platform.device())
+        view = tensor[100:200]
+        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+        host = copy_to_host(whole)
+        tensor.untyped_storage().resize_(0)
+        freed = tensor.untyped_storage().size() == 0
+        tensor.untyped_storage().resize_(host.numel())
+        whole.copy_(host)
+        self.errors.append(error_of("storage freed and filled: tensor", tensor, values.double()))
+        self.errors.append(error_of("storage freed and filled: view", view, values[100:200].double()))
+        self.same["storage.resize_(0) frees"] = freed
+        if tensor.device.type != "cpu":
+            self.same["copies on the host are page-locked"] = host.is_pinned()

@@ -1,0 +1,43 @@
+"""One rank process of a stage: the device and the process group of a trainer, without its model."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+from megarl import platform as platforms
+from megarl.commands.accept.ranks import COLLECTIVE_SECONDS
+
+
+class Rank:
+    """As `megarl.worker.Worker` starts: the platform is prepared before Megatron is imported."""
+
+    def __init__(self, device: str, deterministic: bool = False) -> None:
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.platform = platforms.select(device)
+        self.platform.prepare()
+
+        import torch
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        torch.use_deterministic_algorithms(deterministic)
+        self.platform.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group(
+            self.platform.process_group_backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS)
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Where this rank runs."""
+        import socket
+
+        return {"host": socket.gethostname(), "pid": os.getpid(), "device": self.platform.device_name()}
+
+
+def forget_model() -> None:
+    """Let this process build another model: Megatron keeps the last one's layout, and its attention in the environment."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)

@@ -1,0 +1,149 @@
+"""Rank processes of a stage: on this machine as child processes, or on all nodes over Ray."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl import platform as platforms
+from megarl.cluster.base import WorkerGroup
+from megarl.cluster.local import LocalService
+from megarl.cluster.process import free_port
+from megarl.commands.accept.context import Context
+from megarl.platform.environment import users_first
+
+COLLECTIVE_SECONDS = 120.0  # after which a collective of a stage has failed
+GRACE = 3.0  # left to the other ranks to say what they failed of, once one has failed
+
+
+class Ranks(Protocol):
+    """SPMD processes around one object each; every method call goes to all of them."""
+
+    @property
+    def size(self) -> int: ...
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Results in rank order. Raises RuntimeError, with the first cause, where a rank raised or died."""
+        ...
+
+    def each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        """As `call`, with arguments of its own for each rank."""
+        ...
+
+
+class LocalRanks:
+    """Ranks on this machine. They end with `close`."""
+
+    def __init__(self, folder: Path, class_path: str, args: tuple[Any, ...], size: int, env: dict[str, str]) -> None:
+        common = {
+            **env,
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        self.services = []
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(size):
+            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            log = folder / f"rank-{rank}.log"
+            self.services.append(LocalService(class_path, args, name=f"rank {rank}", log=log, env=own))
+
+    @property
+    def size(self) -> int:
+        return len(self.services)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.each(method, [args] * self.size)
+
+    def each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        return self.wait(self.begin(method, arguments))
+
+    def begin(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Future[Any]]:
+        """The calls, without waiting for them."""
+        return [service.call(method, *own) for service, own in zip(self.services, arguments, strict=True)]
+
+    @staticmethod
+    def wait(calls: list[Future[Any]]) -> list[Any]:
+        _, pending = wait(calls, return_when=FIRST_EXCEPTION)
+        if pending:
+            wait(pending, timeout=GRACE)
+        errors = [call.exception() for call in calls if call.done() and call.exception() is not None]
+        if errors:
+            # A rank that lost its connection because another failed is not the cause.
+            cause = min(errors, key=lambda error: _is_about_a_peer(str(error)))
+            print(getattr(getattr(cause, "failure", None), "traceback", None) or "", flush=True)
+            raise RuntimeError(str(cause))
+        return [call.result() for call in calls]
+
+    def close(self) -> None:
+        for service in self.services:
+            service.begin_stop()
+        for service in self.services:
+            service.stop()
+
+
+def _is_about_a_peer(text: str) -> bool:
+    return any(
+        words in text
+        for words in ("Connection closed by peer", "Connection reset", "Timed out waiting", "remote process")
+    )
+
+
+class ClusterRanks:
+    """Ranks on all nodes, over Ray."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self._group = group
+
+    @property
+    def size(self) -> int:
+        return self._group.size
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self._group.call(method, *args)
+
+    def each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        return self._group.scatter(method, arguments)
+
+
+def rank_environment(context: Context, *, deterministic: bool = False) -> dict[str, str]:
+    """The environment of a trainer process, as a run sets it."""
+    platform = platforms.select(context.device)
+    own = platform.trainer_env(COLLECTIVE_SECONDS) | (platform.deterministic_env() if deterministic else {})
+    return {"OMP_NUM_THREADS": "1" if context.tiny else "4", **users_first(own)}
+
+
+@contextlib.contextmanager
+def local_ranks(
+    context: Context, class_path: str, size: int, *args: Any, name: str = "ranks", deterministic: bool = False
+) -> Iterator[LocalRanks]:
+    """`size` processes on this machine that each construct `class_path(device, *args)`; logs in the folder `name`."""
+    env = rank_environment(context, deterministic=deterministic)
+    ranks = LocalRanks(context.folder / name, class_path, (context.device, *args), size, env)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+@contextlib.contextmanager
+def all_ranks(context: Context, class_path: str, *args: Any, name: str = "ranks") -> Iterator[Ranks]:
+    """A process on every device of every node."""
+    if context.settings.nodes == 1:
+        with local_ranks(context, class_path, context.devices, *args, name=name) as ranks:
+            yield ranks
+        return
+    from megarl.cluster import connect
+    from megarl.config.schema import Recipe
+
+    recipe = Recipe()
+    recipe.cluster.device, recipe.cluster.transport = context.device, "ray"  # type: ignore[assignment]
+    recipe.cluster.ray_address, recipe.cluster.trainers = context.settings.ray_address, context.devices
+    recipe.runs_dir, recipe.name = str(context.folder), name
+    with connect(recipe, platforms.select(context.device), engines=False) as cluster:
+        group = cluster.start_trainers(class_path, context.devices, (context.device, *args), env={})
+        yield ClusterRanks(group)

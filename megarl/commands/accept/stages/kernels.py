@@ -1,0 +1,45 @@
+"""Stage 1: single layers as the platform builds them, against float64 references on the CPU."""
+
+from __future__ import annotations
+
+import math
+
+from megarl.commands.accept.context import Context
+from megarl.commands.accept.families import write_family
+from megarl.commands.accept.kernel_rank import Error
+from megarl.commands.accept.ranks import local_ranks
+
+RANK = "megarl.commands.accept.kernel_rank:KernelRank"
+LIMITS = {"float32": 1e-5, "bfloat16": 1e-2}  # relative to the largest value of the reference
+_FAMILIES = ("dense", "moe", "mla")
+
+
+def run(context: Context) -> None:
+    """float32 and bfloat16, with deterministic kernels; every call twice."""
+    for family in _FAMILIES:
+        write_family(family, context.shared)
+    context.doing("starting one rank")
+    with local_ranks(context, RANK, 1, name="kernels", deterministic=True) as ranks:
+        for dtype in LIMITS:
+            for family in _FAMILIES:
+                context.doing(f"layers of the {family} model in {dtype}")
+                ((errors, same),) = ranks.call("check", family, str(context.shared / family), dtype)
+                for error in errors:
+                    _record(context, error, dtype)
+                for name, equal in same.items():
+                    context.equal(
+                        f"{dtype} {name}: same bits twice",
+                        equal,
+                        True,
+                        cause=f"{name} is not repeatable under train.deterministic",
+                    )
+
+
+def _record(context: Context, error: Error, dtype: str) -> None:
+    """A kernel that a device has for bfloat16 alone is no failure: trainers compute in bfloat16 there."""
+    name = f"{dtype} {error.kernel}"
+    if error.problem and dtype == "float32" and not context.tiny:
+        context.not_run(name, error.problem)
+        return
+    relative = error.relative if math.isfinite(error.relative) else math.inf
+    context.at_most(name, relative, limit=LIMITS[dtype], unit="of the largest value", cause=error.cause)

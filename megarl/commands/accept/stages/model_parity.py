@@ -1,0 +1,127 @@
+"""Stage 2: four tiny models in several layouts against references; checkpoint, offload and resume on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from megarl.commands.accept.context import Context
+from megarl.commands.accept.families import FAMILIES, LENGTHS, SKETCHES, write_family
+from megarl.commands.accept.goldens import Golden, read_golden
+from megarl.commands.accept.parity_rank import Case
+from megarl.commands.accept.ranks import local_ranks
+
+RANK = "megarl.commands.accept.parity_rank:ParityRank"
+LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}  # float32: of the largest difference, bfloat16: of the mean, in nats
+GRADIENT = {"float32": 1e-3, "bfloat16": 3e-2}  # relative, of the norm
+LAYER = {"float32": 1e-4, "bfloat16": 5e-2}  # relative, of a layer's output: names the first layer that differs
+TENSOR = {"float32": 1e-3, "bfloat16": 2e-1}  # relative, of a tensor's gradient: names the tensor
+RESUMED = 0.0  # nats: a resumed step in the same layout is the unbroken one's, bit for bit
+
+TP, PP, EP, CP = "tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"
+
+
+def layouts(size: int, family: str) -> list[dict[str, Any]]:
+    """The layouts of `size` processes that a family is tried in: fields of the recipe's megatron section."""
+    experts = family in ("moe", "mla")
+    if size == 1:
+        return [{}, {"recompute": "full"}] if family in ("dense", "mla") else [{}]
+    if size == 2:
+        two: list[dict[str, Any]] = [{TP: 2}, {PP: 2}]
+        two += [{EP: 2}, {TP: 2, "expert_tensor_parallel": 2}] if experts else []
+        return two if family == "vl" else [*two, {CP: 2}]
+    four: list[dict[str, Any]] = [{TP: 2, PP: 2}]
+    return [*four, {TP: 2, EP: 2, "expert_tensor_parallel": 1}] if experts else four
+
+
+def run(context: Context) -> None:
+    """Every family in every layout that the devices of one node allow."""
+    for family in FAMILIES:
+        write_family(family, context.shared)
+    sizes = [size for size in (1, 2, 4) if size <= context.settings.devices]
+    for size in sizes:
+        groups = [list(FAMILIES)] if context.tiny else [[family] for family in FAMILIES]
+        for families in groups:
+            context.doing(f"starting {size} ranks for {', '.join(families)}")
+            with local_ranks(context, RANK, size, name=f"{size}-{families[0]}") as ranks:
+                for case in cases(context, size, families):
+                    context.doing(case.name)
+                    _check(context, case, ranks.call("run", case))
+    if context.settings.devices < 4:
+        context.not_run("layouts of 4 processes", f"{context.settings.devices} devices")
+
+
+def cases(context: Context, size: int, families: list[str]) -> Iterator[Case]:
+    """The cases of one group of processes. A checkpoint is written in the first layout of each family."""
+    for family in families:
+        for number, megatron in enumerate(layouts(size, family)):
+            folder = str(context.shared / f"checkpoint-{size}-{family}") if number == 0 else ""
+            model = str(context.shared / family)
+            yield Case(family, model, "float32", megatron, folder)
+            if number == 0 and (size == 1 or not context.tiny):
+                yield Case(family, model, "bfloat16", megatron)
+
+
+def _check(context: Context, case: Case, answers: list[dict[str, Any]]) -> None:
+    golden, dtype = read_golden(case.family), case.dtype
+    layer, difference = first_layer_apart(golden, answers[0]["sketches"], LAYER[dtype])
+    cause = f"layer {layer} is the first that differs, by {difference:.2g}" if layer else "every layer's output agrees"
+    context.at_most(f"{case.name}: layers", difference, limit=LAYER[dtype], unit="relative", cause=cause)
+    before = gathered(answers, "before")
+    context.at_most(
+        f"{case.name}: log-probs", apart(before, golden.log_probs, dtype), limit=LIMITS[dtype], unit="nats", cause=cause
+    )
+    norms = next(answer["grad_norms"] for answer in answers if answer["grad_norms"][0] is not None)
+    worst = max(abs(norm / right - 1) for norm, right in zip(norms, golden.grad_norms, strict=True))
+    tensor, share = worst_tensor(golden, answers[0]["tensor_norms"])
+    named = f"{tensor} differs most, by {share:.2g}" if tensor else cause
+    context.at_most(f"{case.name}: gradient norm", worst, limit=GRADIENT[dtype], unit="relative", cause=named)
+    if tensor:
+        context.at_most(f"{case.name}: gradients of tensors", share, limit=TENSOR[dtype], unit="relative", cause=named)
+    after = apart(gathered(answers, "after"), golden.log_probs_after, dtype)
+    context.at_most(
+        f"{case.name}: log-probs after 2 steps", after, limit=2 * LIMITS[dtype], unit="nats",
+        cause="the optimizer's steps differ" if worst <= GRADIENT[dtype] else named,
+    )  # fmt: skip
+    if case.folder:
+        context.at_most(
+            f"{case.name}: resumed from a checkpoint", max(answer["resumed"] for answer in answers), limit=RESUMED,
+            unit="nats", cause="a step after a resume is another than the unbroken run's",
+        )  # fmt: skip
+
+
+def gathered(answers: list[dict[str, Any]], name: str) -> np.ndarray:
+    """Log-probs [T] of the whole batch, from the ranks that report."""
+    parts: dict[int, np.ndarray] = {}
+    for answer in answers:
+        parts |= answer[name]
+    return np.concatenate([parts[number] for number in range(len(LENGTHS))])
+
+
+def apart(values: np.ndarray, right: np.ndarray, dtype: str) -> float:
+    """How far log-probs are from the reference: the largest difference in float32, the mean one in bfloat16."""
+    difference = np.abs(values.astype(np.float64) - right)
+    return float(difference.max() if dtype == "float32" else difference.mean())
+
+
+def first_layer_apart(golden: Golden, table: np.ndarray, limit: float) -> tuple[int, float]:
+    """The first layer, from 1, whose output differs by more than `limit`, with its relative difference; layer 0 and the
+    largest difference where none does. `table`: [layers, SKETCHES + 1]."""
+    difference = table[:, :SKETCHES].astype(np.float64) - golden.sketches
+    relative = np.sqrt((difference**2).mean(1) / golden.squares)
+    over = np.nonzero(~(relative <= limit))[0]
+    return (int(over[0]) + 1, float(relative[over[0]])) if len(over) else (0, float(relative.max()))
+
+
+def worst_tensor(golden: Golden, norms: dict[str, float]) -> tuple[str, float]:
+    """The tensor whose gradient's norm differs most, relative to the reference's; "" where none were compared."""
+    largest = max(golden.tensor_norms.values())
+    shares = {
+        name: abs(norms[name] - right) / max(right, 1e-3 * largest)
+        for name, right in golden.tensor_norms.items()
+        if name in norms
+    }
+    worst = max(shares, key=lambda name: shares[name], default="")
+    return worst, shares.get(worst, 0.0)
