@@ -179,7 +179,7 @@ def weights(family: str) -> dict[str, np.ndarray]:
     for name, shape in shapes(FAMILIES[family]):
         values = spread(f"{family}:{name}", int(np.prod(shape))).reshape(shape)
         if "norm" in name or name.endswith("ln_q.weight"):
-            tensors[name] = np.float32(1) + values * np.float32(0.25)
+            tensors[name] = np.float32(1) + values * np.float32(0.5)
         elif len(shape) == 1:  # biases
             tensors[name] = values * np.float32(2**-6)
         elif name.endswith("mlp.gate.weight"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class Error:
     value: float
     right: float
     problem: str = ""  # what the call raised
+    check: str = ""  # the name of the check; "": the kernel's
 
     @property
     def cause(self) -> str:
@@ -72,7 +73,7 @@ class KernelRank(ParityRank):
         self.config = FAMILIES[family]
         self.weights = {name: torch.from_numpy(value).double() for name, value in weights(family).items()}
         try:
-            parts = [self._attention]
+            parts: list[Callable[[], None]] = [self._attention]
             if family == "dense":
                 parts += [self._norm, self._mlp, self._rotary, self._adam, self._memory]
             if family == "moe":
@@ -226,7 +227,7 @@ class KernelRank(ParityRank):
             return module(x, counts, on_device)[0]
 
         def reference(x: Any) -> Any:
-            return references.experts(x, COUNTS, probabilities.double(), own)  # type: ignore[arg-type]
+            return references.experts(x, COUNTS, probabilities.double(), own)
 
         inputs = [self._input("experts", rows, self.config["hidden_size"])]
         self._compare("grouped matmul of experts", call, reference, inputs)
@@ -238,18 +239,20 @@ class KernelRank(ParityRank):
         output.backward(upstream.to(output.device, output.dtype))
         reference(right).backward(upstream.double())
         gradients = self._gradients(".layers.1.mlp.experts.")
+        busy: list[Error] = []
+        empty: list[Error] = []
         for expert, tensors in enumerate(own):
             for name, tensor in zip(("gate", "up", "down"), tensors, strict=True):
                 value = gradients[f"model.layers.1.mlp.experts.{expert}.{name}_proj.weight"]
-                expected = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                error = error_of(
-                    f"grouped matmul, weight gradient of expert {expert} {name} ({COUNTS[expert]} rows)",
-                    value,
-                    expected,
-                )
-                if COUNTS[expert] == 0:  # of zeros nothing is a share
-                    error = Error(error.kernel, error.shape, float(value.abs().max()), error.place, error.value, 0.0)
-                self.errors.append(error)
+                expected = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                error = error_of(f"grouped matmul, weight gradient of expert {expert} {name}", value, expected)
+                (busy if COUNTS[expert] else empty).append(error)
+        worst = max(busy, key=lambda error: error.relative)
+        self.errors.append(replace(worst, check="grouped matmul, weight gradients"))
+        worst = max(empty, key=lambda error: abs(error.value))
+        self.errors.append(
+            replace(worst, check="grouped matmul, gradients of experts without rows", relative=abs(worst.value))
+        )
 
     def _gradients(self, part: str) -> dict[str, Any]:
         """Gradients in the buffers of tensors whose name contains `part`, under the checkpoint's names."""
@@ -259,11 +262,13 @@ class KernelRank(ParityRank):
         with torch.no_grad():
             kept = [parameter.detach().clone() for parameter in parameters]
             for parameter in parameters:
-                parameter.copy_(parameter.main_grad)
-            found = {name: value.float().cpu() for name, value in self.trainer.export_weights() if part in name}
+                parameter.data.copy_(parameter.main_grad)
+            values = {
+                name: value.float().cpu().clone() for name, value in self.trainer.export_weights() if part in name
+            }
             for parameter, value in zip(parameters, kept, strict=True):
-                parameter.copy_(value)
-        return found
+                parameter.data.copy_(value)
+        return values
 
     def _permute(self) -> None:
         """Tokens sorted by expert and back, where some experts get none."""
@@ -321,15 +326,16 @@ class KernelRank(ParityRank):
         weights_after = {
             name: value.detach().double().cpu() for name, value in self.trainer.export_weights() if name in names
         }
-        for name in names:
-            expected = references.adam(
-                self.weights[name],
-                [own[name] for own in gradients],
-                goldens.LEARNING_RATE,
-                goldens.BETAS,
-                goldens.EPSILON,
+        settings = goldens.LEARNING_RATE, goldens.BETAS, goldens.EPSILON
+        errors = [
+            error_of(
+                name,
+                weights_after[name],
+                references.adam(self.weights[name], [own[name] for own in gradients], *settings),
             )
-            self.errors.append(error_of(f"Adam, 2 steps on {name}", weights_after[name], expected))
+            for name in names
+        ]
+        self.errors.append(replace(max(errors, key=lambda error: error.relative), check="Adam, 2 steps"))
 
     def _memory(self) -> None:
         """A storage that is freed and filled again keeps its tensors and views; copies from page-locked memory are exact."""
@@ -338,7 +344,7 @@ class KernelRank(ParityRank):
         from megarl.megatron.offload import copy_to_host
 
         values = torch.from_numpy(spread("kernels memory", 1 << 16))
-        tensor = values.to(self.platform.device())
+        tensor = values.to(self.platform.device(), copy=True)
         view = tensor[100:200]
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         host = copy_to_host(whole)

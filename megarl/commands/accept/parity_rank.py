@@ -197,10 +197,10 @@ def gradient_norms(trainer: Any) -> dict[str, float]:
     with torch.no_grad():
         weights = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:
-            parameter.copy_(parameter.main_grad)
+            parameter.data.copy_(parameter.main_grad)
         norms = {name: float(gradient.float().norm()) for name, gradient in trainer.export_weights()}
         for parameter, weight in zip(parameters, weights, strict=True):
-            parameter.copy_(weight)
+            parameter.data.copy_(weight)
     return norms
 
 
