@@ -107,7 +107,7 @@ def test_an_adaptor_is_told_before_model_parallel_is_initialised(monkeypatch: py
     monkeypatch.setattr(models, "_read_hf_config", lambda path: SimpleNamespace(to_dict=lambda: heads))
     monkeypatch.setattr(models, "check_layout", lambda *_: None)
     monkeypatch.setattr(models.torch.distributed, "get_world_size", lambda: 128)
-    monkeypatch.setattr(models, "_initialize_parallel", initialise)
+    monkeypatch.setattr(models, "initialize_parallel", initialise)
     with pytest.raises(Stop):
         models.build(recipe, SimpleNamespace(adapt=order.append))  # type: ignore[arg-type]
     settings, then = order

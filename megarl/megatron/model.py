@@ -63,7 +63,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     if with_adapters:
         check_lora(hf_config.to_dict(), recipe.lora, recipe.megatron)
     platform.adapt(_with_enums(adaptor_settings(recipe, hf_config.to_dict())))
-    _initialize_parallel(recipe.megatron, recipe.cluster.timeout)
+    initialize_parallel(recipe.megatron, recipe.cluster.timeout)
     seed_everything(recipe.train.seed)
 
     from megarl.megatron import megatron_fixes, routing_replay
@@ -163,7 +163,8 @@ def _with_enums(settings: dict[str, Any]) -> dict[str, Any]:
     return settings | {"attention_backend": AttnBackend[name]}
 
 
-def _initialize_parallel(megatron: MegatronConfig, timeout: float) -> None:
+def initialize_parallel(megatron: MegatronConfig, timeout: float) -> None:
+    """Form Megatron's process groups. `timeout`: seconds, of their collectives."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(

@@ -111,6 +111,13 @@ class Platform(ABC):
         """The most memory that this process has held so far, in GiB: of tensors on the device, or, where
         there is no device memory, of the whole process (resident)."""
 
+    def free_memory(self) -> float | None:
+        """Free memory of this process's device in GiB, whoever holds the rest; None where the device has none of its own."""
+        return None
+
+    def synchronize(self) -> None:
+        """Wait until everything that was queued on this process's device is done."""
+
     @abstractmethod
     def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """A group of processes (a c10d backend, outside of torch's default group) that broadcast tensors of this device to

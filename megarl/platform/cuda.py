@@ -72,6 +72,12 @@ class CUDAPlatform(Platform):
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
 
+    def free_memory(self) -> float | None:
+        return torch.cuda.mem_get_info()[0] / 2**30
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
     def peak_memory(self) -> float:
         return torch.cuda.max_memory_allocated() / 2**30
 

@@ -131,14 +131,20 @@ def device_named(name: str, own: Path | None = None) -> Device:
     )
 
 
-def peak_flops(torch_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a device by the name that torch has for it; None for one that is not in the table.
+def device_of(torch_name: str) -> Device | None:
+    """The entry for a device by the name that torch has for it; None for one that is not in the table.
 
     "NVIDIA H100 PCIe" has the words of two: the longest counts.
     """
     known = [(word, device) for device in devices().values() for word in device.torch]
     found = [pair for pair in known if re.search(rf"\b{re.escape(pair[0])}\b", torch_name)]
-    return max(found, key=lambda pair: len(pair[0]))[1].flops if found else None
+    return max(found, key=lambda pair: len(pair[0]))[1] if found else None
+
+
+def peak_flops(torch_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device by the name that torch has for it; None for one that is not in the table."""
+    device = device_of(torch_name)
+    return None if device is None else device.flops
 
 
 @functools.cache

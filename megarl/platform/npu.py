@@ -124,6 +124,12 @@ class NPUPlatform(Platform):
     def empty_cache(self) -> None:
         torch.npu.empty_cache()
 
+    def free_memory(self) -> float | None:
+        return torch.npu.mem_get_info()[0] / 2**30
+
+    def synchronize(self) -> None:
+        torch.npu.synchronize()
+
     def peak_memory(self) -> float:
         return torch.npu.max_memory_allocated() / 2**30
 

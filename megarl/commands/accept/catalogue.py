@@ -55,6 +55,15 @@ STAGES: tuple[Stage, ...] = (
         "log-probs within 1e-4 nats in float32 (largest) and 2e-2 in bfloat16 (mean) of references; gradient norms within "
         "0.1 % and 3 %; a resumed step equals the unbroken one",
     ),
+    Stage(
+        3,
+        "collectives",
+        5,
+        "all_reduce, gather, all_to_all and p2p in every group of the recipe's layout; pairs of ranks; two processes on a "
+        "device; device memory of each communicator",
+        "values are right; rates reach 60 % of the links in the table of devices; no rank enters 0.05 s late; no pair has "
+        "half the median rate; a communicator keeps at most 1 GiB",
+    ),
 )
 BUNDLE = 8  # the last stage, which the controller runs itself: it must work whatever became of the others
 BUNDLE_MINUTES = 1.0

@@ -1,0 +1,141 @@
+"""Stage 3: collectives in every group of the layout: values, speed, late ranks, slow pairs, memory of communicators."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from megarl.commands.accept.collective_rank import Timing
+from megarl.commands.accept.context import Context
+from megarl.commands.accept.ranks import COLLECTIVE_SECONDS, Ranks, all_ranks, local_ranks
+from megarl.config.training import MegatronConfig
+from megarl.platform.devices import Device, device_of
+
+RANK = "megarl.commands.accept.collective_rank:CollectiveRank"
+SHARE = 0.6  # of the link's rate in the table of devices that a collective must reach
+SLOW = 0.5  # of the median pair's rate, below which a pair is slow
+LATE = 0.05  # seconds that a rank may launch a collective after the median rank
+COMMUNICATOR = 1.0  # GiB that one communicator may keep
+_TINY_RATE, _TINY_LATE = 1e5, 0.5  # bytes/s and seconds where processes share a few cores
+PAIRS = 64  # measured at most: of more ranks, neighbours alone
+
+
+def run(context: Context) -> None:
+    """The recipe's layout where it has as many trainers as there are devices, else one that cuts in every way."""
+    megatron, why = layout(context)
+    context.figure("layout", why)
+    elements = (1 << 14) if context.tiny else (1 << 26)
+    context.doing(f"starting {context.devices} ranks")
+    if context.devices < 2:
+        context.not_run("collectives", "one device")
+        return
+    with all_ranks(context, RANK, name="collectives") as ranks:
+        places = ranks.call("describe")
+        hosts = [place["host"] for place in places]
+        context.doing("forming the groups")
+        groups = ranks.call("lay_out", megatron, COLLECTIVE_SECONDS)
+        names = sorted({name for own in groups for name in own}, key=lambda name: (name != "all", name))
+        device = device_of(places[0]["device"])
+        pairs = slow_pairs(context, ranks, elements)
+        for name in names:
+            _group(context, ranks, name, elements, hosts, device, pairs)
+        _two_on_a_device(context)
+
+
+def layout(context: Context) -> tuple[MegatronConfig, str]:
+    """The recipe's, or one of tensor, pipeline and expert parallel."""
+    recipe, devices = context.recipe, context.devices
+    if recipe is not None and recipe.cluster.trainers == devices:
+        return recipe.megatron, "the recipe's"
+    megatron = MegatronConfig()
+    megatron.tensor_parallel = 2 if devices % 2 == 0 else 1
+    megatron.pipeline_parallel = 2 if devices % 8 == 0 else 1
+    left = devices // megatron.tensor_parallel // megatron.pipeline_parallel
+    megatron.expert_parallel = devices // megatron.pipeline_parallel if left > 1 else 1
+    needs = f"; the recipe has {recipe.cluster.trainers} trainers" if recipe is not None else ""
+    text = (
+        f"TP{megatron.tensor_parallel} PP{megatron.pipeline_parallel} EP{megatron.expert_parallel} on {devices} devices"
+    )
+    return megatron, text + needs
+
+
+def slow_pairs(context: Context, ranks: Ranks, elements: int) -> str:
+    """Measure pairs of ranks one at a time; returns the slow ones in words, "" where none is."""
+    size = ranks.size
+    every = [(first, second) for first in range(size) for second in range(first + 1, size)]
+    chosen = every if len(every) <= PAIRS else [(rank, (rank + 1) % size) for rank in range(size)][:PAIRS]
+    rates: dict[tuple[int, int], float] = {}
+    for pair in chosen:
+        context.doing(f"sending from rank {pair[0]} to rank {pair[1]}")
+        seconds = next(answer for answer in ranks.call("pair", *pair, elements) if answer is not None)
+        rates[pair] = 4 * elements / seconds
+    middle = statistics.median(rates.values())
+    slowest = min(rates, key=lambda pair: rates[pair])
+    context.figure("pairs of ranks, median", middle / 1e9, unit="GB/s")
+    named = [
+        f"{first}-{second} ({rate / 1e9:.2g} GB/s)" for (first, second), rate in rates.items() if rate < SLOW * middle
+    ]
+    limit = 0.0 if context.tiny else SLOW * middle / 1e9
+    context.at_least(
+        f"slowest pair of ranks, {slowest[0]}-{slowest[1]}", rates[slowest] / 1e9, limit=limit, unit="GB/s",
+        cause=f"slow pairs: {', '.join(named[:8])}",
+    )  # fmt: skip
+    return ", ".join(named[:8])
+
+
+def _group(
+    context: Context, ranks: Ranks, name: str, elements: int, hosts: list[str], device: Device | None, pairs: str
+) -> None:
+    context.doing(f"collectives in the group {name}")
+    before = ranks.call("memory")
+    answers: list[list[Timing]] = ranks.call("collectives", name, elements)
+    after = ranks.call("memory")
+    for number, first in enumerate(next(answer for answer in answers if answer)):
+        timings = {rank: answer[number] for rank, answer in enumerate(answers) if answer}
+        label = f"{name}: {first.collective}"
+        wrong = [rank for rank, timing in timings.items() if not timing.right]
+        context.equal(f"{label}, values", not wrong, True, cause=f"wrong values on ranks {wrong[:8]}")
+        _late(context, label, timings)
+        rate = min(timing.bytes / timing.seconds for timing in timings.values())
+        limit, of = limit_of(context, timings, hosts, device)
+        cause = f"{SHARE:.0%} of {of}" + (f"; slow pairs: {pairs}" if pairs else "")
+        context.at_least(f"{label}, rate", rate / 1e9, limit=limit / 1e9, unit="GB/s", cause=cause)
+    taken = [one - other for one, other in zip(before, after, strict=True) if one is not None and other is not None]
+    if taken:
+        cause = f"on rank {taken.index(max(taken))}: a smaller buffer per communicator is set by the collective library's variable"
+        context.at_most(f"{name}: memory of the communicator", max(taken), limit=COMMUNICATOR, unit="GiB", cause=cause)
+
+
+def _late(context: Context, label: str, timings: dict[int, Timing]) -> None:
+    """The rank that launches last, against the median rank."""
+    middle = statistics.median(timing.launch for timing in timings.values())
+    last = max(timings, key=lambda rank: timings[rank].launch)
+    behind = timings[last].launch - min(middle, min(timing.launch for timing in timings.values()))
+    cause = f"rank {last} enters {behind:.2g} s after the others"
+    context.at_most(f"{label}, latest rank", behind, limit=_TINY_LATE if context.tiny else LATE, unit="s", cause=cause)
+
+
+def limit_of(
+    context: Context, timings: dict[int, Timing], hosts: list[str], device: Device | None
+) -> tuple[float, str]:
+    """The least rate in bytes/s, and where it comes from: links within a machine, the network between machines."""
+    if context.tiny or device is None:
+        return _TINY_RATE, "a floor, since the table of devices has no links of this one"
+    within = all(len({hosts[rank] for rank in timing.ranks}) == 1 for timing in timings.values())
+    rate = device.link if within else device.network
+    return SHARE * rate, f"{rate / 1e9:.3g} GB/s ({'link' if within else 'network'} of {device.name})"
+
+
+def _two_on_a_device(context: Context) -> None:
+    """A second set of processes on the same devices, as engines beside trainers: ports and memory must suffice."""
+    from megarl.platform.kinds import kind_of
+
+    if not kind_of(context.device).port_ranges:
+        context.not_run("two processes on a device", "this kind of device has no ports of its own")
+        return
+    context.doing("two more ranks on devices that are in use")
+    with local_ranks(context, RANK, 2, name="beside") as second:
+        answers: Any = second.call("lay_out", MegatronConfig(tensor_parallel=2), COLLECTIVE_SECONDS)
+        timings = second.call("collectives", "tensor", 1 << 20)
+        right = all(timing.right for answer in timings for timing in answer)
+        context.equal("two processes on a device", right and bool(answers), True, cause="wrong values")
