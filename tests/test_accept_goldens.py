@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.commands.accept import goldens
-from megarl.commands.accept.families import FAMILIES, LENGTHS, batch, spread, weights, write_family
+from megarl.commands.accept.families import FAMILIES, LENGTHS, batch, exact_values, weights, write_family
 from megarl.commands.accept.parity_rank import Case
 from megarl.commands.accept.stages import model_parity
 
@@ -105,5 +105,5 @@ class TestComparison:
         assert {"tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"} <= cuts
 
     def test_spread_is_exact(self):
-        assert spread("x", 4).tolist() == spread("x", 8)[:4].tolist()
-        assert np.abs(spread("y", 10000)).max() == 1.0 and abs(spread("y", 10000).mean()) < 0.05
+        assert exact_values("x", 4).tolist() == exact_values("x", 8)[:4].tolist()
+        assert np.abs(exact_values("y", 10000)).max() == 1.0 and abs(exact_values("y", 10000).mean()) < 0.05

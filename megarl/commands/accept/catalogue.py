@@ -64,6 +64,24 @@ STAGES: tuple[Stage, ...] = (
         "values are right; rates reach 60 % of the links in the table of devices; no rank enters 0.05 s late; no pair has "
         "half the median rate; a communicator keeps at most 1 GiB",
     ),
+    Stage(
+        4,
+        "engine",
+        8,
+        "an engine of tiny models: start, greedy samples twice, log-probs against the trainer, sleep and wake x 20, abort; "
+        "then the recipe's engine with dummy weights and 4 layers",
+        "greedy samples repeat; the mean gap to the trainer is below 0.02 nats; sleep frees 90 % and keeps less than 10 MiB a "
+        "cycle; an abort takes less than 10 s",
+    ),
+    Stage(
+        5,
+        "exchange",
+        8,
+        "weights of tiny models from trainers to an engine: planned and export, through shared memory, over the network and "
+        "from device to device; log-probs after each; then a trainer dies in an update",
+        "checksums of both sides agree; the mean gap after an update is below 0.02 nats; a death ends every wait within "
+        "exchange.silence + 5 s and is named",
+    ),
 )
 BUNDLE = 8  # the last stage, which the controller runs itself: it must work whatever became of the others
 BUNDLE_MINUTES = 1.0

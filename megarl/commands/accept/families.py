@@ -167,7 +167,7 @@ def hashed(name: str, count: int) -> np.ndarray:
     return state ^ (state >> np.uint64(31))
 
 
-def spread(name: str, count: int) -> np.ndarray:
+def exact_values(name: str, count: int) -> np.ndarray:
     """`count` numbers, float32: multiples of 1/64 in [-1, 1]."""
     return ((hashed(name, count) % np.uint64(129)).astype(np.int64) - 64).astype(np.float32) / np.float32(64)
 
@@ -177,7 +177,7 @@ def weights(family: str) -> dict[str, np.ndarray]:
     change which experts are chosen."""
     tensors = {}
     for name, shape in shapes(FAMILIES[family]):
-        values = spread(f"{family}:{name}", int(np.prod(shape))).reshape(shape)
+        values = exact_values(f"{family}:{name}", int(np.prod(shape))).reshape(shape)
         if "norm" in name or name.endswith("ln_q.weight"):
             tensors[name] = np.float32(1) + values * np.float32(0.5)
         elif len(shape) == 1:  # biases
@@ -195,12 +195,12 @@ def batch(family: str) -> list[Sequence]:
     for number, length in enumerate(LENGTHS):
         place = f"{family}:sequence {number}"
         tokens = 8 + (hashed(place, length) % np.uint64(VOCAB_LIMIT - 8)).astype(np.int64)
-        advantages = spread(f"{place} advantages", length)
+        advantages = exact_values(f"{place} advantages", length)
         pictures = []
         for start, (rows, columns) in IMAGES.get(number, []) if family == "vl" else []:
             count = rows * columns // MERGE**2
             tokens[start - 1], tokens[start : start + count], tokens[start + count] = IMAGE_START, IMAGE, IMAGE_END
-            values = spread(f"{place} image {start}", rows * columns * PATCH_VALUES)
+            values = exact_values(f"{place} image {start}", rows * columns * PATCH_VALUES)
             pictures.append(Picture(start, values.reshape(rows * columns, PATCH_VALUES), (1, rows, columns)))
         sequences.append(Sequence(tokens, advantages, tuple(pictures)))
     return sequences

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megarl.commands.accept import goldens
-from megarl.commands.accept.families import FAMILIES, LENGTHS, spread, weights
+from megarl.commands.accept.families import FAMILIES, LENGTHS, exact_values, weights
 from megarl.commands.accept.parity_rank import Case, ParityRank
 from megarl.commands.accept.rank import forget_model
 
@@ -97,7 +97,7 @@ class KernelRank(ParityRank):
         """The same values on the device, and in float64 on the CPU; both want gradients."""
         import torch
 
-        values = torch.from_numpy(spread(f"kernels {name}", int(np.prod(shape))).reshape(shape))
+        values = torch.from_numpy(exact_values(f"kernels {name}", int(np.prod(shape))).reshape(shape))
         return (
             values.to(self.platform.device(), self.dtype).requires_grad_(),
             values.double().requires_grad_(),
@@ -110,7 +110,7 @@ class KernelRank(ParityRank):
         import torch
 
         right = reference(*(one for _, one in inputs))
-        upstream = torch.from_numpy(spread(f"kernels {name} upstream", right.numel()).reshape(right.shape))
+        upstream = torch.from_numpy(exact_values(f"kernels {name} upstream", right.numel()).reshape(right.shape))
         right_gradients = torch.autograd.grad(right, [one for _, one in inputs], upstream.double())
         calls = []
         for _ in range(2):
@@ -212,7 +212,7 @@ class KernelRank(ParityRank):
         from megarl.commands.accept import references
 
         module, rows = self.model.decoder.layers[1].mlp.experts, sum(COUNTS)
-        probabilities = torch.from_numpy(np.abs(spread("kernels probabilities", rows)))
+        probabilities = torch.from_numpy(np.abs(exact_values("kernels probabilities", rows)))
         on_device = probabilities.to(self.platform.device(), torch.float32)
         counts = torch.tensor(COUNTS)
         own = [
@@ -232,7 +232,7 @@ class KernelRank(ParityRank):
         inputs = [self._input("experts", rows, self.config["hidden_size"])]
         self._compare("grouped matmul of experts", call, reference, inputs)
         x, right = inputs[0]
-        upstream = torch.from_numpy(spread("kernels experts weights", right.numel()).reshape(right.shape))
+        upstream = torch.from_numpy(exact_values("kernels experts weights", right.numel()).reshape(right.shape))
         chunk = self.trainer.model.chunks[0]
         chunk.zero_grad_buffer()
         output = call(x)
@@ -281,7 +281,7 @@ class KernelRank(ParityRank):
         for token in range(tokens):
             for place in range(chosen):
                 routing[token, busy[(token * 7 + place) % len(busy)]] = True
-        shares = torch.from_numpy(np.abs(spread("kernels shares", tokens * experts)).reshape(tokens, experts))
+        shares = torch.from_numpy(np.abs(exact_values("kernels shares", tokens * experts)).reshape(tokens, experts))
         shares = shares.masked_fill(~routing, 0.0)
         device = self.platform.device()
         fused = bool(self.trainer.model.config.moe_permute_fusion)
@@ -318,7 +318,7 @@ class KernelRank(ParityRank):
                 chunk.zero_grad_buffer()
             with torch.no_grad():
                 for number, parameter in enumerate(parameters):
-                    values = spread(f"gradient {number} {step}", parameter.numel()).reshape(parameter.shape)
+                    values = exact_values(f"gradient {number} {step}", parameter.numel()).reshape(parameter.shape)
                     parameter.main_grad.copy_(torch.from_numpy(values) / 64)
             exported = self._gradients("")
             gradients.append({name: exported[name].double() for name in names})
@@ -343,7 +343,7 @@ class KernelRank(ParityRank):
 
         from megarl.megatron.offload import copy_to_host
 
-        values = torch.from_numpy(spread("kernels memory", 1 << 16))
+        values = torch.from_numpy(exact_values("kernels memory", 1 << 16))
         tensor = values.to(self.platform.device(), copy=True)
         view = tensor[100:200]
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -134,9 +134,8 @@ def why_exported(recipe: Recipe, capabilities: dict[str, object]) -> str | None:
         return "exchange.route=export"
     if reason := never_planned(recipe):
         return reason
-    if not capabilities["layer_filling"]:
-        return f"vLLM {capabilities['version']} cannot finish one layer of a reload by itself"
-    return None
+    why = capabilities["no_planned"]
+    return None if why is None else str(why)
 
 
 def _memory(context: Context, machine: Machine) -> None:

@@ -1,0 +1,194 @@
+"""An engine in a process of its own, and the trainers that send it weights, for the stages of engine and exchange."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from megarl import engines
+from megarl import platform as platforms
+from megarl.actor_worker import ActorWorker
+from megarl.cluster.local import LocalService
+from megarl.commands.accept.context import Context
+from megarl.commands.accept.families import batch
+from megarl.config.schema import Recipe
+from megarl.engines.base import EngineSpec
+from megarl.types import Completion, GenerationRequest, Prompt, Sampling
+
+PROBE = "megarl.commands.accept.engine_probe:EngineProbe"
+TRAINER = "megarl.commands.accept.engine_probe:ExchangeRank"
+START_SECONDS, CALL_SECONDS = 600.0, 300.0
+MAX_LENGTH = 256
+
+
+class EngineProbe:
+    """`megarl.engines.base.RolloutEngine`, whose calls answer from threads, and the memory of its processes."""
+
+    def __init__(self, name: str, spec: EngineSpec) -> None:
+        self.engine = engines.create(name, spec)
+
+    async def start(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self.engine.start)
+
+    async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
+        """The samples of all requests, in the order of their groups."""
+        results: dict[int, list[Completion]] = {}
+        await asyncio.to_thread(self.engine.generate, requests, results.__setitem__)
+        return [completion for group in sorted(results) for completion in results[group]]
+
+    async def sleep(self) -> None:
+        await asyncio.to_thread(self.engine.sleep)
+
+    async def wake(self, tags: tuple[str, ...] | None = None) -> None:
+        await asyncio.to_thread(self.engine.wake, tags)
+
+    async def abort(self) -> None:
+        await asyncio.to_thread(self.engine.abort)
+
+    async def connect_exchange(self, session: Any) -> str | None:
+        return await asyncio.to_thread(self.engine.connect_exchange, session)
+
+    async def update_weights(self, version: int) -> Any:
+        return await asyncio.to_thread(self.engine.update_weights, version)
+
+    async def resident(self) -> float:
+        """GiB of the host's memory that this process and those below it hold."""
+        from megarl.commands.accept.runner import descendants
+
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = 0
+        for pid in descendants(os.getpid()):
+            try:
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
+            except (OSError, IndexError):
+                continue
+        return total / 2**30
+
+    async def shutdown(self) -> None:
+        await asyncio.to_thread(self.engine.shutdown)
+
+
+class ExchangeRank(ActorWorker):
+    """A trainer of a tiny model, with what the stages ask beside a run's calls."""
+
+    def set_exchange(self, route: str, transport: str) -> None:
+        """Let the next `open_exchange` take this way."""
+        self.recipe.exchange.route, self.recipe.exchange.transport = route, transport  # type: ignore[assignment]
+
+    def change(self, seed: int) -> None:
+        """Weights that no two versions have in common; all ranks change theirs alike."""
+        import torch
+
+        with torch.no_grad():
+            for chunk in self.trainer.model.chunks:
+                for parameter in chunk.parameters():
+                    parameter.data.mul_(1.0 + 0.01 * seed)
+
+    def probe(self, samples: list[list[int]]) -> list[list[float]] | None:
+        """Log-probs of each token of each sample; None off the last stage."""
+        import torch
+
+        from megarl.megatron.batch import MicroBatch
+
+        tokens = torch.tensor([token for sample in samples for token in sample], device=self.platform.device())
+        lengths = [len(sample) for sample in samples]
+        rows = self.trainer.log_probs([MicroBatch(tokens, lengths)], temperature=1.0)
+        if rows is None:
+            return None
+        return [part.tolist() for part in rows[0][0].float().cpu().split(lengths)]
+
+    def free_memory(self) -> float | None:
+        """GiB of this device that are free, whoever holds the rest."""
+        return self.platform.free_memory()
+
+    def send_and_die(self, version: int) -> Any:
+        """The last rank ends without a word when it has packed its first bucket."""
+        if self.rank == self.world_size - 1:
+            assert self.planned, "only ranks of a planned exchange are watched"
+            self.sender._outbox.send = lambda *_: os._exit(9)
+        return self.send_weights(version)
+
+
+def tiny_recipe(context: Context, family: str, trainers: int, **megatron: Any) -> Recipe:
+    """A recipe of the family's tiny model, whose trainers and engine share devices where there are too few."""
+    recipe = Recipe()
+    recipe.name, recipe.runs_dir = f"tiny-{family}", str(context.folder)
+    recipe.model.path = str(context.shared / family)
+    recipe.model.dtype = "float32" if context.tiny else "bfloat16"
+    recipe.cluster.device, recipe.cluster.trainers = context.device, trainers  # type: ignore[assignment]
+    recipe.cluster.threads = 1 if context.tiny else 4
+    recipe.cluster.placement = "colocated" if shares_devices(context) else "disaggregated"
+    recipe.exchange.check_every, recipe.exchange.timeout, recipe.exchange.bucket_mb = 1, 120.0, 1
+    recipe.train.steps = 10
+    for name, value in megatron.items():
+        setattr(recipe.megatron, name, value)
+    return recipe
+
+
+def shares_devices(context: Context) -> bool:
+    """Whether engine and trainers take turns on the same devices: always on one device, never on a CPU."""
+    return not context.tiny and context.settings.devices < 2
+
+
+def start_engine(context: Context, recipe: Recipe, *, load_weights: bool, **engine_args: Any) -> LocalService:
+    """An engine of the recipe's model on the last device of this machine."""
+    platform, args = platforms.select(context.device), {**_arguments(context), **engine_args}
+    spec = EngineSpec(
+        name="probe",
+        model_path=recipe.model.path,
+        dtype=recipe.model.dtype,
+        max_model_len=MAX_LENGTH,
+        engine_args=args,
+        load_weights=load_weights,
+        sleep_mode=not context.tiny,
+        device=context.device,
+    )
+    env = engines.engine_env("vllm", platform.rollout_env(), recipe.cluster.threads, args)
+    if platform.visible_devices_env:
+        visible = os.environ.get(platform.visible_devices_env) or ",".join(map(str, range(context.settings.devices)))
+        env[platform.visible_devices_env] = visible.split(",")[-1]
+    return LocalService(PROBE, ("vllm", spec), name="engine", log=context.folder / "engine.log", env=env)
+
+
+def _arguments(context: Context) -> dict[str, Any]:
+    if context.tiny:
+        return {"kv_cache_memory_bytes": 1 << 26, "max_num_seqs": 16}
+    share = 0.3 if shares_devices(context) else 0.6
+    return {"gpu_memory_utilization": share, "max_num_seqs": 128}
+
+
+def requests(family: str, count: int, tokens: int, temperature: float = 1.0) -> list[GenerationRequest]:
+    """`count` requests for `tokens` tokens each, from the batch's sequences."""
+    sequences = batch(family)
+    sampling = Sampling(n=1, max_tokens=tokens, temperature=temperature)
+    made = []
+    for number in range(count):
+        prompt = sequences[number % len(sequences)].tokens.tolist()
+        made.append(GenerationRequest(number, prompt_of(number, prompt), sampling, 1000 + number))
+    return made
+
+
+def prompt_of(number: int, tokens: list[int]) -> Prompt:
+    """A prompt of these tokens, for an engine alone."""
+    return Prompt(f"probe/{number}", tuple(tokens), "", "probe")
+
+
+def gap(family: str, asked: list[GenerationRequest], sampled: list[Completion], trainers: Any) -> float:
+    """Mean absolute difference, in nats per token, between the engine's log-probs of its samples and the trainers'."""
+    samples = [[*request.prompt.tokens, *one.tokens.tolist()] for request, one in zip(asked, sampled, strict=True)]
+    answers = next(answer for answer in trainers.call("probe", samples) if answer is not None)
+    differences = [
+        abs(mine - float(theirs))
+        for row, one in zip(answers, sampled, strict=True)
+        for mine, theirs in zip(row[-len(one.tokens) :], one.log_probs, strict=True)
+    ]
+    return sum(differences) / len(differences)
+
+
+def timed(call: Any, seconds: float = CALL_SECONDS) -> tuple[Any, float]:
+    """The result of a service's call, and the seconds that it took."""
+    began = time.monotonic()
+    return call.result(seconds), time.monotonic() - began

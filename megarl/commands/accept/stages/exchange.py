@@ -1,0 +1,127 @@
+"""Stage 5: weights from trainers to an engine by every route and transport; probes of what arrived; a death in an update."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megarl.cluster.local import LocalService
+from megarl.commands.accept.context import Context
+from megarl.commands.accept.engine_probe import (
+    START_SECONDS,
+    TRAINER,
+    gap,
+    requests,
+    shares_devices,
+    start_engine,
+    timed,
+    tiny_recipe,
+)
+from megarl.commands.accept.families import write_family
+from megarl.commands.accept.ranks import LocalRanks, rank_environment
+from megarl.config.schema import Recipe
+from megarl.placement import publish
+from megarl.route import open_exchange
+
+GAP = 0.02  # nats, mean
+DEATH = 5.0  # seconds beyond exchange.silence after which every wait for a dead rank must have ended
+# (route, transport), the default first.
+WAYS = (("planned", "auto"), ("planned", "collective"), ("export", "auto"), ("export", "collective"))
+
+
+def run(context: Context) -> None:
+    """The MoE model on a CPU; on devices also MLA. Trainers hold other slices than the engine."""
+    for family in ("dense",) if context.tiny else ("dense", "moe", "mla"):
+        write_family(family, context.shared)
+        size = 1 if context.settings.devices < 3 and not context.tiny else 2
+        recipe = tiny_recipe(context, family, size, tensor_parallel=size)
+        context.doing(f"starting {size} trainers and an engine of the {family} model")
+        # An engine measures free memory when it starts: on shared devices trainers come after it.
+        engine = start_engine(context, recipe, load_weights=False)
+        try:
+            info = timed(engine.call("start"), START_SECONDS)[0] if shares_devices(context) else None
+            folder, env = context.folder / f"{family}-trainers", rank_environment(context)
+            trainers = LocalRanks(folder, TRAINER, (recipe, 10), size, env)
+            try:
+                info = info or timed(engine.call("start"), START_SECONDS)[0]
+                _ways(context, family, recipe, trainers, engine, info)
+                _death(context, family, recipe, trainers, engine, info)
+            finally:
+                trainers.close()
+        finally:
+            engine.stop()
+
+
+def ways(context: Context) -> list[tuple[str, str]]:
+    """Every way that can be taken here; from device to device only between devices."""
+    device = [("planned", "device")] if not context.tiny and not shares_devices(context) else []
+    return [*WAYS, *device]
+
+
+def _ways(
+    context: Context, family: str, recipe: Recipe, trainers: LocalRanks, engine: LocalService, info: dict[str, Any]
+) -> None:
+    version = 0
+    for route, transport in ways(context):
+        name = f"{family}: {route} by {transport}"
+        context.doing(f"{name}: two updates")
+        recipe.exchange.route, recipe.exchange.transport = route, transport  # type: ignore[assignment]
+        trainers.call("set_exchange", route, transport)
+        try:
+            session = open_exchange(recipe, trainers, [engine], [info], lambda text: print(text, flush=True))  # type: ignore[arg-type]
+        except RuntimeError as error:
+            context.not_run(name, str(error))
+            continue
+        for _ in range(2):
+            version += 1
+            trainers.call("change", version)
+            began = time.monotonic()
+            metrics = publish(trainers, [engine], session, version)  # type: ignore[arg-type]
+            seconds = time.monotonic() - began
+        context.equal(f"{name}: checksums", True, True)
+        context.figure(f"{name}: seconds", seconds, unit="s")
+        context.figure(f"{name}: bytes", metrics["exchange/bytes"] / 2**20, unit="MiB")
+        asked = requests(family, 4, 16)
+        sampled = timed(engine.call("generate", asked))[0]
+        context.at_most(
+            f"{name}: log-probs after the update", gap(family, asked, sampled, trainers), limit=GAP, unit="nats",
+            cause="the engine samples from other weights than the trainers'",
+        )  # fmt: skip
+    context.not_run(f"{family}: device to device", "one device, or a CPU") if len(ways(context)) == len(WAYS) else None
+
+
+def _death(
+    context: Context, family: str, recipe: Recipe, trainers: LocalRanks, engine: LocalService, info: dict[str, Any]
+) -> None:
+    """The last trainer dies in an update: the engine and the other trainers must notice and name it."""
+    if trainers.size < 2:
+        context.not_run(f"{family}: a death in an update", "needs two trainers")
+        return
+    context.doing(f"{family}: a trainer dies in an update")
+    recipe.exchange.route, recipe.exchange.transport = "planned", "auto"
+    trainers.call("set_exchange", "planned", "auto")
+    try:
+        open_exchange(recipe, trainers, [engine], [info], lambda text: print(text, flush=True))  # type: ignore[arg-type]
+    except RuntimeError as error:
+        context.not_run(f"{family}: a death in an update", str(error))
+        return
+    began = time.monotonic()
+    sending = trainers.begin("send_and_die", [(1000,)] * trainers.size)
+    receiving = engine.call("update_weights", 1000)
+    limit = recipe.exchange.silence + DEATH
+    errors = []
+    for call in (receiving, *sending):
+        left = began + limit - time.monotonic()
+        try:
+            call.result(max(left, 0.1))
+            errors.append("returned")
+        except TimeoutError:
+            errors.append("still waits")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it has ended
+            errors.append(" ".join(str(error).split()))
+    took = time.monotonic() - began
+    context.at_most(
+        f"{family}: a death in an update ends every wait", took, limit=limit, unit="s", cause="; ".join(errors)[:300]
+    )
+    named = "trainer" in errors[0] and str(trainers.size - 1) in errors[0]
+    context.equal(f"{family}: the engine names the dead rank", named, True, cause=errors[0][:300])
