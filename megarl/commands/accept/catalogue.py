@@ -82,6 +82,23 @@ STAGES: tuple[Stage, ...] = (
         "checksums of both sides agree; the mean gap after an update is below 0.02 nats; a death ends every wait within "
         "exchange.silence + 5 s and is named",
     ),
+    Stage(
+        6,
+        "rl step",
+        12,
+        "megarl train on tiny models: 3 steps colocated, a resume from the checkpoint, 3 steps one step off; then the "
+        "recipe's twin, its model shrunk and its layout as far as the devices of one node go",
+        "exit status 0; every metric is finite; no update is skipped; the gap of fresh samples is below 0.02 nats; gradients "
+        "are not zero",
+    ),
+    Stage(
+        7,
+        "speed",
+        8,
+        "matrix products, copies, Adam and links of each device; log-probs of a trainer; decoding and prefill of an engine; "
+        "calibration.yaml for megarl plan --calibration",
+        "nothing is limited: figures stand beside the table of devices",
+    ),
 )
 BUNDLE = 8  # the last stage, which the controller runs itself: it must work whatever became of the others
 BUNDLE_MINUTES = 1.0

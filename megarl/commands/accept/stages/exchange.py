@@ -101,10 +101,11 @@ def _death(
     recipe.exchange.route, recipe.exchange.transport = "planned", "auto"
     trainers.call("set_exchange", "planned", "auto")
     try:
-        open_exchange(recipe, trainers, [engine], [info], lambda text: print(text, flush=True))  # type: ignore[arg-type]
+        session = open_exchange(recipe, trainers, [engine], [info], lambda text: print(text, flush=True))  # type: ignore[arg-type]
     except RuntimeError as error:
         context.not_run(f"{family}: a death in an update", str(error))
         return
+    publish(trainers, [engine], session, 999)  # type: ignore[arg-type]
     began = time.monotonic()
     sending = trainers.begin("send_and_die", [(1000,)] * trainers.size)
     receiving = engine.call("update_weights", 1000)

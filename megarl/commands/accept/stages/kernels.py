@@ -24,15 +24,16 @@ def run(context: Context) -> None:
             for family in _FAMILIES:
                 context.doing(f"layers of the {family} model in {dtype}")
                 ((errors, same),) = ranks.call("check", family, str(context.shared / family), dtype)
-                for error in errors:
-                    _record(context, error, dtype)
-                for name, equal in same.items():
-                    context.equal(
-                        f"{dtype} {name}: same bits twice",
-                        equal,
-                        True,
-                        cause=f"{name} is not repeatable under train.deterministic",
-                    )
+                record(context, errors, same, dtype)
+
+
+def record(context: Context, errors: list[Error], same: dict[str, bool], dtype: str) -> None:
+    """Keep a check of every layer; `same`: whether two calls gave the same bits."""
+    for error in errors:
+        _record(context, error, dtype)
+    for name, equal in same.items():
+        cause = f"{name} is not repeatable under train.deterministic"
+        context.equal(f"{dtype} {name}: same bits twice", equal, True, cause=cause)
 
 
 def _record(context: Context, error: Error, dtype: str) -> None:

@@ -48,7 +48,7 @@ def run(context: Context) -> None:
             with local_ranks(context, RANK, size, name=f"{size}-{families[0]}") as ranks:
                 for case in cases(context, size, families):
                     context.doing(case.name)
-                    _check(context, case, ranks.call("run", case))
+                    judge_case(context, case, ranks.call("run", case))
     if context.settings.devices < 4:
         context.not_run("layouts of 4 processes", f"{context.settings.devices} devices")
 
@@ -64,7 +64,8 @@ def cases(context: Context, size: int, families: list[str]) -> Iterator[Case]:
                 yield Case(family, model, "bfloat16", megatron)
 
 
-def _check(context: Context, case: Case, answers: list[dict[str, Any]]) -> None:
+def judge_case(context: Context, case: Case, answers: list[dict[str, Any]]) -> None:
+    """Keep the checks of one case. `answers`: of its ranks."""
     golden, dtype = read_golden(case.family), case.dtype
     layer, difference = first_layer_apart(golden, answers[0]["sketches"], LAYER[dtype])
     cause = f"layer {layer} is the first that differs, by {difference:.2g}" if layer else "every layer's output agrees"

@@ -1,0 +1,80 @@
+"""A rank that times single operations of its device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megarl.commands.accept.rank import Rank
+
+REPEATS = 20
+
+
+class SpeedRank(Rank):
+    """Each method returns the seconds of `REPEATS` runs, after one that is not counted."""
+
+    def matmul(self, size: int) -> list[float]:
+        """A product of two square bfloat16 matrices."""
+        import torch
+
+        a = torch.ones(size, size, device=self.platform.device(), dtype=torch.bfloat16)
+        b = a.clone()
+        return self._timed(lambda: a @ b)
+
+    def copy(self, elements: int) -> list[float]:
+        """A copy within the device's memory, float32."""
+        import torch
+
+        source = torch.ones(elements, device=self.platform.device())
+        target = torch.empty_like(source)
+        return self._timed(lambda: target.copy_(source))
+
+    def to_device(self, elements: int) -> list[float]:
+        """A copy from page-locked host memory, float32, on all ranks at once."""
+        import torch
+
+        from megarl.megatron.offload import host_memory
+
+        target = torch.empty(elements, device=self.platform.device())
+        source = host_memory(target).fill_(1.0)
+        torch.distributed.barrier()
+        return self._timed(lambda: target.copy_(source, non_blocking=True))
+
+    def adam(self, elements: int) -> list[float]:
+        """A step of the optimizer that Megatron takes, on float32 weights, gradients and moments."""
+        import megatron.core.optimizer as optimizers
+        import torch
+
+        if self.platform.uses_native_layers:
+            from megarl.megatron import native_layers
+
+            native_layers.install()
+        weight = torch.nn.Parameter(torch.ones(elements, device=self.platform.device()))
+        weight.grad = torch.ones_like(weight)
+        optimizer = optimizers.Adam([weight], lr=1e-4)
+        return self._timed(optimizer.step)
+
+    def send(self, elements: int) -> list[float]:
+        """Rank 0 to rank 1, measured by both."""
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.ones(elements, device=self.platform.device())
+        return self._timed(lambda: dist.send(tensor, 1) if self.rank == 0 else dist.recv(tensor, 0))
+
+    def _timed(self, operation: Callable[[], Any]) -> list[float]:
+        operation()
+        seconds = []
+        for _ in range(REPEATS):
+            self.platform.synchronize()
+            began = time.perf_counter()
+            operation()
+            self.platform.synchronize()
+            seconds.append(time.perf_counter() - began)
+        return seconds
+
+
+def middle(seconds: list[float]) -> float:
+    return statistics.median(seconds)

@@ -1,0 +1,150 @@
+"""Stage 7: rates of devices and links, training and decoding of a tiny model; a calibration file for `megarl plan`."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform as machine
+import time
+from collections.abc import Callable
+from typing import Any
+
+from megarl.commands.accept.context import Context
+from megarl.commands.accept.engine_probe import (
+    START_SECONDS,
+    TRAINER,
+    requests,
+    shares_devices,
+    start_engine,
+    timed,
+    tiny_recipe,
+)
+from megarl.commands.accept.families import LENGTHS, write_family
+from megarl.commands.accept.ranks import LocalRanks, local_ranks, rank_environment
+from megarl.commands.accept.speed_rank import REPEATS, middle
+from megarl.planner.calibration import Calibration, Entry, Observation
+from megarl.platform.devices import Device, device_of, devices
+from megarl.platform.kinds import KINDS
+
+RANK = "megarl.commands.accept.speed_rank:SpeedRank"
+FILE = "calibration.yaml"
+TRAIN_SIZE, TRAIN_REPEATS = 8, 10
+
+
+def run(context: Context) -> None:
+    """Rates of each operation beside those of the table of devices; nothing here can fail but a crash."""
+    rates: dict[str, Entry] = {}
+    observations: list[Observation] = []
+    context.doing("timing products, copies and the optimizer")
+    with local_ranks(context, RANK, min(context.settings.devices, 8), name="rates") as ranks:
+        name = ranks.call("describe")[0]["device"]
+        device = devices()["CPU"] if context.tiny else device_of(name)
+        _rates(context, ranks, rates, device)
+    _training(context, observations)
+    _decoding(context, observations)
+    for one in observations:
+        context.figure(one.name, one.value, unit=one.unit)
+    if device is None:
+        context.not_run(
+            "calibration.yaml", f"{name} is not in the table of devices: docs/planner.md says how to add it"
+        )
+        return
+    source = f"acceptance on {machine.node()}, {datetime.date.today()}"
+    path = context.folder / FILE
+    Calibration(
+        device=device.name,
+        source=source,
+        rates=rates,
+        factors={},
+        observations=tuple(observations),
+        versions=versions(),
+    ).write(path)
+    context.figure("calibration", f"megarl plan RECIPE --calibration {path}")
+
+
+def _rates(context: Context, ranks: LocalRanks, rates: dict[str, Entry], device: Device | None) -> None:
+    """Reached rates; of several devices the slowest, since all wait for it."""
+    tiny = context.tiny
+    side, elements = (512, 1 << 20) if tiny else (8192, 1 << 28)
+    expected: dict[str, float] = {}
+    if device is not None:
+        expected = {
+            "matmul_flops": device.flops, "memory_bandwidth": device.bandwidth, "host_link": device.host_link,
+            "link": device.link, "adam_bandwidth": device.bandwidth,
+        }  # fmt: skip
+
+    def measure(rate: str, work: float, method: str, *arguments: Any, how: str) -> None:
+        context.doing(f"timing {rate}")
+        reached = [work / middle(seconds) for seconds in ranks.call(method, *arguments)]
+        text = f"{how}, median of {REPEATS}, the slowest of {len(reached)} devices"
+        rates[rate] = Entry(min(reached), "measured", text, low=min(reached), high=max(reached))
+        context.figure(f"{rate}: reached", min(reached) / 1e9, unit="G/s")
+        if rate in expected:
+            context.figure(f"{rate}: of the table's", min(reached) / expected[rate], unit="share")
+
+    measure("matmul_flops", 2.0 * side**3, "matmul", side, how=f"bfloat16 product of {side} x {side} matrices")
+    measure("memory_bandwidth", 8.0 * elements, "copy", elements, how=f"copy of {elements >> 18} MiB")
+    measure("adam_bandwidth", 28.0 * elements, "adam", elements, how=f"Adam on {elements >> 20} Mi float32 weights")
+    if not tiny:
+        measure("host_link", 4.0 * elements, "to_device", elements, how="page-locked copy to all devices at once")
+    if ranks.size == 2:
+        measure("link", 4.0 * elements, "send", elements, how="rank 0 to rank 1")
+
+
+def _training(context: Context, observations: list[Observation]) -> None:
+    """Tokens per second of one trainer of the tiny dense model."""
+    context.doing("timing a trainer")
+    write_family("dense", context.shared)
+    recipe = tiny_recipe(context, "dense", 1)
+    trainers = LocalRanks(context.folder / "trainer", TRAINER, (recipe, 10), 1, rank_environment(context))
+    try:
+        samples = [[8 + (number % 400)] * 64 for number in range(TRAIN_SIZE)]
+        trainers.call("probe", samples)
+        began = time.monotonic()
+        for _ in range(TRAIN_REPEATS):
+            trainers.call("probe", samples)
+        seconds = (time.monotonic() - began) / TRAIN_REPEATS
+    finally:
+        trainers.close()
+    how = f"tiny dense model, {TRAIN_SIZE} sequences of 64 tokens, calls included"
+    observations.append(Observation("log-probs of a trainer", TRAIN_SIZE * 64 / seconds, "tokens/s", how))
+
+
+def _decoding(context: Context, observations: list[Observation]) -> None:
+    """Tokens per second of an engine at several numbers of sequences, and of reading prompts."""
+    context.doing("timing an engine")
+    recipe = tiny_recipe(context, "dense", 1)
+    tokens, counts = (24, (1, 8)) if context.tiny else (128, (1, 32, 128))
+    engine = start_engine(context, recipe, load_weights=True)
+    where = "sharing its device" if shares_devices(context) else "alone on its device"
+    try:
+        timed(engine.call("start"), START_SECONDS)
+
+        def rate(count: int, length: int, work: Callable[[], float]) -> float:
+            timed(engine.call("generate", requests("dense", count, length)))
+            _, seconds = timed(engine.call("generate", requests("dense", count, length)))
+            return work() / seconds
+
+        for count in counts:
+            value = rate(count, tokens, lambda count=count: float(count * tokens))  # type: ignore[misc]
+            how = f"tiny dense model, {tokens} tokens each, {where}"
+            observations.append(Observation(f"decode, {count} sequences", value, "tokens/s", how))
+        prompts = counts[-1]
+        work = float(sum(LENGTHS[number % len(LENGTHS)] for number in range(prompts)))
+        value = rate(prompts, 1, lambda: work)
+        observations.append(
+            Observation(f"prefill, {prompts} prompts", value, "tokens/s", "tiny dense model, cached prefixes included")
+        )
+    finally:
+        engine.stop()
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that speed depends on."""
+    known = {}
+    for name in sorted({name for kind in KINDS for one in kind.sets for name in one.packages}):
+        try:
+            known[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return known
