@@ -173,8 +173,9 @@ class Controller:
             self._update_actor(step, plan)
         if recipe.algorithm.kl_target is not None:
             self._adapt_kl_weight(len(plan.outcomes.rewards), still=warming_up)
-        log.add({**plan.metrics, **staleness(batch.groups, step - 1)})
+        log.add(plan.metrics)
         if recipe.train.source == "rollout":
+            log.add(staleness(batch.groups, step - 1))
             wanted = -(-recipe.observe.samples_per_step // recipe.rollout.samples_per_prompt)
             log.samples(step, records_of(batch.groups, step, wanted, self.tokenizer))
 

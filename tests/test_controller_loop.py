@@ -311,3 +311,15 @@ def test_only_an_adapted_weight_of_the_kl_outlives_its_recipe(
         second.source.restore = lambda state: None  # type: ignore[method-assign]
         second._resume(tmp_path)
     assert second.kl_weight.value == (0.25 if target is None else pytest.approx(0.6))
+
+
+def test_sft_has_no_phases_or_metrics_of_rollout(recipe: Recipe, tmp_path: Path) -> None:
+    recipe.train.steps, recipe.train.save_every, recipe.train.source = 2, 0, "sft"
+    recipe.train.save_at_end = False
+    recipe.algorithm.advantage, recipe.algorithm.loss = "none", "sft"
+    fit(recipe, tmp_path, [])
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        phases = {name for name in line if name.startswith("timing_s/")}
+        assert phases == {"timing_s/data", "timing_s/update_actor", "timing_s/step"}
+        assert not [name for name in line if name.startswith("rollout/")]

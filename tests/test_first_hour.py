@@ -69,16 +69,25 @@ def test_a_run_that_kept_no_weights_says_so(recipe: Recipe, tmp_path: Path) -> N
     assert "same command with train.resume=auto" in after_interruption(recipe, run)[-1]
 
 
-def test_a_busy_machine_is_named_where_ray_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (Exception("The current node timed out during startup."), r"processes want to run on \d+ cores.*less busy"),
+        (ValueError("the amount of memory on this node available (0.02 GB)"), r"has \d+\.\d GB of memory left"),
+    ],
+)
+def test_a_machine_that_is_too_busy_for_ray_is_named(
+    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megarl.cluster import ray_start
     from megarl.cluster.guard import Guard
 
-    def late(**_: object) -> NoReturn:
-        raise Exception("The current node timed out during startup.")  # as Ray does
+    def fails(**_: object) -> NoReturn:
+        raise error  # in Ray's words
 
-    monkeypatch.setattr(ray_start.ray, "init", late)
+    monkeypatch.setattr(ray_start.ray, "init", fails)
     monkeypatch.setattr(Guard, "env", {}, raising=False)
-    with pytest.raises(RuntimeError, match=r"did not start.*processes want to run on \d+ cores.*less busy"):
+    with pytest.raises(RuntimeError, match=words):
         ray_start._start_private(Guard.__new__(Guard))
 
 

@@ -51,7 +51,12 @@ def _start_private(guard: Guard) -> None:
             log_to_driver=False,
         )
     except Exception as error:
-        if "timed out" not in str(error):  # Ray has no class for it
+        if "amount of memory on this node" in str(error):
+            raise RuntimeError(
+                f"this machine has {_available() / 1e9:.1f} GB of memory left, too little for Ray: end what uses it (`ps aux "
+                f"--sort=-rss | head`), or take another machine.\nRay says: {error}"
+            ) from error
+        if "timed out" not in str(error):  # Ray has no class for either
             raise
         load = f"{os.getloadavg()[0]:.0f} processes want to run on {os.cpu_count()} cores"
         raise RuntimeError(
@@ -96,6 +101,13 @@ def join(address: str) -> None:
 
 def _free_shared_memory() -> int:
     return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else _memory()
+
+
+def _available() -> int:
+    """Bytes of memory that this machine can still give, by the kernel's estimate."""
+    with open("/proc/meminfo") as file:
+        fields = dict(line.split(":") for line in file)
+    return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _memory() -> int:
