@@ -71,7 +71,7 @@ class TestRunner:
         def time_is_over(process, deadline):
             """When the stage hangs, however long this machine took to start it."""
             end = time.monotonic() + 60
-            while not child_file.exists() and time.monotonic() < end:
+            while not (child_file.exists() and child_file.read_text()) and time.monotonic() < end:
                 time.sleep(0.05)
             return False
 

@@ -8,6 +8,12 @@ import sys
 import time
 from typing import Any
 
+CHILD = """import os, sys, time
+def waiting_child():
+    open(sys.argv[1], "w").write(str(os.getpid()))
+    time.sleep(600)
+waiting_child()"""
+
 
 def passes(module: Any) -> None:
     def run(context: Any) -> None:
@@ -37,10 +43,7 @@ def hangs(module: Any) -> None:
     def run(context: Any) -> None:
         context.at_most("gap", 0.01, limit=0.02, unit="nats")
         context.doing("all_reduce over ranks 0 and 1")
-        child = subprocess.Popen(
-            [sys.executable, "-c", "import time\ndef waiting_child(): time.sleep(600)\nwaiting_child()"]
-        )
-        (context.folder / "child.txt").write_text(str(child.pid))
+        subprocess.Popen([sys.executable, "-c", CHILD, str(context.folder / "child.txt")])
         time.sleep(600)
 
     module.run = run
