@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 
 from megarl.commands.accept import goldens
+from megarl.commands.accept.context import Context
 from megarl.commands.accept.families import FAMILIES, LENGTHS, batch, exact_values, weights, write_family
 from megarl.commands.accept.parity_rank import Case
+from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import model_parity
+from megarl.platform.adaptor import adaptor
+from megarl.platform.kinds import KINDS
 
 DIGESTS = {"dense": "20262b6ab4439ecb", "moe": "ca07d6d314d256a1", "mla": "ffa64ffa1ff10058", "vl": "281ea7ae40a21134"}
 
 
 def digest(family: str) -> str:
-    """Of the bits of weights, tokens, advantages and pixels."""
+    """SHA-256 of weights, tokens, advantages and pixels."""
     total = hashlib.sha256()
     for name, tensor in sorted(weights(family).items()):
         total.update(name.encode() + str(tensor.shape).encode() + tensor.tobytes())
@@ -103,6 +107,17 @@ class TestComparison:
     def test_every_cut_is_tried_on_two_devices(self):
         cuts = {key for family in FAMILIES for layout in model_parity.layouts(2, family) for key in layout}
         assert {"tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"} <= cuts
+
+    def test_optimizer_on_the_host_is_tried_where_the_device_has_it(self, tmp_path):
+        def names(device: str) -> list[str]:
+            context = Context(Settings(device, 2), tmp_path, tmp_path, 1e9)
+            return [case.name for case in model_parity.cases(context, 1, ["dense"])]
+
+        with_adaptor = [kind.name for kind in KINDS if model_parity.SWAPPED in adaptor(kind.name).settings]
+        assert with_adaptor and all(
+            "dense 1 bfloat16 distributed_optimizer extra" in names(one) for one in with_adaptor
+        )
+        assert not any("extra" in name for name in names("cpu"))
 
     def test_spread_is_exact(self):
         assert exact_values("x", 4).tolist() == exact_values("x", 8)[:4].tolist()

@@ -70,7 +70,7 @@ def timing(rank: int, **changes: Any) -> list[Timing]:
 
 
 class StubRanks:
-    """Ranks whose collectives have `timings`, and pairs and memory that are told."""
+    """Ranks with given timings of collectives and pairs, and given free memory."""
 
     size = 4
 
@@ -235,7 +235,7 @@ def run(tmp_path: Path, number: int, seconds: float = 400.0) -> StageResult:
 
 @pytest.mark.stack
 def test_kernels_models_and_collectives_pass_on_a_cpu(tmp_path):
-    """What CI runs of the acceptance; test_all_stages has the rest."""
+    """CI runs these three stages; test_all_stages runs all of them."""
     assert command.accept(None, [], command.Options(device="cpu", stages="1-3,8", out=tmp_path)) == 0
     (results,) = tmp_path.glob("*/results.json")
     stages = {entry["name"]: entry for entry in json.loads(results.read_text())}

@@ -85,7 +85,7 @@ def leaking_sleep(module: Any) -> None:
 
 
 def other_temperature(module: Any) -> None:
-    """An engine whose log-probs are of another distribution than the one it samples from."""
+    """The engine reports log-probs of another distribution than it samples from."""
 
     class Hot(module.EngineProbe):
         async def generate(self, requests: Any) -> Any:
@@ -113,7 +113,7 @@ def corrupted_bucket(module: Any) -> None:
 
 
 def old_weights(module: Any) -> None:
-    """Trainers whose weights go on changing once they are sent: engines sample from the former ones."""
+    """Trainers change their weights after sending them, so engines sample from older ones."""
 
     class Hasty(module.ExchangeRank):
         def send_weights(self, version: int) -> Any:

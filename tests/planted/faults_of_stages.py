@@ -1,4 +1,4 @@
-"""Stages that pass, fail, raise, hang and die, for tests of the runner: each stands in for the stage of environment."""
+"""Stages that pass, fail, raise, hang and die, in place of the stage of environment."""
 
 from __future__ import annotations
 

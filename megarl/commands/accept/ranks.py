@@ -30,7 +30,7 @@ class Ranks(Protocol):
         ...
 
     def each(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        """As `call`, with arguments of its own for each rank."""
+        """Call `method` with other arguments on each rank; else as `call`."""
         ...
 
 

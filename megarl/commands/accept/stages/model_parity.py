@@ -12,6 +12,7 @@ from megarl.commands.accept.families import FAMILIES, LENGTHS, SKETCHES, write_f
 from megarl.commands.accept.goldens import Golden, read_golden
 from megarl.commands.accept.parity_rank import Case
 from megarl.commands.accept.ranks import local_ranks
+from megarl.platform.adaptor import adaptor
 
 RANK = "megarl.commands.accept.parity_rank:ParityRank"
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}  # float32: of the largest difference, bfloat16: of the mean, in nats
@@ -20,6 +21,7 @@ LAYER = {"float32": 1e-4, "bfloat16": 5e-2}  # relative, of a layer's output: na
 TENSOR = {"float32": 1e-3, "bfloat16": 2e-1}  # relative, of a tensor's gradient: names the tensor
 RESUMED = 0.0  # nats: a resumed step in the same layout is the unbroken one's, bit for bit
 
+SWAPPED = "swap_optimizer"  # a setting of what adapts Megatron to the device: states lie on the host between updates
 TP, PP, EP, CP = "tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"
 
 
@@ -62,6 +64,9 @@ def cases(context: Context, size: int, families: list[str]) -> Iterator[Case]:
             yield Case(family, model, "float32", megatron, folder)
             if number == 0 and (size == 1 or not context.tiny):
                 yield Case(family, model, "bfloat16", megatron)
+            if number == 0 and SWAPPED in adaptor(context.device).settings:
+                swapped = {**megatron, "distributed_optimizer": True, "extra": {SWAPPED: True}}
+                yield Case(family, model, "bfloat16", swapped, f"{folder}-swapped")
 
 
 def judge_case(context: Context, case: Case, answers: list[dict[str, Any]]) -> None:

@@ -32,7 +32,7 @@ TRAIN_SIZE, TRAIN_REPEATS = 8, 10
 
 
 def run(context: Context) -> None:
-    """Rates of each operation beside those of the table of devices; nothing here can fail but a crash."""
+    """Report rates of each operation beside those of the table of devices; only a crash fails this stage."""
     rates: dict[str, Entry] = {}
     observations: list[Observation] = []
     context.doing("timing products, copies and the optimizer")
@@ -140,7 +140,7 @@ def _decoding(context: Context, observations: list[Observation]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that speed depends on."""
+    """Installed versions of the packages that speed depends on."""
     known = {}
     for name in sorted({name for kind in KINDS for one in kind.sets for name in one.packages}):
         try:
