@@ -342,6 +342,15 @@ def _extra_is_left_over(recipe: Recipe) -> None:
 
 
 @check
+def _optimizers_fit(recipe: Recipe) -> None:
+    from megarl.config.critic import critic_view
+    from megarl.config.optimizer_extra import check_optimizer_extra
+
+    check_optimizer_extra(recipe, "actor.optimizer")
+    check_optimizer_extra(critic_view(recipe), "critic.optimizer")
+
+
+@check
 def _ddp_fits(recipe: Recipe) -> None:
     from megarl.config.ddp import check_ddp, refusal_of_ddp
 

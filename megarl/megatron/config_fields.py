@@ -20,6 +20,7 @@ from megarl.megatron.layout import uses_sequence_parallel
 from megarl.megatron.model_checks import rotary_scaling, yarn_fields
 from megarl.model_config import number_of_experts, text_fields
 from megarl.platform.adaptor import Adaptor, adaptor
+from megarl.platform.kinds import kind_of
 from megarl.registry import nearest
 
 _CLASSES = {
@@ -43,6 +44,9 @@ def check_extra_names(recipe: Recipe, section: str) -> None:
     if known is None:
         return
     _check_declared(recipe.megatron.ddp, f"{section}.ddp", "core/distributed/distributed_data_parallel_config.py")
+    optimizer = section.replace("megatron", "actor.optimizer" if section == "megatron" else "optimizer")
+    _check_declared(recipe.actor.optimizer.extra, f"{optimizer}.extra", "core/optimizer/optimizer_config.py")
+    check_installed_for(recipe, optimizer)
     adapts = adaptor(platform.kind(recipe.cluster.device))
     for name, value in extra.items():
         wrong = adapts.problem(name, value) if name in adapts.settings or name not in known else None
@@ -52,6 +56,16 @@ def check_extra_names(recipe: Recipe, section: str) -> None:
         if wrong is not None:
             raise RecipeError(f"{section}.extra.{name}", *wrong, value=value)
     check_names(extra, known, section, adapts)
+
+
+def check_installed_for(recipe: Recipe, section: str) -> None:
+    """Refuse settings whose packages this machine lacks, where it has devices of the recipe's kind: others may have them."""
+    kind = kind_of(platform.kind(recipe.cluster.device))
+    if not recipe.actor.optimizer.extra.get("optimizer_cpu_offload") or not kind.is_here():
+        return
+    if importlib.util.find_spec("transformer_engine") is None:
+        what = "Megatron's path for it needs Transformer Engine, which is not installed"
+        raise RecipeError(f"{section}.extra.optimizer_cpu_offload", what, "install it, or leave it out", value=True)
 
 
 def _check_declared(settings: Mapping[str, Any], key: str, file: str) -> None:

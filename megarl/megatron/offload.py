@@ -34,8 +34,10 @@ class Offloader:
             self._gradients.append((buffer.grad_data, storage.size()))
             storage.resize_(0)
         weights = {weight.untyped_storage().data_ptr() for weight in self._weights()}
+        device = next(self._weights()).device  # states that are on the host (optimizer_cpu_offload) stay there
         # Where nothing is kept in higher precision, the optimizer's parameters are views of the weights.
-        self._move(t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in weights)
+        tensors = (tensor for tensor in self._optimizer_tensors() if tensor.device == device)
+        self._move(tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in weights)
 
     def offload_weights(self) -> None:
         """Free the weights. They are on the host until `onload`."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megarl.config.optimizer_extra import optimizer_settings
 from megarl.config.training import OptimizerConfig
 
 
@@ -45,6 +46,7 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=distributed,
+        **optimizer_settings(config),
     )
     optimizer = get_megatron_optimizer(megatron_config, chunks)
     for group in optimizer.param_groups:
@@ -52,7 +54,10 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     for member in members(optimizer):
         # Moments would come with the first update; a checkpoint may be due before (its update was skipped).
-        member.init_state_fn(member.optimizer)
+        if member.init_state_fn is None:
+            _init_host_states(member.optimizer)
+        else:
+            member.init_state_fn(member.optimizer)
         if any(group.get("is_expert_parallel") for group in member.param_groups):
             # Which ranks hold copies of an expert is a matter of expert-tensor parallel. Megatron asks the
             # tensor-parallel group, and leaves the experts of all but its first rank out of the gradient norm.
@@ -60,11 +65,33 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
     return optimizer
 
 
+def _init_host_states(optimizer: Any) -> None:
+    """Create the moments of Megatron's HybridDeviceOptimizer: torch's AdamW on the host, and the device's own beside it.
+
+    Megatron's `dummy_step` does so by an update with random gradients, which changes the weights.
+    """
+    for inner in optimizer.sub_optimizers:
+        for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
+            if hasattr(inner, "initialize_state"):  # Transformer Engine's
+                inner.initialize_state(parameter, store_param_remainders=False)
+                continue
+            state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):  # others count updates by group
+                state["step"] = torch.zeros((), dtype=torch.float32)
+            inner.state[parameter] = state
+    optimizer._sync_sub_optimizers_state_to_hdo()
+
+
 def members(optimizer: Any) -> list[Any]:
     """Megatron chains an optimizer for experts to the one for everything else. Ranks without parameters
     of a kind have a stub, which is left out."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [member for member in chain if not getattr(member, "is_stub_optimizer", False)]
+
+
+def inner_optimizers(member: Any) -> list[Any]:
+    """The torch optimizers of one of `members`: one, or those on the host and on the device."""
+    return list(getattr(member.optimizer, "sub_optimizers", [member.optimizer]))
 
 
 def guarded_step(optimizer: Any, *, lr: float, clip_grad: float) -> tuple[float, bool]:
@@ -82,6 +109,7 @@ def guarded_step(optimizer: Any, *, lr: float, clip_grad: float) -> tuple[float,
     if clip_grad > 0:
         for member in members(optimizer):
             if parameters := member.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, max_norm=clip_grad, total_norm=norm)
+                decoupled = getattr(member.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False)
+                clip_grad_by_total_norm_fp32(parameters, clip_grad, norm, use_decoupled_grad=decoupled)
     optimizer.step_with_ready_grads()
     return norm, True

@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params,
 
 from megarl.megatron.lora.attach import is_adapter
 from megarl.megatron.model import Model
-from megarl.megatron.optimizer import members
+from megarl.megatron.optimizer import inner_optimizers, members
 from megarl.megatron.tensor_files import Piece, boxes
 from megarl.platform import swapped
 
@@ -73,20 +73,20 @@ def pieces_to_load(model: Model, optimizer: Any) -> Iterator[Piece]:
 def updates(optimizer: Any) -> int:
     """Updates that Adam has counted on this rank; 0 where it holds nothing."""
     counts = [0]
-    for member in members(optimizer):
-        counts += [int(group["step"]) for group in member.optimizer.param_groups if "step" in group]
-        counts += [int(state["step"]) for state in member.optimizer.state.values() if "step" in state]
+    for inner in (inner for member in members(optimizer) for inner in inner_optimizers(member)):
+        counts += [int(group["step"]) for group in inner.param_groups if "step" in group]
+        counts += [int(state["step"]) for state in inner.state.values() if "step" in state]
     return max(counts)
 
 
 def set_updates(optimizer: Any, count: int) -> None:
     """Let Adam's bias correction go on from `count`: torch's Adam counts by parameter, fused ones by group."""
-    for member in members(optimizer):
-        by_parameter = [state["step"] for state in member.optimizer.state.values() if "step" in state]
+    for inner in (inner for member in members(optimizer) for inner in inner_optimizers(member)):
+        by_parameter = [state["step"] for state in inner.state.values() if "step" in state]
         for steps in by_parameter:
             steps.fill_(count)
-        for group in () if by_parameter else member.optimizer.param_groups:
-            group["step"] = swapped.count_of_updates(member.optimizer, count)
+        for group in () if by_parameter else inner.param_groups:
+            group["step"] = swapped.count_of_updates(inner, count)
 
 
 def _entries(model: Model) -> Iterator[Any]:

@@ -76,12 +76,10 @@ class Trainer:
         )
         self.optimizer: Any = None
         if not weights_only:
-            self.optimizer = build_optimizer(
-                recipe.actor.optimizer,
-                self.model.chunks,
-                dtype=self.model.dtype,
-                distributed=recipe.megatron.distributed_optimizer,
-            )
+            config = recipe.actor.optimizer  # without values, planner/held.py accounts for states on the host
+            config = config if platform.holds_values else dataclasses.replace(config, extra={})
+            distributed = recipe.megatron.distributed_optimizer
+            self.optimizer = build_optimizer(config, self.model.chunks, dtype=self.model.dtype, distributed=distributed)
         self.coordinates = coordinates()
         self.step = 0  # optimizer steps asked for so far, skipped ones included
         self._offloader = Offloader(self.model.chunks, self.optimizer)

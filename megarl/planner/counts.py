@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,13 @@ class Held:
     reference: (
         int  # the reference policy's weights, on the host, where a recipe has one; 0 for a critic and with adapters
     )
+    on_host: int = 0  # masters, moments and gradients of an optimizer on the host (optimizer_cpu_offload)
+
+    def with_states_on_host(self, share: float) -> Held:
+        """`share` of masters and moments on the host, with the gradients that it gets in float32, as large as the masters."""
+        moved = {name: int(share * getattr(self, name)) for name in ("masters", "moments")}
+        stay = {name: getattr(self, name) - size for name, size in moved.items()}
+        return replace(self, **stay, on_host=2 * moved["masters"] + moved["moments"])
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ def phases(
     on_device = 0 if swaps else states
     all_of_it = held.weights + held.buffers + held.gradients + on_device
     kept = held.reference if reference else 0
-    host = kept + (held.weights if leaves else 0) + (states if leaves or swaps else 0)
+    host = kept + held.on_host + (held.weights if leaves else 0) + (states if leaves or swaps else 0)
     found = {"resident": Phase(all_of_it, host)}
     if beyond is not None:
         found["log_probs"] = Phase(all_of_it + beyond.forward, host)

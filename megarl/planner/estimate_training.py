@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.config.optimizer_extra import host_share
 from megarl.config.schema import Recipe
 from megarl.megatron.layout import layers_of_chunks
 from megarl.model_shape import ModelShape
@@ -120,7 +121,8 @@ def state_bytes(trainers: Trainers) -> float:
     if swapped_parts(trainers.recipe.megatron.extra) or trainers.recipe.lora.rank:
         return 0.0
     shares = [_shards(trainers, stage) for stage in range(len(trainers.stages()))]
-    return max(shares) * (_STATES if trainers.number == 2 else 8)
+    stays = 1 - host_share(trainers.recipe.actor.optimizer)
+    return max(shares) * (_STATES if trainers.number == 2 else 8) * stays
 
 
 def _pipeline(trainers: Trainers, batches: MicroBatches, count: int, passes: Passes) -> Cost:
@@ -229,8 +231,11 @@ def _optimizer_step(trainers: Trainers) -> Cost:
     written = 2 if trainers.number == 2 else 0  # the weight, where it is not its own master
     touched = own * (_GRADIENT + 2 * _STATES + written)
     swapped = 2 * _STATES * own if swapped_parts(megatron.extra) else 0.0
+    # Gradients to the host and weights back; the host's own part of the update is not estimated.
+    share = host_share(trainers.recipe.actor.optimizer)
+    swapped += share * own * (_GRADIENT + trainers.number)
     return Cost(
         links=links,
-        memory=touched / device.adam_rate,
+        memory=(1 - share) * touched / device.adam_rate,
         host=offload_seconds(device, swapped),
     )

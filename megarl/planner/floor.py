@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megarl.config.optimizer_extra import host_share
 from megarl.config.schema import Recipe
 from megarl.megatron.layout import layers_of_chunks, uses_sequence_parallel
 from megarl.model_shape import ModelShape
@@ -104,7 +105,7 @@ def held_at_least(recipe: Recipe, shape: ModelShape, part: Part) -> float:
     if not megatron.distributed_optimizer:
         copies = copies_of_experts = 1
     states = (12 if narrow else 8) * (own.every / copies + own.routed / copies_of_experts)
-    return weights + gradients + states
+    return weights + gradients + states * (1 - host_share(recipe.actor.optimizer))
 
 
 def kept_at_least(recipe: Recipe, shape: ModelShape, part: Part) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megarl.config.optimizer_extra import host_share
 from megarl.megatron.model import parameters_on_rank
 from megarl.megatron.optimizer import members
 from megarl.megatron.trainer import PolicyTrainer, Trainer
@@ -24,7 +25,7 @@ def held(trainer: Trainer) -> Held:
         masters = [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
         states = [state for member in members(optimizer) for state in member.optimizer.state.values()]
         moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-    return Held(
+    found = Held(
         parameters=parameters_on_rank(trainer.model),
         trained=parameters_on_rank(trainer.model, trained=True),
         weights=_bytes(weights),
@@ -34,6 +35,7 @@ def held(trainer: Trainer) -> Held:
         moments=_bytes(_storages(moments)),
         reference=trainer.reference_bytes() if isinstance(trainer, PolicyTrainer) else 0,
     )
+    return found.with_states_on_host(host_share(trainer.recipe.actor.optimizer))
 
 
 def largest_rank(trainer: Trainer) -> int:

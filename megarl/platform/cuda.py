@@ -34,7 +34,12 @@ class CUDAPlatform(Platform):
 
     def trainer_env(self, timeout: float) -> dict[str, str]:
         # Megatron overlaps communication with computation by the order in which kernels are queued.
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        # Segments that grow keep free memory in one piece: micro batches have ever other lengths.
+        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+    def rollout_env(self) -> dict[str, str]:
+        # vLLM's sleep mode allocates from a pool of its own, and refuses expandable segments (device_allocator/cumem.py).
+        return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
 
     def deterministic_env(self) -> dict[str, str]:
         # cuBLAS's own buffers, as torch asks for; Transformer Engine's attention; NCCL's sums in rings, always the same.
