@@ -6,12 +6,15 @@ import dataclasses
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from megarl.config.ddp import _FSDP, DRIVEN, ddp_notice, ddp_settings, refusal_of_ddp
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.config.validate import validate
+from megarl.megatron import config_fields
 from megarl.megatron.config_fields import check_extra, check_extra_names
+from megarl.platform.device_kind import DeviceKind
 
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}
 VISION = {**DENSE, "text_config": DENSE, "vision_config": {}}
@@ -113,3 +116,30 @@ def test_a_plan_says_it() -> None:
     said = "Trainers communicate beside computation: megatron.ddp overlap_grad_reduce and overlap_param_gather"
     assert ddp_notice(recipe_of({}, "cuda"), with_images=False) == f"{said} (the default on cuda)"
     assert ddp_notice(recipe_of(BOTH, "npu"), with_images=False) == f"{said} (set by the recipe)"
+
+
+FUSED = ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_kernels_are_refused_where_they_cannot_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else Megatron raises it in every trainer process."""
+
+    def check_on(device: str, value: bool = True) -> None:
+        recipe = recipe_of({}, device)
+        recipe.megatron.extra = {name: value}
+        check_extra_names(recipe, "megatron")
+
+    check_on("cpu", value=False)
+    check_on("cuda")  # no GPU here: the trainers' machine may have the package
+    check_on("npu")  # MindSpeed has kernels of its own
+    with pytest.raises(RecipeError, match=rf"megatron\.extra\.{name}[\s\S]*there is none on CPU cores"):
+        check_on("cpu")
+    monkeypatch.setattr(DeviceKind, "is_here", lambda self: True)
+    with pytest.raises(RecipeError, match=rf"megatron\.extra\.{name}[\s\S]*here it is not installed"):
+        check_on("cuda")
+    monkeypatch.setattr(config_fields, "_engine_version", lambda: Version("1.3"))
+    with pytest.raises(RecipeError, match=r"here it is 1\.3"):
+        check_on("cuda")
+    monkeypatch.setattr(config_fields, "_engine_version", lambda: Version("2.7"))
+    check_on("cuda")

@@ -83,7 +83,10 @@ def test_names_and_values_are_those_that_megatron_declares() -> None:
 def test_a_machine_with_gpus_and_without_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     check_extra_names(recipe_of(OFFLOAD), "megatron")  # this machine has no GPU: the trainers' may have the package
     monkeypatch.setattr(DeviceKind, "is_here", lambda self: True)
-    with pytest.raises(RecipeError, match="needs Transformer Engine, which is not installed"):
+    with pytest.raises(
+        RecipeError,
+        match=r"optimizer_cpu_offload[\s\S]*needs Transformer Engine 1\.0 or later for it, and here it is not installed",
+    ):
         check_extra_names(recipe_of(OFFLOAD), "megatron")
 
 

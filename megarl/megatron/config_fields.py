@@ -4,11 +4,14 @@ device, before a process starts; and what the latter is told."""
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from megarl import platform
 from megarl.config.ddp import ddp_settings
@@ -33,6 +36,10 @@ _MORE_CLASSES = {
 }
 
 
+# Fused kernels, and the Transformer Engine from which Megatron has them: transformer_config.py (__post_init__), moe_utils.py.
+_ENGINE_SINCE = {"moe_permute_fusion": "2.1.0", "moe_router_fusion": "2.6.0", "apply_rope_fusion": "1.4.0"}
+
+
 def check_extra_names(recipe: Recipe, section: str) -> None:
     """Refuse names in `section`'s extra that neither the installed Megatron nor what adapts it to the recipe's device
     has, and values that they would not take. What this needs is the recipe alone: it comes before the model.
@@ -46,7 +53,7 @@ def check_extra_names(recipe: Recipe, section: str) -> None:
     _check_declared(recipe.megatron.ddp, f"{section}.ddp", "core/distributed/distributed_data_parallel_config.py")
     optimizer = section.replace("megatron", "actor.optimizer" if section == "megatron" else "optimizer")
     _check_declared(recipe.actor.optimizer.extra, f"{optimizer}.extra", "core/optimizer/optimizer_config.py")
-    check_installed_for(recipe, optimizer)
+    check_installed_for(recipe, section, optimizer)
     adapts = adaptor(platform.kind(recipe.cluster.device))
     for name, value in extra.items():
         wrong = adapts.problem(name, value) if name in adapts.settings or name not in known else None
@@ -58,14 +65,40 @@ def check_extra_names(recipe: Recipe, section: str) -> None:
     check_names(extra, known, section, adapts)
 
 
-def check_installed_for(recipe: Recipe, section: str) -> None:
-    """Refuse settings whose packages this machine lacks, where it has devices of the recipe's kind: others may have them."""
-    kind = kind_of(platform.kind(recipe.cluster.device))
-    if not recipe.actor.optimizer.extra.get("optimizer_cpu_offload") or not kind.is_here():
+def check_installed_for(recipe: Recipe, section: str, optimizer: str) -> None:
+    """Refuse settings that need Transformer Engine on a device without one, and where this machine has devices of the
+    recipe's kind and lacks the package or has an older one: other machines may have it.
+
+    `section` and `optimizer`: names of the recipe's sections, for messages.
+    """
+    extra, name = recipe.megatron.extra, platform.kind(recipe.cluster.device)
+    wanted = [(f"{section}.extra.{field}", since) for field, since in _ENGINE_SINCE.items() if extra.get(field) is True]
+    kind = kind_of(name)
+    if wanted and not kind.ray_resource:
+        what = f"the fused kernel is Transformer Engine's, or MindSpeed's, and there is none on {kind.plural}"
+        raise RecipeError(wanted[0][0], what, "leave it out", value=True)
+    if adaptor(name).label or not kind.is_here():
         return
+    if recipe.actor.optimizer.extra.get("optimizer_cpu_offload"):
+        wanted.append((f"{optimizer}.extra.optimizer_cpu_offload", "1.0"))
+    for key, since in wanted:
+        installed = _engine_version()
+        if installed is None or installed < Version(since):
+            state = "is not installed" if installed is None else f"is {installed}"
+            what = f"Megatron needs Transformer Engine {since} or later for it, and here it {state}"
+            raise RecipeError(key, what, "install it, or leave the key out", value=True)
+
+
+def _engine_version() -> Version | None:
+    """Version of the installed Transformer Engine; None without one."""
     if importlib.util.find_spec("transformer_engine") is None:
-        what = "Megatron's path for it needs Transformer Engine, which is not installed"
-        raise RecipeError(f"{section}.extra.optimizer_cpu_offload", what, "install it, or leave it out", value=True)
+        return None
+    for name in ("transformer-engine", "transformer_engine", "transformer_engine_cu12", "transformer_engine_cu13"):
+        try:
+            return Version(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def _check_declared(settings: Mapping[str, Any], key: str, file: str) -> None:

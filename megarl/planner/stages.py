@@ -33,7 +33,7 @@ _NOT_COUNTED = (
 )
 
 # Kernels of Transformer Engine, which Megatron looks for while it makes its configuration.
-_FUSED = ("moe_permute_fusion", "moe_router_fusion")
+_FUSED = ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ _ENGINE_ON_DEVICES = {
     "cudagraph_capture_sizes": "a CPU has no graphs",
 }
 # Fields of Megatron's configuration that want kernels of the device's own.
-_FUSED = {"moe_permute_fusion": "Transformer Engine's, or the platform's own, kernels do it", "moe_router_fusion": "Transformer Engine's kernels do it"}  # fmt: skip
+_FUSED = {"moe_permute_fusion": "Transformer Engine's, or the platform's own, kernels do it", "moe_router_fusion": "Transformer Engine's kernels do it", "apply_rope_fusion": "Transformer Engine's kernels do it"}  # fmt: skip
 
 
 def shrink_settings(recipe: Recipe, processes: int | None, changes: Changes) -> Recipe:
