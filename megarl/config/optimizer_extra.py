@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl import platform
 from megarl.config.errors import RecipeError
+from megarl.platform.kinds import kind_of
 
 if TYPE_CHECKING:
     from megarl.config.schema import Recipe
@@ -82,13 +83,9 @@ def check_optimizer_extra(recipe: Recipe, section: str) -> None:
         what = "optimizer_offload_fraction is unset or not in (0, 1], and Megatron would then keep all states on the device"
         remedy = "set optimizer_offload_fraction: 1.0"
         raise RecipeError(f"{section}.extra.optimizer_offload_fraction", what, remedy, value=share)
-    device = platform.kind(recipe.cluster.device)
-    if device == "cpu":
-        refuse("optimizer_cpu_offload", "on a CPU all states are in the host's memory already", "leave it out")
-    if device != "cuda":
-        what = "Megatron's HybridDeviceOptimizer moves CUDA tensors alone"
-        remedy = "set megatron.extra.swap_optimizer: true, with which MindSpeed keeps the states on the host"
-        refuse("optimizer_cpu_offload", what, remedy)
+    refusal = kind_of(platform.kind(recipe.cluster.device)).no_host_optimizer
+    if refusal is not None:
+        refuse("optimizer_cpu_offload", *refusal)
     megatron = section.replace("actor.optimizer", "megatron").replace("critic.optimizer", "critic.megatron")
     if not recipe.megatron.distributed_optimizer:
         what = "Megatron's path for it is the distributed optimizer's"

@@ -75,7 +75,7 @@ def check_installed_for(recipe: Recipe, section: str, optimizer: str) -> None:
     wanted = [(f"{section}.extra.{field}", since) for field, since in _ENGINE_SINCE.items() if extra.get(field) is True]
     kind = kind_of(name)
     if wanted and not kind.ray_resource:
-        what = f"the fused kernel is Transformer Engine's, or MindSpeed's, and there is none on {kind.plural}"
+        what = f"the fused kernel is one for accelerators, and there is none on {kind.plural}"
         raise RecipeError(wanted[0][0], what, "leave it out", value=True)
     if adaptor(name).label or not kind.is_here():
         return

@@ -12,6 +12,7 @@ CPU = DeviceKind(
     implementation="megarl.platform.cpu:CPUPlatform",
     collective="gloo",
     cheap_seeds=True,
+    no_host_optimizer=("on a CPU all states are in the host's memory already", "leave it out"),
     tracing=Tracing(contents=("cpu", "memory", "shapes", "stack")),
     sets=(
         VersionSet(

@@ -38,6 +38,9 @@ class DeviceKind:
     visible: str = ""  # the variable that restricts a process to some devices; "" where there is none
     ddp: Mapping[str, Any] = field(default_factory=dict)  # defaults of `megatron.ddp`
     tracing: Tracing = field(default_factory=Tracing)  # what its profiler can record
+    no_host_optimizer: tuple[str, str] | None = (
+        None  # why Megatron's optimizer_cpu_offload is not for it, and what to do
+    )
     cheap_seeds: bool = False  # a random generator for each request costs an engine nothing that counts
     files: str = ""  # pattern of its devices in /dev
 

@@ -129,6 +129,10 @@ _TRACING = Tracing(
 NPU = DeviceKind(
     name="npu",
     plural="NPUs",
+    no_host_optimizer=(
+        "Megatron's HybridDeviceOptimizer moves CUDA tensors alone",
+        "set megatron.extra.swap_optimizer: true, with which MindSpeed keeps the states on the host",
+    ),
     implementation="megarl.platform.npu:NPUPlatform",
     sets=(_CANN_9_1, _CANN_9_0, _CANN_8_5, _CANN_8_3),
     collective="HCCL",
