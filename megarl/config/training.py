@@ -103,7 +103,7 @@ class OptimizerConfig:
     clip_grad: float = key(1.0, "Largest global gradient norm; 0 switches clipping off.", at_least=0)
     extra: dict[str, Any] = key(
         {},
-        "Fields of Megatron's OptimizerConfig, under Megatron's own names: optimizer_cpu_offload (with CUDA and bfloat16: float32 master weights and moments on the host, which updates them), optimizer_offload_fraction (required with it: the share of the states), overlap_cpu_optimizer_d2h_h2d, pin_cpu_grads, pin_cpu_params. On Ascend: `megatron.extra.swap_optimizer`.",
+        "Fields of Megatron's OptimizerConfig, under Megatron's own names: optimizer_cpu_offload (on GPUs, with bfloat16: float32 master weights and moments on the host, which updates them), optimizer_offload_fraction (required with it: the share of the states), overlap_cpu_optimizer_d2h_h2d, pin_cpu_grads, pin_cpu_params. Refused on other devices, with the setting that they have instead.",
     )
 
 
