@@ -53,6 +53,7 @@ END
 elif [ "$installed" != "$(cd "$root" && pwd -P)" ]; then
   echo "the megarl command in $venv runs $installed; \`python -m megarl\` in $root runs this checkout"
 fi
+if [ "$extra" = dev ]; then "$venv/bin/python" "$root/launch/unpack_sources.py" "${MEGARL_SOURCES:-$venv/sources}"; fi
 if ! command -v bwrap > /dev/null; then
   if [ "$extra" = dev ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
     echo "installing bubblewrap, which the sandbox for generated code is tested with"

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import sys
 from datetime import timedelta
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -22,8 +21,9 @@ from megarl.exchange.session import ExchangeError
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.npu import NPUPlatform
+from tests.upstream_sources import missing, torch_npu
 
-TORCH_NPU = os.environ.get("MEGARL_TORCH_NPU", "")
+TORCH_NPU = torch_npu()
 MINUTE = timedelta(seconds=60)
 
 
@@ -159,9 +159,10 @@ def test_hccl_as_torch_npu_has_it(monkeypatch):
     assert aborted[0] == "forgotten" and len(aborted) == 2
 
 
-@pytest.mark.skipif(not TORCH_NPU, reason="MEGARL_TORCH_NPU names no folder with the package torch_npu")
+@pytest.mark.skipif(TORCH_NPU is None, reason=missing("torch_npu"))
 def test_hccl_has_these_names():
-    libraries = [path.read_bytes() for path in Path(TORCH_NPU).glob("torch_npu/**/*.so")]
+    assert TORCH_NPU is not None
+    libraries = [path.read_bytes() for path in TORCH_NPU.glob("torch_npu/**/*.so")]
     names = ["abort_hccl_comm", "clear_workmeta_list", "global_ranks_in_group", "group_id", "hccl_config"]
     for name in [*names, "hccl_buffer_size", "hccl_op_expansion_mode"]:
         assert any(name.encode() in library for library in libraries), name

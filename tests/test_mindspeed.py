@@ -125,6 +125,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None, bo
     ("moe_fb_overlap", {"moe_fb_overlap": True}, {"expert_parallel": 2, "ddp": {"overlap_grad_reduce": True}}, None, True),
     ("moe_unperm2_mem_optim_swap", {"moe_unperm2_mem_optim_swap": True}, {}, None, True),
     ("multi_head_latent_attention", {"multi_head_latent_attention": True}, {}, None, True),
+    ("context_parallel_size", {"position_embedding_type": "mrope"}, CP2, {}, False),
     ("moe_tp_extend_ep", {"moe_tp_extend_ep": True}, {}, {"moe_tp_extend_ep": True, "moe_permutation_async_comm": True}, True),
 ]  # fmt: skip
 
@@ -173,6 +174,14 @@ def test_latent_attention_that_mindspeed_scales_otherwise_is_refused(fields: dic
     for section, key in (("megatron", r"model\.path"), ("critic.megatron", r"critic\.model_path")):
         with pytest.raises(RecipeError, match=rf"{key} = [\s\S]*mscale [\d.]+ and mscale_all_dim [\d.]+[\s\S]*cluster\.device: cuda"):  # fmt: skip
             check_extra(recipe({}), latent, section)
+
+
+def test_context_parallel_with_images_is_refused_by_its_key() -> None:
+    images = {"text_config": DENSE, "vision_config": {}}
+    with pytest.raises(RecipeError, match=r"megatron\.context_parallel = 2[\s\S]*vision[\s\S]*context_parallel=1"):
+        check_extra(recipe({}, context_parallel=2), images, "megatron")
+    check_extra(recipe({}, "cuda", context_parallel=2), images, "megatron")
+    check_extra(recipe({}, tensor_parallel=2), images, "megatron")
 
 
 # --- the tables, and MindSpeed itself -------------------------------------------------------------

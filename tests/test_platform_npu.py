@@ -1,7 +1,7 @@
 """The NPU platform, with torch_npu and MindSpeed played by stand-ins of the same functions; and environments of roles.
 
-The stand-ins' functions are held to the sources where these are: MEGARL_MINDSPEED, a git directory of MindSpeed's;
-MEGARL_TORCH_NPU, a folder that holds the package torch_npu (a wheel, unpacked)."""
+The stand-ins' functions are compared with the sources: torch_npu's wheel (`tests.upstream_sources`), and MindSpeed's where
+MEGARL_MINDSPEED names a git directory of it."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from megarl.platform.environment import NEEDED, notices, users_first
 from megarl.platform.npu import NPUPlatform
 from megarl.platform.npu_kind import NPU
 from megarl.start_engines import environment_notices
+from tests.upstream_sources import missing, torch_npu
 
 ROOT = Path(__file__).parent.parent
 STAND_INS = ROOT / "tests" / "stand_ins" / "ascend"
-MINDSPEED, TORCH_NPU = (os.environ.get(name, "") for name in ("MEGARL_MINDSPEED", "MEGARL_TORCH_NPU"))
+MINDSPEED, TORCH_NPU = os.environ.get("MEGARL_MINDSPEED", ""), torch_npu()
 
 
 def test_activation_of_a_trainer() -> None:
@@ -294,11 +295,12 @@ def test_mindspeeds_entry_is_as_the_stand_in_has_it(commit: str) -> None:
     assert "from torch_npu.contrib import transfer_to_npu" in source
 
 
-@pytest.mark.skipif(not TORCH_NPU, reason="MEGARL_TORCH_NPU names no folder with the package torch_npu")
+@pytest.mark.skipif(TORCH_NPU is None, reason=missing("torch_npu"))
 @pytest.mark.parametrize(
     "name", ["set_device", "current_device", "get_device_name", "empty_cache", "max_memory_allocated"]
 )
 def test_torch_npus_functions_are_as_the_stand_in_has_them(name: str) -> None:
+    assert TORCH_NPU is not None
     files = [*Path(TORCH_NPU, "torch_npu", "npu").glob("*.py")]
     defining = [text for text in (file.read_text() for file in files) if f"\ndef {name}(" in text]
     assert len(defining) == 1, f"{name} is defined in {len(defining)} files of torch_npu/npu"
@@ -306,8 +308,9 @@ def test_torch_npus_functions_are_as_the_stand_in_has_them(name: str) -> None:
     assert parameters(defining[0], name) == parameters(stand_in, name)
 
 
-@pytest.mark.skipif(not TORCH_NPU, reason="MEGARL_TORCH_NPU names no folder with the package torch_npu")
+@pytest.mark.skipif(TORCH_NPU is None, reason=missing("torch_npu"))
 def test_torch_npus_profiler_is_as_the_stand_in_has_it() -> None:
+    assert TORCH_NPU is not None
     source = Path(TORCH_NPU, "torch_npu", "profiler", "profiler.py").read_text()
     stand_in = (STAND_INS / "torch_npu" / "profiler.py").read_text()
     for name, owner in (("tensorboard_trace_handler", ""), ("start", "profile"), ("stop", "profile")):

@@ -35,6 +35,9 @@ _MORE_CLASSES = {
     "core/optimizer/optimizer_config.py": "OptimizerConfig",
 }
 
+_OWN_KEYS = {"context_parallel_size": "context_parallel"}
+"""Keys of a recipe's `megatron` section that Megatron calls otherwise."""
+
 
 # Fused kernels, and the Transformer Engine from which Megatron has them: transformer_config.py (__post_init__), moe_utils.py.
 _ENGINE_SINCE = {"moe_permute_fusion": "2.1.0", "moe_router_fusion": "2.6.0", "apply_rope_fusion": "1.4.0"}
@@ -130,6 +133,9 @@ def check_extra(recipe: Recipe, hf_config: dict[str, Any], section: str) -> None
     contradiction = adapts.contradiction(adaptor_settings(recipe, hf_config))
     if contradiction is not None:
         name, problem = contradiction
+        own = _OWN_KEYS.get(name)
+        if own and name not in extra:
+            raise RecipeError(f"{section}.{own}", *problem, value=getattr(recipe.megatron, own))
         raise RecipeError(f"{section}.extra.{name}", *problem, value=extra.get(name))
     text = text_fields(hf_config)
     scaling = rotary_scaling(text)

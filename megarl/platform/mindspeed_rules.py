@@ -1,8 +1,8 @@
 """Settings that MindSpeed refuses together, or takes together and then leaves one of them without effect.
 
 It asserts the former when the model is built, in a trainer process, and warns of the latter there. Each rule here is one of
-its checks, with the file of core_r0.16.0 under `mindspeed/features_manager/` that has it; `moe_shared_expert_overlap` is a
-defect that no check of it covers, seen in `tests/test_mindspeed_layers.py`.
+its checks, with the file of core_r0.16.0 under `mindspeed/features_manager/` that has it; `moe_shared_expert_overlap` and `context_parallel_size`
+are about defects that no check of it covers, seen through `tests/mindspeed_ranks.py`.
 """
 
 from __future__ import annotations
@@ -123,5 +123,6 @@ RULES = (
     Rule("moe_fb_overlap", _on("overlap_grad_reduce"), "it does not go with megatron.ddp.overlap_grad_reduce", "leave one out", _BOTH),
     Rule("moe_unperm2_mem_optim_swap", _off("moe_fb_overlap"), "it is a part of moe_fb_overlap, which is off", "set moe_fb_overlap: true", _BOTH),
     Rule("multi_head_latent_attention", lambda settings: not (is_on(settings, "qk_rope_head_dim") and is_on(settings, "qk_nope_head_dim")), "it wants qk_rope_head_dim and qk_nope_head_dim beside it; models that have latent attention are built with it anyway", "leave it out", "transformer/multi_head_latent_attention/mla_feature.py"),
+    Rule("context_parallel_size", lambda settings: _parts(settings) > 1 and settings.get("position_embedding_type") == "mrope", "MindSpeed's attention for context parallel fails in vision towers, whose images are not divided", "set megatron.context_parallel=1; megatron.tensor_parallel divides the model instead", _CUT),
     Rule("moe_tp_extend_ep", _off("moe_permutation_async_comm"), "it needs moe_permutation_async_comm", "set moe_permutation_async_comm: true", "moe/tp_extend_ep.py"),
 )  # fmt: skip
