@@ -30,8 +30,9 @@ PP2       slow   slow       slow         slow
 EP2       -      quick      slow         -
 ETP2      -      slow       slow         -
 TP2xEP2   -      slow       slow         -
+CP2       slow   slow       slow         -
 """
-"""Dense models have no experts to spread: no EP2, no ETP2."""
+"""Dense models have no experts to spread: no EP2, no ETP2. Context parallel with images is refused (mindspeed_rules.py)."""
 
 
 def _matrix() -> list[dict[str, Any]]:

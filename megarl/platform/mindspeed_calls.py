@@ -37,6 +37,7 @@ _ATTENTION = "te/pytorch/attention/dot_product_attention/dot_product_attention.p
 RELIED = (
     Relied("megatron_adaptor.py", "repatch", "NPUPlatform.adapt calls it"),
     Relied("megatron_adaptor.py", "patch_features", "importing the module patches Megatron: NPUPlatform.prepare"),
+    Relied("op_builder/builder.py", "MindSpeedOpBuilder.load", "platform/mindspeed_ops.py lets processes take turns"),
     Relied(
         _SWAP,
         "SwapDistributedOptimizer",

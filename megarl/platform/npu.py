@@ -15,6 +15,7 @@ import torch
 
 from megarl.platform import mindspeed
 from megarl.platform.base import Platform, Profiler
+from megarl.platform.mindspeed_ops import build_in_turn
 from megarl.platform.npu_kind import NPU
 from megarl.platform.tracing import TraceOptions
 
@@ -46,6 +47,9 @@ class NPUPlatform(Platform):
                 import mindspeed.megatron_adaptor  # noqa: F401
         finally:
             sys.argv = arguments
+        from mindspeed.op_builder.builder import MindSpeedOpBuilder
+
+        build_in_turn(MindSpeedOpBuilder)
 
     def adapt(self, settings: Mapping[str, Any]) -> None:
         from mindspeed.megatron_adaptor import repatch

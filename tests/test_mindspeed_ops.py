@@ -1,0 +1,75 @@
+"""Operators of MindSpeed are compiled by one process of a machine at a time, and a killed one holds up nobody."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.platform.mindspeed_ops import build_in_turn
+
+
+class Builder:
+    """A builder whose compilation takes `seconds`, and which writes down when it begins and ends."""
+
+    name = "fused"
+
+    def __init__(self, log: Path, seconds: float) -> None:
+        self.log, self.seconds = log, seconds
+
+    def load(self, verbose: bool = True) -> str:
+        lock = Path(os.environ["TORCH_EXTENSIONS_DIR"], self.name, "lock")
+        assert not lock.exists(), "torch would wait for a process that has died"
+        lock.touch()
+        self._note("begin")
+        time.sleep(self.seconds)
+        self._note("end")
+        lock.unlink()
+        return f"{self.name} of {os.getpid()}"
+
+    def _note(self, event: str) -> None:
+        with self.log.open("a") as file:
+            file.write(f"{event} {os.getpid()}\n")
+
+
+def rank(log: Path, seconds: float) -> None:
+    build_in_turn(Builder)
+    builder = Builder(log, seconds)
+    assert builder.load() == builder.load(verbose=False), "it is used many times, and loaded once"
+
+
+def test_ranks_build_in_turn_and_a_killed_one_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "built"))
+    log, fork = tmp_path / "log", multiprocessing.get_context("fork")
+    import torch.utils.cpp_extension  # noqa: F401 -- once, before the processes are forked
+
+    victim: Any = fork.Process(target=rank, args=(log, 60))
+    victim.start()
+    deadline = time.monotonic() + 60
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    waiting = [fork.Process(target=rank, args=(log, 0.1)) for _ in range(3)]
+    for process in waiting:
+        process.start()
+    time.sleep(0.3)
+    assert len(log.read_text().splitlines()) == 1, "a second rank compiles beside the first"
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    for process in [victim, *waiting]:
+        process.join(60)
+    assert [process.exitcode for process in waiting] == [0, 0, 0]
+    events = [line.split() for line in log.read_text().splitlines()[1:]]
+    assert [event for event, _ in events] == ["begin", "end"] * 3
+    assert [pid for _, pid in events[::2]] == [pid for _, pid in events[1::2]]
+
+
+def test_the_lock_is_no_file_that_mindspeed_takes_for_a_reason_to_remove_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """MindSpeed removes the folder of all extensions where a file in it has a name that ends in `lock`."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    rank(tmp_path / "log", 0)
+    assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name.endswith("lock")]
