@@ -1,4 +1,4 @@
-"""Compile MindSpeed's operators ahead of the first run: `python -m megarl.commands.build_operators`, for an image.
+"""Compile MindSpeed's operators ahead of the first run: `python -m megarl.platform.build_operators`, for an image.
 
 They go where torch keeps extensions (TORCH_EXTENSIONS_DIR). The exit status is 1 if one of them fails, whose reason is
 printed; a run compiles at its first step what is missing.
