@@ -38,7 +38,14 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
     for engine, spec in first_specs(recipe, training=training):
         if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
             continue
-        said += notices("engines", rollout_env(engine, platform.rollout_env(), spec.engine_args))
+        said += notices(
+            "engines", rollout_env(engine, platform.engines_env(recipe.train.deterministic), spec.engine_args)
+        )
+        if spec.deterministic and engine == "vllm" and platform.deterministic_rollout_env():
+            said.append(
+                "train.deterministic: engines run in vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT=1), which is slower and in "
+                "beta; docs/numerics.md says what it covers"
+            )
     return list(dict.fromkeys(said))
 
 
@@ -108,5 +115,5 @@ def _start(
     platform: Any,
     cluster: Cluster,
 ) -> Service:
-    env = engine_env(engine, platform.rollout_env(), recipe.cluster.threads, spec.engine_args)
+    env = engine_env(engine, platform.engines_env(recipe.train.deterministic), recipe.cluster.threads, spec.engine_args)
     return cluster.start_service(server, args, name=spec.name, devices=spec.tensor_parallel, env=env)

@@ -140,7 +140,10 @@ def test_processes_without_devices_always_find_a_place():
 
 def npus():
     return types.SimpleNamespace(
-        ray_resource="NPU", visible_devices_env="X", trainer_env=lambda timeout: {}, rollout_env=dict
+        ray_resource="NPU",
+        visible_devices_env="X",
+        trainer_env=lambda timeout: {},
+        engines_env=lambda deterministic: {},
     )  # fails where it is asked for more
 
 

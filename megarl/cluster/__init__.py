@@ -114,7 +114,7 @@ def connect(
     threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
     role_env = {
         "trainer_env": threads | users_first(_trainer_env(recipe, platform)),
-        "service_env": threads | users_first(platform.rollout_env()),
+        "service_env": threads | users_first(platform.engines_env(recipe.train.deterministic)),
     }
     if transport(recipe) == "torchrun":
         from megarl.cluster.devices import LocalDevices

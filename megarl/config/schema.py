@@ -161,7 +161,7 @@ class TrainConfig:
     seed: int = key(0, "Seed of everything random.", at_least=0)
     deterministic: bool = key(
         False,
-        "Trainers compute with kernels whose sums have a fixed order alone (torch.use_deterministic_algorithms, Megatron's deterministic_mode, and what the device's libraries read in the environment), so that the same batch gives the same update to the last bit in the same layout. Slower on devices; an operation that has no such kernel is an error. What engines sample is not covered.",
+        "Trainers compute with kernels whose sums have a fixed order alone (torch.use_deterministic_algorithms, Megatron's deterministic_mode, and what the device's libraries read in the environment), so that the same batch gives the same update to the last bit in the same layout. Slower on devices; an operation that has no such kernel is an error. Engines of vLLM then run in its batch-invariant mode where the device has it: docs/numerics.md says what that covers.",
     )
     save_every: int = key(
         0, "Checkpoint every so many steps; 0: only at the end where `train.save_at_end`.", at_least=0

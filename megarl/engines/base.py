@@ -66,6 +66,7 @@ class EngineSpec:
     return_routed_experts: bool = False  # fill Completion.routed_experts, or refuse to start
     prompt_top_k: int | None = None  # largest GenerationRequest.prompt_top_k; None: none is asked for
     adapters: AdapterSpec | None = None  # None: updates bring whole weights
+    deterministic: bool = False  # the recipe asks for it: `Platform.deterministic_rollout_env` is set
     traces: EngineTraces | None = None  # None: `start_profile` is never called
     device: str | None = None  # "cpu" | "cuda" | "npu", which the engine must run on; None: whichever it finds
     recipe_section: str = "rollout"  # whose settings these are, for messages

@@ -122,6 +122,8 @@ def check_plan(spec: EngineSpec, device: str) -> None:
             "set megatron.routing_replay=old_log_probs, or none",
             value="rollout",
         )
+    if device == "npu" and spec.deterministic:
+        _without_whole_graphs(spec.engine_args, spec.recipe_section)
     version = vllm_ascend.installed()
     readable = os.path.isfile(os.path.join(spec.model_path, "config.json"))  # where not, reading the model says it
     if device == "npu" and version is not None and readable:
@@ -264,6 +266,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     if device == "npu":
         version = vllm_ascend.running()
         _check_npu(spec, version)
+        if spec.deterministic:
+            arguments["compilation_config"] = _without_whole_graphs(arguments, spec.recipe_section)
         arguments["additional_config"] = vllm_ascend.additional_config(arguments.get("additional_config", {}), version)
     if device != "cpu":
         arguments["enable_sleep_mode"] = spec.sleep_mode
@@ -313,6 +317,26 @@ def _missing_routing(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     return {key: value for key, value in routing.items() if key not in config}
+
+
+def _without_whole_graphs(arguments: Mapping[str, Any], section: str) -> Any:
+    """`compilation_config` for batch-invariant attention on an NPU, which is not captured in whole graphs (vllm-ascend 0.23,
+    docs/source/user_guide/feature_guide/batch_invariance.md). ValueError where the recipe asks for such graphs."""
+    config = arguments.get("compilation_config")
+    if arguments.get("enforce_eager"):
+        return config
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(
+            f"{section}.engine_args.compilation_config must be a mapping with cudagraph_mode: PIECEWISE or NONE with "
+            f"train.deterministic, not {config!r}"
+        )
+    mode = (config or {}).get("cudagraph_mode", "PIECEWISE")
+    if str(mode).upper() not in ("PIECEWISE", "NONE"):
+        raise ValueError(
+            f"{section}.engine_args.compilation_config.cudagraph_mode is {mode}: with train.deterministic engines on NPUs take "
+            "PIECEWISE or NONE, since batch-invariant attention is not captured in whole graphs"
+        )
+    return {**(config or {}), "cudagraph_mode": mode}
 
 
 def _without_rotary_op(config: Any, section: str) -> dict[str, Any]:

@@ -90,6 +90,14 @@ class Platform(ABC):
         """Environment of an engine process, to be set before it starts."""
         return {}
 
+    def deterministic_rollout_env(self) -> dict[str, str]:
+        """What an engine process needs besides for `train.deterministic`. Empty where engines need nothing for it."""
+        return {}
+
+    def engines_env(self, deterministic: bool) -> dict[str, str]:
+        """`rollout_env`, with `deterministic_rollout_env` for recipes with `train.deterministic`."""
+        return self.rollout_env() | (self.deterministic_rollout_env() if deterministic else {})
+
     @abstractmethod
     def set_device(self, local_rank: int) -> None:
         """Make device number `local_rank` (among the visible ones) this process's own."""

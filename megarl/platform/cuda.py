@@ -49,6 +49,9 @@ class CUDAPlatform(Platform):
             "NCCL_ALGO": "Ring",
         }
 
+    def deterministic_rollout_env(self) -> dict[str, str]:
+        return {"VLLM_BATCH_INVARIANT": "1"}
+
     def set_device(self, local_rank: int) -> None:
         torch.cuda.set_device(local_rank)
 

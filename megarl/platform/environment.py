@@ -30,6 +30,8 @@ NEEDED = {
     ),
     ("TASK_QUEUE_ENABLE", "1"): _Need("graphs are not captured at 2", "[01]"),
     ("VLLM_ASCEND_ENABLE_NZ", "0"): _Need("weights in NZ format cannot be updated", "0"),
+    ("VLLM_BATCH_INVARIANT", "1"): _Need("train.deterministic needs samples that do not depend on the batch", "1"),
+    ("HCCL_DETERMINISTIC", "strict"): _Need(_FIXED_ORDER, "strict"),
     ("HCCL_DETERMINISTIC", "true"): _Need(_FIXED_ORDER, "true|strict"),
     ("LCCL_DETERMINISTIC", "1"): _Need(_FIXED_ORDER, "1"),
     ("CLOSE_MATMUL_K_SHIFT", "1"): _Need(_FIXED_ORDER, "1"),

@@ -95,6 +95,10 @@ class NPUPlatform(Platform):
             **_MANY_PROCESSES,
         }
 
+    def deterministic_rollout_env(self) -> dict[str, str]:
+        # vllm-ascend sets the last two itself (batch_invariant.py, override_envs_for_invariance), in the middle of its start.
+        return {"VLLM_BATCH_INVARIANT": "1", "HCCL_DETERMINISTIC": "strict", "LCCL_DETERMINISTIC": "1"}
+
     def set_device(self, local_rank: int) -> None:
         torch.npu.set_device(local_rank)
 
