@@ -118,7 +118,13 @@ def test_the_table_of_versions() -> None:
     files = [file.strip("`") for file in table["file in `launch/npu_versions/`"]]
     assert sorted(files) == [file.name for file in FILES]
     shown = {"Python": "PYTHON", "torch": "TORCH", "torch_npu": "TORCH_NPU", "transformers": "TRANSFORMERS"}
-    shown |= {"vLLM": "VLLM", "vllm-ascend": "VLLM_ASCEND", "Megatron": "MEGATRON", "triton-ascend": "TRITON_ASCEND"}
+    shown |= {
+        "vLLM": "VLLM",
+        "vllm-ascend": "VLLM_ASCEND",
+        "Megatron": "MEGATRON",
+        "triton-ascend": "TRITON_ASCEND",
+        "numpy": "NUMPY",
+    }
     assert set(shown.values()) - {"PYTHON"} == set(PACKAGES)
     for column, file in enumerate(files):
         have = versions(ROOT / "launch" / "npu_versions" / file)

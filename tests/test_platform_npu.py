@@ -221,6 +221,7 @@ def test_what_is_needed_is_what_platforms_set() -> None:
     """A value changed in a platform alone would no longer be held against the user's."""
     engines = [rollout_env(one, NPUPlatform().rollout_env(), {}) for one in ("vllm", "sglang")]
     roles = [*engines, NPUPlatform().deterministic_env(), CUDAPlatform().deterministic_env()]
+    roles.append(NPUPlatform().deterministic_rollout_env())
     assert NEEDED.keys() <= {setting for role in roles for setting in role.items()}
     deterministic = {setting for role in roles[2:] for setting in role.items()}
     assert deterministic <= NEEDED.keys()
