@@ -259,7 +259,8 @@ def test_processes_start_in_their_roles_environment(monkeypatch: pytest.MonkeyPa
     cluster.connect(recipe, NPUPlatform())
     trainer, engine = given["trainer_env"], given["service_env"]
     assert (trainer["HCCL_EXEC_TIMEOUT"], engine["HCCL_EXEC_TIMEOUT"]) == ("77", "77")
-    assert trainer["HCCL_DETERMINISTIC"] == "true" and "HCCL_DETERMINISTIC" not in engine
+    assert trainer["HCCL_DETERMINISTIC"] == "true" and engine["HCCL_DETERMINISTIC"] == "strict"
+    assert engine["VLLM_BATCH_INVARIANT"] == "1" and "VLLM_BATCH_INVARIANT" not in trainer
     assert trainer["OMP_NUM_THREADS"] == "1"
     assert len([said for said in environment_notices(recipe, NPUPlatform()) if "HCCL_EXEC_TIMEOUT=77" in said]) == 2
 
