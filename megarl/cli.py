@@ -287,7 +287,7 @@ def convert_weights(
         Path, typer.Option(help="Folder to write the model in bfloat16 to. The same command goes on in it.")
     ],
     workers: Annotated[
-        Optional[int], typer.Option(min=1, help="Processes, of about 1 GB each; unset: 4, or the cores if fewer.")
+        Optional[int], typer.Option(min=1, help="Processes, of about 0.5 GB each; unset: 4, or the cores if fewer.")
     ] = None,
     debug: Debug = False,
 ) -> None:

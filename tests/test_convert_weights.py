@@ -69,7 +69,7 @@ def reference(codes: torch.Tensor, scales: torch.Tensor, block: int) -> list[lis
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Three files: scales of the second one's matrix lie in the third; a float32 bias; a layer of multi-token prediction."""
+    """Three files with a float32 bias and a multi-token-prediction layer. One matrix and its scales lie in different files."""
     folder = tmp_path / "fp8"
     folder.mkdir()
     generator = torch.Generator().manual_seed(3)

@@ -1,8 +1,8 @@
 """`megarl convert-weights`: a Hugging Face model with FP8 weights as one in bfloat16. Needs a CPU alone.
 
 The output folder gets its shards one by one, each under its final name once it is whole, and config.json last: an
-unfinished folder is no model. `conversion.megarl.json` in it says which shards of which source are done, so that the same
-command goes on after an interruption.
+unfinished folder does not load as a model. `conversion.megarl.json` lists the finished shards with a fingerprint of their
+source: the same command resumes an interrupted conversion.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _check_index(source: Source) -> None:
 
 
 def _read_manifest(out: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """What an earlier call left in `out`: (fingerprint of the source, size, crc) of each file."""
+    """Read the records of an earlier call: fingerprint of the source, size and CRC of each finished file."""
     if out.is_file():
         raise InputError(f"--out {out} is a file")
     path = out / CONVERSION
@@ -191,7 +191,7 @@ def _check_unchanged(folder: Path, done: dict[str, dict[str, Any]], prints: dict
 
 
 def _is_whole(path: Path, source: Layout, record: dict[str, Any]) -> bool:
-    """Whether a converted file is there, with the header and the size that it was written with."""
+    """Check that a converted file exists with the recorded size and the expected header."""
     if not path.is_file() or path.stat().st_size != record["size"]:
         return False
     try:
@@ -254,8 +254,8 @@ def _results(source: Source, out: Path, todo: list[str], workers: int) -> Iterat
                 yield future.result()
     except BrokenProcessPool as error:
         raise RuntimeError(
-            f"a process that converts was killed from outside (out of memory? each of {workers} needs about 1 GB). What "
-            f"is done stays in {out}: the same command goes on, with fewer --workers where memory is short"
+            f"a process that converts was killed from outside (out of memory? each of {workers} needs about 0.5 GB). Finished "
+            f"files stay in {out}: the same command resumes, with fewer --workers where memory is short"
         ) from error
     finally:
         pool.shutdown(wait=sys.exc_info()[0] is None, cancel_futures=True)

@@ -1,6 +1,6 @@
 """FP8 weights with block scales to bfloat16, one safetensors file at a time, in bounded memory.
 
-The format is DeepSeek-V3's (README_WEIGHTS.md of deepseek-ai/DeepSeek-V3): a matrix in float8_e4m3fn, and beside it
+Format: README_WEIGHTS.md of deepseek-ai/DeepSeek-V3. A matrix is stored in float8_e4m3fn, and beside it
 `NAME_scale_inv`, a factor for each block of rows and columns. Blocks at the edges are smaller. The value of an element
 is element * factor in float32, rounded to bfloat16 (nearest, ties to even).
 """
@@ -58,7 +58,7 @@ def converted_layout(source: Layout) -> tuple[bytes, Layout]:
 
 
 def check_source(name: str, layout: Layout, block: tuple[int, int], scales: Mapping[str, Entry]) -> None:
-    """Refuse a file whose tensors are not those of this format. `scales`: of all files, by name.
+    """Refuse tensors that are not part of this format. `scales`: the scales of all files, by name.
 
     Raises ValueError naming the file and the tensor.
     """
@@ -79,7 +79,7 @@ def check_source(name: str, layout: Layout, block: tuple[int, int], scales: Mapp
                 shapes = f"{list(entry.shape)}, its scales {list(scale.shape)}"
                 raise ValueError(f"{where} is {shapes}; blocks of {block[0]} x {block[1]} ask for {list(expected)}")
         elif entry.dtype not in KEPT:
-            raise ValueError(f"{where} is in {entry.dtype}, which is no weight of this format (packed integers?)")
+            raise ValueError(f"{where} is in {entry.dtype}, which this format does not have (packed integers?)")
 
 
 def convert_shard(job: ShardJob) -> ShardResult:
@@ -143,7 +143,7 @@ def _converted(job: ShardJob, source: Layout, target: Layout, data: BinaryIO) ->
 
 
 def _to_bfloat16(raw: bytearray, shape: tuple[int, int], scales: np.ndarray, block: tuple[int, int]) -> memoryview:
-    """Return bfloat16 bytes of float8_e4m3fn bytes `raw` of `shape`, whose rows begin with a block."""
+    """Convert float8_e4m3fn bytes to bfloat16 bytes. `shape`: rows and columns; the first row begins a block."""
     import torch
 
     values = torch.frombuffer(raw, dtype=torch.float8_e4m3fn).to(torch.float32).view(shape)
@@ -165,7 +165,7 @@ def _read_scales(path: Path, layout: Layout, name: str) -> np.ndarray:
 
 def _check_written(path: Path, name: str, expected: Layout, crc: int) -> None:
     if read_layout(path) != expected:
-        raise RuntimeError(f"{path}: the header read back is not the one that was written: the disk is at fault")
+        raise RuntimeError(f"{path}: the header read back differs from the header written: the disk is at fault")
     with path.open("rb", buffering=0) as file:
         read = zlib.crc32(_read_whole(file, 0, expected.data))
         for entry in expected.entries.values():
@@ -176,7 +176,7 @@ def _check_written(path: Path, name: str, expected: Layout, crc: int) -> None:
                 if ((bits & np.array(exponent, dtype=width)) == exponent).any():
                     raise ValueError(f"{name}: {entry.name} has a value that is not finite (NaN or infinity)")
     if read != crc:
-        raise RuntimeError(f"{path}: the bytes read back are not those that were written: the disk is at fault")
+        raise RuntimeError(f"{path}: the bytes read back differ from the bytes written: the disk is at fault")
 
 
 def _read(file: BinaryIO, begin: int, size: int) -> Iterator[memoryview]:

@@ -14,7 +14,7 @@ _COMMAND = "python -m megarl"
 def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
     """Return the lines that `train` ends with: paths of the run, its report, checkpoint and model; then commands.
 
-    Paths are absolute where the recipe's are, so that the commands work in any folder; only what is there is named.
+    Only existing files are listed. Paths outside the current folder are absolute.
     """
     checkpoints = list_checkpoints(run.checkpoints)
     model = run.path / "hf"
@@ -52,7 +52,7 @@ def after_interruption(recipe: Recipe, run: RunDirectory) -> list[str]:
 
 
 def shown(path: Path) -> Path:
-    """`path` relative to the current folder where it lies in it: shorter to read and to type."""
+    """Return `path` relative to the current folder if it lies there, else unchanged."""
     try:
         return path.absolute().relative_to(Path.cwd())
     except ValueError:
