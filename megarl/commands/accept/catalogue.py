@@ -53,7 +53,7 @@ STAGES: tuple[Stage, ...] = (
         "four tiny models (dense, MoE, MLA with MoE and YaRN, vision-language) in TP, PP, EP, ETP and CP of up to 4 "
         "devices: log-probs, two optimizer steps, recomputation, offload, checkpoint and resume",
         "log-probs within 1e-4 nats in float32 (largest) and 2e-2 in bfloat16 (mean) of references; gradient norms within "
-        "0.1 % and 3 %; a resumed step equals the unbroken one",
+        "0.1 % and 3 %; a resumed step within 5e-3 nats, on a CPU bit for bit",
     ),
     Stage(
         3,

@@ -56,7 +56,8 @@ class CollectiveRank(Rank):
         return {name: tuple(dist.get_process_group_ranks(group)) for name, group in self.groups.items()}
 
     def memory(self) -> float | None:
-        """GiB of the device that are free; None on a CPU."""
+        """GiB of the device that are free, without what torch's allocator keeps; None on a CPU."""
+        self.platform.empty_cache()
         return self.platform.free_memory()
 
     def collectives(self, name: str, elements: int) -> list[Timing]:
@@ -137,16 +138,17 @@ class CollectiveRank(Rank):
         import torch
         import torch.distributed as dist
 
+        dist.barrier()
         if self.rank not in (first, second):
             return None
         tensor = torch.zeros(elements, device=self.platform.device())
+        operation = (dist.isend, tensor, second) if self.rank == first else (dist.irecv, tensor, first)
         seconds = []
         for _ in range(REPEATS):
             began = time.perf_counter()
-            if self.rank == first:
-                dist.send(tensor, second)
-            else:
-                dist.recv(tensor, first)
+            # In a batch, which uses the communicator of all ranks: a single send would make one for the pair.
+            for work in dist.batch_isend_irecv([dist.P2POp(*operation)]):
+                work.wait()
             self.platform.synchronize()
             seconds.append(time.perf_counter() - began)
         return statistics.median(seconds) if self.rank == second else None

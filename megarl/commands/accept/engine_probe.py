@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import time
 from pathlib import Path
@@ -28,7 +29,7 @@ class EngineProbe:
     """`megarl.engines.base.RolloutEngine`, whose calls answer from threads, and the memory of its processes."""
 
     def __init__(self, name: str, spec: EngineSpec) -> None:
-        self.engine = engines.create(name, spec)
+        self.engine, self.device = engines.create(name, spec), spec.device or "auto"
 
     async def start(self) -> dict[str, Any]:
         return await asyncio.to_thread(self.engine.start)
@@ -53,6 +54,13 @@ class EngineProbe:
 
     async def update_weights(self, version: int) -> Any:
         return await asyncio.to_thread(self.engine.update_weights, version)
+
+    async def free_memory(self) -> float | None:
+        """GiB that are free on the engine's device, whoever holds the rest; None on a CPU."""
+        platform = platforms.select(self.device)
+        if platform.kind.package:
+            importlib.import_module(platform.kind.package)
+        return platform.free_memory()
 
     async def resident(self) -> float:
         """GiB of the host's memory that this process and those below it hold."""
@@ -99,10 +107,6 @@ class ExchangeRank(ActorWorker):
         if rows is None:
             return None
         return [part.tolist() for part in rows[0][0].float().cpu().split(lengths)]
-
-    def free_memory(self) -> float | None:
-        """GiB of this device that are free, whoever holds the rest."""
-        return self.platform.free_memory()
 
     def send_and_die(self, version: int) -> Any:
         """The last rank ends without a word when it has packed its first bucket."""

@@ -45,7 +45,7 @@ def error_of(kernel: str, value: Any, right: Any) -> Error:
     """The largest error of `value`, and its index."""
     import torch
 
-    value = value.detach().double().cpu().reshape(right.shape)
+    value = value.detach().float().cpu().double().reshape(right.shape)
     difference = torch.where(value.isfinite(), (value - right.detach()).abs(), torch.full_like(value, math.inf))
     flat = int(difference.argmax())
     place = tuple(int(number) for number in np.unravel_index(flat, tuple(right.shape)))

@@ -241,7 +241,7 @@ class Sketches:
         number = layer.layer_number
         tokens = self.order[self.seen.get(number, 0)]
         self.seen[number] = self.seen.get(number, 0) + 1
-        hidden = (output[0] if isinstance(output, tuple) else output).detach().double().flatten(0, 1)
+        hidden = (output[0] if isinstance(output, tuple) else output).detach().float().flatten(0, 1)
         places = current().row_tokens
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         if self.trainer.model.config.sequence_parallel:
@@ -251,7 +251,7 @@ class Sketches:
         assert len(places) == len(hidden), (len(places), len(hidden))
         held = (places >= 0).cpu()
         rows = tokens[places.cpu()[held].numpy()]
-        values = hidden.cpu()[held].numpy()
+        values = hidden.cpu()[held].double().numpy()  # devices may have no float64
         if not len(rows):
             return
         signs = sketch_signs(rows, values.shape[1]).astype(np.float64)

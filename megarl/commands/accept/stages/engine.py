@@ -42,13 +42,12 @@ def run(context: Context) -> None:
         context.doing(f"starting an engine and a trainer of the {family} model")
         trainers = LocalRanks(context.folder / f"{family}-trainer", TRAINER, (recipe, 10), 1, rank_environment(context))
         try:
-            free = trainers.call("free_memory")[0]
             if shares_devices(context):
                 trainers.call("offload_optimizer")
                 trainers.call("offload_weights")
             engine = start_engine(context, recipe, load_weights=True, **eager)
             try:
-                _of_family(context, family, engine, trainers, free)
+                _of_family(context, family, engine, trainers)
             finally:
                 engine.stop()
         finally:
@@ -56,7 +55,8 @@ def run(context: Context) -> None:
     _of_recipe(context)
 
 
-def _of_family(context: Context, family: str, engine: LocalService, trainers: LocalRanks, free: float | None) -> None:
+def _of_family(context: Context, family: str, engine: LocalService, trainers: LocalRanks) -> None:
+    free = timed(engine.call("free_memory"))[0]
     info, seconds = timed(engine.call("start"), START_SECONDS)
     context.figure(f"{family}: start", seconds, unit="s")
     context.equal(
@@ -70,7 +70,7 @@ def _of_family(context: Context, family: str, engine: LocalService, trainers: Lo
     context.doing(f"{family}: log-probs of samples against the trainer")
     asked = requests(family, 8, 24)
     sampled = timed(engine.call("generate", asked))[0]
-    _memory(context, family, engine, trainers, free, info)
+    _memory(context, family, engine, free, info)
     if shares_devices(context):
         trainers.call("onload")
     context.at_most(
@@ -80,24 +80,22 @@ def _of_family(context: Context, family: str, engine: LocalService, trainers: Lo
     _abort(context, family, engine)
 
 
-def _memory(
-    context: Context, family: str, engine: LocalService, trainers: LocalRanks, free: float | None, info: dict[str, Any]
-) -> None:
+def _memory(context: Context, family: str, engine: LocalService, free: float | None, info: dict[str, Any]) -> None:
     """Sleep and wake; how much is freed, and how much more stays with every cycle."""
     if not info["can_sleep"]:
         context.not_run(f"{family}: sleep and wake", "the engine's memory is the host's: there is nothing to free")
         return
     cycles = 6 if context.tiny else CYCLES
     asleep: list[tuple[float, float]] = []
-    awake = trainers.call("free_memory")[0]
+    awake = timed(engine.call("free_memory"))[0]
     for cycle in range(cycles):
         context.doing(f"{family}: sleep and wake, cycle {cycle + 1} of {cycles}")
         timed(engine.call("sleep"))
-        asleep.append((timed(engine.call("resident"))[0], trainers.call("free_memory")[0] or 0.0))
+        asleep.append((timed(engine.call("resident"))[0], timed(engine.call("free_memory"))[0] or 0.0))
         for tag in ("weights", "kv_cache"):
-            before = trainers.call("free_memory")[0]
+            before = timed(engine.call("free_memory"))[0]
             timed(engine.call("wake", (tag,)))
-            after = trainers.call("free_memory")[0]
+            after = timed(engine.call("free_memory"))[0]
             if cycle == 0 and before is not None and after is not None:
                 context.figure(f"{family}: memory that {tag} take back", before - after, unit="GiB")
     host, device = (np.array(column)[1:] * 1024 for column in zip(*asleep, strict=True))

@@ -11,15 +11,16 @@ from megarl.commands.accept.context import Context
 from megarl.commands.accept.families import FAMILIES, LENGTHS, SKETCHES, write_family
 from megarl.commands.accept.goldens import Golden, read_golden
 from megarl.commands.accept.parity_rank import Case
-from megarl.commands.accept.ranks import local_ranks
+from megarl.commands.accept.ranks import LocalRanks, local_ranks
 from megarl.platform.adaptor import adaptor
 
 RANK = "megarl.commands.accept.parity_rank:ParityRank"
 LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}  # float32: of the largest difference, bfloat16: of the mean, in nats
+AFTER = {"float32": 2e-4, "bfloat16": 8e-2}  # after two steps: in bfloat16 weights are rounded, and experts chosen anew
 GRADIENT = {"float32": 1e-3, "bfloat16": 3e-2}  # relative, of the norm
 LAYER = {"float32": 1e-4, "bfloat16": 5e-2}  # relative, of a layer's output: names the first layer that differs
 TENSOR = {"float32": 1e-3, "bfloat16": 2e-1}  # relative, of a tensor's gradient: names the tensor
-RESUMED = 0.0  # nats: a resumed step in the same layout is the unbroken one's, bit for bit
+RESUMED = 5e-3  # nats, on devices, whose kernels may add in any order; on a CPU a resumed step is the same bit for bit
 
 SWAPPED = "swap_optimizer"  # a setting of what adapts Megatron to the device: states lie on the host between updates
 TP, PP, EP, CP = "tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"
@@ -50,9 +51,21 @@ def run(context: Context) -> None:
             with local_ranks(context, RANK, size, name=f"{size}-{families[0]}") as ranks:
                 for case in cases(context, size, families):
                     context.doing(case.name)
-                    judge_case(context, case, ranks.call("run", case))
+                    _try(context, case, ranks)
     if context.settings.devices < 4:
         context.not_run("layouts of 4 processes", f"{context.settings.devices} devices")
+
+
+def _try(context: Context, case: Case, ranks: LocalRanks) -> None:
+    """A device whose kernels have no float32 fails nothing: trainers compute in bfloat16 there."""
+    try:
+        answers = ranks.call("run", case)
+    except RuntimeError as error:
+        if case.dtype == "float32" and not context.tiny:
+            context.not_run(case.name, " ".join(str(error).split())[:300])
+            return
+        raise
+    judge_case(context, case, answers, resumed=0.0 if context.tiny else RESUMED)
 
 
 def cases(context: Context, size: int, families: list[str]) -> Iterator[Case]:
@@ -61,16 +74,17 @@ def cases(context: Context, size: int, families: list[str]) -> Iterator[Case]:
         for number, megatron in enumerate(layouts(size, family)):
             folder = str(context.shared / f"checkpoint-{size}-{family}") if number == 0 else ""
             model = str(context.shared / family)
-            yield Case(family, model, "float32", megatron, folder)
-            if number == 0 and (size == 1 or not context.tiny):
-                yield Case(family, model, "bfloat16", megatron)
+            first, second = ("float32", "bfloat16") if context.tiny else ("bfloat16", "float32")
+            yield Case(family, model, first, megatron, folder)
+            if number == 0 and size == 1:
+                yield Case(family, model, second, megatron)
             if number == 0 and SWAPPED in adaptor(context.device).settings:
                 swapped = {**megatron, "distributed_optimizer": True, "extra": {SWAPPED: True}}
                 yield Case(family, model, "bfloat16", swapped, f"{folder}-swapped")
 
 
-def judge_case(context: Context, case: Case, answers: list[dict[str, Any]]) -> None:
-    """Keep the checks of one case. `answers`: of its ranks."""
+def judge_case(context: Context, case: Case, answers: list[dict[str, Any]], resumed: float = 0.0) -> None:
+    """Keep the checks of one case. `answers`: of its ranks; `resumed`: limit of the difference after a resume."""
     golden, dtype = read_golden(case.family), case.dtype
     layer, difference = first_layer_apart(golden, answers[0]["sketches"], LAYER[dtype])
     cause = f"layer {layer} is the first that differs, by {difference:.2g}" if layer else "every layer's output agrees"
@@ -88,12 +102,12 @@ def judge_case(context: Context, case: Case, answers: list[dict[str, Any]]) -> N
         context.at_most(f"{case.name}: gradients of tensors", share, limit=TENSOR[dtype], unit="relative", cause=named)
     after = apart(gathered(answers, "after"), golden.log_probs_after, dtype)
     context.at_most(
-        f"{case.name}: log-probs after 2 steps", after, limit=2 * LIMITS[dtype], unit="nats",
+        f"{case.name}: log-probs after 2 steps", after, limit=AFTER[dtype], unit="nats",
         cause="the optimizer's steps differ" if worst <= GRADIENT[dtype] else named,
     )  # fmt: skip
     if case.folder:
         context.at_most(
-            f"{case.name}: resumed from a checkpoint", max(answer["resumed"] for answer in answers), limit=RESUMED,
+            f"{case.name}: resumed from a checkpoint", max(answer["resumed"] for answer in answers), limit=resumed,
             unit="nats", cause="a step after a resume is another than the unbroken run's",
         )  # fmt: skip
 
