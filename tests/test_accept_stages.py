@@ -300,3 +300,12 @@ def test_every_stage_has_its_module():
     for stage in STAGES:
         assert importlib.util.find_spec(f"megarl.commands.accept.stages.{stage.name.replace(' ', '_')}"), stage.name
     assert [stage.number for stage in STAGES] == list(range(8))
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+def test_collectives_over_ray(tmp_path):
+    """Two nodes' worth of ranks as Ray places them, here both on this machine."""
+    context = Context(Settings("cpu", 1, nodes=2), tmp_path, tmp_path, 1e9)
+    collectives.run(context)
+    assert not failed(context) and len(context.checks) > 10
