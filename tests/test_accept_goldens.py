@@ -105,8 +105,9 @@ class TestComparison:
         assert case.name == "moe TP2ETP2 float32 recompute"
 
     def test_every_cut_is_tried_on_two_devices(self):
-        cuts = {key for family in FAMILIES for layout in model_parity.layouts(2, family) for key in layout}
-        assert {"tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"} <= cuts
+        for tiny in (False, True):
+            cuts = {key for family in FAMILIES for layout in model_parity.layouts(2, family, tiny) for key in layout}
+            assert {"tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"} <= cuts
 
     def test_optimizer_on_the_host_is_tried_where_the_device_has_it(self, tmp_path):
         def names(device: str) -> list[str]:
