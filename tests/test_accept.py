@@ -166,6 +166,10 @@ class TestBundle:
         (directory / "1-kernels" / "trace.bin").write_bytes(b"0" * (bundle.MOST + 1))
         (directory / "shared").mkdir()
         (directory / "shared" / "model.safetensors").write_bytes(b"0" * 10)
+        run = directory / "6-rl_step" / "runs" / "tiny"
+        (run / "checkpoints" / "step_1").mkdir(parents=True)
+        (run / "checkpoints" / "step_1" / "state.json").write_text("{}")
+        (run / "metrics.jsonl").write_text("{}")
         archive = tmp_path / "accept-x.tar.gz"
         problems = bundle.write_bundle(directory, Settings("cpu", 2), self.results(), archive)
         assert any("trace.bin" in problem for problem in problems)
@@ -179,6 +183,9 @@ class TestBundle:
             "accept-x/devices.txt",
         } <= names
         assert log.startswith(b"... the last 256 KiB") and b"first line" not in log
+        assert "accept-x/6-rl_step/runs/tiny/metrics.jsonl" in names and not any(
+            "checkpoints" in name for name in names
+        )
         assert not any("safetensors" in name or "trace.bin" in name for name in names)
 
     def test_environment_is_an_allow_list_without_secrets(self):

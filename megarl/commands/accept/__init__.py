@@ -17,8 +17,8 @@ A stage is a module in `stages/` with one function, listed in `catalogue.py`:
 - A stage fails where a check fails or `run` raises. The reason is the `cause` of the first failed check: one line that
   names the kernel, rank pair, tensor or tag.
 - `context.folder` is the stage's folder: everything written there goes into the bundle, except files over 1 MiB, of
-  which logs keep their last 256 KiB. `context.shared` is the folder of all stages (`models.py` writes the tiny models
-  there); it is not part of the bundle.
+  which logs keep their last 256 KiB. `context.shared` is the folder of all stages (`families.py` writes the tiny
+  models there); it is not part of the bundle.
 - Rank processes: `ranks.py` starts a class in one process per rank, on this machine or over Ray on all nodes.
 - The same code runs on every kind of device. What differs between kinds is asked of `megarl.platform`.
 - Sizes come from `context.tiny`: True on a CPU, where all stages together take about a minute.

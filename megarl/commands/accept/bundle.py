@@ -27,6 +27,8 @@ _CELL = 160  # characters of a cause in a table
 # Variables that the bundle may hold, by prefix; those of each kind of device are in its DeviceKind.
 PREFIXES = ("GLOO_", "HF_HUB_OFFLINE", "LD_LIBRARY_PATH", "MASTER_", "MEGARL_", "OMP_", "PATH", "PYTHON", "PYTORCH_",
             "RANK", "RAY_", "TORCH", "VLLM_", "WORLD_SIZE")  # fmt: skip
+OMITTED = {"shared", "checkpoints"}  # folders
+WEIGHTS = {".safetensors", ".parquet", ".pt"}
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|PROXY", re.IGNORECASE)
 
 
@@ -129,9 +131,11 @@ def _glob(pattern: str) -> list[Path]:
 
 
 def _files(directory: Path) -> list[Path]:
-    """What the bundle takes of the folder: everything but models and other files that stages share."""
+    """Files of the folder that the bundle takes: no weights, checkpoints or rows."""
     files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
-    return [path for path in files if path.relative_to(directory).parts[0] != "shared"]
+    return [
+        path for path in files if path.suffix not in WEIGHTS and not OMITTED & set(path.relative_to(directory).parts)
+    ]
 
 
 def _add(tar: tarfile.TarFile, path: Path, name: str, problems: list[str]) -> None:
