@@ -197,7 +197,7 @@ class EngineProcess:
             self.process.kill()
 
 
-def build_model(path, kind="qwen3_moe", layers=2):
+def build_model(path, kind="qwen3_moe", layers=2, expert_width=32):
     import transformers
 
     torch.manual_seed(0)
@@ -215,7 +215,7 @@ def build_model(path, kind="qwen3_moe", layers=2):
     )
     if kind == "qwen3_moe":
         config = transformers.Qwen3MoeConfig(
-            **common, num_key_value_heads=2, head_dim=32, num_experts=4, moe_intermediate_size=32
+            **common, num_key_value_heads=2, head_dim=32, num_experts=4, moe_intermediate_size=expert_width
         )
         transformers.Qwen3MoeForCausalLM(config).save_pretrained(path)
         return str(path)

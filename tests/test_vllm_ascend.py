@@ -277,6 +277,7 @@ def test_torch_npu_refuses_graphs_at_queue_2() -> None:
         ({"eplb_config": {"dynamic_eplb": True}}, "eplb_config"),
         ({"eplb_config": {"expert_map_record_path": "x.json"}}, "eplb_config"),
         ({"layer_sharding": ["o_proj"]}, "layer_sharding"),
+        ({"multistream_overlap_shared_expert": True}, "multistream_overlap_shared_expert"),
     ],
 )
 def test_settings_that_updates_do_not_reach(spec, running, config, key) -> None:

@@ -4,9 +4,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megarl.engines import vllm_compat
 from megarl.engines.vllm_reload import LAST, installed_support, read_support, support_of
 from megarl.platform.kinds import KINDS
 
@@ -125,6 +128,63 @@ def test_the_installed_vllm_is_read_without_importing_it() -> None:
     support = installed_support()
     assert support is not None and support.planned, support
     assert done.stdout.split() == ["installed", support.version, "None"]
+
+
+class Layerwise(SimpleNamespace):
+    """vLLM's layerwise.py until 0.20: `_layerwise_process` allocates the layer anew, filled or not."""
+
+    def __init__(self, takes_info: bool) -> None:
+        def materialize_layer(layer: dict[str, str]) -> None:
+            layer["weight"] = "uninitialized"
+
+        def with_info(layer: dict[str, str], info: str) -> None:
+            assert info == "info"
+            materialize_layer(layer)
+
+        def process(layer: dict[str, str], info: str) -> None:
+            self.materialize_layer(*([layer, info] if takes_info else [layer]))
+            if layer["weight"] == "broken":
+                raise ValueError("a kernel refused it")
+            layer["live"] = layer["weight"]
+
+        super().__init__(
+            materialize_layer=with_info if takes_info else materialize_layer,
+            _layerwise_process=process,
+            get_layerwise_info=lambda layer: "info",
+        )
+
+
+@pytest.mark.parametrize("takes_info", [False, True])
+def test_a_filled_layer_keeps_its_values_while_it_is_finished(
+    monkeypatch: pytest.MonkeyPatch, takes_info: bool
+) -> None:
+    layerwise = Layerwise(takes_info)
+    original = layerwise.materialize_layer
+    monkeypatch.setattr(vllm_compat, "_layerwise", lambda: layerwise)
+    layer: Any = {}
+    vllm_compat.materialize_layer(layer)
+    assert layer == {"weight": "uninitialized"}
+    layer["weight"] = "sent"
+    vllm_compat.process_layer(layer)
+    assert layer["live"] == "sent"
+    layer["weight"] = "broken"
+    with pytest.raises(ValueError, match="a kernel refused it"):
+        vllm_compat.process_layer(layer)
+    assert layerwise.materialize_layer is original, "a whole tensor's load allocates with it"
+
+
+def test_deferred_attention_and_loading_of_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers: dict[str, Any] = {"attention": [], "latent": (), "linear": {}}
+    for layerwise in (
+        SimpleNamespace(Attention=list, MLAAttention=tuple),
+        SimpleNamespace(is_deferred_attention_layer=lambda layer: not isinstance(layer, dict)),
+    ):
+        monkeypatch.setattr(vllm_compat, "_layerwise", lambda one=layerwise: one)
+        deferred = {name for name, layer in layers.items() if vllm_compat.is_deferred_attention(layer)}
+        assert deferred == {"attention", "latent"}
+    for name in ("can_load", "can_process"):
+        for loading in (True, False):
+            assert vllm_compat.is_loading(SimpleNamespace(**{name: lambda one=loading: one})) is loading
 
 
 SOURCES = os.environ.get("MEGARL_VLLM_SOURCES", "")

@@ -130,8 +130,8 @@ class _VllmBackend:
             raise ValueError(f"prompt {prompt.uid!r} has images, and the model reads none")
         if not has_prepared_inputs():
             raise ValueError(
-                f"vLLM {self._can.version} takes no images that are prepared already; install one that has "
-                "vllm.inputs.engine (0.32 does)"
+                f"vLLM {self._can.version} takes no images that are prepared already: it has neither "
+                "vllm.inputs.engine.mm_input nor vllm.multimodal.inputs.mm_inputs; install 0.18 or later"
             )
         try:
             check_images(images, prompt.tokens, self._merge)

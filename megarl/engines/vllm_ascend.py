@@ -258,6 +258,11 @@ def check_updates(engine_args: Mapping[str, Any], model: Mapping[str, Any], vers
             "experts move between devices, and an update would load them where they were",
         ),
         "layer_sharding": (given.get("layer_sharding"), "what an update loads is not shared out again"),
+        # ops/fused_moe/fused_moe.py: _validate_shared_expert_consistency, called where experts' weights are repacked
+        "multistream_overlap_shared_expert": (
+            given.get("multistream_overlap_shared_expert"),
+            "vllm-ascend runs the shared experts whenever it repacks the routed ones, and in an update they may not be loaded yet",
+        ),
     }
     for key, (value, why) in unsafe.items():
         if value:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,8 @@ from megarl.engines import vllm_ascend, vllm_reload
 
 if TYPE_CHECKING:
     import torch
+
+_ROUTER_BIAS = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,30 @@ def _has_adapters() -> bool:
 # `vllm_reload` checks the names and arguments that these functions rely on.
 
 
+def start_reload(model: torch.nn.Module) -> None:
+    """Start a layerwise reload, until vLLM 0.19 with mends that later versions need not.
+
+    The layer of experts registers the bias of its router a second time. Until 0.19 a reload allocates both, fills the
+    router's, and copies the other, never written, over the live bias. Like `_expert_map` it must stay where it is.
+    Loaders of such tensors are wrapped, which fails on a live tensor, and until 0.18 their elements are counted among
+    those to come, so that their layers wait for the reload's end.
+    """
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, meta
+
+    layerwise = _layerwise()
+    meta.SKIP_TENSORS.add(_ROUTER_BIAS)
+    initialize_layerwise_reload(model)
+    if hasattr(layerwise, "SKIP_TENSORS") or hasattr(layerwise, "SKIP_LOAD_TENSORS"):  # from 0.20 on
+        return
+    counted = "info" not in inspect.signature(layerwise.materialize_layer).parameters  # until 0.18
+    for layer in model.modules():
+        for name, tensor in layerwise.get_layer_tensors(layer).items():
+            if name in meta.SKIP_TENSORS:
+                tensor.weight_loader = layerwise._get_original_loader(tensor)
+                if counted:
+                    layerwise.get_layerwise_info(layer).load_numel_total -= tensor.numel()
+
+
 def materialize_layer(layer: torch.nn.Module) -> None:
     """Allocate the layer's parameters as a checkpoint has them. Called inside the engine's device context."""
     layerwise = _layerwise()
@@ -171,14 +198,15 @@ def repack_tied(tied: Mapping[str, Any]) -> None:
 
 
 def fix_expert_parallel_on_cpu() -> None:
-    """Let the CPU's expert kernel honour the expert map; without, expert parallelism ends in a crash.
+    """Make the CPU's expert kernel honour the expert map; without, expert parallelism ends in a crash.
 
     The kernel takes global expert ids for local ones. Ids are mapped before it, and those of other
     ranks' experts become expert 0 with weight zero. Does nothing where no map is given.
     """
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:
+    except ImportError:  # until 0.23 or later another class runs the kernel
+        _fix_older_experts_on_cpu()
         return
 
     original = CPUUnquantizedExperts.apply
@@ -190,13 +218,64 @@ def fix_expert_parallel_on_cpu() -> None:
         call = signature.bind(*args, **kwargs)
         expert_map = call.arguments["expert_map"]
         if expert_map is not None:
-            ids = call.arguments["topk_ids"]
-            local = expert_map.to(device=ids.device, dtype=ids.dtype)[ids.long()]
-            elsewhere = local < 0
-            call.arguments["topk_ids"] = local.masked_fill(elsewhere, 0)
-            call.arguments["topk_weights"] = call.arguments["topk_weights"].masked_fill(elsewhere, 0.0)
+            ids, weights = call.arguments["topk_ids"], call.arguments["topk_weights"]
+            call.arguments["topk_ids"], call.arguments["topk_weights"] = _local_experts(expert_map, ids, weights)
             call.arguments["expert_map"] = None
         return original(*call.args, **call.kwargs)
 
     apply.maps_experts = True  # type: ignore[attr-defined]
     CPUUnquantizedExperts.apply = apply
+
+
+def start_without_preloads_on_cpu() -> None:
+    """Start vLLM's worker for CPUs without libtcmalloc and libiomp in LD_PRELOAD.
+
+    They only make it faster: later versions warn, 0.18 refuses (v1/worker/cpu_worker.py:57). It looks at the variable alone.
+    """
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    original = CPUWorker.init_device
+
+    def init_device(self):
+        try:
+            return original(self)
+        except RuntimeError as error:
+            if "is not found in LD_PRELOAD" not in str(error):
+                raise
+        before = os.environ.get("LD_PRELOAD")
+        os.environ["LD_PRELOAD"] = f"{before or ''}:libtcmalloc:libiomp"
+        try:
+            return original(self)
+        finally:
+            if before is None:
+                del os.environ["LD_PRELOAD"]
+            else:
+                os.environ["LD_PRELOAD"] = before
+
+    CPUWorker.init_device = init_device
+
+
+def _fix_older_experts_on_cpu() -> None:
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+
+    for name in ("forward_grouped_gemm", "forward_torch"):
+        original = getattr(CPUFusedMOE, name)
+        if not getattr(original, "maps_experts", False):
+            setattr(CPUFusedMOE, name, _with_local_experts(original))
+
+
+def _with_local_experts(forward: Any) -> Any:
+    def mapped(self, layer, input, topk_weights, topk_ids, *args, **kwargs):
+        if layer.expert_map is not None:
+            topk_ids, topk_weights = _local_experts(layer.expert_map, topk_ids, topk_weights)
+        return forward(self, layer, input, topk_weights, topk_ids, *args, **kwargs)
+
+    mapped.maps_experts = True  # type: ignore[attr-defined]
+    return mapped
+
+
+def _local_experts(expert_map: Any, ids: Any, weights: Any) -> tuple[Any, Any]:
+    """Ids and weights [tokens, top-k] in terms of this rank's experts. `expert_map` [experts]: local id or -1."""
+    local = expert_map.to(device=ids.device, dtype=ids.dtype)[ids.long()]
+    elsewhere = local < 0
+    return local.masked_fill(elsewhere, 0), weights.masked_fill(elsewhere, 0.0)

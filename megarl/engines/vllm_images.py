@@ -7,8 +7,10 @@ trainer's, and differ in the last bits.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import importlib
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +21,16 @@ from megarl.types import SampleImages
 
 
 def has_prepared_inputs() -> bool:
-    """Whether the installed vLLM lets inputs in that are processed already."""
-    return importlib.util.find_spec("vllm.inputs.engine") is not None
+    """True if the installed vLLM accepts inputs that are processed already."""
+    return _prepared_input() is not None
+
+
+def _prepared_input() -> Any:
+    """vLLM's function that wraps processed inputs, `mm_input`; None if it has none. Until 0.18 its name is `mm_inputs`."""
+    for module, name in (("vllm.inputs.engine", "mm_input"), ("vllm.multimodal.inputs", "mm_inputs")):
+        with contextlib.suppress(ModuleNotFoundError, AttributeError):
+            return getattr(importlib.import_module(module), name)
+    return None
 
 
 def image_args(model_config: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -68,7 +78,6 @@ def check_images(images: SampleImages, tokens: tuple[int, ...], merge: int) -> N
 def engine_input(tokens: tuple[int, ...], images: SampleImages, merge: int) -> Any:
     """What vLLM's `add_request` takes for a prompt with images."""
     import torch
-    from vllm.inputs.engine import mm_input
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
     grids = torch.from_numpy(images.grids)
@@ -81,7 +90,7 @@ def engine_input(tokens: tuple[int, ...], images: SampleImages, merge: int) -> A
         PlaceholderRange(offset=start, length=count)
         for start, count in zip(images.starts.tolist(), image_tokens(images, merge), strict=True)
     ]
-    return mm_input(
+    return _prepared_input()(
         list(tokens),
         MultiModalKwargsItems.from_hf_inputs(values, fields),
         {"image": _names(images)},

@@ -22,11 +22,11 @@ from megarl.exchange.planned_receiver import Examine
 def describe(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int], str]]) -> Description:
     """What a live model needs of the checkpoint's `tensors` (name, shape, type). Leaves it as it was. ValueError where its
     loader does not fill it out of these, or cannot be followed."""
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, layerwise
+    from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
     tied = vllm_compat.tied_layers(model)
-    initialize_layerwise_reload(model)
+    vllm_compat.start_reload(model)
     try:
         for module in model.modules():
             for tensor in get_layer_tensors(module).values():
@@ -75,13 +75,11 @@ class Filling:
     """
 
     def __init__(self, model: torch.nn.Module, need: Description, complete: Examine | None = None) -> None:
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
         self._model, self._complete = model, complete
         if current_platform.is_cpu():
             vllm_compat.drop_packed_experts(model)
         self._tied = vllm_compat.tied_layers(model)
-        initialize_layerwise_reload(model)
+        vllm_compat.start_reload(model)
         modules = dict(model.named_modules())
         self._whole = {number: name for number, name in enumerate(need.parameters) if name in need.whole}
         shapes = dict(zip(need.tensors, need.shapes, strict=True))

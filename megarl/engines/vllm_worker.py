@@ -30,6 +30,7 @@ _SHOWN = 5  # names in an error
 if current_platform.is_cpu():
     vllm_compat.fix_expert_parallel_on_cpu()  # before any model is built
     vllm_cpu_collectives.fix_uneven_collectives_on_cpu()
+    vllm_compat.start_without_preloads_on_cpu()
 
 
 class WorkerExtension:
@@ -169,12 +170,12 @@ def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], mo
 
 
 def _load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     if current_platform.is_cpu():
         vllm_compat.drop_packed_experts(model)
     tied = vllm_compat.tied_layers(model)
-    initialize_layerwise_reload(model)
+    vllm_compat.start_reload(model)
     parameters = {name for name, _ in model.named_parameters() if name.rpartition(".")[0] not in tied}
     loaded = model.load_weights(weights)
     _check_names(parameters, loaded)
