@@ -54,6 +54,9 @@ elif [ "$installed" != "$(cd "$root" && pwd -P)" ]; then
   echo "the megarl command in $venv runs $installed; \`python -m megarl\` in $root runs this checkout"
 fi
 if [ "$extra" = dev ]; then "$venv/bin/python" "$root/launch/unpack_sources.py" "${MEGARL_SOURCES:-$venv/sources}"; fi
+if [ "$extra" = dev ]; then
+  bash "$root/launch/install_older_vllm.sh" 0.23 || true # it says why; tests/test_older_vllm.py is then skipped with the reason
+fi
 if ! command -v bwrap > /dev/null; then
   if [ "$extra" = dev ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
     echo "installing bubblewrap, which the sandbox for generated code is tested with"

@@ -233,6 +233,20 @@ def build_model(path, kind="qwen3_moe", layers=2, expert_width=32):
         )
         transformers.Qwen2ForCausalLM(config).save_pretrained(path)
         return str(path)
+    if kind == "glm4_moe":  # routed like DeepSeek-V3, without latent attention
+        config = transformers.Glm4MoeConfig(
+            **common,
+            num_key_value_heads=2,
+            head_dim=32,
+            use_qk_norm=True,
+            moe_intermediate_size=expert_width,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.0,
+        )
+        transformers.Glm4MoeForCausalLM(config).save_pretrained(path)
+        return str(path)
     latent = dict(kv_lora_rank=512, q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
     experts = dict(moe_intermediate_size=64, n_routed_experts=4, n_group=1, topk_group=1, n_shared_experts=1)
     config = transformers.DeepseekV3Config(

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "moe": ("qwen3_moe", {}),
     "moe-TP2": ("qwen3_moe", TP2),
     "moe-EP2": ("qwen3_moe", EP2),
+    "router-bias": ("glm4_moe", {}),
     "deepseek": ("deepseek_v3", {}),
     "deepseek-TP2": ("deepseek_v3", TP2),
 }
@@ -56,7 +57,10 @@ def test_planned_updates_equal_the_export(process: EngineProcess, tmp_path: Path
     kind, layout = CASES[case]
     path = build_model(tmp_path / "model", kind, expert_width=64)
     model = load_model(path)
-    info = process.begin("start", spec(path, load_weights=False, **layout)).result(PATIENCE)
+    try:
+        info = process.begin("start", spec(path, load_weights=False, **layout)).result(PATIENCE)
+    except NotImplementedError as error:  # 0.18: "MLA is not supported on CPU."
+        pytest.skip(f"this vLLM's CPU backend cannot run {kind}: {error}")
     process.rpc("watch_layers")
     former: list[Any] = []
     try:

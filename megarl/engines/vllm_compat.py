@@ -255,6 +255,19 @@ def start_without_preloads_on_cpu() -> None:
     CPUWorker.init_device = init_device
 
 
+def keep_cache_size_on_cpu() -> None:
+    """Give the CPU's cache of keys and values the size asked for (`kv_cache_memory_bytes`).
+
+    Until 0.18 the worker takes half of the machine's memory instead (v1/worker/cpu_worker.py:136, platforms/cpu.py:126).
+    """
+    from vllm.config import CacheConfig
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    original = CPUWorker.determine_available_memory
+    if "cpu_kvcache_space_bytes" in getattr(CacheConfig, "__dataclass_fields__", ()):
+        CPUWorker.determine_available_memory = lambda self: self.cache_config.kv_cache_memory_bytes or original(self)
+
+
 def _fix_older_experts_on_cpu() -> None:
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 

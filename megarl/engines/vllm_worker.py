@@ -31,6 +31,7 @@ if current_platform.is_cpu():
     vllm_compat.fix_expert_parallel_on_cpu()  # before any model is built
     vllm_cpu_collectives.fix_uneven_collectives_on_cpu()
     vllm_compat.start_without_preloads_on_cpu()
+    vllm_compat.keep_cache_size_on_cpu()
 
 
 class WorkerExtension:
@@ -44,7 +45,7 @@ class WorkerExtension:
     vllm_config: Any
     model_config: Any
     model_runner: Any
-    device: torch.device
+    device: torch.device | None
 
     def megarl_endpoint(self) -> list:
         """[rank, host id]: where weights must go."""
@@ -73,8 +74,11 @@ class WorkerExtension:
 
     @contextlib.contextmanager
     def _megarl_context(self) -> Iterator[None]:
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
+        with set_current_vllm_config(self.vllm_config), self._megarl_device(), torch.no_grad():
             yield
+
+    def _megarl_device(self) -> torch.device:
+        return self.device or torch.device(current_platform.device_type)  # 0.18's worker for CPUs names none
 
     def megarl_disconnect(self) -> None:
         receiver = getattr(self, "_megarl_receiver", None)
@@ -152,7 +156,7 @@ class WorkerExtension:
                     watch.add(name, tensor)
                 yield name, tensor
 
-        with set_current_vllm_config(self.vllm_config), torch.device(self.device), watch or contextlib.nullcontext():
+        with set_current_vllm_config(self.vllm_config), self._megarl_device(), watch or contextlib.nullcontext():
             load(self.model_runner.model, counted(), self.model_config)
         if watch is not None:
             self._megarl_names = names
