@@ -1,0 +1,2 @@
+class DelayedScaling:
+    """A base class of Megatron's; no test computes in FP8."""

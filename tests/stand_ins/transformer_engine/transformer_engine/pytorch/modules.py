@@ -1,0 +1,134 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+SIGNATURES = json.loads((Path(__file__).parents[2] / "signatures.json").read_text())["classes"]
+CALLS: list[dict[str, object]] = []
+"""Arguments of every call of the attention, but for tensors of the stream."""
+
+
+def bind(name, method, args, kwargs):
+    """Arguments by name, as the real method would take them. Raises TypeError where it would."""
+    known = SIGNATURES[name][method]
+    names = [*known["required"], *known["optional"]]
+    given = dict(zip(names, args, strict=False))
+    unknown = [] if known["kwargs"] else sorted(set(kwargs) - set(names))
+    missing = [one for one in known["required"] if one not in {**given, **kwargs}]
+    if unknown or missing or set(given) & set(kwargs) or len(args) > len(names):
+        raise TypeError(f"{name}.{method}: unknown {unknown}, missing {missing}")
+    return {**given, **kwargs}
+
+
+class Linear(torch.nn.Module):
+    KIND = "Linear"
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        given = bind(self.KIND, "__init__", args, kwargs)
+        assert not given["bias"] and not given["return_bias"]
+        self.parallel_mode = given["parallel_mode"]
+        self.tp_group, self.tp_size = given["tp_group"], given["tp_size"]
+        self.sequence_parallel = given["sequence_parallel"] and self.tp_size > 1
+        shape = [given["out_features"], given["in_features"]]
+        axis = {"column": 0, "row": 1}.get(self.parallel_mode)
+        if axis is not None:
+            shape[axis] //= self.tp_size
+        self._weights(given, shape, axis)
+
+    def _weights(self, given, shape, axis):
+        self.weight = self._weight(given, shape, axis)
+
+    def _weight(self, given, shape, axis):
+        from megatron.core.tensor_parallel.layers import (
+            set_tensor_model_parallel_attributes,  # which imports this module
+        )
+
+        weight = torch.nn.Parameter(torch.empty(shape, dtype=given["params_dtype"]))
+        with torch.no_grad():
+            given["init_method"](weight)
+        set_tensor_model_parallel_attributes(weight, axis is not None, axis or 0, 1)
+        return weight
+
+    def forward(self, *args, **kwargs):
+        from megatron.core.tensor_parallel import mappings
+
+        x = self._input(bind(self.KIND, "forward", args, kwargs)["inp"])
+        if self.parallel_mode == "column" and self.sequence_parallel:
+            x = mappings.gather_from_sequence_parallel_region(x, group=self.tp_group)
+        elif self.parallel_mode == "column" and self.tp_size > 1:
+            x = mappings.copy_to_tensor_model_parallel_region(x, group=self.tp_group)
+        out = F.linear(x, self.weight)
+        if self.parallel_mode == "row" and self.sequence_parallel:
+            return mappings.reduce_scatter_to_sequence_parallel_region(out, group=self.tp_group)
+        if self.parallel_mode == "row" and self.tp_size > 1:
+            return mappings.reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
+        return out
+
+    def _input(self, x):
+        return x
+
+
+class LayerNormLinear(Linear):
+    KIND = "LayerNormLinear"
+
+    def _weights(self, given, shape, axis):
+        assert given["normalization"] == "RMSNorm" and not given["zero_centered_gamma"]
+        self.eps = given["eps"]
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(shape[1], dtype=given["params_dtype"]))
+        self.layer_norm_weight.sequence_parallel = given["sequence_parallel"]
+        super()._weights(given, shape, axis)
+
+    def _input(self, x):
+        return F.rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+
+
+class GroupedLinear(Linear):
+    KIND = "GroupedLinear"
+
+    def _weights(self, given, shape, axis):
+        self.num_gemms = given["num_gemms"]
+        for number in range(self.num_gemms):
+            self.register_parameter(f"weight{number}", self._weight(given, shape, axis))
+
+    def forward(self, *args, **kwargs):
+        given = bind(self.KIND, "forward", args, kwargs)
+        assert isinstance(given["m_splits"], list), "the real one takes a list on the host"
+        parts = given["inp"].split(given["m_splits"])
+        return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)])
+
+
+class RMSNorm(torch.nn.Module):
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        given = bind("RMSNorm", "__init__", args, kwargs)
+        size = given.get("normalized_shape") or given["hidden_size"]
+        assert not given["zero_centered_gamma"]
+        self.eps = given["eps"]
+        self.weight = torch.nn.Parameter(torch.ones(size, dtype=given["params_dtype"]))
+        self.weight.sequence_parallel = given["sequence_parallel"]
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class DotProductAttention(torch.nn.Module):
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+        given = bind("DotProductAttention", "__init__", args, kwargs)
+        self.softmax_scale = given.get("softmax_scale")
+
+    def forward(self, *args, **kwargs):
+        given = bind("DotProductAttention", "forward", args, kwargs)
+        query, key, value = given["query_layer"], given["key_layer"], given["value_layer"]
+        CALLS.append({name: one for name, one in given.items() if not name.endswith("_layer")})
+        offsets = given["cu_seqlens_q"].tolist()
+        out = []
+        for start, end in pairwise(offsets):
+            q, k, v = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+            group = q.shape[1] != k.shape[1]
+            one = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=group)
+            out.append(one[0].transpose(0, 1).flatten(1))
+        return torch.cat(out)

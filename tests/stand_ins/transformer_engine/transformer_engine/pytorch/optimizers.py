@@ -1,0 +1,5 @@
+from torch.optim import SGD as FusedSGD
+
+from megarl.megatron.adam import Adam as FusedAdam
+
+__all__ = ["FusedAdam", "FusedSGD"]
