@@ -12,7 +12,6 @@ import multiprocessing
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from megarl.planner.workload import Workload  # noqa: E402
 from tests.activations_cases import recipe_of  # noqa: E402
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
+READS: Reads
 _ROOTS = ("/megarl/megatron/", "/megatron/core/", "/mbridge/")
 
 
@@ -63,7 +63,8 @@ class Reads:
             self.places.add(f"{Path(frames[-1].filename).name}:{frames[-1].name}" if frames else "elsewhere")
 
 
-def run(case: dict[str, Any], reads: Reads) -> list[str]:
+def run(case: dict[str, Any]) -> list[str]:
+    reads = READS  # the one that the patched methods record into, which a fork has too
     join(case["rank"], case["processes"])
     with platform.device():
         trainer = PolicyTrainer(recipe_of(case), platform, 1)
@@ -80,7 +81,7 @@ def run(case: dict[str, Any], reads: Reads) -> list[str]:
 
 
 if __name__ == "__main__":
-    cases, reads = json.loads(Path(sys.argv[1]).read_text()), Reads()
+    cases, READS = json.loads(Path(sys.argv[1]).read_text()), Reads()
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # a process for each: it joins once
-        found = pool.map(partial(run, reads=reads), cases, chunksize=1)
+        found = pool.map(run, cases, chunksize=1)
     print(json.dumps(dict(zip([case["name"] for case in cases], found, strict=True))))
