@@ -11,17 +11,18 @@ from typing import Any
 from megarl.agents.build import AgentSetup
 from megarl.cluster import trainer_notices
 from megarl.cluster.base import Cluster, Service
+from megarl.config.environment import variables
 from megarl.config.judge import uses_judge
 from megarl.config.observe import trace_options
 from megarl.config.schema import Recipe
 from megarl.config.seeded import seeds_notice
 from megarl.data.images import ImageReader
-from megarl.engines import engine_env, rollout_env
+from megarl.engines import engine_settings, process_env
 from megarl.engines.base import EngineSpec, EngineTraces, Seat
 from megarl.engines.specs import first_specs, judge_spec, policy_spec, teacher_spec
 from megarl.observe.run_dir import RunDirectory
 from megarl.placement import wait_for_engines
-from megarl.platform.environment import notices
+from megarl.platform.environment import RoleSettings
 from megarl.preflight import Prepared
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
@@ -30,17 +31,18 @@ JUDGE_SERVER = "megarl.rollout.judge_server:JudgeServer"
 
 
 def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True) -> list[str]:
-    """What is to be said of settings for the recipe's processes that the environment of this command has otherwise.
-    `training`, or `megarl eval`, which has no trainers."""
+    """Notices of variables that the shell of this command has otherwise than the recipe's processes would, and of those that
+    the recipe sets or needs. `training`: false for `megarl eval`, which has no trainers. Raises RecipeError for a variable
+    of `cluster.environment` with which processes would be wrong."""
     said = trainer_notices(recipe, platform) if training else []
     if training and (seeds := seeds_notice(recipe)):
         said.append(seeds)
     for engine, spec in first_specs(recipe, training=training):
         if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
             continue
-        said += notices(
-            "engines", rollout_env(engine, platform.engines_env(recipe.train.deterministic), spec.engine_args)
-        )
+        settings = _settings(recipe, platform, engine, spec)
+        said += settings.notices()
+        said += [f"engines have {name}={value}: {why}" for name, value, why in settings.computed()]
         if spec.deterministic and engine == "vllm" and platform.deterministic_rollout_env():
             said.append(
                 "train.deterministic: engines run in vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT=1), which is slower and in "
@@ -115,5 +117,10 @@ def _start(
     platform: Any,
     cluster: Cluster,
 ) -> Service:
-    env = engine_env(engine, platform.engines_env(recipe.train.deterministic), recipe.cluster.threads, spec.engine_args)
+    env = process_env(engine, recipe.cluster.threads) | _settings(recipe, platform, engine, spec).environment()
     return cluster.start_service(server, args, name=spec.name, devices=spec.tensor_parallel, env=env)
+
+
+def _settings(recipe: Recipe, platform: Any, engine: str, spec: EngineSpec) -> RoleSettings:
+    own = platform.engines_env(recipe.train.deterministic)
+    return engine_settings(engine, spec, own, platform.name, variables(recipe, "engines"))

@@ -94,7 +94,11 @@ class TestPage:
             key = re.split(r"[=: ]", text)[0]
             if key.split(".")[0] in SECTIONS and re.fullmatch(r"\w+(\.\w+)+", key):
                 owner = key.rsplit(".", 1)[0]
-                assert key in KEYS or owner in ("rollout.engine_args", "megatron.extra"), key
+                assert key in KEYS or owner in (
+                    "rollout.engine_args",
+                    "megatron.extra",
+                    "cluster.environment.engines",
+                ), key
 
     def test_checks_exist(self, page: str) -> None:
         known = {one.name for one in CHECKS} | set(MORE)

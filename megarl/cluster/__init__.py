@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 from megarl.cluster.base import Cluster, Service, WorkerGroup, host_name
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
 from megarl.cluster.placement import Demand
+from megarl.config.environment import variables
 from megarl.config.schema import Recipe
-from megarl.platform.environment import notices, users_first
+from megarl.platform.environment import RoleSettings
 
 if TYPE_CHECKING:
     from megarl.platform.base import Platform
@@ -76,14 +77,19 @@ def serve(recipe: Recipe) -> None:
     torchrun_rank.serve(log_dir(recipe))
 
 
-def _trainer_env(recipe: Recipe, platform: Platform) -> dict[str, str]:
+def trainer_settings(recipe: Recipe, platform: Platform) -> RoleSettings:
+    """The environment of trainers, by who decides each variable."""
     own = platform.trainer_env(recipe.cluster.timeout)
-    return own | (platform.deterministic_env() if recipe.train.deterministic else {})
+    own |= platform.deterministic_env() if recipe.train.deterministic else {}
+    return RoleSettings("trainers", own, variables(recipe, "trainers"))
 
 
 def trainer_notices(recipe: Recipe, platform: Platform) -> list[str]:
-    """What is to be said of settings for trainers that the environment of this command has otherwise."""
-    return [*platform.installation_notices(), *notices("trainers", _trainer_env(recipe, platform))]
+    """Notices of variables of trainers that the shell of this command has otherwise, of those that the recipe sets, and of what
+    the installation lacks. Raises RecipeError for a variable of `cluster.environment` with which trainers would be wrong."""
+    settings = trainer_settings(recipe, platform)
+    computed = [f"trainers have {name}={value}: {why}" for name, value, why in settings.computed()]
+    return [*platform.installation_notices(), *settings.notices(), *computed]
 
 
 def connect(
@@ -113,8 +119,9 @@ def connect(
         demand.require_trainers_devices_suffice()
     threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
     role_env = {
-        "trainer_env": threads | users_first(_trainer_env(recipe, platform)),
-        "service_env": threads | users_first(platform.engines_env(recipe.train.deterministic)),
+        "trainer_env": threads | trainer_settings(recipe, platform).environment(),
+        "service_env": threads
+        | RoleSettings("engines", platform.engines_env(recipe.train.deterministic), variables(recipe, "engines")).environment(),
     }
     if transport(recipe) == "torchrun":
         from megarl.cluster.devices import LocalDevices

@@ -13,6 +13,7 @@ from typing import Any, Literal, Optional
 from megarl.config.agent import AgentConfig
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.data import DataConfig
+from megarl.config.environment import EnvironmentConfig
 from megarl.config.judge import JudgeConfig
 from megarl.config.key import key
 from megarl.config.observe import ObserveConfig
@@ -217,6 +218,7 @@ class ClusterConfig:
     )
     threads: int = key(1, "CPU threads of each process (OMP_NUM_THREADS).", at_least=1)
     timeout: float = key(1800.0, "Seconds until a collective of the trainers that does not move is given up.", above=0)
+    environment: EnvironmentConfig = key(EnvironmentConfig, "")
 
 
 @dataclass

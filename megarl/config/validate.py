@@ -62,6 +62,13 @@ def _algorithm_fits(recipe: Recipe) -> None:
 
 
 @check
+def _environment_is_set(recipe: Recipe) -> None:
+    from megarl.config.environment import check_environment
+
+    check_environment(recipe)
+
+
+@check
 def _required_keys(recipe: Recipe) -> None:
     if not recipe.model.path:
         raise RecipeError(

@@ -20,6 +20,7 @@ from megarl.exchange.session import EXPORT_SLOTS, PLANNED_SLOTS, SHARED
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
 from megarl.preflight import STAGES, check_device, prepare_evaluation, prepare_training
+from megarl.start_engines import environment_notices
 from megarl.words import several
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -160,3 +161,15 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
         )
         return fail(" ".join(str(error).split()), remedy)
     return ok(f"{demand}: {demand.devices} of {several(have, 'device')}")
+
+
+def environment(recipe: Recipe, device: str) -> list[Finding]:
+    """The variables that the recipe sets or needs on this kind of device, and those that the shell has otherwise."""
+    try:
+        notices = environment_notices(recipe, kind_of(device).platform())
+    except RecipeError as error:
+        return [_of(error)]
+    conflicts = [one for one in notices if one.startswith("the environment has ")]
+    others = [one for one in notices if one.startswith(("engines have ", "trainers have "))]
+    found = [warning(one, "unset it in the shell, or leave it if it is meant") for one in conflicts]
+    return [*found, ok("; ".join(others) or "nothing beside the platform's defaults")]

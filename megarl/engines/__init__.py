@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megarl.platform.environment import users_first
+from megarl.platform.environment import RoleSettings, users_first
 
 if TYPE_CHECKING:
     from megarl.engines.base import EngineSpec, RolloutEngine
@@ -68,12 +68,34 @@ def limits_of(name: str, spec: EngineSpec) -> Limits:
     return _arguments(name).limits(spec)
 
 
+def engine_settings(
+    name: str,
+    spec: EngineSpec,
+    platform_env: Mapping[str, str],
+    device: str,
+    variables: Mapping[str, str],
+    config: Mapping[str, Any] | None = None,
+) -> RoleSettings:
+    """The environment of an engine called `name` on `device` ("cpu", "cuda", "npu"), by who decides each variable.
+
+    `platform_env`: the platform's `rollout_env`. `variables`: the recipe's, of engines. `config`: config.json; None: the
+    one at the spec's path, without which nothing is computed from the model.
+    """
+    own = rollout_env(name, platform_env, spec.engine_args)
+    return RoleSettings("engines", own, variables, _arguments(name).required_environment(spec, device, config))
+
+
+def process_env(name: str, threads: int) -> dict[str, str]:
+    """The engine's own environment of a process, with `threads` CPU threads; it must be set before the process starts."""
+    found: dict[str, str] = _arguments(name).process_env(threads)
+    return found
+
+
 def engine_env(
     name: str, platform_env: Mapping[str, str], threads: int, engine_args: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The environment an engine's process must start with: the engine's own, with `threads` CPU threads a process, and
-    `rollout_env`, or what the user has set instead."""
-    return _arguments(name).process_env(threads) | users_first(rollout_env(name, platform_env, engine_args))
+    """The environment of an engine without a recipe: `process_env`, and `rollout_env` with the shell's values."""
+    return process_env(name, threads) | users_first(rollout_env(name, platform_env, engine_args))
 
 
 def rollout_env(name: str, platform_env: Mapping[str, str], engine_args: Mapping[str, Any]) -> dict[str, str]:

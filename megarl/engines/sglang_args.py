@@ -18,6 +18,7 @@ from typing import Any
 from megarl.config.errors import RecipeError
 from megarl.engines.base import EngineSpec
 from megarl.engines.limits import Limits
+from megarl.platform.environment import Requirement
 
 LOADER = "megarl.engines.sglang_worker.receive"  # called in each of SGLang's scheduler processes
 _SPARE_TOKENS = 2  # SGLang cuts a response that would come nearer to the end of its context (managers/scheduler.py)
@@ -48,6 +49,14 @@ _OWNED = {
 def task_queue(engine_args: Mapping[str, Any]) -> str:
     """TASK_QUEUE_ENABLE: see vllm_ascend.py."""
     return "2" if engine_args.get("disable_cuda_graph") else "1"
+
+
+def required_environment(
+    spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None
+) -> dict[str, Requirement]:
+    """None: megarl's SGLang engines do not spread experts over engines."""
+    del spec, device, config
+    return {}
 
 
 def process_env(threads: int) -> dict[str, str]:

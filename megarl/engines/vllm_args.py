@@ -19,7 +19,9 @@ from megarl.engines import vllm_ascend, vllm_lora
 from megarl.engines.base import EngineSpec, EngineTraces
 from megarl.engines.limits import Limits
 from megarl.engines.vllm_ascend import task_queue as task_queue
+from megarl.engines.vllm_dispatch import DEFAULT_MB, dispatch_buffer
 from megarl.engines.vllm_images import image_args
+from megarl.platform.environment import Requirement, at_least
 from megarl.types import Sampling
 
 _CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take most of the machine's memory
@@ -81,6 +83,22 @@ def process_env(threads: int) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's use of torch, on every import
     }
+
+
+def required_environment(
+    spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None
+) -> dict[str, Requirement]:
+    """Variables that engines of `spec` need with at least the values that follow from model and layout."""
+    if device != "npu":
+        return {}
+    if config is None:
+        if not os.path.isfile(os.path.join(spec.model_path, "config.json")):
+            return {}
+        config = _model_config(spec.model_path)
+    buffer = dispatch_buffer(config, spec)
+    if buffer is None or buffer.megabytes <= DEFAULT_MB:
+        return {}
+    return {"HCCL_BUFFSIZE": at_least(buffer.megabytes, f"vllm-ascend needs {buffer.arithmetic}")}
 
 
 def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") -> None:

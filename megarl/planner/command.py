@@ -14,6 +14,7 @@ from megarl.planner.build import make_plan
 from megarl.planner.calibrate_command import calibrate_run
 from megarl.planner.calibration import read_calibration
 from megarl.planner.checks import checked
+from megarl.planner.environment import environment_of
 from megarl.planner.estimate import estimate_of
 from megarl.planner.options import SECONDS, Options, device_of
 from megarl.planner.page import write_page
@@ -72,10 +73,16 @@ def plan(
         if calibrate is not None:
             print("\n".join(calibrate_run(recipe, models, _of_run(kind), calibrate, out)))
             return 0
+        environment = environment_of(recipe, models, kind)
         made = make_plan(recipe, models, kind, memory=memory, response=response)
         if kind is not None:
             made = replace(made, estimate=estimate_of(made, recipe, models, kind, response=response))
-    made = replace(made, unchecked=[*made.unchecked, *look.unchecked], notes=[*look.notes, *of_machines, *made.notes])
+    made = replace(
+        made,
+        unchecked=[*made.unchecked, *look.unchecked],
+        notes=[*look.notes, *of_machines, *made.notes],
+        environment=environment,
+    )
     if html is not None:
         write_page(made, html)
     if as_json:

@@ -89,6 +89,16 @@ class Links:
 
 
 @dataclass(frozen=True)
+class Variable:
+    """An environment variable of a role's processes, and the reason for its value."""
+
+    role: str  # "trainers" or "engines"
+    name: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Refusal:
     """Why the recipe cannot work: its key, the arithmetic, and what to change."""
 
@@ -126,6 +136,7 @@ class Plan:
     )  # sections of which `places` lack what engines hold: see unchecked
     unchecked: list[str] = field(default_factory=list)  # what could not be looked at here, and why
     notes: list[str] = field(default_factory=list)
+    environment: list[Variable] = field(default_factory=list)  # set by the recipe, or needed by its layout
 
     @property
     def most(self) -> int:

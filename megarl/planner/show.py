@@ -38,6 +38,8 @@ def show(plan: Plan) -> None:
             f"nodes; a trainer sends up to {unit.show(links.sent)}, an engine's device receives up to {unit.show(links.received)}",
             highlight=False,
         )
+    for one in plan.environment:
+        console.print(f"environment of {one.role}: {one.name}={one.value} ({one.why})", highlight=False)
     for line in ["", *estimate_lines(plan.estimate), ""] if plan.estimate else [""]:
         console.print(line, highlight=False)
     for refusal in plan.refusals:
