@@ -35,10 +35,12 @@ from megarl.data.preferences import PreferenceDataset
 from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_vocabulary
+from megarl.engines.routes import check_route, route_here
 from megarl.engines.specs import first_specs, fixed_models, longest_sample
 from megarl.flops import ModelFlops, model_flops
 from megarl.identity import check_identity
 from megarl.megatron.config_fields import check_extra_names
+from megarl.model_shape import model_shape
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
@@ -59,6 +61,7 @@ from megarl.preflight_model import (
 )
 from megarl.rewards import ScorerSettings
 from megarl.rewards.weighted import Term, needed_columns, terms_of
+from megarl.words import several
 
 LEAST_FREE_BYTES = 64 << 20
 _SHOWN = 8  # changed settings in a notice
@@ -126,6 +129,7 @@ def prepare_training(recipe: Recipe, begin: Callable[[str], None] = lambda stage
             [data for data in (prepared.prompts, prepared.evaluation) if data is not None],
         )
     prepared.model, prepared.flops = config, model_flops(config)
+    prepared.notices += route_notices(recipe, config)
     if critic is not None:
         prepared.critic_model, prepared.critic_flops = critic, model_flops(critic)
     return prepared
@@ -147,6 +151,21 @@ def check_settings(recipe: Recipe) -> None:
     try_own_functions(recipe.algorithm)
     if kind_of(platforms.kind(recipe.cluster.device)).ray_resource is not None:  # on a CPU there are none to run out of
         check_demand(recipe)
+
+
+def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:
+    """A notice where weights will go by export although the recipe leaves the route open, with what that moves. Raises
+    RecipeError for a route that the engines of this environment cannot take."""
+    if recipe.train.source != "rollout":
+        return []
+    route = route_here(recipe)
+    check_route(recipe, route)
+    if route.name != "export" or recipe.exchange.route != "auto":
+        return []
+    ranks, size = recipe.rollout.engines * recipe.rollout.tensor_parallel, model_shape(config).total
+    size *= 4 if recipe.model.dtype == "float32" else 2
+    moved = f"each of {several(ranks, 'engine rank')} receives the whole model, {size / 2**30:,.1f} GiB an update"
+    return [f"weights go by {route}; {moved}, from rank 0 (plan RECIPE estimates the seconds)"]
 
 
 def check_demand(recipe: Recipe) -> None:

@@ -35,6 +35,7 @@ MORE = {
     "recipe: data": "every row is read and tokenised (and kept in the cache for the run)",
     "recipe: rewards": "scorers are prepared, the judge can be asked",
     "recipe: devices": "trainers, critic and engines placed on the devices that were found",
+    "recipe: weights": "the route that weights will take to the engines with the vLLM installed here, and why",
     "recipe: environment": "variables that the recipe sets or needs, computed from model and layout, against the shell's",
     "recipe: run": "the run's directory is free, or `train.resume` says to go on",
     "node": "each node of the Ray cluster answers, with its clock and its versions those of the others",

@@ -16,7 +16,7 @@ from megarl.config import Recipe
 from megarl.config.paths import with_absolute_paths
 from megarl.doctor.catalogue import CHECKS
 from megarl.doctor.nodes import NodeReport, look_everywhere, report_of
-from megarl.doctor.recipe import ALL_NODES, device_demand, environment, needs_of, run_name, stages
+from megarl.doctor.recipe import ALL_NODES, device_demand, environment, needs_of, run_name, stages, weights
 from megarl.doctor.system import write_token
 from megarl.run import load
 
@@ -91,6 +91,7 @@ def _recipe(machine: Machine, recipe: Recipe, reports: Sequence[NodeReport], say
     parts: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("recipe: model", lambda: list(stages(recipe))),
         ("recipe: devices", lambda: [device_demand(recipe, reports[0].device, machines)]),
+        ("recipe: weights", lambda: weights(recipe)),
         ("recipe: environment", lambda: environment(recipe, reports[0].device)),
         ("recipe: run", lambda: [run_name(recipe)]),
     ]

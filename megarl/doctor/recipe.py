@@ -15,6 +15,7 @@ from megarl.config.errors import RecipeError, plain
 from megarl.config.exchange import planned_by_recipe
 from megarl.config.judge import JUDGE
 from megarl.config.schema import Recipe
+from megarl.engines.routes import check_route, route_here
 from megarl.engines.specs import fixed_models
 from megarl.exchange.session import EXPORT_SLOTS, PLANNED_SLOTS, SHARED
 from megarl.observe.run_dir import RunDirectory
@@ -161,6 +162,20 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
         )
         return fail(" ".join(str(error).split()), remedy)
     return ok(f"{demand}: {demand.devices} of {several(have, 'device')}")
+
+
+def weights(recipe: Recipe) -> list[Finding]:
+    """The route that weights will take with the engines of this environment."""
+    if recipe.train.source != "rollout" or _only_evaluates(recipe):
+        return [ok("engines are given no weights")]
+    route = route_here(recipe)
+    try:
+        check_route(recipe, route)
+    except RecipeError as error:
+        return [_of(error)]
+    if route.name == "export" and recipe.exchange.route == "auto":
+        return [warning(str(route), "every engine rank receives the whole model; `megarl plan` estimates the seconds")]
+    return [ok(str(route))]
 
 
 def environment(recipe: Recipe, device: str) -> list[Finding]:

@@ -24,6 +24,7 @@ from megarl.planner.nearest import proposals
 from megarl.planner.places import ROLLOUT, largest_tensor, places, swaps_of
 from megarl.planner.plan import EngineRank, Links, Plan
 from megarl.planner.refusals import too_large
+from megarl.planner.routes import as_expected, expected_routes
 from megarl.planner.stages import Counted, Stage, check_trainable, counted, left_out
 from megarl.planner.turns import takes_turns
 from megarl.platform.cuda_kind import installation_notices
@@ -70,10 +71,12 @@ def make_plan(
     Raises ValueError for a model that cannot be trained, and for a layout that does not divide.
     """
     began, actor = time.monotonic(), models[ROLLOUT]
+    routes = expected_routes(recipe, device)
+    recipe = as_expected(recipe, routes)
     check_trainable(recipe, actor, models.get("critic", actor))  # in milliseconds, before engines are asked about
     with Asker() as trainers:  # which is asked again where something does not fit
         plan, kinds, ranks = _counted(recipe, models, device, memory, trainers)
-        memory = plan.memory
+        plan, memory = replace(plan, routes=routes), plan.memory
         if memory is None:
             return plan
         refusals = [

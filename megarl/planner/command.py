@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megarl.config.errors import InputError, blaming_input
 from megarl.config.load import load_recipe
+from megarl.engines.routes import check_route
 from megarl.observe.files import check_target
 from megarl.planner.build import make_plan
 from megarl.planner.calibrate_command import calibrate_run
@@ -19,6 +20,7 @@ from megarl.planner.estimate import estimate_of
 from megarl.planner.options import SECONDS, Options, device_of
 from megarl.planner.page import write_page
 from megarl.planner.plan import Plan
+from megarl.planner.routes import expected_routes
 from megarl.planner.search_command import known, proposing, search_layouts, to_lay_out
 from megarl.planner.show import show
 from megarl.platform.devices import Device
@@ -74,6 +76,8 @@ def plan(
             print("\n".join(calibrate_run(recipe, models, _of_run(kind), calibrate, out)))
             return 0
         environment = environment_of(recipe, models, kind)
+        for route in expected_routes(recipe, kind)[:1]:
+            check_route(recipe, route)
         made = make_plan(recipe, models, kind, memory=memory, response=response)
         if kind is not None:
             made = replace(made, estimate=estimate_of(made, recipe, models, kind, response=response))

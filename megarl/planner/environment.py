@@ -16,7 +16,7 @@ from megarl.platform.kinds import kind_of
 
 
 def device_kind(recipe: Recipe, device: Device | None) -> str | None:
-    """The kind of device that a plan is for ("cpu", "cuda", "npu"); None where neither recipe nor plan says."""
+    """The kind of device that a plan is for, a name of `kinds.py`; None where neither recipe nor plan says."""
     if recipe.cluster.device != "auto":
         return recipe.cluster.device
     return device.kind if device is not None else None

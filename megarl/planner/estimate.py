@@ -74,6 +74,7 @@ def estimate(
         tokens_per_micro_batch=batches.tokens,
         bubble=training.bubble(step.actor, batches),
         response=step.lengths.response,
+        weights=step.seconds_by_route() if recipe.train.source == "rollout" else {},
     )
 
 
@@ -283,6 +284,14 @@ class Step:
         if self.links is None:
             return uncounted(self.actor, self.engines) if planned_by_recipe(self.recipe) else None
         return self.links if self.links.route != "export" else None
+
+    def seconds_by_route(self) -> dict[str, float]:
+        """Seconds of an update of the engines by each route that the recipe's engines could take, devices that change hands
+        included."""
+        planned, whole = self._planned(), exchange(self.actor, self.engines, None)
+        factor = self.device.factors.get("weight_exchange", 1.0)
+        costs = {"export": whole} | ({planned.route: exchange(self.actor, self.engines, planned)} if planned else {})
+        return {name: (cost + moved(self.actor)).seconds * factor for name, cost in costs.items()}
 
     def _of_exchange(self, planned: Links | None) -> str:
         way = "from device to device" if self.recipe.exchange.transport == "device" else "through the host's memory"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megarl.engines.routes import Route
 from megarl.planner.stages import Stage
 from megarl.platform.devices import Device
 
@@ -71,6 +72,7 @@ class Estimate:
     tokens_per_micro_batch: float
     bubble: float  # share of the update in which a pipeline stage waits for others
     response: float  # tokens of a response, in the mean
+    weights: dict[str, float] = field(default_factory=dict)  # seconds of an update of the engines, by route
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,6 +138,7 @@ class Plan:
     )  # sections of which `places` lack what engines hold: see unchecked
     unchecked: list[str] = field(default_factory=list)  # what could not be looked at here, and why
     notes: list[str] = field(default_factory=list)
+    routes: list[Route] = field(default_factory=list)  # of the weights, the expected one first
     environment: list[Variable] = field(default_factory=list)  # set by the recipe, or needed by its layout
 
     @property

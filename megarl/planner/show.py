@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 
-from megarl.planner.estimate_table import estimate_lines
+from megarl.planner.estimate_table import estimate_lines, seconds
 from megarl.planner.plan import EngineRank, Place, Plan
 from megarl.planner.stages import Stage
 from megarl.planner.units import GIB, Unit
@@ -38,6 +38,8 @@ def show(plan: Plan) -> None:
             f"nodes; a trainer sends up to {unit.show(links.sent)}, an engine's device receives up to {unit.show(links.received)}",
             highlight=False,
         )
+    for line in route_lines(plan):
+        console.print(line, highlight=False)
     for one in plan.environment:
         console.print(f"environment of {one.role}: {one.name}={one.value} ({one.why})", highlight=False)
     for line in ["", *estimate_lines(plan.estimate), ""] if plan.estimate else [""]:
@@ -138,3 +140,19 @@ def _engine(section: str, rank: EngineRank, unit: Unit) -> str:
 
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def route_lines(plan: Plan) -> list[str]:
+    """The expected route of the weights, what it costs beside the export, and other sets of versions with another route."""
+    if not plan.routes:
+        return []
+    expected, *others = plan.routes
+    lines = [f"weight route: {expected}; no route was measured on a device yet"]
+    if plan.estimate is not None and plan.estimate.weights:
+        times = ", ".join(f"{name} {seconds(value)}" for name, value in sorted(plan.estimate.weights.items()))
+        where = f"{plan.device.host_network / 1e9:.3g} GB/s" if plan.device else "the host's network"
+        lines.append(
+            f"  an update of the engines: {times} (gloo over each host's interface, {where}, carries an export)"
+        )
+    lines += [f"  elsewhere: {other}" for other in others if other.name != expected.name]
+    return lines
