@@ -203,6 +203,9 @@ def plan(
         Optional[str], typer.Option(help="Device, e.g. 910B, H100. Unset: that of the `Hardware` in the recipe's head.")
     ] = None,
     memory: Annotated[Optional[float], typer.Option(help="Its memory in GiB, in place of --device.", min=0)] = None,
+    host_memory: Annotated[
+        Optional[float], typer.Option(help="GiB of a machine's host, in place of the device's.", min=0)
+    ] = None,
     devices: Annotated[
         Optional[Path], typer.Option(metavar="FILE", help="YAML with devices of your own: docs/planner.md.")
     ] = None,
@@ -247,6 +250,7 @@ def plan(
         model=model,
         device=device,
         memory=memory,
+        host_memory=host_memory,
         as_json=as_json,
         devices=devices,
         calibration=calibration,

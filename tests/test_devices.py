@@ -93,7 +93,7 @@ def test_every_field_says_what_it_is() -> None:
     assert set(listed) == {"like", *(one.name for one in fields(Device) if one.name != "name")}
     assert all(one.unit and one.about for one in listed.values())
     assert [name for name, one in listed.items() if not one.needed] == [
-        "like", "host_network", "offload_link", "adam_bandwidth", "torch", "factors"
+        "like", "host_network", "communicator", "context", "graphs", "process_memory", "offload_link", "adam_bandwidth", "torch", "factors"
     ]  # fmt: skip
 
 

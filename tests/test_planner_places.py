@@ -157,7 +157,9 @@ def test_an_engine_that_finds_its_share_out_is_not_known() -> None:
 def engine(spec: EngineSpec, **limits: Any) -> Engine:
     given = {"tokens": 1, "sequences": 1, "share": 0.5, "share_key": "gpu_memory_utilization", "covers_step": True}
     counts = {"parameters": 1, "weights": 3 * GIB, "beside": GIB, "cache_per_token": GIB / 10, "working": 2 * GIB}
-    return Engine("rollout", "vllm", 2, spec, Limits(**{**given, **limits}), {**counts, "largest": 1})
+    return Engine(
+        "rollout", "vllm", 2, spec, Limits(**{**given, **limits}), {**counts, "largest": 1, "asleep": 1, "remade": 0}
+    )
 
 
 def spec(longest: int) -> EngineSpec:

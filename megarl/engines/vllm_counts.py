@@ -12,6 +12,7 @@ import torch
 from megarl.engines.base import EngineSpec
 from megarl.engines.limits import Limits
 from megarl.engines.vllm_rank import RankModel
+from megarl.platform.memory import asleep
 
 # Of a sequence's logits: as the model puts them out, in float32, their log-probs, probabilities, and the draws of these
 # (vLLM 0.32, v1/sample/sampler.py and ops/topk_topp_sampler.py).
@@ -29,6 +30,8 @@ class RankCounts:
     cache_per_token: float  # of the KV cache, for each token of one sequence
     working: int  # of the largest step
     largest: int  # of `weights`, those of the one module that has the most
+    remade: int  # copies of a weight that latent attention makes anew at the first update, outside of what sleeps
+    asleep: int  # on the host, while the engine sleeps and keeps its weights
 
 
 def counted(built: RankModel, spec: EngineSpec, limits: Limits) -> RankCounts:
@@ -42,6 +45,8 @@ def counted(built: RankModel, spec: EngineSpec, limits: Limits) -> RankCounts:
         cache_per_token=_cache_per_token(built),
         working=_layers(built, limits) + _logits(built, spec, limits),
         largest=max(sum(one.nbytes for one in module.parameters(recurse=False)) for module in built.model.modules()),
+        remade=copies,
+        asleep=asleep(one.untyped_storage().nbytes() for one in {**buffers, **parameters}.values()),
     )
 
 

@@ -361,7 +361,11 @@ class PolicyTrainer(Trainer):
 
     def reference_bytes(self) -> int:
         """Of host memory, that `keep_reference` takes."""
-        return 0 if self.model.lora else sum(weight.nbytes for weight in self._weights())
+        return sum(self.reference_sizes())
+
+    def reference_sizes(self) -> list[int]:
+        """Bytes of each tensor that `keep_reference` copies to the host."""
+        return [] if self.model.lora else [weight.nbytes for weight in self._weights()]
 
     def save_adapter(self, directory: Path) -> None:
         """Write the adapters as a directory that PEFT reads; see `lora.peft.save_adapter`."""

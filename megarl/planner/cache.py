@@ -11,8 +11,9 @@ from megarl.planner.units import GIB, Unit, sized
 _MOST = 0.95  # of a device's memory that an engine may be given: drivers and communication take the rest
 
 
-def rank_of(engine: Engine, memory: float | None) -> EngineRank | None:
-    """One device of `engine`, of a device with `memory` GiB; None where the engine's model could not be counted."""
+def rank_of(engine: Engine, memory: float | None, communicators: int = 0) -> EngineRank | None:
+    """One device of `engine`, of a device with `memory` GiB; None where the engine's model could not be counted.
+    `communicators`: bytes of the engine's own, which vLLM takes off its share before it sizes the cache."""
     counts, limits = engine.counts, engine.limits
     if counts is None:
         return None
@@ -20,13 +21,15 @@ def rank_of(engine: Engine, memory: float | None) -> EngineRank | None:
     cache = limits.cache
     if cache is None and memory is not None and limits.share is not None:
         step = counts["working"] if limits.covers_step else 0
-        cache = max(0, int(limits.share * memory * GIB) - weights - step)
+        cache = max(0, int(limits.share * memory * GIB) - weights - step - communicators)
     of_sequence = counts["cache_per_token"] * engine.spec.max_model_len
     return EngineRank(
         devices=engine.count * engine.spec.tensor_parallel,
         parameters=counts["parameters"],
         weights=weights,
         largest=counts["largest"],
+        asleep=counts["asleep"],
+        remade=counts["remade"],
         cache_per_token=counts["cache_per_token"],
         working=counts["working"],
         cache=cache,

@@ -39,6 +39,7 @@ def plan(
     as_json: bool,
     devices: Path | None = None,
     calibration: Path | None = None,
+    host_memory: float | None = None,
     response: float | None = None,
     calibrate: Path | None = None,
     out: Path | None = None,
@@ -49,7 +50,9 @@ def plan(
 ) -> int:
     """Print the plan. 1 where some phase needs more than the device has, else 0. `search`: print layouts that fit, found
     in `seconds`; 1 where there are none."""
-    options = Options(memory, html, out, calibrate, devices, response, search, seconds, as_json, calibration)
+    options = Options(
+        memory, html, out, calibrate, devices, response, search, seconds, as_json, calibration, host_memory
+    )
     options.check()
     if html is not None:
         with blaming_input():
@@ -58,6 +61,8 @@ def plan(
     options.check_with(kind)
     if kind is not None and memory is not None:
         kind = replace(kind, memory=memory)
+    if kind is not None and host_memory is not None:
+        kind = replace(kind, host_memory=host_memory)
     if kind is not None and calibration is not None:
         kind = read_calibration(calibration).apply(kind)
     if search:

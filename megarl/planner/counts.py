@@ -20,12 +20,15 @@ class Held:
         int  # the reference policy's weights, on the host, where a recipe has one; 0 for a critic and with adapters
     )
     on_host: int = 0  # masters, moments and gradients of an optimizer on the host (optimizer_cpu_offload)
+    weights_pinned: int = 0  # page-locked copies of these on the host, storage by storage
+    states_pinned: int = 0  # of masters and moments
+    reference_pinned: int = 0
 
     def with_states_on_host(self, share: float) -> Held:
         """`share` of masters and moments on the host, with the gradients that it gets in float32, as large as the masters."""
         moved = {name: int(share * getattr(self, name)) for name in ("masters", "moments")}
         stay = {name: getattr(self, name) - size for name, size in moved.items()}
-        return replace(self, **stay, on_host=2 * moved["masters"] + moved["moments"])
+        return replace(self, **stay, states_pinned=int((1 - share) * self.states_pinned), on_host=2 * moved["masters"] + moved["moments"])
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from megarl.megatron.model import parameters_on_rank
 from megarl.megatron.optimizer import members
 from megarl.megatron.trainer import PolicyTrainer, Trainer
 from megarl.planner.counts import Held
+from megarl.platform.memory import pinned
 
 
 def held(trainer: Trainer) -> Held:
@@ -25,15 +26,21 @@ def held(trainer: Trainer) -> Held:
         masters = [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
         states = [state for member in members(optimizer) for state in member.optimizer.state.values()]
         moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    own_masters = {key: storage for key, storage in _storages(masters).items() if key not in weights}
     found = Held(
         parameters=parameters_on_rank(trainer.model),
         trained=parameters_on_rank(trainer.model, trained=True),
         weights=_bytes(weights),
         buffers=_bytes(_storages(buffer for chunk in chunks for _, buffer in chunk.named_buffers())),
         gradients=_bytes(_storages(gradients)),
-        masters=_bytes({key: storage for key, storage in _storages(masters).items() if key not in weights}),
+        masters=_bytes(own_masters),
         moments=_bytes(_storages(moments)),
         reference=trainer.reference_bytes() if isinstance(trainer, PolicyTrainer) else 0,
+        weights_pinned=_pinned(weights),
+        states_pinned=_pinned(own_masters) + _pinned(_storages(moments)),
+        reference_pinned=sum(pinned(size) for size in trainer.reference_sizes())
+        if isinstance(trainer, PolicyTrainer)
+        else 0,
     )
     return found.with_states_on_host(host_share(trainer.recipe.actor.optimizer))
 
@@ -75,3 +82,8 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage
 
 def _bytes(storages: dict[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
+
+
+def _pinned(storages: dict[int, torch.UntypedStorage]) -> int:
+    """Bytes of page-locked copies, one a storage."""
+    return sum(pinned(storage.nbytes()) for storage in storages.values())

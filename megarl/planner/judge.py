@@ -17,6 +17,7 @@ from megarl.planner.engines import policies, taken_at_least
 from megarl.planner.floor import at_least, held_at_least, largest_parts, parts
 from megarl.planner.forecast import Forecast
 from megarl.planner.layouts import Choice, Engines, choice_of, chosen, refusal
+from megarl.planner.libraries import NOT_COUNTED, Libraries, libraries_of
 from megarl.planner.places import ROLLOUT, largest_tensor, places, swaps_of
 from megarl.planner.plan import EngineRank
 from megarl.planner.stages import Stage, built_from, stages_of
@@ -133,8 +134,13 @@ class Judge:
             {} if rank is None else {ROLLOUT: rank},
             swaps=swaps_of(self._subject.recipe),
             largest=largest_tensor(self._subject.recipe, self._subject.model),
+            libraries=self._libraries(recipe),
         )
         return max(place.peak.total for place in lying)
+
+    def _libraries(self, recipe: Recipe) -> Libraries:
+        """Device memory of libraries in a layout, with the default size of buffers."""
+        return NOT_COUNTED if recipe.cluster.device == "cpu" else libraries_of(recipe, self._subject.device)
 
     def _alike(self, recipe: Recipe) -> bool:
         """Whether the same lies beside every trainer."""
@@ -157,7 +163,7 @@ class Judge:
         made = [chosen(recipe, replace(own, engines=engines)) for engines in self._choices]
         found = policies(made, self._subject.model, self._deadline)
         for engines, kind in zip(self._choices, found, strict=True):
-            rank = rank_of(kind, self._subject.device.memory)
+            rank = rank_of(kind, self._subject.device.memory, self._libraries(recipe).communicators.get("rollout", 0))
             if rank is not None and too_small(kind, rank, self._subject.device.memory) is None:
                 self._not_counted = not_counted(kind, self._subject.device.memory)
                 return engines, rank

@@ -28,11 +28,14 @@ class Options:
     seconds: float | None = None
     as_json: bool = False
     calibration: Path | None = None
+    host_memory: float | None = None
 
     def check(self) -> None:
         """InputError for an option that what is asked for would not read."""
         if self.memory is not None and not self.memory > 0:
             raise InputError(f"--memory {self.memory:g}: a device has more than 0 GiB.")
+        if self.host_memory is not None and not self.host_memory > 0:
+            raise InputError(f"--host-memory {self.host_memory:g}: a machine has more than 0 GiB.")
         given = {
             "--html": self.html is not None,
             "--response": self.response is not None,
@@ -63,6 +66,7 @@ class Options:
                 ("--devices", self.devices),
                 ("--response", self.response),
                 ("--calibration", self.calibration),
+                ("--host-memory", self.host_memory),
             ):
                 if given is not None:
                     raise InputError(
@@ -77,6 +81,7 @@ _WHAT = {
     "--search": "looks for layouts",
     "--out": "writes the calibration that --calibrate fits",
     "--seconds": "is how long --search looks",
+    "--host-memory": "is that of the machines of a device",
     "--calibration": "has rates and factors of the device that seconds are estimated for",
     "--devices": "has the figures of the device that a plan is for",
 }

@@ -7,7 +7,7 @@ compute sleeps, or leaves the device where `megatron.offload` says so, or stays.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from megarl.config.exchange import planned_by_recipe
 from megarl.config.schema import Recipe
 from megarl.exchange.session import AHEAD, EXPORT_SLOTS, PLANNED_SLOTS
 from megarl.model_config import text_fields
+from megarl.planner.libraries import NOT_COUNTED, Libraries
 from megarl.planner.plan import EngineRank, Place, Use
 from megarl.planner.stages import Stage
 from megarl.planner.turns import leaves, takes_turns
@@ -82,6 +83,7 @@ def places(
     swaps: dict[str, int | None],
     largest: int,
     unknown: Mapping[str, str] = MappingProxyType({}),
+    libraries: Libraries = NOT_COUNTED,
 ) -> list[Place]:
     """`engines`: sections -> one device of an engine. `swaps`: role -> see `counts.phases`. `largest`: bytes of the model's
     largest tensor. `unknown`: sections -> what is not known of their engines; a cache that is not known counts as none."""
@@ -90,7 +92,8 @@ def places(
     policy = engines.get(ROLLOUT)
     for tenants, count in _together(recipe, stages, policy, turns):
         beside = unknown.get(ROLLOUT) if turns.colocated and (policy is None or policy in tenants) else None
-        found.append(Place(" + ".join(_name(one) for one in tenants), count, list(on.uses(tenants)), beside))
+        uses = _beside(on.uses(tenants), libraries.of(tenants))
+        found.append(Place(" + ".join(_name(one) for one in tenants), count, uses, beside))
     for section, engine in engines.items():
         if section == ROLLOUT and turns.colocated:
             continue
@@ -99,9 +102,15 @@ def places(
             uses.append(
                 Use("weight_exchange", {**_sampling(engine, steps=False), "exchange buffers": on.loading(engine)})
             )
+            uses = _beside(uses, libraries.of([engine]))
         name = "engine" if section == ROLLOUT else section
         found.append(Place(name, engine.devices, uses, unknown.get(section)))
     return found
+
+
+def _beside(uses: Iterable[Use], constant: Mapping[str, int]) -> list[Use]:
+    """`uses` with what lies there in every phase."""
+    return [Use(use.phase, {**use.parts, **constant}) for use in uses]
 
 
 def _name(tenant: Stage | EngineRank) -> str:

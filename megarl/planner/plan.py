@@ -21,6 +21,8 @@ class EngineRank:
     sequences: float | None = None  # of the longest length, that the whole engine has room for at a time
     devices: int = 1  # of all engines of the kind
     largest: int = 0  # bytes of the largest layer's own weights, of which there are two while new ones are loaded
+    remade: int = 0  # bytes of weights that latent attention makes anew at the first update, and keeps as it sleeps
+    asleep: int = 0  # bytes on the host, while the engine sleeps and keeps its weights
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,19 @@ class Place:
     @property
     def peak(self) -> Use:
         return max(self.uses, key=lambda use: use.total)
+
+
+@dataclass(frozen=True)
+class HostUse:
+    """Host memory of machines that hold the same, by what takes it, in bytes."""
+
+    name: str  # "node 0", "nodes 1-15"
+    nodes: int
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -138,6 +153,7 @@ class Plan:
     )  # sections of which `places` lack what engines hold: see unchecked
     unchecked: list[str] = field(default_factory=list)  # what could not be looked at here, and why
     notes: list[str] = field(default_factory=list)
+    hosts: list[HostUse] = field(default_factory=list)  # empty where the device is not known, and on a CPU
     routes: list[Route] = field(default_factory=list)  # of the weights, the expected one first
     environment: list[Variable] = field(default_factory=list)  # set by the recipe, or needed by its layout
 

@@ -7,7 +7,7 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from megarl.planner.estimate_table import estimate_lines, seconds
-from megarl.planner.plan import EngineRank, Place, Plan
+from megarl.planner.plan import EngineRank, HostUse, Place, Plan
 from megarl.planner.stages import Stage
 from megarl.planner.units import GIB, Unit
 
@@ -31,6 +31,8 @@ def show(plan: Plan) -> None:
     readers = [(section, rank) for section, rank in plan.readers.items()]
     for section, rank in ([("engine", plan.engine)] if plan.engine else []) + readers:
         console.print(_engine(section, rank, unit), highlight=False)
+    if plan.hosts and plan.device is not None:
+        console.print(host_table(plan.hosts, plan.device.host_memory))
     if plan.exchange:
         links = plan.exchange
         console.print(
@@ -107,6 +109,17 @@ def _places(places: list[Place], memory: float | None, unit: Unit, *, known: boo
         tables.append(_of_columns([first, *columns[:count]], title))
         columns = columns[count:]
     return Group(*tables)
+
+
+def host_table(hosts: list[HostUse], memory: float) -> Table:
+    """A row for each group of machines that hold the same."""
+    names = list(dict.fromkeys(part for host in hosts for part in host.parts))
+    first = ["host of", *(host.name for host in hosts)]
+    columns = [first, *([name, *(f"{host.parts.get(name, 0) / GIB:,.1f}" for host in hosts)] for name in names)]
+    columns.append(["all", *(f"{host.total / GIB:,.1f}" for host in hosts)])
+    left = [memory - host.total / GIB for host in hosts]
+    columns.append([f"of {memory:,.10g}", *(f"{one:,.1f} left" if one >= 0 else f"{-one:,.1f} short" for one in left)])
+    return _of_columns(columns, "GiB of host memory, by machine")
 
 
 def _width(columns: list[list[str]]) -> int:

@@ -59,6 +59,8 @@ class DeviceKind:
     interface_variables: dict[str, bool] = field(default_factory=dict)  # -> whether it takes whole names alone
     port_ranges: tuple[PortRange, ...] = ()
     port_error: str = ""  # the library's code for a port that is taken
+    buffer_variable: str = ""  # environment variable of a communicator's buffer in MiB, which takes twice as much
+    sleep_keeps_weights: bool = False  # engines that sleep copy their weights to the host (engines/vllm.py: level 1)
     many_files: bool = False  # it opens so many files that the usual limit is low
     status_command: str = ""  # shows devices and who holds them
     status_commands: tuple[tuple[str, ...], ...] = ()  # what `megarl accept` keeps the output of

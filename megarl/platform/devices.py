@@ -52,6 +52,16 @@ class Device:
         "assumed) if absent",
         default=12.5e9,
     )
+    communicator: float = _of(
+        "MiB", "of the device's memory that each used group of processes takes; 0 (not counted) if absent", default=0.0
+    )
+    context: float = _of(
+        "GiB", "of the device's memory that each process on it takes by itself; 0 (not counted) if absent", default=0.0
+    )
+    graphs: float = _of("GiB", "of an engine's captured graphs; 0 (not counted) if absent", default=0.0)
+    process_memory: float = _of(
+        "GiB", "of host memory that a trainer's or engine's process takes by itself; 4 (assumed) if absent", default=4.0
+    )
     offload_link: float | None = _of(
         "bytes/s", "as `host_link`, of trainers' offloading alone; `host_link` if absent", default=None
     )
@@ -106,6 +116,7 @@ def fields_of_file() -> list[FieldOfFile]:
 _FIELDS = [one for one in fields(Device) if one.name != "name"]
 _NAMES = [one.name for one in _FIELDS]
 _NEEDED = [one.name for one in _FIELDS if one.default is MISSING and one.default_factory is MISSING]
+_NOT_NEGATIVE = ("communicator", "context", "graphs")
 _SHARES = ("train_share", "prefill_share", "decode_share", "link_share")
 
 
@@ -236,6 +247,8 @@ class _Entries:
                 return {str(phase): self._number(name, f"factors.{phase}", factor) for phase, factor in value.items()}
             self._note(f"{name}.factors is {value!r}. Give a mapping from phases to numbers.")
             return value
+        if key in _NOT_NEGATIVE and value == 0 and not isinstance(value, bool):
+            return 0.0
         number = self._number(name, key, value)
         if number is None:
             return value

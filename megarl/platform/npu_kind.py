@@ -171,6 +171,8 @@ NPU = DeviceKind(
         PortRange("HCCL_NPU_SOCKET_PORT_RANGE", "61000-61050", on_host=False),
     ),
     port_error="EJ0003",
+    buffer_variable="HCCL_BUFFSIZE",
+    sleep_keeps_weights=True,
     many_files=True,
     status_command="npu-smi info",
     status_commands=(("npu-smi", "info"), ("npu-smi", "info", "-m"), ("npu-smi", "info", "-t", "topo")),

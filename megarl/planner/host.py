@@ -1,0 +1,164 @@
+"""Host memory of each machine: page-locked copies, sleeping engines, buffers of the exchange, processes. Pure.
+
+Copies are made once and stay for the run, so that there is one number, not one a phase. Not counted: page cache, checkpoints
+that are being written, images of multi-modal samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.objective import runs_reference_pass
+from megarl.cluster.placement import Demand
+from megarl.config.exchange import planned_by_recipe, wants_adapters
+from megarl.config.schema import Recipe
+from megarl.engines.specs import fixed_models
+from megarl.exchange.session import PLANNED_SLOTS, SHARED
+from megarl.planner.places import ROLLOUT, Turns, slots
+from megarl.planner.plan import EngineRank, HostUse, Refusal
+from megarl.planner.stages import Stage
+from megarl.planner.units import GIB, Unit
+from megarl.platform.devices import Device
+from megarl.words import several
+
+OFFLOADED, SWAPPED, REFERENCE = "offloaded", "swapped", "reference"
+ASLEEP, SHARED_MEMORY, PROCESSES, SAMPLES = "asleep", "/dev/shm", "processes", "samples"
+LEGEND = (
+    "Host memory: offloaded (weights and optimizer states of trainers that leave their devices) and swapped (optimizer states "
+    "of swap_optimizer, or of an optimizer on the host), reference (its weights), asleep (weights of sleeping engines) in page-locked memory, which is taken in "
+    "powers of two; /dev/shm (buckets of the exchange); processes (assumed: device.process_memory each); samples of two steps."
+)
+_BYTES_A_TOKEN = 64  # of a sample: token, log-probs, mask, advantages, positions; in the trainers' and the store's copy
+_REMEDIES = {
+    OFFLOADED: ("megatron.offload", "set it to false where the devices have room, or cut the model over more machines"),
+    SWAPPED: ("megatron.extra.swap_optimizer", "leave it out where the devices have room, or use more machines"),
+    REFERENCE: (
+        "algorithm.kl_coef",
+        "set it to 0, which needs no reference policy, or cut the model over more machines",
+    ),
+    ASLEEP: (
+        "rollout.tensor_parallel",
+        "raise it, which makes fewer copies of the model in a machine, or set cluster.placement=disaggregated",
+    ),
+    SHARED_MEMORY: ("exchange.bucket_mb", "lower it"),
+    SAMPLES: ("data.prompts_per_step", "lower it"),
+    PROCESSES: ("cluster.trainers", "use fewer devices of each machine"),
+}
+
+
+@dataclass(frozen=True)
+class Tenants:
+    """What runs on devices, in the order in which these fill machines. `engines`: sections -> one device of an engine."""
+
+    recipe: Recipe
+    stages: list[Stage]
+    engines: Mapping[str, EngineRank]
+    swaps: Mapping[str, int | None]
+    largest: int  # bytes of the model's largest tensor
+    keeps_weights: bool  # sleeping engines of this kind of device copy their weights to the host
+
+
+def host_uses(tenants: Tenants, device: Device) -> list[HostUse]:
+    """Host memory of each machine of `device.per_node` devices; neighbours that hold the same are one entry."""
+    devices = _devices(tenants, round(device.process_memory * GIB))
+    nodes = []
+    for first in range(0, len(devices), device.per_node):
+        parts: dict[str, int] = {}
+        for one in devices[first : first + device.per_node]:
+            for name, size in one.items():
+                parts[name] = parts.get(name, 0) + size
+        nodes.append(parts)
+    controller = {PROCESSES: round(device.process_memory * GIB), SAMPLES: _samples(tenants.recipe)}
+    for name, size in controller.items():
+        nodes[0][name] = nodes[0].get(name, 0) + size
+    found, number = [], 0
+    for parts, alike in groupby(nodes):
+        count = len(list(alike))
+        name = f"node {number}" if count == 1 else f"nodes {number}-{number + count - 1}"
+        found.append(HostUse(name, count, {part: size for part, size in parts.items() if size}))
+        number += count
+    return found
+
+
+def host_refusals(hosts: list[HostUse], memory: float) -> list[Refusal]:
+    """A refusal for the fullest machine, if it needs more than `memory` GiB."""
+    fullest = max(hosts, key=lambda host: host.total, default=None)
+    if fullest is None or fullest.total <= memory * GIB:
+        return []
+    unit = Unit.of(fullest.total)
+    parts = sorted(fullest.parts.items(), key=lambda part: -part[1])
+    sums = " + ".join(f"{name} {unit.tenths(size)}" for name, size in parts if size / unit.size >= 0.05)
+    key, remedy = _REMEDIES[parts[0][0]]
+    what = (
+        f"the host of {fullest.name} needs {unit.tenths(fullest.total)} {unit.name}: {sums}; there are "
+        f"{unit.whole(memory * GIB)}"
+    )
+    return [Refusal(key, what, f"{remedy}; --host-memory says what a machine has")]
+
+
+def _devices(tenants: Tenants, process: int) -> list[dict[str, int]]:
+    """Host memory by device. Trainers come first, then critic and engines, unless these share the trainers' devices."""
+    recipe, turns = tenants.recipe, Turns.of(tenants.recipe)
+    samples, critic = recipe.train.source == "rollout", uses_critic(recipe.algorithm)
+    demand = Demand.of(recipe, trainers=True, engines=samples, critic=critic, fixed=fixed_models(recipe))
+    found: list[dict[str, int]] = [{} for _ in range(demand.devices)]
+
+    def add(device: int, parts: Mapping[str, int]) -> None:
+        for name, size in parts.items():
+            found[device][name] = found[device].get(name, 0) + size
+
+    actor = [stage for stage in tenants.stages if stage.role == "actor"]
+    for rank in range(demand.trainers):
+        add(rank, _trainer(tenants, turns, actor[rank * len(actor) // demand.trainers], rank) | {PROCESSES: process})
+    critics = [stage for stage in tenants.stages if stage.role == "critic"]
+    first = 0 if turns.colocated else demand.trainers
+    for rank in range(demand.critics):
+        add(
+            first + rank,
+            _trainer(tenants, turns, critics[rank * len(critics) // demand.critics], rank) | {PROCESSES: process},
+        )
+    first = 0 if turns.colocated else demand.trainers + demand.critics
+    for rank in range(demand.engine_devices):
+        add(first + rank, _engine(tenants, turns) | {PROCESSES: process})
+    for device in range(demand.devices - demand.fixed_devices, demand.devices):
+        add(device, {PROCESSES: process})
+    return found
+
+
+def _trainer(tenants: Tenants, turns: Turns, stage: Stage, rank: int) -> dict[str, int]:
+    held, parts = stage.held, {}
+    swapped = bool(tenants.swaps.get(stage.role))
+    if turns.offload[stage.role]:
+        parts[OFFLOADED] = held.weights_pinned + (0 if swapped else held.states_pinned)
+    if swapped or held.on_host:
+        parts[SWAPPED] = held.on_host + (held.states_pinned if swapped else 0)
+    if stage.role == "actor" and runs_reference_pass(tenants.recipe.algorithm):
+        parts[REFERENCE] = held.reference_pinned
+    sends = tenants.recipe.train.source == "rollout" and tenants.recipe.exchange.transport in SHARED
+    if stage.role == "actor" and sends and (rank == 0 or planned_by_recipe(tenants.recipe)):
+        parts[SHARED_MEMORY] = slots(tenants.recipe, tenants.largest)
+    return parts
+
+
+def _engine(tenants: Tenants, turns: Turns) -> dict[str, int]:
+    recipe, rank, parts = tenants.recipe, tenants.engines.get(ROLLOUT), {}
+    if rank is not None and turns.sleeps and (tenants.keeps_weights or wants_adapters(recipe)):
+        parts[ASLEEP] = rank.asleep
+    if planned_by_recipe(recipe) and recipe.exchange.transport in SHARED:  # of ranks that pass buckets on
+        parts[SHARED_MEMORY] = PLANNED_SLOTS * recipe.exchange.bucket_mb * 2**20
+    return parts
+
+
+def _samples(recipe: Recipe) -> int:
+    """Of two steps, on the controller's machine, if every sample has the longest length."""
+    each = {"rollout": recipe.rollout.samples_per_prompt, "preferences": 2, "sft": 1}[recipe.train.source]
+    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    return 2 * recipe.data.prompts_per_step * each * longest * _BYTES_A_TOKEN
+
+
+def assumed(hosts: list[HostUse], memory: float) -> str:
+    """The note below the table."""
+    return f"{LEGEND} {several(sum(host.nodes for host in hosts), 'machine')} of {memory:g} GiB."

@@ -1,0 +1,138 @@
+"""Host memory of each machine, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megarl.config.schema import Recipe
+from megarl.planner.counts import Held
+from megarl.planner.host import Tenants, host_refusals, host_uses
+from megarl.planner.plan import EngineRank, HostUse
+from megarl.planner.show import host_table
+from megarl.planner.stages import Stage
+from megarl.platform.devices import device_named
+from megarl.platform.memory import asleep, pinned
+
+GIB, MIB = 2**30, 2**20
+DEVICE = replace(device_named("910B"), per_node=4, host_memory=100.0, process_memory=1.0)
+HELD = Held(1, 1, 20, 0, 40, 30, 60, 20, weights_pinned=2 * GIB, states_pinned=8 * GIB, reference_pinned=3 * GIB)
+ENGINE = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=4, asleep=4 * GIB)
+
+
+def recipe(**settings: Any) -> Recipe:
+    """8 trainers and 2 engines of TP 2, colocated; the samples of a step take 2 x 1 x 1 x 1,024 x 64 bytes."""
+    made = Recipe()
+    made.cluster.device, made.cluster.trainers = "npu", 8
+    made.rollout.engines, made.rollout.tensor_parallel, made.rollout.samples_per_prompt = 2, 2, 1
+    made.data.prompts_per_step, made.data.max_prompt_length, made.rollout.max_response_length = 1, 512, 512
+    made.exchange.bucket_mb, made.megatron.offload = 64, True
+    for name, value in settings.items():
+        section, _, key = name.partition("__")
+        setattr(getattr(made, section), key, value)
+    return made
+
+
+def stage(number: int, held: Held = HELD, role: str = "actor") -> Stage:
+    return Stage(role, number, number, held, None, None, {})
+
+
+def uses(made: Recipe, *, swaps: int | None = None, keeps_weights: bool = True) -> list[HostUse]:
+    stages = [stage(0), stage(1, replace(HELD, weights_pinned=4 * GIB))]
+    engines = {"rollout": ENGINE} if made.train.source == "rollout" else {}
+    return host_uses(Tenants(made, stages, engines, {"actor": swaps}, 1 * GIB, keeps_weights), DEVICE)
+
+
+def gib(host: HostUse) -> dict[str, float]:
+    return {name: size / GIB for name, size in host.parts.items() if name != "samples"}
+
+
+@pytest.mark.parametrize(("size", "taken"), [(0, 0), (1, 1), (4096, 4096), (4097, 8192), (3 * GIB, 4 * GIB)])
+def test_page_locked_memory_comes_in_powers_of_two(size: int, taken: int) -> None:
+    assert pinned(size) == taken
+
+
+def test_a_sleeping_rank_copies_torchs_segments() -> None:
+    """Five tensors of 0.5 MiB: two segments of 2. Three of 8 MiB: two segments of 20, of which each takes 32. One of 33 MiB: a
+    segment of 34, which takes 64. One of 16 MiB: 16."""
+    sizes = [MIB // 2] * 5 + [8 * MIB] * 3 + [33 * MIB, 16 * MIB]
+    assert asleep(sizes) == (2 * 2 + 2 * 32 + 64 + 16) * MIB
+
+
+def test_two_machines_of_four_devices() -> None:
+    """Stage 0 on the first, stage 1 on the second machine. Engines sleep on the first alone. Each trainer has 4 buckets of 64
+    MiB, each engine rank as many to pass on; the controller is a process more."""
+    first, second = uses(recipe())
+    assert (first.name, first.nodes, second.name) == ("node 0", 1, "node 1")
+    assert gib(first) == {
+        "offloaded": 4 * (2 + 8),
+        "processes": 4 + 4 + 1,
+        "/dev/shm": 4 * 0.25 + 4 * 0.25,
+        "asleep": 16,
+    }
+    assert gib(second) == {"offloaded": 4 * (4 + 8), "processes": 4, "/dev/shm": 1.0}
+    assert first.parts["samples"] == 2 * 1024 * 64
+
+
+@pytest.mark.parametrize(
+    ("settings", "swaps", "keeps_weights", "first"),
+    [
+        ({"megatron__offload": False}, None, True, {"offloaded": None}),
+        ({}, 16, True, {"offloaded": 4 * 2, "swapped": 4 * 8}),
+        ({"algorithm__kl_coef": 0.1}, None, True, {"reference": 4 * 3}),
+        ({}, None, False, {"asleep": None}),
+        (
+            {"exchange__route": "export"},
+            None,
+            True,
+            {"/dev/shm": 2 * 1.0},
+        ),  # of rank 0: a tensor has a bucket of its own
+        ({"exchange__transport": "collective"}, None, True, {"/dev/shm": None}),
+        ({"train__source": "sft"}, None, True, {"offloaded": 40, "asleep": None, "/dev/shm": None, "processes": 5}),
+    ],
+)
+def test_settings_change_parts(
+    settings: dict[str, Any], swaps: int | None, keeps_weights: bool, first: dict[str, float | None]
+) -> None:
+    found = gib(uses(recipe(**settings), swaps=swaps, keeps_weights=keeps_weights)[0])
+    assert {name: found.get(name) for name in first} == first
+
+
+def test_apart_engines_lie_on_machines_of_their_own_and_do_not_sleep() -> None:
+    found = uses(recipe(cluster__placement="disaggregated", megatron__offload=False))
+    assert [host.name for host in found] == ["node 0", "nodes 1-2"], "trainers and engines take as much"
+    assert gib(found[1]) == {"processes": 4, "/dev/shm": 1.0}
+
+
+def test_alike_machines_are_one_entry() -> None:
+    made = recipe(cluster__trainers=16, rollout__engines=8)
+    stages = [stage(0)]
+    found = host_uses(Tenants(made, stages, {"rollout": ENGINE}, {}, GIB, True), DEVICE)
+    assert [(host.name, host.nodes) for host in found] == [("node 0", 1), ("nodes 1-3", 3)]
+
+
+def test_a_machine_that_has_too_little_is_refused_with_the_key() -> None:
+    hosts = [HostUse("node 0", 1, {"offloaded": 40 * GIB, "asleep": 50 * GIB, "processes": 9 * GIB})]
+    assert host_refusals(hosts, 99.0) == [] == host_refusals([], 1.0)
+    (refusal,) = host_refusals(hosts, 98.0)
+    assert refusal.key == "rollout.tensor_parallel" and "--host-memory" in refusal.remedy
+    assert refusal.what == (
+        "the host of node 0 needs 99.0 GiB: asleep 50.0 + offloaded 40.0 + processes 9.0; there are 98"
+    )
+    (refusal,) = host_refusals([HostUse("node 0", 1, {"offloaded": 40 * GIB})], 8.0)
+    assert refusal.key == "megatron.offload"
+
+
+def test_the_console_shows_each_machine() -> None:
+    hosts = [
+        HostUse("node 0", 1, {"offloaded": 40 * GIB, "asleep": 50 * GIB}),
+        HostUse("nodes 1-2", 2, {"offloaded": GIB}),
+    ]
+    console = Console(width=100, record=True)
+    console.print(host_table(hosts, 80.0))
+    lines = console.export_text().splitlines()
+    assert any(line.split() == ["node", "0", "40.0", "50.0", "90.0", "10.0", "short"] for line in lines), lines
+    assert any(line.split() == ["nodes", "1-2", "1.0", "0.0", "1.0", "79.0", "left"] for line in lines), lines
