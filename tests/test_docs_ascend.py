@@ -111,7 +111,12 @@ class TestPage:
 def test_engine_arguments_are_vllms() -> None:
     from megarl.engines.vllm_args import check_engine_args
 
-    values = {"gpu_memory_utilization": 0.8, "max_num_batched_tokens": 1024, "compilation_config": {}}
+    values = {
+        "gpu_memory_utilization": 0.8,
+        "max_num_batched_tokens": 1024,
+        "max_num_seqs": 32,
+        "compilation_config": {},
+    }
     for page in PAGES.values():
         for name in set(re.findall(r"rollout\.engine_args\.(\w+)", page)):
             check_engine_args({name: values.get(name, True)})

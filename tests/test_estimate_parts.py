@@ -290,9 +290,11 @@ def test_a_teacher_reads_whole_samples() -> None:
 def test_an_exchange_sends_what_is_planned() -> None:
     planned = Links("planned", sent=1_000_000, received=4_000_000, total=16_000_000, between_nodes=4_000_000)
     found = exchange(trainers(), engines(), planned)
-    assert found.parts == pytest.approx({"links": 1e6 / 1e8, "host": 5e6 / 1e9}), (
-        "1 MB over the network, 5 through the host"
+    assert found.parts == pytest.approx({"links": 4e6 / 5e7, "host": 5e6 / 1e9}), (
+        "4 MB over the host's interface, 5 through the host"
     )
+    two_nodes = exchange(trainers(8, rollout__engines=8), engines(count=8), planned)
+    assert two_nodes.parts["links"] == pytest.approx(2e6 / 5e7), "two interfaces carry half each"
     apart = exchange(trainers(exchange__transport="device"), engines(), planned)
     assert apart.parts == pytest.approx({"links": 1e6 / 1e8 + 3e6 / 1e9}), (
         "the rest over links, and fingerprints meanwhile"

@@ -19,20 +19,22 @@ from megarl.platform.devices import Device
 def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cost:
     """Weights to all engines.
 
-    Planned: through the host's memory, out of the device that sends the most and into the one that receives the most; and
-    over the network, as much of it as of all bytes. From device to device: over the links between them, and each side
+    Planned: through the host's memory, out of the device that sends the most and into the one that receives the most; what
+    goes to another node, through the hosts' own interfaces, of which each carries an equal part. From device to device: over the
+    links between them and the devices' network, as much of it as of all bytes, and each side
     reads what it has in the host, for fingerprints, meanwhile. Else as mbridge exports: every trainer gathers every weight, rank 0
     hands them over through the host's memory, and gloo brings them from node to node through the hosts' own network
     interfaces (`export_host_seconds`); none of it at the same time.
     """
     device = trainers.device
     if planned is not None:
-        most = max(planned.sent, planned.received)
-        outside = planned.between_nodes / planned.total if planned.total else 0.0
-        links = most * outside / (device.network * device.link_share)
         if trainers.recipe.exchange.transport == "device":
+            most = max(planned.sent, planned.received)
+            outside = planned.between_nodes / planned.total if planned.total else 0.0
+            links = most * outside / (device.network * device.link_share)
             links += most * (1 - outside) / (device.link * device.link_share)
             return Cost(links=links, host=max(0.0, host_seconds(device, most) - links))
+        links = host_network_seconds(device, planned.between_nodes / _nodes(trainers))
         return Cost(links=links, host=host_seconds(device, planned.sent + planned.received))
     whole = float(trainers.shape.total * trainers.number)
     links = ring_seconds(device, whole, trainers.world)
@@ -60,6 +62,12 @@ def _engine_ranks(trainers: Trainers) -> tuple[int, int]:
     """The first engine rank's device, and how many there are: colocated, on the trainers' devices, else behind them."""
     demand = _demand(trainers.recipe)
     return (0 if demand.shared else demand.devices - demand.engine_devices), demand.engine_devices
+
+
+def _nodes(trainers: Trainers) -> int:
+    """Nodes with engines, whose interfaces share what goes between nodes: ranks pass on what others need too."""
+    first, count = _engine_ranks(trainers)
+    return len({(first + rank) // trainers.device.per_node for rank in range(count)})
 
 
 def uncounted(trainers: Trainers, engines: Engines) -> Links:
