@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from megarl.config.errors import InputError, blaming_input
 from megarl.config.load import load_recipe
+from megarl.config.schema import Recipe
 from megarl.engines.routes import check_route
+from megarl.model_config import number_of_experts, text_fields
 from megarl.observe.files import check_target
 from megarl.planner.build import make_plan
 from megarl.planner.calibrate_command import calibrate_run
@@ -23,6 +26,7 @@ from megarl.planner.plan import Plan
 from megarl.planner.routes import expected_routes
 from megarl.planner.search_command import known, proposing, search_layouts, to_lay_out
 from megarl.planner.show import show
+from megarl.planner.spread import published_ratios, spreads
 from megarl.platform.devices import Device
 from megarl.preflight_model import CRITIC, JUDGE, POLICY, TEACHER
 
@@ -63,6 +67,7 @@ def plan(
         kind = replace(kind, memory=memory)
     if kind is not None and host_memory is not None:
         kind = replace(kind, host_memory=host_memory)
+    table = kind
     if kind is not None and calibration is not None:
         kind = read_calibration(calibration).apply(kind)
     if search:
@@ -85,7 +90,7 @@ def plan(
             check_route(recipe, route)
         made = make_plan(recipe, models, kind, memory=memory, response=response)
         if kind is not None:
-            made = replace(made, estimate=estimate_of(made, recipe, models, kind, response=response))
+            made = with_estimate(made, recipe, models, kind, table, response)
     made = replace(
         made,
         unchecked=[*made.unchecked, *look.unchecked],
@@ -99,6 +104,26 @@ def plan(
     else:
         show(made)
     return int(bool(made.refusals))
+
+
+def with_estimate(
+    made: Plan,
+    recipe: Recipe,
+    models: Mapping[str, dict[str, Any]],
+    device: Device,
+    table: Device | None,
+    response: float | None,
+) -> Plan:
+    """`made` with its seconds. With a calibrated `device`, those of the `table`'s device stand beside; without, the range over
+    published runs of such models."""
+    found = estimate_of(made, recipe, models, device, response=response)
+    if table is not None and table != device:
+        raw = estimate_of(made, recipe, models, table, response=response)
+        return replace(made, estimate=replace(found, uncalibrated=raw))
+    if device.factors:
+        return replace(made, estimate=found)
+    experts = bool(number_of_experts(text_fields(models["rollout"])))
+    return replace(made, estimate=found, spread=spreads(found, experts=experts, ratios=published_ratios()))
 
 
 def as_dict(made: Plan) -> dict[str, object]:

@@ -161,4 +161,7 @@ def _samples(recipe: Recipe) -> int:
 
 def assumed(hosts: list[HostUse], memory: float) -> str:
     """The note below the table."""
-    return f"{LEGEND} {several(sum(host.nodes for host in hosts), 'machine')} of {memory:g} GiB."
+    return (
+        f"{LEGEND} {several(sum(host.nodes for host in hosts), 'machine')} of {memory:g} GiB, which is assumed unless "
+        "--host-memory or --devices says it."
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.config.errors import InputError
 from megarl.config.supported import hardware_of
 from megarl.platform.devices import Device, device_named, devices
-from megarl.platform.machines import DEVICES_OF
+from megarl.platform.machines import DEVICES_OF, HOST_MEMORY_OF
 from megarl.words import several
 
 SECONDS = 120.0
@@ -105,7 +105,8 @@ def device_of(path: Path, name: str | None, table: Path | None) -> tuple[Device 
         return found, [f"{found.name}: {several(found.per_node, 'device')} a machine, as {where}.", *unused]
     if known[own].per_node != devices()[own].per_node:
         return found, [f"{found.name}: {several(found.per_node, 'device')} a machine, as {table} says."]
-    return replace(found, per_node=machine[2]), [
+    memory = found.host_memory if own in theirs else HOST_MEMORY_OF.get(machine[0], found.host_memory)
+    return replace(found, per_node=machine[2], host_memory=memory), [
         f"{own}: {several(machine[2], 'device')} a machine, as the recipe's head says.",
         *unused,
     ]

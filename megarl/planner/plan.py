@@ -87,11 +87,23 @@ class Estimate:
     tokens_per_micro_batch: float
     bubble: float  # share of the update in which a pipeline stage waits for others
     response: float  # tokens of a response, in the mean
+    uncalibrated: Estimate | None = None  # with the table's rates, where a calibration was given
     weights: dict[str, float] = field(default_factory=dict)  # seconds of an update of the engines, by route
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds of a phase if it is off as published runs were: the fewest, the geometric mean, the most."""
+
+    name: str
+    low: float
+    typical: float
+    high: float
+    runs: int
 
 
 @dataclass(frozen=True)
@@ -155,6 +167,7 @@ class Plan:
     notes: list[str] = field(default_factory=list)
     hosts: list[HostUse] = field(default_factory=list)  # empty where the device is not known, and on a CPU
     routes: list[Route] = field(default_factory=list)  # of the weights, the expected one first
+    spread: list[Spread] = field(default_factory=list)  # of the estimate, and its step; empty with a calibration
     environment: list[Variable] = field(default_factory=list)  # set by the recipe, or needed by its layout
 
     @property

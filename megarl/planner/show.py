@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 
-from megarl.planner.estimate_table import estimate_lines, seconds
+from megarl.planner.estimate_table import estimate_lines, seconds, spread_lines
 from megarl.planner.plan import EngineRank, HostUse, Place, Plan
 from megarl.planner.stages import Stage
 from megarl.planner.units import GIB, Unit
@@ -44,7 +44,7 @@ def show(plan: Plan) -> None:
         console.print(line, highlight=False)
     for one in plan.environment:
         console.print(f"environment of {one.role}: {one.name}={one.value} ({one.why})", highlight=False)
-    for line in ["", *estimate_lines(plan.estimate), ""] if plan.estimate else [""]:
+    for line in seconds_lines(plan):
         console.print(line, highlight=False)
     for refusal in plan.refusals:
         console.print(f"REFUSED {refusal.key}: {refusal.what}. {refusal.remedy}", style="red", highlight=False)
@@ -153,6 +153,14 @@ def _engine(section: str, rank: EngineRank, unit: Unit) -> str:
 
 def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
+
+def seconds_lines(plan: Plan) -> list[str]:
+    """The estimate, and the range over published runs where nothing was measured."""
+    if plan.estimate is None:
+        return [""]
+    measured = plan.estimate.uncalibrated is not None or (plan.device is not None and bool(plan.device.factors))
+    return ["", *estimate_lines(plan.estimate), "", *spread_lines(plan.spread, measured), ""]
 
 
 def route_lines(plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which devices the machines have that recipes' heads name."""
+"""Devices and host memory of the machines that recipes' heads name."""
 
 from __future__ import annotations
 
@@ -13,3 +13,6 @@ DEVICES_OF = {
     "H100": "H100",
     "H200": "H200",
 }
+
+# GiB, where a machine has another size than devices.yaml takes for its device. Assumed, as the table's: 128 GiB a device.
+HOST_MEMORY_OF = {"Atlas 200T A2 Box16": 2048.0}
