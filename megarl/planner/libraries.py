@@ -90,7 +90,7 @@ def trainer_groups(megatron: MegatronConfig, world: int) -> int:
 
 def _of_engines(recipe: Recipe, each: float, of_dispatch: float) -> float:
     """MiB of an engine rank's communicators: everyone, tensor and data parallel; where experts are spread, those of experts and of
-    their dispatch, which alone has the size of the environment (vllm_ascend/utils.py:1117 gives the others the default)."""
+    their dispatch, which alone has the size of the environment."""
     rollout = recipe.rollout
     ranks = rollout.tensor_parallel * rollout.data_parallel
     sizes = [ranks, rollout.tensor_parallel, rollout.data_parallel]
