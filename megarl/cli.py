@@ -39,7 +39,9 @@ Overrides = Annotated[
 ]
 Model = Annotated[
     Optional[str],
-    typer.Option(help="A published model, e.g. Qwen3-8B. Unset: model.path, else the `Shape` in the recipe's head."),
+    typer.Option(
+        help="A published model, e.g. Qwen3-8B, or a folder with a config.json. Unset: model.path, else the `Shape` in the recipe's head."
+    ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 

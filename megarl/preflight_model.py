@@ -46,10 +46,12 @@ def models_of(recipe: Recipe) -> dict[str, str]:
 
 def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = None) -> Config:
     """The config.json of the model that the setting `key` of the recipe file `recipe` names as `path`: of the published
-    model `name` where it is given; as it lies in `path`; else of the published model that is called as the directory, or
+    model `name`, or of the folder `name`, where it is given; as it lies in `path`; else of the published model that is called as the directory, or
     as the recipe's head says.
 
     Raises NotHereError where none of these is known, and RecipeError for a file that cannot be read."""
+    if name is not None and Path(name).is_dir():  # a folder with a config.json, of whatever model
+        return read_hf_config(name, key)
     if name is None and Path(path).is_dir():
         return read_hf_config(path, key)
     shape = name or (Path(path).name if Path(path).name in model_configs.names() else shape_of(recipe, key))

@@ -179,8 +179,8 @@ def _check_policys_files(recipe: Recipe, found: Checked) -> Tokenizer | None:
     if _is_here(recipe.model.path, POLICY, "its weights and tokenizer", found):
         with found.refusing(POLICY):
             read_weights_config(recipe.model.path, POLICY)
-    separate = recipe.model.tokenizer
-    if separate is None and not Path(recipe.model.path).is_dir():
+    separate, folder = recipe.model.tokenizer, Path(recipe.model.path)
+    if separate is None and (not folder.is_dir() or _holds_config_alone(folder)):
         return None
     if separate is not None and not _is_here(separate, "model.tokenizer", "the tokenizer", found):
         return None
@@ -203,10 +203,22 @@ def _check_fixed_models(recipe: Recipe, tokenizer: Tokenizer | None, found: Chec
 
 
 def _is_here(directory: str, key: str, what: str, found: Checked) -> bool:
-    if Path(directory).is_dir():
-        return True
-    found.unchecked.append(f"{key}: {directory} is not on this machine: {what}")
-    return False
+    if not Path(directory).is_dir():
+        found.unchecked.append(f"{key}: {directory} is not on this machine: {what}")
+        return False
+    if _holds_config_alone(Path(directory)):
+        found.unchecked.append(f"{key}: {directory} holds a config.json alone: {what}")
+        return False
+    return True
+
+
+def _holds_config_alone(directory: Path) -> bool:
+    """Whether a folder describes a model without having any of it: enough for a plan, too little for a run."""
+    names = {file.name for file in directory.iterdir()}
+    return "config.json" in names and not any(
+        name.endswith((".safetensors", ".bin", ".safetensors.index.json")) or name.startswith("tokenizer")
+        for name in names
+    )
 
 
 # --- data and rewards ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from megarl.platform.meta import MetaPlatform, join
 platform = MetaPlatform()
 platform.prepare()  # before Megatron is imported, below
 
+from megarl.algorithms.catalogue import import_modules  # noqa: E402
 from megarl.config.critic import critic_view  # noqa: E402
 from megarl.config.load import load_recipe  # noqa: E402
 from megarl.megatron.critic import CriticTrainer  # noqa: E402
@@ -31,6 +32,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     `error`: there is no such rank. `not_planned`: why these are no boxes.
     """
     recipe = load_recipe(question["recipe"], check=False)
+    import_modules(recipe.algorithm)  # which a check would have done: losses of the user's own are looked up by name
     if question["critic"]:
         recipe = critic_view(recipe)
     rank, world = question["rank"], recipe.cluster.trainers
