@@ -121,7 +121,9 @@ def connect(
     role_env = {
         "trainer_env": threads | trainer_settings(recipe, platform).environment(),
         "service_env": threads
-        | RoleSettings("engines", platform.engines_env(recipe.train.deterministic), variables(recipe, "engines")).environment(),
+        | RoleSettings(
+            "engines", platform.engines_env(recipe.train.deterministic), variables(recipe, "engines")
+        ).environment(),
     }
     if transport(recipe) == "torchrun":
         from megarl.cluster.devices import LocalDevices

@@ -28,7 +28,12 @@ class Held:
         """`share` of masters and moments on the host, with the gradients that it gets in float32, as large as the masters."""
         moved = {name: int(share * getattr(self, name)) for name in ("masters", "moments")}
         stay = {name: getattr(self, name) - size for name, size in moved.items()}
-        return replace(self, **stay, states_pinned=int((1 - share) * self.states_pinned), on_host=2 * moved["masters"] + moved["moments"])
+        return replace(
+            self,
+            **stay,
+            states_pinned=int((1 - share) * self.states_pinned),
+            on_host=2 * moved["masters"] + moved["moments"],
+        )
 
 
 @dataclass(frozen=True)
