@@ -49,6 +49,8 @@ def check(recipe: Recipe, model: dict[str, Any] | None = None) -> None:
         ({"align_param_gather": True}, {}, "without overlap_param_gather"),
         ({"bucket_size": 1000}, {}, "without overlap_grad_reduce"),
         ({**BOTH, "bucket_size": 0}, {}, "at least one parameter"),
+        ({**BOTH, "bucket_size": "40M"}, {}, "whole number of parameters"),
+        ({**BOTH, "bucket_size": True}, {}, "whole number of parameters"),
         ({"pad_buckets_for_high_nccl_busbw": True}, {"distributed_optimizer": False}, "distributed optimizer alone"),
     ],
 )

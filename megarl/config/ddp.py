@@ -66,8 +66,10 @@ def check_ddp(section: str, ddp: Mapping[str, Any], *, distributed_optimizer: bo
         refuse("align_param_gather", "it says when overlap_param_gather gathers, which is off", "leave it out")
     if ddp.get("bucket_size") is not None and ddp.get("overlap_grad_reduce") is False:
         refuse("bucket_size", "without overlap_grad_reduce Megatron has one bucket, and ignores it", "leave it out")
-    if ddp.get("bucket_size") is not None and ddp["bucket_size"] < 1:
-        refuse("bucket_size", "a bucket has at least one parameter", "give a number of parameters, or leave it out")
+    size = ddp.get("bucket_size")
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+        what = "a bucket has a whole number of parameters, and at least one parameter"
+        refuse("bucket_size", what, "give a number of parameters, or leave it out")
     if ddp.get("pad_buckets_for_high_nccl_busbw") and not distributed_optimizer:
         what = "Megatron pads buckets for the distributed optimizer alone"
         refuse("pad_buckets_for_high_nccl_busbw", what, f"set {section}.distributed_optimizer=true, or leave it out")
