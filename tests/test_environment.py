@@ -202,3 +202,24 @@ def test_plan_and_doctor_show_the_buffer(tmp_path: Path) -> None:
     recipe.cluster.environment.all = {"HCCL_BUFFSIZE": 100}
     (finding,) = looked_at(recipe, "npu")
     assert finding.status == "FAIL" and "240 MB" in finding.text
+
+
+def test_plan_refuses_the_same_variables_as_a_deterministic_run() -> None:
+    from megarl.planner.environment import environment_of
+    from megarl.platform.devices import device_named
+
+    overrides = ["train.deterministic=true", "cluster.environment.engines.VLLM_BATCH_INVARIANT=0"]
+    recipe = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", overrides)
+    with pytest.raises(RecipeError, match=r"engines\.VLLM_BATCH_INVARIANT"):
+        environment_notices(recipe, NPUPlatform())
+    with pytest.raises(RecipeError, match=r"engines\.VLLM_BATCH_INVARIANT"):
+        environment_of(recipe, {"rollout": read("Qwen3-8B")}, device_named("910C"))
+
+
+def test_torch_reads_the_neutral_name_of_the_allocator_first() -> None:
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    shell = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    found = RoleSettings("trainers", own)
+    assert found.environment(shell) == shell, "torch would ignore the other name"
+    (notice,) = found.notices(shell)
+    assert "PYTORCH_ALLOC_CONF=max_split_size_mb:64, which stays" in notice

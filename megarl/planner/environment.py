@@ -34,7 +34,7 @@ def environment_of(recipe: Recipe, models: Mapping[str, dict[str, Any]], device:
     for engine, spec in first_specs(recipe, training=True):
         if spec.recipe_section != "rollout" or recipe.train.source == "rollout":
             config = models.get(spec.recipe_section)
-            own = platform.rollout_env()
+            own = platform.engines_env(recipe.train.deterministic)
             settings.append(engine_settings(engine, spec, own, kind, variables(recipe, "engines"), config))
     found = [Variable(role.role, *variable) for role in settings for variable in role.computed(users={})]
     return list(dict.fromkeys(found))

@@ -38,7 +38,8 @@ class CUDAPlatform(Platform):
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
     def rollout_env(self) -> dict[str, str]:
-        # vLLM's sleep mode allocates from a pool of its own, and refuses expandable segments (device_allocator/cumem.py).
+        # vLLM's sleep mode allocates from a pool of its own, which cannot have expandable segments: 0.32 switches them off
+        # there, older versions refuse them (device_allocator/cumem.py).
         return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
 
     def deterministic_env(self) -> dict[str, str]:

@@ -13,8 +13,8 @@ from megarl.config.errors import RecipeError
 
 # Before this process is made a trainer too, as rank 0 under torchrun is, whose settings are then in os.environ.
 _STARTED_WITH = dict(os.environ)
-# Two names of one setting, of which torch_npu 2.10 takes one alone.
-_ALSO = {"PYTORCH_NPU_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
+# Two names of one setting. torch_npu 2.10 refuses both together; torch ignores the device's name where the other is set.
+_ALSO = {"PYTORCH_NPU_ALLOC_CONF": "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
 
 
 @dataclass(frozen=True)
