@@ -150,7 +150,9 @@ def test_the_table_of_the_environment() -> None:
         | dict.fromkeys(["HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"], "`cluster.timeout`"),
         platform.rollout_env(),
     )
-    table = {row[0].strip("`"): row[1:3] for row in rows(section("ascend.md", "Environment"))}
+    table = {
+        row[0].strip("`"): row[1:3] for row in rows(section("ascend.md", "Environment").partition("\nWhat of these")[0])
+    }
     assert table.pop(platform.visible_devices_env) == ["its device", "its devices"]
     for column, environ in enumerate(roles):
         shown = {name: cells[column] for name, cells in table.items() if cells[column] != "-"}

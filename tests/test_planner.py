@@ -20,6 +20,7 @@ from megarl.planner.ask import Asker, Question
 from megarl.planner.between import ends, may_be_alike, on_the_line
 from megarl.planner.command import plan
 from megarl.planner.counts import Activations, Held, Phase, phases
+from megarl.planner.libraries import NOT_COUNTED
 from megarl.planner.live import Live
 from megarl.planner.nearest import Nearest
 from megarl.planner.options import device_of
@@ -200,6 +201,7 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         "megarl.planner.build.proposals",
         lambda *_, **__: Nearest([Proposal("megatron.pipeline_parallel=2", 1.234)], stopped),
     )
+    monkeypatch.setattr("megarl.planner.build._libraries", lambda *_: NOT_COUNTED)
     stopped = True
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
     assert plan(path, [], memory=151 + 50, **COMMON) == 0
@@ -220,6 +222,8 @@ def test_what_was_not_counted_is_not_said_to_fit(
     stage = Stage("actor", 0, 0, HELD, None, "images", phases(HELD, None, reference=True, leaves=False))
     monkeypatch.setattr("megarl.planner.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.planner.build.engines", lambda *_: [])
+    monkeypatch.setattr("megarl.planner.build._libraries", lambda *_: NOT_COUNTED)
+    monkeypatch.setattr("megarl.planner.build._hosts", lambda *_: [])
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
     assert plan(path, [], memory=3, **COMMON) == 0
     printed = capsys.readouterr().out

@@ -10,7 +10,7 @@ import yaml
 from megarl.planner.command import with_estimate
 from megarl.planner.document import ratios
 from megarl.planner.estimate import estimate
-from megarl.planner.estimate_table import estimate_lines, spread_lines
+from megarl.planner.estimate_table import estimate_lines, seconds, spread_lines
 from megarl.planner.plan import Estimate, PhaseTime
 from megarl.planner.show import seconds_lines
 from megarl.planner.spread import RATIOS, Ratios, published_ratios, ratios_of, spreads
@@ -76,5 +76,5 @@ def test_the_console_shows_range_and_calibration() -> None:
     assert calibrated.estimate is not None and calibrated.estimate.uncalibrated == plan.estimate
     raw = next(phase.seconds for phase in estimate(made, QWEN, None, DEVICE).phases if phase.name == "update_actor")
     (line,) = (one for one in estimate_lines(calibrated.estimate) if one.lstrip().startswith("update_actor"))
-    assert f"({raw:.4f} s)" in line and f"{2 * raw:.4f} s" in line
+    assert f"({seconds(raw)})" in line and f" {seconds(2 * raw)} " in line
     assert spread_lines([], measured=False)[0].startswith("No published run")
