@@ -134,9 +134,13 @@ class TestResults:
         assert (only.verdict, only.reason) == ("NOT RUN", "no engine")
         assert judge(1, "s", [], 0).verdict == "NOT RUN"
         passed, failed = judge(1, "s", [good], 0), judge(2, "t", [bad], 0)
-        assert verdict_of([passed, only])[0] == "PASS"
+        assert judge(1, "s", [figure("layout", "x"), absent], 0).verdict == "NOT RUN", "a figure proves nothing"
+        assert judge(7, "speed", [figure("rate", 1.0)], 0).verdict == "PASS", "a stage that only measures"
+        assert verdict_of([passed]) == ("PASS", "")
+        assert verdict_of([passed, only]) == ("PASS", "stage 1, s, was not run: no engine")
         assert verdict_of([passed, failed]) == ("FAIL", "stage 2, t: b: 2 (<= 1)")
-        assert verdict_of([only])[0] == "NOT RUN"
+        assert verdict_of([only]) == ("NOT RUN", "stage 1, s, was not run: no engine")
+        assert verdict_of([]) == ("NOT RUN", "no stage was run")
 
     def test_json_round_trip(self):
         result = judge(1, "s", [at_most("a", 0.5, limit=1.0), figure("b", "x"), not_run("c", "why")], 2.0)

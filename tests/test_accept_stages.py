@@ -128,10 +128,38 @@ class TestCollectives:
 
     def test_slow_pairs_are_named(self, context):
         context.settings = replace(context.settings, device="cuda")
-        assert collectives.slow_pairs(context, StubRanks([], slow=2), 1000) == "2-3 (4e-07 GB/s)"
+        assert collectives.slow_pairs(context, StubRanks([], slow=2), 1000, "aaaa") == "2-3 (4e-07 GB/s)"
         assert "slow pairs: 2-3" in failed(context)[0]
         context.checks.clear()
-        assert collectives.slow_pairs(context, StubRanks([]), 1000) == "" and not failed(context)
+        assert collectives.slow_pairs(context, StubRanks([]), 1000, "aaaa") == "" and not failed(context)
+
+    def test_pairs_over_the_network_are_compared_with_each_other(self, context):
+        """A healthy network of a fifth of the links' rate is no fault; a slow one among its pairs is."""
+        context.settings = replace(context.settings, device="cuda")
+        hosts = ["a"] * 8 + ["b"] * 8
+        pairs = collectives.pairs_of(hosts)
+        assert (0, 8) in pairs and (7, 15) in pairs and (0, 1) in pairs and len(pairs) == 14 + 8
+        rates = {pair: 1.0 if hosts[pair[0]] == hosts[pair[1]] else 5.0 for pair in pairs}
+
+        def call(_: str, first: int, second: int, __: int) -> list[float | None]:
+            return [rates[first, second] if rank == second else None for rank in range(16)]
+
+        ranks = SimpleNamespace(size=16, call=call)
+        assert collectives.slow_pairs(context, ranks, 1000, hosts) == "" and not failed(context)
+        rates[3, 11] = 15.0
+        assert collectives.slow_pairs(context, ranks, 1000, hosts).startswith("3-11 ")
+        assert "slowest pair of ranks between hosts, 3-11" in failed(context)[0]
+
+    def test_one_pair_proves_nothing(self, context):
+        context.settings = replace(context.settings, device="cuda")
+        collectives.slow_pairs(context, StubRanks([]), 1000, "aa")
+        assert not any(check.verdict == "PASS" for check in context.checks)
+
+    def test_pairs_of_many_hosts_are_spread_over_all(self):
+        hosts = [f"h{rank // 8}" for rank in range(256)]
+        pairs = collectives.pairs_of(hosts)
+        touched = {hosts[rank] for pair in pairs for rank in pair}
+        assert len(pairs) <= 2 * collectives.PAIRS and len(touched) == 32
 
     def test_layout(self, context):
         assert collectives.layout(context)[0].tensor_parallel == 2

@@ -105,8 +105,8 @@ def judge(number: int, name: str, checks: Sequence[Check], seconds: float, *, er
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         reason = "; ".join(filter(None, [failed[0] + more if failed else "", error]))
         return StageResult(number, name, FAIL, reason, seconds, tuple(checks))
-    if len(skipped) == len(checks):
-        reason = skipped[0].cause if skipped else "the stage made no check"
+    if not checks or (skipped and not any(check.verdict == PASS for check in checks)):
+        reason = skipped[0].cause if skipped else "the stage made no check"  # figures alone prove nothing
         return StageResult(number, name, NOT_RUN, reason, seconds, tuple(checks))
     return StageResult(number, name, PASS, "", seconds, tuple(checks))
 
@@ -114,14 +114,17 @@ def judge(number: int, name: str, checks: Sequence[Check], seconds: float, *, er
 def verdict_of(results: Sequence[StageResult]) -> tuple[Verdict, str]:
     """The verdict of all stages together, with its reason.
 
-    FAIL with the first failed stage; NOT RUN where a stage could not be reached; PASS otherwise."""
+    FAIL with the first failed stage; NOT RUN where no stage passed; else PASS, and the reason names the stages that
+    were not run."""
     for result in results:
         if result.verdict == FAIL:
             return FAIL, f"stage {result.number}, {result.name}: {result.reason}"
-    ran = [result for result in results if result.verdict == PASS]
-    if not ran:
-        return NOT_RUN, "no stage was run"
-    return PASS, ""
+    absent = "; ".join(
+        f"stage {one.number}, {one.name}, was not run: {one.reason}" for one in results if one.verdict == NOT_RUN
+    )
+    if not any(result.verdict == PASS for result in results):
+        return NOT_RUN, absent or "no stage was run"
+    return PASS, absent
 
 
 def to_json(results: Sequence[StageResult]) -> str:

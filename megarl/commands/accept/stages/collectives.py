@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
+from collections.abc import Sequence
+from itertools import combinations, pairwise
 from typing import Any
 
 from megarl.commands.accept.collective_rank import Timing
@@ -17,7 +20,7 @@ SLOW = 0.5  # of the median pair's rate, below which a pair is slow
 LATE = 0.05  # seconds that a rank may launch a collective after the median rank
 COMMUNICATOR = 1.0  # GiB that one communicator may keep
 _TINY_RATE, _TINY_LATE = 1e5, 0.5  # bytes/s and seconds where processes share a few cores
-PAIRS = 64  # measured at most: of more ranks, neighbours alone
+PAIRS = 64  # measured at most, of each kind: `pairs_of` says which of more
 
 
 def run(context: Context) -> None:
@@ -36,7 +39,7 @@ def run(context: Context) -> None:
         groups = ranks.call("lay_out", megatron, COLLECTIVE_SECONDS)
         names = sorted({name for own in groups for name in own}, key=lambda name: (name != "all", name))
         device = device_of(places[0]["device"])
-        pairs = slow_pairs(context, ranks, elements)
+        pairs = slow_pairs(context, ranks, elements, hosts)
         for name in names:
             _group(context, ranks, name, elements, hosts, device, pairs)
         _two_on_a_device(context)
@@ -59,28 +62,56 @@ def layout(context: Context) -> tuple[MegatronConfig, str]:
     return megatron, text + needs
 
 
-def slow_pairs(context: Context, ranks: Ranks, elements: int) -> str:
-    """Measure pairs of ranks one at a time; returns the slow ones in words, "" where none is."""
-    size = ranks.size
-    every = [(first, second) for first in range(size) for second in range(first + 1, size)]
-    chosen = every if len(every) <= PAIRS else [(rank, (rank + 1) % size) for rank in range(size)][:PAIRS]
+def pairs_of(hosts: Sequence[str]) -> list[tuple[int, int]]:
+    """Pairs of ranks to measure, for the host of each rank: all of them, up to PAIRS. Of more, neighbours within a host,
+    and each rank with the rank of the same place on the next host; evenly spread, up to PAIRS of either kind."""
+    every = list(combinations(range(len(hosts)), 2))
+    if len(every) <= PAIRS:
+        return every
+    places: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        places.setdefault(host, []).append(rank)
+    within = [pair for ranks in places.values() for pair in pairwise(ranks)]
+    between = [
+        tuple(sorted(pair)) for one, other in pairwise(places.values()) for pair in zip(one, other, strict=False)
+    ]
+    return [pair for kind in (within, between) for pair in kind[:: -(-len(kind) // PAIRS) or 1]]  # type: ignore[misc]
+
+
+def slow_pairs(context: Context, ranks: Ranks, elements: int, hosts: Sequence[str]) -> str:
+    """Measure pairs of ranks, each alone; returns the slow ones in words, "" where none is. A pair is compared with its
+    own kind, within a host or between hosts: a network is slower than the links of a healthy machine."""
     rates: dict[tuple[int, int], float] = {}
-    for pair in chosen:
+    for pair in pairs_of(hosts):
         context.doing(f"sending from rank {pair[0]} to rank {pair[1]}")
         seconds = next(answer for answer in ranks.call("pair", *pair, elements) if answer is not None)
         rates[pair] = 4 * elements / seconds
+    context.figure("pairs of ranks, measured", f"{len(rates)} of {math.comb(len(hosts), 2)}")
+    named: list[str] = []
+    for kind, alike in (("within a host", True), ("between hosts", False)):
+        chosen = {pair: rate for pair, rate in rates.items() if (hosts[pair[0]] == hosts[pair[1]]) is alike}
+        if chosen:
+            named += _pairs(context, kind, chosen)
+    return ", ".join(named[:8])
+
+
+def _pairs(context: Context, kind: str, rates: dict[tuple[int, int], float]) -> list[str]:
+    """Hold the slowest pair of one kind to the median; returns the slow ones in words."""
     middle = statistics.median(rates.values())
+    context.figure(f"pairs of ranks {kind}, median", middle / 1e9, unit="GB/s")
+    if len(rates) < 2 or context.tiny:
+        why = "processes share a few cores" if context.tiny else "there is no other pair to compare with"
+        context.not_run(f"slowest pair of ranks {kind}", why)
+        return []
     slowest = min(rates, key=lambda pair: rates[pair])
-    context.figure("pairs of ranks, median", middle / 1e9, unit="GB/s")
     named = [
         f"{first}-{second} ({rate / 1e9:.2g} GB/s)" for (first, second), rate in rates.items() if rate < SLOW * middle
     ]
-    limit = 0.0 if context.tiny else SLOW * middle / 1e9
     context.at_least(
-        f"slowest pair of ranks, {slowest[0]}-{slowest[1]}", rates[slowest] / 1e9, limit=limit, unit="GB/s",
-        cause=f"slow pairs: {', '.join(named[:8])}",
+        f"slowest pair of ranks {kind}, {slowest[0]}-{slowest[1]}", rates[slowest] / 1e9, limit=SLOW * middle / 1e9,
+        unit="GB/s", cause=f"slow pairs: {', '.join(named[:8])}",
     )  # fmt: skip
-    return ", ".join(named[:8])
+    return named
 
 
 def _group(
