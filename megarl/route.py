@@ -12,6 +12,10 @@ from megarl.exchange.session import Session
 from megarl.rollout.calls import wait_for_all
 
 
+class RouteRefused(RuntimeError):
+    """The route that the recipe asks for cannot be taken with this recipe, these trainers or these engines."""
+
+
 def open_exchange(
     recipe: Recipe,
     trainers: WorkerGroup,
@@ -22,7 +26,7 @@ def open_exchange(
     """Open an exchange and let every engine join it. `engines`: what each said of itself when it had started.
 
     `exchange.route: auto` is planned unless recipe, trainers or engines say why it cannot be; `notice` is told which way
-    was taken. RuntimeError where `planned` cannot be.
+    was taken. Raises RouteRefused where `planned` cannot be.
     """
     receivers = [(name, host) for engine in engines for name, host in engine["receivers"]]
     if wants_adapters(recipe):
@@ -36,7 +40,7 @@ def open_exchange(
             notice("exchange.route=auto: planned; every trainer rank sends the engines the slices that they need")
         return met
     if route == "planned":
-        raise RuntimeError(f"exchange.route=planned: {met}. Set exchange.route=export, or auto")
+        raise RouteRefused(f"exchange.route=planned: {met}. Set exchange.route=export, or auto")
     notice(f"exchange.route=auto: export, not planned, because {met}{_unchecked(recipe)}")
     return _exported(recipe, trainers, services, receivers)
 
@@ -54,7 +58,7 @@ def _adapters(
     refused = next((f"{one.name}: {why}" for one, why in zip(services, reasons, strict=True) if why), None)
     met = refused or _met(recipe, trainers, services, receivers, "adapters")
     if isinstance(met, str) and asked == "only":
-        raise RuntimeError(f"exchange.adapters=only: {met}. Set exchange.adapters=merged, or auto")
+        raise RouteRefused(f"exchange.adapters=only: {met}. Set exchange.adapters=merged, or auto")
     if isinstance(met, str):
         notice(f"exchange.adapters=auto: merged weights, exported, in every update, because {met}{_unchecked(recipe)}")
         return _exported(recipe, trainers, services, receivers)

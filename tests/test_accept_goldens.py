@@ -99,6 +99,8 @@ class TestComparison:
         norms[name] *= 1.5
         worst, share = model_parity.worst_tensor(self.golden, norms)
         assert worst == name and share == pytest.approx(0.5)
+        norms["model.layers.1.self_attn.k_proj.weight"] = float("nan")
+        assert np.isnan(model_parity.worst_tensor(self.golden, norms)[1]), "a NaN is the worst"
 
     def test_cases_name_their_layout(self):
         case = Case("moe", "m", "float32", {"tensor_parallel": 2, "expert_tensor_parallel": 2, "recompute": "full"})

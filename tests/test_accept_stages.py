@@ -20,9 +20,10 @@ from megarl.commands.accept.collective_rank import Timing
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.result import StageResult
 from megarl.commands.accept.settings import Settings, write_settings
-from megarl.commands.accept.stages import collectives, engine, environment, rl_step
+from megarl.commands.accept.stages import collectives, engine, environment, exchange, rl_step
 from megarl.config.schema import Recipe
 from megarl.platform.devices import devices
+from megarl.route import RouteRefused
 from tests.test_accept import plant
 
 STAGE = {stage.number: stage for stage in STAGES}
@@ -223,6 +224,46 @@ class TestEngine:
         assert any("the request is still running" in line for line in failed(context))
 
 
+class TestExchange:
+    """One way of the stage, with what joining and an update do put in its place."""
+
+    def of(self, monkeypatch: pytest.MonkeyPatch, context: Context, joins: Exception | None, sends: Any) -> None:
+        def joining(*_: Any) -> str:
+            if joins:
+                raise joins
+            return "session"
+
+        def sending(*_: Any) -> dict[str, float]:
+            if isinstance(sends, Exception):
+                raise sends
+            return {"exchange/bytes": 1.0}
+
+        monkeypatch.setattr(exchange, "open_exchange", joining)
+        monkeypatch.setattr(exchange, "publish", sending)
+        monkeypatch.setattr(exchange, "ways", lambda _: [("planned", "auto")])
+        monkeypatch.setattr(exchange, "gap", lambda *_: 0.0)
+        trainers = SimpleNamespace(call=lambda *_: None)
+        exchange._ways(context, "dense", Recipe(), trainers, SimpleNamespace(call=lambda *_: done([])), {})  # type: ignore[arg-type]
+
+    def test_way_that_is_refused_is_not_run(self, monkeypatch, context):
+        self.of(monkeypatch, context, RouteRefused("exchange.route=planned: too old"), {})
+        assert [check.verdict for check in context.checks] == ["NOT RUN"]
+
+    def test_engine_that_cannot_join_fails_the_stage(self, monkeypatch, context):
+        with pytest.raises(RuntimeError, match="no route to host"):
+            self.of(monkeypatch, context, RuntimeError("no route to host"), {})
+
+    def test_update_that_differs_is_a_failed_check(self, monkeypatch, context):
+        with pytest.raises(RuntimeError, match="other bytes"):
+            self.of(monkeypatch, context, None, RuntimeError("got other bytes than trainer 0 sent"))
+        assert "both sides agree on an update" in failed(context)[0] and "other bytes" in failed(context)[0]
+
+    def test_dead_trainer_is_named_by_its_rank(self):
+        assert exchange.names_trainer("trainer 1 is silent for 30 s", 1)
+        assert not exchange.names_trainer("trainer 0 is silent for 10.1 s, 1 of 2", 1)
+        assert not exchange.names_trainer("trainer 10 is silent", 1)
+
+
 class TestStep:
     line: ClassVar[dict[str, Any]] = {
         "step": 1,
@@ -250,6 +291,14 @@ class TestStep:
     )
     def test_bad_metrics(self, context, change, words):
         assert any(words in line for line in self.of(context, {}, change))
+
+    def test_engine_that_is_never_compared(self, context):
+        lines = [{key: value for key, value in self.line.items() if "gap" not in key} | {"step": n} for n in (1, 2)]
+        rl_step.judge_metrics(context, "x", lines, 2)
+        assert "no rollout/logprob_gap_mean of fresh samples" in failed(context)[0]
+        context.checks.clear()
+        rl_step.judge_metrics(context, "x", lines, 2, compares=False)
+        assert not failed(context) and any(check.verdict == "NOT RUN" for check in context.checks)
 
     def test_missing_steps_and_nothing_learnt(self, context):
         assert "steps: [1] (== [1, 2])" in self.of(context, {"actor/grad_norm": 0.0})[0]

@@ -115,7 +115,7 @@ class ParityRank(Rank):
         if again is None:
             return 0.0
         pairs = zip(again, unbroken, strict=True)
-        return max(float((one[0] - other[0]).abs().max()) for one, other in pairs)
+        return float(np.max([float((one[0] - other[0]).abs().max()) for one, other in pairs]))  # keeps a NaN
 
 
 def save(trainer: Any, folder: Path, rank: int) -> None:
