@@ -188,3 +188,13 @@ def test_the_newest_set_for_a_driver(tmp_path: Path, driver: str, name: str | No
     assert set_of(machine).name == (name or "CANN 9.1.0")
     found = [one.text for one in examine(machine, RECIPE) if one.check == "npu driver"]
     assert name is None or f"the newest set for this driver is {name}" in found[0]
+
+
+def test_a_set_whose_least_driver_is_not_documented(tmp_path: Path) -> None:
+    """CANN 8.3.RC1's release notes name no oldest driver: the line leaves it out."""
+    machine = npu_machine(tmp_path)
+    machine.packages |= {"torch": "2.7.1", "torch-npu": "2.7.1", "transformers": "4.57.6", "vllm": "0.11.0"}
+    machine.packages |= {"vllm-ascend": "0.11.0rc1", "triton-ascend": "3.2.0rc4", "numpy": "1.26.4"}
+    machine.write(DRIVER_INFO, "Version=25.3.rc1\n")
+    (line,) = (one.text for one in examine(machine, RECIPE) if one.check == "npu driver")
+    assert line == "25.3.rc1; CANN 8.3.RC1 was released with 25.3.rc1"

@@ -197,7 +197,8 @@ def _judge_driver(machine: Machine, version: str) -> Finding:
         return warning(
             f"driver {version}; CANN {chosen.system[CANN]} was released with {usual}", f"update the driver to {usual}"
         )
-    words = f"{version}; CANN {chosen.system[CANN]} works with {least} and later, and was released with {usual}"
+    documented = f"works with {least} and later, and " if least else ""
+    words = f"{version}; CANN {chosen.system[CANN]} {documented}was released with {usual}"
     if machine.version("torch-npu") is None and best is not None:
         words += f". Nothing is installed yet; the newest set for this driver is {best.name}: {best.install}"
     return ok(words)
