@@ -6,7 +6,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def find_fault(directory: Path, layers: int) -> str | None:
     if not files:
         return "it holds no *.safetensors"
     try:
-        placed = _placed(directory, files)
+        placed = read_index(directory, files)
         there = {
             name: {tensor.name for tensor in tensors_of(files[name])} for name in sorted({*placed.values()} or files)
         }
@@ -86,8 +86,11 @@ def find_fault(directory: Path, layers: int) -> str | None:
     return f"its files have no weights of layer {missing[0]}{_others(len(missing))} of {layers}" if missing else None
 
 
-def _placed(directory: Path, files: dict[str, Path]) -> dict[str, str]:
-    """The file of each tensor, as the index says; none where there is no index."""
+def read_index(directory: Path, files: Collection[str]) -> dict[str, str]:
+    """Return the file of each tensor by the index of `directory`, which holds `files`; empty where it has no index.
+
+    Raises ValueError where the index cannot be read or names a file that is absent.
+    """
     index = directory / INDEX
     if not index.is_file():
         return {}

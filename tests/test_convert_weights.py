@@ -348,3 +348,11 @@ def children_of(pid: int) -> list[int]:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except FileNotFoundError:
         return []
+
+
+@pytest.mark.parametrize("index", ["{}", "[]", '{"weight_map": 3}', "{"])
+def test_a_damaged_index_is_an_error_of_the_folder(model: Path, tmp_path: Path, index: str) -> None:
+    (model / INDEX).write_text(index)
+    with pytest.raises(InputError, match=rf"{INDEX} cannot be read"):
+        convert(model, tmp_path / "out", workers=1)
+    assert not (tmp_path / "out").exists()

@@ -38,7 +38,7 @@ from megarl.commands.fp8_shards import (
 from megarl.commands.safetensors_layout import Entry, Layout, read_layout
 from megarl.config.errors import InputError
 from megarl.durable import give_default_mode, sync, write_durably
-from megarl.hf_weights import CONVERSION, INDEX
+from megarl.hf_weights import CONVERSION, INDEX, read_index
 from megarl.observe.console import clock
 from megarl.observe.files import disk_errors
 from megarl.words import several
@@ -139,15 +139,9 @@ def _block_of(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
 
 def _check_index(source: Source) -> None:
     """Every file of the index must be there, and every tensor where the index says."""
-    path = source.folder / INDEX
-    if not path.is_file():
-        if len(source.layouts) > 1:
-            raise ValueError(f"there are {len(source.layouts)} files and no {INDEX}")
-        return
-    placed: dict[str, str] = json.loads(path.read_text())["weight_map"]
-    missing = sorted({*placed.values()} - source.layouts.keys())
-    if missing:
-        raise ValueError(f"{INDEX} names {missing[0]}, which is not there ({several(len(missing), 'file')} in all)")
+    placed = read_index(source.folder, source.layouts.keys())
+    if not placed and len(source.layouts) > 1:
+        raise ValueError(f"there are {len(source.layouts)} files and no {INDEX}, or an empty one")
     for tensor, name in placed.items():
         if tensor not in source.layouts[name].entries:
             raise ValueError(f"{INDEX} says that {tensor} is in {name}, which has no such tensor")
