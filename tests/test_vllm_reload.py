@@ -188,6 +188,16 @@ def test_deferred_attention_and_loading_of_each_form(monkeypatch: pytest.MonkeyP
             assert vllm_compat.is_loading(SimpleNamespace(**{name: lambda one=loading: one})) is loading
 
 
+def test_whole_tensors_need_no_private_name_of_a_later_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`read_support` promises updates to versions whose private names differ: exports go through here too."""
+    started: list[Any] = []
+    reload = SimpleNamespace(initialize_layerwise_reload=started.append, meta=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
+    monkeypatch.setattr(vllm_compat, "_layerwise", SimpleNamespace)
+    vllm_compat.start_reload("model")  # type: ignore[arg-type]
+    assert started == ["model"]
+
+
 SOURCES = os.environ.get("MEGARL_VLLM_SOURCES", "")
 
 

@@ -109,9 +109,11 @@ def start_reload(model: torch.nn.Module) -> None:
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, meta
 
     layerwise = _layerwise()
-    meta.SKIP_TENSORS.add(_ROUTER_BIAS)
+    private = hasattr(meta, "SKIP_TENSORS")  # a later vLLM may rename it; 0.23 and 0.32 list the bias themselves
+    if private:
+        meta.SKIP_TENSORS.add(_ROUTER_BIAS)
     initialize_layerwise_reload(model)
-    if hasattr(layerwise, "SKIP_TENSORS") or hasattr(layerwise, "SKIP_LOAD_TENSORS"):  # from 0.20 on
+    if not private or hasattr(layerwise, "SKIP_TENSORS") or hasattr(layerwise, "SKIP_LOAD_TENSORS"):  # from 0.20 on
         return
     counted = "info" not in inspect.signature(layerwise.materialize_layer).parameters  # until 0.18
     for layer in model.modules():
