@@ -85,7 +85,7 @@ def ddp_settings(recipe: Recipe, *, with_images: bool) -> dict[str, Any]:
     defaults = dict(kind_of(platform.kind(recipe.cluster.device)).ddp)
     if with_images or recipe.lora.rank:
         defaults = {}
-    if not megarl_gathers(megatron.distributed_optimizer, {**defaults, **megatron.ddp}):
+    if not can_overlap_param_gather(megatron.distributed_optimizer, {**defaults, **megatron.ddp}):
         defaults.pop("overlap_param_gather", None)
     settings = {**defaults, **megatron.ddp}
     for name, wanted in (("overlap_param_gather", "overlap_grad_reduce"), ("align_param_gather", "overlap_param_gather"), ("bucket_size", "overlap_grad_reduce")):  # fmt: skip
@@ -100,8 +100,8 @@ def ddp_settings(recipe: Recipe, *, with_images: bool) -> dict[str, Any]:
     return settings
 
 
-def megarl_gathers(distributed_optimizer: bool, settings: Mapping[str, Any]) -> bool:
-    """Return whether weights are gathered beside the forward pass at all."""
+def can_overlap_param_gather(distributed_optimizer: bool, settings: Mapping[str, Any]) -> bool:
+    """Return whether overlap_param_gather can be on: it needs the distributed optimizer and overlap_grad_reduce."""
     return bool(distributed_optimizer and settings.get("overlap_grad_reduce"))
 
 

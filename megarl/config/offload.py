@@ -6,9 +6,10 @@ from megarl.config.schema import Recipe
 
 
 def offloads(recipe: Recipe, device: str | None = None) -> bool:
-    """Return whether the trainers' memory moves to the host while engines run; `critic_view` gives the critic's recipe.
+    """Return whether trainers move their tensors to host memory while engines run. For the critic, pass `critic_view(recipe)`.
 
-    `device`: the value of cluster.device that `auto` resolved to. Unset, the key follows `cluster.placement`: on where engines share the devices. A CPU has one memory, so it is off there.
+    `device`: the value of cluster.device that `auto` resolved to. Without `megatron.offload` in the recipe it is on where
+    engines share the trainers' devices, except on a CPU, which has one memory.
     """
     if recipe.megatron.offload is not None:
         return recipe.megatron.offload
