@@ -250,6 +250,20 @@ class TestCommand:
         assert "FAIL: stage 0, environment: attention backward" in capsys.readouterr().out
         directory = archive.with_name(archive.name.removesuffix(".tar.gz"))
         assert command.accept(None, [], command.Options(resume=directory)) == 1, "the failure is kept"
-        (directory / runner.RESULTS).unlink()
         monkeypatch.setenv("PLANTED_FAULT", "faults_of_stages:passes")
-        assert command.accept(None, [], command.Options(resume=directory)) == 0
+        assert command.accept(None, [], command.Options(resume=directory)) == 1, "a stage that has ended does not run"
+        assert command.accept(None, [], command.Options(resume=directory, stages="0")) == 0, (
+            "it is named, and runs again"
+        )
+
+    @pytest.mark.parametrize("options", [{"minutes": 5.0}, {"nodes": 2}, {"device": "cpu"}, {"out": Path("x")}])
+    def test_resume_refuses_what_it_would_ignore(self, tmp_path, options):
+        write_settings(tmp_path, Settings("cpu", 2, stages=(0,)))
+        with pytest.raises(InputError, match=f"leave --{next(iter(options))}"):
+            command.accept(None, [], command.Options(resume=tmp_path, **options))
+
+    def test_broken_results_are_input(self, tmp_path):
+        write_settings(tmp_path, Settings("cpu", 2, stages=(0,)))
+        (tmp_path / runner.RESULTS).write_text('[{"number": 0}')
+        with pytest.raises(InputError, match="Delete it"):
+            command.accept(None, [], command.Options(resume=tmp_path))

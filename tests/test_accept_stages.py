@@ -224,6 +224,17 @@ class TestEngine:
         assert any("the request is still running" in line for line in failed(context))
 
 
+class TestEngineOfTheRecipe:
+    def test_missing_model_is_named(self, context, tmp_path):
+        context.settings = replace(context.settings, device="cuda")
+        recipe = Recipe()
+        recipe.model.path = str(tmp_path / "absent")
+        context.__dict__["recipe"] = recipe
+        engine._of_recipe(context)
+        (check,) = context.checks
+        assert check.verdict == "NOT RUN" and "absent holds no config.json" in check.cause
+
+
 class TestExchange:
     """One way of the stage, with what joining and an update do put in its place."""
 

@@ -6,15 +6,15 @@ import datetime
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl import platform as platforms
 from megarl.checks.machine import Machine
 from megarl.commands.accept.bundle import VERDICT, write_bundle
 from megarl.commands.accept.catalogue import BUNDLE, BUNDLE_MINUTES, STAGES, Stage, shares, stage_numbers
-from megarl.commands.accept.result import FAIL, PASS, verdict_of
-from megarl.commands.accept.runner import run_stages
+from megarl.commands.accept.result import FAIL, PASS, to_json, verdict_of, write_whole
+from megarl.commands.accept.runner import RESULTS, read_results, run_stages
 from megarl.commands.accept.settings import FILE, Settings, parse_stages, read_settings, write_settings
 from megarl.config.errors import InputError, blaming_input
 from megarl.platform.found import torch_sees
@@ -71,7 +71,7 @@ def _prepare(recipe: Path | None, overrides: Sequence[str], options: Options) ->
     if options.resume is not None:
         if recipe is not None:
             raise InputError(f"--resume {options.resume} goes on with that acceptance's recipe: leave {recipe} out.")
-        return read_settings(options.resume), options.resume.absolute()
+        return _resumed(options), options.resume.absolute()
     device = platforms.kind(options.device)
     kind = kind_of(device)
     chosen = parse_stages(options.stages, stage_numbers()) if options.stages else stage_numbers()
@@ -102,6 +102,29 @@ def _prepare(recipe: Path | None, overrides: Sequence[str], options: Options) ->
         )
     name = f"accept-{platform.node()}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     return settings, (options.out / name).absolute()
+
+
+def _resumed(options: Options) -> Settings:
+    """The settings in the folder of `--resume`. Stages that `--stages` names lose their results, and run again.
+
+    Raises InputError for an option that an acceptance that has begun cannot take.
+    """
+    assert options.resume is not None
+    settings, fresh = read_settings(options.resume), Options()
+    for name in ("device", "nodes", "minutes", "out"):
+        if getattr(options, name) != getattr(fresh, name):
+            raise InputError(
+                f"--resume {options.resume} goes on as that acceptance began: leave --{name} {getattr(options, name)} out, "
+                "or start another without --resume."
+            )
+    results = read_results(options.resume)
+    if options.stages is not None and not options.expect:
+        again = parse_stages(options.stages, stage_numbers())
+        kept = [result for result in results if result.number not in again]
+        write_whole(options.resume / RESULTS, to_json(kept))
+        settings = replace(settings, stages=tuple(sorted({*settings.stages, *again})))
+        write_settings(options.resume, settings)
+    return settings
 
 
 def _devices(device: str) -> int:

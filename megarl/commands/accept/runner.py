@@ -24,6 +24,7 @@ from megarl.commands.accept.result import (
     write_whole,
 )
 from megarl.commands.accept.stage_main import ERROR
+from megarl.config.errors import InputError
 
 RESULTS, LOG = "results.json", "log.txt"
 STACK_SECONDS = 2.0  # left to processes to write their stacks
@@ -38,9 +39,12 @@ def stage_folder(directory: Path, stage: Stage) -> Path:
 
 
 def read_results(directory: Path) -> list[StageResult]:
-    """Results of the stages that have ended in `directory`; empty where none has."""
+    """Results of the stages that have ended in `directory`; empty where none has. Raises InputError for a broken file."""
     path = directory / RESULTS
-    return from_json(path.read_text(encoding="utf-8")) if path.exists() else []
+    try:
+        return from_json(path.read_text(encoding="utf-8")) if path.exists() else []
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} cannot be read: {error}. Delete it, and all stages run again.") from error
 
 
 def run_stages(directory: Path, stages: Sequence[Stage], ends: Mapping[int, float], say: Say) -> list[StageResult]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -150,9 +151,12 @@ def _of_recipe(context: Context) -> None:
     if context.tiny:
         context.not_run(name, "a CPU runs the recipe's twin instead: stage 6")
         return
+    if not (Path(recipe.model.path) / "config.json").is_file():
+        context.not_run(name, f"{recipe.model.path} holds no config.json: fetch the model, or its config and tokenizer")
+        return
     if recipe.rollout.data_parallel > 1 or recipe.rollout.tensor_parallel > context.settings.devices:
         devices = recipe.rollout.data_parallel * recipe.rollout.tensor_parallel
-        context.not_run(name, f"it spreads over {devices} devices: stage 6 starts it")
+        context.not_run(name, f"it spreads over {devices} devices in several engines: no stage starts it")
         return
     from dataclasses import replace
 
