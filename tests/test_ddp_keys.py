@@ -83,16 +83,23 @@ def test_a_critics_own() -> None:
 
 
 def test_every_field_of_megatrons_is_driven_or_refused_with_its_reason() -> None:
-    """A later Megatron's field would be called one of FSDP's: this test asks for a look at it."""
+    """A later Megatron's field would be called unknown: this test asks for a look at it."""
     from megatron.core.distributed import DistributedDataParallelConfig
 
     names = {field.name for field in dataclasses.fields(DistributedDataParallelConfig)}
     assert set(DRIVEN) <= names
+    assert {name for name in names if "no such field" in (refusal_of_ddp(name) or ("",))[0]} == set()
     assert {name for name in names if (refusal_of_ddp(name) or ("",))[0] == _FSDP} == {
         "use_megatron_fsdp", "use_custom_fsdp", "data_parallel_sharding_strategy", "gradient_reduce_div_fusion",
         "suggested_communication_unit_size", "preserve_fp32_weights", "fsdp_double_buffer", "outer_dp_sharding_strategy",
         "fsdp_manual_registration",
     }  # fmt: skip
+
+
+def test_misspelt_field_is_not_called_one_of_fsdp() -> None:
+    with pytest.raises(RecipeError, match=r"no such field[\s\S]*did you mean overlap_grad_reduce\?"):
+        validate(recipe_of({"overlap_grad_reduse": True}))
+    assert "overlap_param_gather" in (refusal_of_ddp("zzz") or ("", ""))[1]
 
 
 def test_defaults_follow_the_device() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megarl import platform
 from megarl.config.errors import RecipeError
 from megarl.platform.kinds import kind_of
+from megarl.registry import nearest
 
 if TYPE_CHECKING:
     from megarl.config.schema import Recipe
@@ -31,18 +32,36 @@ _REFUSED = {
     "delay_wgrad_compute": "it needs a pipeline schedule of its own, which megarl does not run",
     **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "keep_fp8_transpose_cache"), _FP8),
     **dict.fromkeys(("nccl_ub", "disable_symmetric_registration"), _BUFFERS),
+    **dict.fromkeys(
+        (
+            "use_megatron_fsdp",
+            "use_custom_fsdp",
+            "data_parallel_sharding_strategy",
+            "gradient_reduce_div_fusion",
+            "suggested_communication_unit_size",
+            "preserve_fp32_weights",
+            "fsdp_double_buffer",
+            "outer_dp_sharding_strategy",
+            "fsdp_manual_registration",
+        ),
+        _FSDP,
+    ),
 }
 DRIVEN = (
     "overlap_grad_reduce", "overlap_param_gather", "align_param_gather", "bucket_size", "pad_buckets_for_high_nccl_busbw",
 )  # fmt: skip
-"""Fields that megarl's step drives. A field that is neither here nor in `_REFUSED` is one of FSDP's."""
+"""Fields that megarl's step drives."""
 
 
 def refusal_of_ddp(name: str) -> tuple[str, str] | None:
     """Return (the problem, the remedy) for a field of Megatron's that a recipe may not set; None for one that it may."""
     if name in DRIVEN:
         return None
-    return _REFUSED.get(name, _FSDP), "leave it out"
+    if name in _REFUSED:
+        return _REFUSED[name], "leave it out"
+    close = nearest(name, (*DRIVEN, *_REFUSED))
+    remedy = f"did you mean {close}?" if close else f"leave it out; those that megarl drives: {', '.join(DRIVEN)}"
+    return "megarl has no such field of Megatron's DistributedDataParallelConfig", remedy
 
 
 def check_ddp(section: str, ddp: Mapping[str, Any], *, distributed_optimizer: bool, adapters: bool) -> None:
