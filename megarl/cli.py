@@ -154,7 +154,9 @@ def accept(
     device: Annotated[str, typer.Option(help="Kind of device, as cluster.device names it.")] = "auto",
     nodes: Annotated[int, typer.Option(min=1, help="Nodes of the Ray cluster at RAY_ADDRESS.")] = 1,
     minutes: Annotated[float, typer.Option(min=1, help="Time for all stages together.")] = 60.0,
-    stages: Annotated[Optional[str], typer.Option(help="Stages to run, e.g. 1-4 or 0,5; unset: all.")] = None,
+    stages: Annotated[
+        Optional[str], typer.Option(help="Stages to run, e.g. 1-4 or 0,5; unset: all. With --resume: to run again.")
+    ] = None,
     resume: Annotated[
         Optional[Path], typer.Option(metavar="DIR", help="Go on with an acceptance: stages that have ended are kept.")
     ] = None,

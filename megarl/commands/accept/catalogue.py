@@ -61,8 +61,8 @@ STAGES: tuple[Stage, ...] = (
         5,
         "all_reduce, gather, all_to_all and p2p in every group of the recipe's layout; pairs of ranks; two processes on a "
         "device; device memory of each communicator",
-        "values are right; rates reach 60 % of the links in the table of devices; no rank enters 0.05 s late; no pair has "
-        "half the median rate; a communicator keeps at most 1 GiB",
+        "values are right; rates reach 60 % of the links in the table of devices; no rank enters 0.05 s late; no pair is "
+        "below half the median of its kind (within a node, between nodes); a communicator keeps at most 1 GiB",
     ),
     Stage(
         4,
