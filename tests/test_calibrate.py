@@ -210,3 +210,8 @@ def test_what_is_no_run_or_too_short_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", made, of(made, TRUE), steps=2)
     with pytest.raises(InputError, match="has no step past the first 2"):
         calibrate_run(made, MODELS, H100, run, None)
+
+
+def test_missing_calibration_is_said_to_be_missing(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no such file"):
+        read_calibration(tmp_path / "none.yaml")

@@ -171,6 +171,8 @@ class Calibration:
 
 def read_calibration(path: Path) -> Calibration:
     """The calibration in a YAML file. Raises InputError, with the path, for anything that is not a whole one."""
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such file. `megarl accept` writes DIR/7-speed/calibration.yaml.")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
