@@ -166,7 +166,10 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
             OmegaConf.update(merged, name, value, merge=not isinstance(value, Mapping) or bool(value))
         except OmegaConfBaseException as error:
             cause = str(error).splitlines()[0]
-            if isinstance(value, (Mapping, list)):  # OmegaConf speaks of its own containers
+            declared = typing.get_origin(_type_of(name))
+            right_container = isinstance(declared, type) and isinstance(value, declared)
+            if isinstance(value, (Mapping, list)) and not right_container:
+                # OmegaConf names its own container classes here; of a wrong entry in the right container it names the entry.
                 cause = f"the value is a {'mapping' if isinstance(value, Mapping) else 'list'}"
             remedy = f"give a value of type {_type_name(name)}"
             if isinstance(value, Mapping) and any(":" in str(key) and item is None for key, item in value.items()):
