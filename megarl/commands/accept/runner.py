@@ -27,7 +27,7 @@ from megarl.commands.accept.stage_main import ERROR
 from megarl.config.errors import InputError
 
 RESULTS, LOG = "results.json", "log.txt"
-STACK_SECONDS = 2.0  # left to processes to write their stacks
+STACK_SECONDS = 10.0  # left to processes to write their stacks; they end as soon as they have
 _POLL = 0.05
 _PACKAGE = Path(__file__).resolve().parents[3]  # what must be on sys.path for `import megarl`
 
@@ -146,12 +146,12 @@ def read_checks(folder: Path) -> list[Check]:
 
 def dump_stacks(root: int) -> None:
     """Let the Python processes below and including `root` write the stacks of their threads to their logs, and end."""
-    for pid in descendants(root):
-        if _is_python(pid):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGABRT)  # faulthandler writes stacks of all threads
+    processes = [pid for pid in descendants(root) if _is_python(pid)]
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGABRT)  # faulthandler writes stacks of all threads
     deadline = time.monotonic() + STACK_SECONDS
-    while time.monotonic() < deadline and _alive(root):
+    while time.monotonic() < deadline and any(_alive(pid) for pid in processes):
         time.sleep(_POLL)
 
 
