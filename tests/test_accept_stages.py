@@ -109,6 +109,10 @@ class TestCollectives:
         lines = self.of(monkeypatch, context, r0=seconds, r1=seconds, r2=seconds | {"launch": 0.3}, r3=seconds)
         assert len(lines) == 1 and "rank 2 enters 0.3 s after the others" in lines[0]
 
+    def test_early_rank_makes_nobody_late(self, monkeypatch, context):
+        late = {"seconds": 0.003, "launch": 0.3}
+        assert self.of(monkeypatch, context, r0={"seconds": 0.003}, r1=late, r2=late, r3=late) == []
+
     def test_wrong_values_are_named(self, monkeypatch, context):
         seconds = {"seconds": 0.003}
         lines = self.of(monkeypatch, context, r0=seconds, r1=seconds, r2=seconds, r3=seconds | {"right": False})

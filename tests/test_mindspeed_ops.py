@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.platform.mindspeed_ops import build_in_turn
+from megarl.platform.mindspeed_ops import build_in_turn, separate_build_folder
 
 
 class Builder:
@@ -73,3 +73,17 @@ def test_the_lock_is_no_file_that_mindspeed_takes_for_a_reason_to_remove_everyth
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     rank(tmp_path / "log", 0)
     assert not [path for path in tmp_path.iterdir() if path.is_file() and path.name.endswith("lock")]
+
+
+def test_machines_with_one_home_build_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock of another node may not be seen, so the file of a process that compiles there would be taken for a dead one's."""
+    folders = []
+    for host in ("node1", "node2"):
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        separate_build_folder()
+        folders.append(os.environ["TORCH_EXTENSIONS_DIR"])
+    assert folders[0] != folders[1] and "node2" in folders[1]
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/opt/torch_extensions")
+    separate_build_folder()
+    assert os.environ["TORCH_EXTENSIONS_DIR"] == "/opt/torch_extensions", "an image's own folder stays"

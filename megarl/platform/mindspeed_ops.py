@@ -3,11 +3,17 @@
 Every rank of a node meets an operator at about the same time. torch builds it in one of them, and lets the others wait for
 a file, `lock`, in the operator's folder to go (`torch.utils.cpp_extension`). A process that is killed while it compiles
 leaves that file, and the next run would wait for ever. The lock here ends with its process.
+
+Machines never share a build folder: nodes often share a home directory, and not every network file system shows the lock of
+one node to another.
 """
 
 from __future__ import annotations
 
 import fcntl
+import os
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,14 @@ OPERATORS = (
     "fused_adamw_v2_builder.FusedAdamWV2OpBuilder",
 )
 """Builders below `mindspeed.op_builder` of the operators that recipes of ours and common settings of MindSpeed use."""
+
+
+def separate_build_folder() -> None:
+    """Let torch build below a folder of this machine and Python, unless the environment names one (TORCH_EXTENSIONS_DIR)."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    name = f"{socket.gethostname()}-py{sys.version_info.major}{sys.version_info.minor}"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(get_default_build_root()) / name))
 
 
 def build_in_turn(builder: Any) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from megarl.platform import mindspeed
 from megarl.platform.base import Platform, Profiler
-from megarl.platform.mindspeed_ops import build_in_turn
+from megarl.platform.mindspeed_ops import build_in_turn, separate_build_folder
 from megarl.platform.npu_kind import NPU
 from megarl.platform.tracing import TraceOptions
 
@@ -49,6 +49,7 @@ class NPUPlatform(Platform):
             sys.argv = arguments
         from mindspeed.op_builder.builder import MindSpeedOpBuilder
 
+        separate_build_folder()
         build_in_turn(MindSpeedOpBuilder)
 
     def adapt(self, settings: Mapping[str, Any]) -> None:
