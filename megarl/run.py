@@ -47,6 +47,7 @@ from megarl.route import open_exchange
 from megarl.saver import Saver
 from megarl.start_engines import environment_notices, load_engines, start_engines, start_judge, start_teacher
 from megarl.teacher import Teacher
+from megarl.worker import kernel_notices
 
 TRAINER = "megarl.actor_worker:ActorWorker"
 CRITIC = "megarl.critic_worker:CriticWorker"
@@ -243,7 +244,10 @@ def _assemble(
     log.reached("engines and all other processes are ready" if rl else "all processes are ready")
     samplers, check = with_judge(recipe, services, judges, _check_of(recipe, services, cluster))
     placement = _placement(recipe, actor, critic_tenant, services, engines, log.notice, asleep=take_turns)
-    layout = _layout(recipe, prepared.flops, trainers.call("describe"))
+    ranks = trainers.call("describe")
+    for notice in kernel_notices(ranks):
+        log.notice(notice)
+    layout = _layout(recipe, prepared.flops, ranks)
     return Controller(
         recipe=recipe,
         trainers=trainers,

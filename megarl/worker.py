@@ -10,7 +10,7 @@ import functools
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -268,3 +268,20 @@ def _seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+def kernel_notices(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    """Name the trainers whose native layers use other kernels than trainer 0's; every rank tries the kernels by itself.
+
+    ranks: what each trainer's `describe` returned.
+    """
+    first: str = ranks[0]["kernels"]
+    others: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        if rank["kernels"] != first:
+            others.setdefault(rank["kernels"], []).append(number)
+    return [
+        f"trainers {numbers} compute with other kernels than trainer 0, so their sums are rounded otherwise. "
+        f"They: {text}. Trainer 0: {first}"
+        for text, numbers in others.items()
+    ]

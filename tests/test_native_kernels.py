@@ -16,6 +16,7 @@ from megarl.megatron import host_offsets, kernels, native_attention, native_expe
 from megarl.megatron.kernels import Kernel, description, grouped_gemm, packed_attention
 from megarl.megatron.native_attention import Attention, plan_chunks
 from megarl.megatron.native_experts import expert_linears, stacked
+from megarl.worker import kernel_notices
 
 CPU = torch.device("cpu")
 NONE = Kernel(None, "", "switched off")
@@ -250,3 +251,11 @@ def test_offsets_of_a_batch_are_not_read_from_the_device(monkeypatch: pytest.Mon
     assert host_offsets.host_offsets(known) == (0, 3, 7) and not reads
     assert [host_offsets.host_offsets(other) for _ in range(2)] == [(0, 3, 7)] * 2
     assert len(reads) == 1
+
+
+def test_ranks_with_other_kernels_are_named() -> None:
+    """Each rank tries the kernels by itself, and on one of them the try may fail."""
+    fused, plain = "attention by flash_attn", "attention by padded rectangles (out of memory)"
+    assert kernel_notices([{"kernels": fused}] * 3) == []
+    (notice,) = kernel_notices([{"kernels": text} for text in (fused, plain, fused, plain)])
+    assert "[1, 3]" in notice and plain in notice and fused in notice

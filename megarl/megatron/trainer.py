@@ -17,6 +17,7 @@ from megarl.config.schema import Recipe
 from megarl.megatron import checkpoint, export
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.heads import Head, PolicyHead
+from megarl.megatron.kernels import description
 from megarl.megatron.lora.peft import gathered, save_adapter
 from megarl.megatron.lora.proof import hold_to_merged
 from megarl.megatron.model import Model, build, parameters_on_rank
@@ -93,7 +94,14 @@ class Trainer:
             "parameters_on_rank": parameters_on_rank(self.model),
             "trained_parameters_on_rank": parameters_on_rank(self.model, trained=True),
             "can_offload": self.platform.can_offload,
+            "kernels": self._kernels(),
         }
+
+    def _kernels(self) -> str:
+        """Kernels of this rank's native layers; "" with layers of another library."""
+        config, device = self.model.config, self.platform.device()
+        native = self.platform.uses_native_layers
+        return description(device, self.model.dtype, experts=bool(config.num_moe_experts)) if native else ""
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight once, under its Hugging Face name, whole, on every rank. Collective: take all of them.
