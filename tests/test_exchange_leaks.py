@@ -36,6 +36,14 @@ def connections(port: int) -> int:
     return found
 
 
+def settled(port: int) -> int:
+    """`connections` once the sender's own is accepted: the socket that listens and both ends."""
+    deadline = time.monotonic() + 10
+    while connections(port) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return connections(port)
+
+
 def threads(before: set[threading.Thread]) -> list[str]:
     return [one.name for one in threading.enumerate() if one not in before and one.name.startswith(WATCH)]
 
@@ -89,7 +97,7 @@ def test_a_receiver_that_cannot_be_made(tmp_path, monkeypatch, fault):
     held = trainers()[0]
     sender = PlannedSender(session, 0, held.description, held.tensors, store)
     port, before = port_of(session, store), set(threading.enumerate())
-    mine = connections(port)
+    mine = settled(port)
     if fault == "thread":
         without_thread(monkeypatch, "megarl-pulse")
     else:
