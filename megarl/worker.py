@@ -276,12 +276,12 @@ def kernel_notices(ranks: Sequence[dict[str, Any]]) -> list[str]:
     ranks: what each trainer's `describe` returned.
     """
     first: str = ranks[0]["kernels"]
-    others: dict[str, list[int]] = {}
+    others: dict[str, list[int]] = {}  # numbers of trainers, by their kernels
     for number, rank in enumerate(ranks):
         if rank["kernels"] != first:
             others.setdefault(rank["kernels"], []).append(number)
     return [
         f"trainers {numbers} compute with other kernels than trainer 0, so their sums are rounded otherwise. "
-        f"They: {text}. Trainer 0: {first}"
+        f"Theirs: {text}. Trainer 0's: {first}"
         for text, numbers in others.items()
     ]

@@ -246,7 +246,9 @@ def _notes(recipe: Recipe, stages: list[Stage], kinds: list[Engine], model: dict
             f"Left out of megatron.extra, since only what adapts Megatron to the device knows them: {', '.join(unknown)}."
         )
     if "swap_optimizer" in unknown:
-        notes.append("With swap_optimizer, master weights and moments are on the host; its own parts were not run.")
+        notes.append(
+            "With swap_optimizer, master weights and moments are on the host; their bytes were not measured on a device."
+        )
     if recipe.exchange.transport == "device":
         notes.append(OF_CONNECTIONS)
     if number_of_experts(text_fields(model)):

@@ -13,10 +13,11 @@ from megarl import platform as platforms
 from megarl.checks.machine import Machine
 from megarl.commands.accept.bundle import VERDICT, write_bundle
 from megarl.commands.accept.catalogue import BUNDLE, BUNDLE_MINUTES, STAGES, Stage, shares, stage_numbers
-from megarl.commands.accept.result import FAIL, PASS, to_json, verdict_of, write_whole
+from megarl.commands.accept.result import FAIL, PASS, to_json, verdict_of
 from megarl.commands.accept.runner import RESULTS, read_results, run_stages
 from megarl.commands.accept.settings import FILE, Settings, parse_stages, read_settings, write_settings
 from megarl.config.errors import InputError, blaming_input
+from megarl.observe.files import write_whole
 from megarl.platform.found import torch_sees
 from megarl.platform.kinds import kind_of
 
@@ -121,7 +122,7 @@ def _resumed(options: Options) -> Settings:
     if options.stages is not None and not options.expect:
         again = parse_stages(options.stages, stage_numbers())
         kept = [result for result in results if result.number not in again]
-        write_whole(options.resume / RESULTS, to_json(kept))
+        write_whole(options.resume / RESULTS, to_json(kept).encode())
         settings = replace(settings, stages=tuple(sorted({*settings.stages, *again})))
         write_settings(options.resume, settings)
     return settings

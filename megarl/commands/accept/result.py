@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Final, Literal
 
 Verdict = Literal["PASS", "FAIL", "NOT RUN", "REPORT"]
@@ -149,13 +147,6 @@ def check_from_line(line: str) -> Check:
 def check_line(check: Check) -> str:
     """A check as a line of checks.jsonl."""
     return json.dumps(_finite(asdict(check)))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the former or the new text, never a part."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 def _finite(value: Any) -> Any:

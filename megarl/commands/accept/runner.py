@@ -21,10 +21,10 @@ from megarl.commands.accept.result import (
     from_json,
     judge,
     to_json,
-    write_whole,
 )
 from megarl.commands.accept.stage_main import ERROR
 from megarl.config.errors import InputError
+from megarl.observe.files import write_whole
 
 RESULTS, LOG = "results.json", "log.txt"
 STACK_SECONDS = 10.0  # left to processes to write their stacks; they end as soon as they have
@@ -63,7 +63,7 @@ def run_stages(directory: Path, stages: Sequence[Stage], ends: Mapping[int, floa
         results[stage.number] = run_stage(directory, stage, seconds)
         say(f"{results[stage.number].line()}, {results[stage.number].seconds:.0f} s")
         kept = [results[number] for number in sorted(results)]
-        write_whole(directory / RESULTS, to_json(kept))
+        write_whole(directory / RESULTS, to_json(kept).encode())
     return [results[stage.number] for stage in stages]
 
 

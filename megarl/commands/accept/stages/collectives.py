@@ -138,7 +138,7 @@ def _group(
 
 
 def _late(context: Context, label: str, timings: dict[int, Timing]) -> None:
-    """Check the rank that launches last against the median of the others; one that comes early makes nobody late."""
+    """Check the rank that launches last against the median of the others, so that one early rank is no failure."""
     last = max(timings, key=lambda rank: timings[rank].launch)
     others = [timing.launch for rank, timing in timings.items() if rank != last]
     behind = timings[last].launch - statistics.median(others) if others else 0.0
