@@ -299,6 +299,10 @@ def test_an_exchange_sends_what_is_planned() -> None:
     assert apart.parts == pytest.approx({"links": 1e6 / 1e8 + 3e6 / 1e9}), (
         "the rest over links, and fingerprints meanwhile"
     )
+    mapped = exchange(trainers(exchange__transport="ipc"), engines(), planned)
+    assert mapped.parts == pytest.approx({"links": 4e6 / 5e7 + 3e6 / 1e9, "host": 1.25e6 / 1e9}), (
+        "what stays on the node over its links; a quarter goes to another one, through the host"
+    )
     whole = exchange(trainers(2), engines(), None)
     size = 2 * (1600 + 2000)
     assert whole.parts == pytest.approx({"links": size / 2 / 1e9, "host": 2 * size / 1e9})

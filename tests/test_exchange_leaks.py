@@ -112,7 +112,7 @@ def test_a_receiver_that_cannot_be_made(tmp_path, monkeypatch, fault):
     sender.close()
 
 
-@pytest.mark.parametrize("place", ["expect_answers", "files"])
+@pytest.mark.parametrize("place", ["expect_answers", "handles"])
 def test_memory_of_buckets_that_cannot_be_offered(tmp_path, monkeypatch, place):
     """Its files have names still: nobody would take these away as long as this process lives."""
     made: list[Outbox] = []

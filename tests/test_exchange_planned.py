@@ -303,8 +303,9 @@ def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
         ({"exchange.transport": "device"}, "exchange.transport.*exchange.route=auto may send whole tensors"),
         (
             {"exchange.transport": "device", "exchange.route": "planned"},
-            "exchange.transport.*connects no two processes",
+            "exchange.transport.*connects no two processes.*exchange.transport=ipc",
         ),
+        ({"exchange.transport": "ipc"}, "exchange.transport.*exchange.route=auto may send whole tensors"),
         ({"exchange.directory": "x"}, "exchange.directory.*transport=auto nothing is written there"),
         ({"exchange.route": "export", "exchange.check_every": 5}, "exchange.check_every.*nothing to compare"),
         (

@@ -114,6 +114,24 @@ def test_buffers_are_those_of_the_route() -> None:
     assert totals(of(made, [stage()])["engine"])["weight_exchange"] == 120 + 3 * ENGINE.largest + (2 + 4) * mib
 
 
+def test_slots_on_devices_lie_there_in_every_phase() -> None:
+    """A trainer's four, and the four of an engine rank that passes buckets on."""
+    made, mib = recipe(), 2**20
+    before = totals(of(made, [stage()])["actor 0 + engine"])
+    made.exchange.route, made.exchange.transport = "planned", "ipc"
+    assert exchange_buffers(made, 3 * mib) == (6 + 4) * mib
+    after = totals(of(made, [stage()])["actor 0 + engine"])
+    others = before.keys() - {"weight_exchange"}
+    assert others and {phase: after[phase] - before[phase] for phase in others} == dict.fromkeys(others, 8 * mib)
+    made = recipe(placement="disaggregated")
+    made.exchange.route, made.exchange.transport = "planned", "ipc"
+    apart = of(made, [stage()])
+    assert totals(apart["engine"]) == {
+        "gen": 125 + 4 * mib,
+        "weight_exchange": 120 + ENGINE.largest + 4 * mib,
+    }
+
+
 def test_a_critic_lies_beside_the_stages_whose_devices_it_has() -> None:
     made = recipe()
     made.megatron.offload, made.critic.megatron.offload = False, True

@@ -93,6 +93,16 @@ def test_weights_from_device_to_device(quickstart_data: Path, reference: Path, t
         assert line["rollout/logprob_gap_max"] < 1e-3
 
 
+@pytest.mark.slow
+def test_weights_out_of_the_trainers_device_memory(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
+    """Every number is that of buckets in /dev/shm."""
+    more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
+    done = train(quickstart_data, tmp_path, "mapped", *more, "exchange.route=planned", "exchange.transport=ipc")
+    assert done.returncode == 0, done.stderr + done.stdout
+    own, other = without_times(metrics(tmp_path / "mapped")), without_times(metrics(reference))[:3]
+    assert own[1:] == other[1:]
+
+
 class TestReference:
     def test_metrics_are_complete_and_the_engine_agrees_with_the_trainer(self, reference: Path) -> None:
         lines = metrics(reference)

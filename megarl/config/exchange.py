@@ -53,8 +53,8 @@ def check_exchange(recipe: Recipe) -> None:
     reason = never_planned(recipe)
     if exchange.route == "planned" and reason is not None:
         raise RecipeError("exchange.route", reason, "set exchange.route=export, or auto", value=exchange.route)
-    if exchange.transport == "device":
-        _check_device(recipe)
+    if exchange.transport in ("device", "ipc"):
+        _check_on_devices(recipe)
     if exchange.directory is not None and exchange.transport != "files":
         what = f"with exchange.transport={exchange.transport} nothing is written there"
         raise RecipeError(
@@ -72,7 +72,7 @@ def check_exchange(recipe: Recipe) -> None:
         )
 
 
-def _check_device(recipe: Recipe) -> None:
+def _check_on_devices(recipe: Recipe) -> None:
     key, value = "exchange.transport", recipe.exchange.transport
     whole = never_planned(recipe)
     if whole is not None:
@@ -81,9 +81,10 @@ def _check_device(recipe: Recipe) -> None:
     if recipe.exchange.route != "planned":
         what = f"it carries planned slices alone, and exchange.route={recipe.exchange.route} may send whole tensors"
         raise RecipeError(key, what, "set exchange.route=planned, or exchange.transport=auto", value=value)
-    if recipe.cluster.placement == "colocated":
+    if value == "device" and recipe.cluster.placement == "colocated":
         what = "trainers and engines share devices, whose library connects no two processes of one device"
-        raise RecipeError(key, what, "set cluster.placement=disaggregated, or exchange.transport=auto", value=value)
+        remedy = "set cluster.placement=disaggregated, or exchange.transport=ipc, or auto"
+        raise RecipeError(key, what, remedy, value=value)
 
 
 def _check_silence(recipe: Recipe) -> None:

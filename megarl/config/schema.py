@@ -243,9 +243,10 @@ class ExchangeConfig:
         "merged: whole weights every time, which contain what adapters add. auto: adapters alone where the engines can hold "
         "them, else merged; a notice at the start says which, and why.",
     )
-    transport: Literal["auto", "shared_memory", "collective", "device", "files"] = key(
+    transport: Literal["auto", "shared_memory", "ipc", "collective", "device", "files"] = key(
         "auto",
-        "auto: shared memory for engines on the sending trainer's host, gloo for others; collective: gloo for all. device: "
+        "auto: shared memory for engines on the sending trainer's host, gloo for others; collective: gloo for all. ipc: as auto, "
+        "but planned slices stay in the trainers' device memory, which engines of the host map. device: "
         "planned slices from a device's memory to another's, over the collective library of these devices; for disaggregated engines. files: whole tensors, as "
         "safetensors in `directory`, where the last two versions can be looked at; slow, and export alone.",
     )

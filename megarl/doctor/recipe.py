@@ -17,7 +17,7 @@ from megarl.config.judge import JUDGE
 from megarl.config.schema import Recipe
 from megarl.engines.routes import check_route, route_here
 from megarl.engines.specs import fixed_models
-from megarl.exchange.session import EXPORT_SLOTS, PLANNED_SLOTS, SHARED
+from megarl.exchange.session import EXPORT_SLOTS, IN_HOST_MEMORY, PLANNED_SLOTS
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
 from megarl.preflight import STAGES, check_device, prepare_evaluation, prepare_training
@@ -67,7 +67,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         runs_dir=recipe.runs_dir,
         bucket_bytes=bucket_bytes,
         buckets=buckets,
-        shared_memory=recipe.exchange.transport in SHARED,
+        shared_memory=recipe.exchange.transport in IN_HOST_MEMORY,
         checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
         checkpoints=checkpoints_at_a_time(recipe),
         sandbox=runs[0] if runs else "",

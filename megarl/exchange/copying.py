@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import torch
 
 from megarl.exchange.boxes import ITEM_BYTES
-from megarl.exchange.fingerprint import PIECE, Fingerprint, Fingerprints, Passing
+from megarl.exchange.fingerprint import PIECE, Fingerprint, Fingerprints
 from megarl.exchange.plan import COPY, Stream
 
 _BUCKET = COPY.index("bucket")
@@ -72,7 +73,7 @@ class Boxes:
         if tensor(copies[0][1]).device == flat.device == _CPU:
             found = known or fingerprints.passing(memory)
             for at, part, piece in self._pieces(flat, copies, tensor):
-                if isinstance(found, Passing):
+                if not isinstance(found, Future):
                     found.reached(at)
                 piece.copy_(part)
             return written, found

@@ -14,7 +14,7 @@ from megarl.exchange.collective import BroadcastGroup
 from megarl.exchange.hops import Hop, Party, name_of
 from megarl.exchange.inbox import Inboxes, await_answers, expect_answers
 from megarl.exchange.session import PLANNED_SLOTS, ExchangeError, PlannedSession
-from megarl.exchange.slots import PrivateSlot, SharedSlot
+from megarl.exchange.slots import DeviceSlot, PrivateSlot, SharedSlot
 from megarl.platform import select
 
 Link = tuple[Party, int]  # whose memory, and which engine rank gets it over the network
@@ -26,6 +26,17 @@ class Held:
 
     slot: int
     memory: torch.Tensor  # uint8
+    network: torch.Tensor  # uint8, what crosses a network: `memory` itself, or its copy in the host's memory
+
+    def copy_to_network(self) -> None:
+        """After packing `memory`."""
+        if self.network is not self.memory:
+            self.network.copy_(self.memory)
+
+    def copy_from_network(self) -> None:
+        """After `network` has arrived."""
+        if self.network is not self.memory:
+            self.memory.copy_(self.network)
 
 
 @dataclass
@@ -48,11 +59,11 @@ class Outbox:
         hops = list(hops)
         self._local = sorted({reader for hop in hops for reader in hop.local})
         self._readers = sorted({reader for hop in hops for reader in hop.readers})
-        slots: list[SharedSlot | PrivateSlot] = [
-            SharedSlot(session.shm_dir) if self._local else PrivateSlot(select(session.device).device())
-            for _ in range(PLANNED_SLOTS if hops else 0)
-        ]
+        number = PLANNED_SLOTS if hops else 0
+        slots = [self._slot() for _ in range(number)]
         self._slots = slots
+        copies = isinstance(slots[0], DeviceSlot) and any(hop.remote is not None for hop in hops) if hops else False
+        self._copies = [PrivateSlot(select("cpu").device()) for _ in range(number if copies else 0)]
         self._free = list(range(len(slots)))
         self._in_flight: list[_InFlight] = []  # oldest first
         self._count = 0
@@ -62,16 +73,24 @@ class Outbox:
             for slot in slots:
                 slot.reserve(bucket_bytes)
             expect_answers(channel, party, self._readers)
-            if self._local:
-                channel.publish(files(party), [slot.name for slot in slots])
+            for reader in self._local:
+                channel.publish(
+                    handles(party, reader), [slot.handle() for slot in slots if not isinstance(slot, PrivateSlot)]
+                )
             undo.pop_all()
+
+    def _slot(self) -> SharedSlot | DeviceSlot | PrivateSlot:
+        session = self._session
+        if not self._local:
+            return PrivateSlot(select(session.network_device).device())
+        return DeviceSlot(select(session.device)) if session.stays_on_devices else SharedSlot(session.shm_dir)
 
     def connect(self, links: Mapping[Link, BroadcastGroup]) -> None:
         """Wait until the readers of this host have mapped the memory, whose files then need no name. `links`: of
         `form_links`, which from now on are this outbox's."""
         self._links = links
         names = ", ".join(self._session.names[reader] for reader in self._local)
-        self._channel.wait([mapped(self._party, reader) for reader in self._local], f"{names} to map shared memory")
+        self._channel.wait([mapped(self._party, reader) for reader in self._local], f"{names} to map its memory")
         for slot in self._slots:
             slot.unlink()
         self._inboxes = Inboxes(self._channel, self._readers, "engines to plan what they receive")
@@ -81,7 +100,8 @@ class Outbox:
         if not self._free:
             self._settle()
         number = self._free.pop(0)
-        return Held(number, self._slots[number].reserve(nbytes))
+        memory = self._slots[number].reserve(nbytes)
+        return Held(number, memory, self._copies[number].reserve(nbytes) if self._copies else memory)
 
     def send(self, held: Held, hop: Hop, header: dict[str, Any], what: str) -> None:
         """Announce a packed bucket. `header` has its `fingerprint`; `what` says in errors which one it is."""
@@ -96,7 +116,7 @@ class Outbox:
         broadcast = None
         if hop.remote is not None:
             self._inboxes.tell(hop.remote, {**told, "local": False})
-            broadcast = self._links[self._party, hop.remote].start(held.memory)
+            broadcast = self._links[self._party, hop.remote].start(held.network)
         self._in_flight.append(_InFlight(held, self._count, header["fingerprint"], what, hop, broadcast))
         self._count += 1
 
@@ -130,13 +150,13 @@ class Outbox:
         """Give memory and `links` back. Waits for nobody."""
         for link in self._links.values():
             link.close()
-        for slot in self._slots:
+        for slot in [*self._slots, *self._copies]:
             slot.close()
 
 
-def files(holder: Party) -> str:
-    """Where a holder says which files its memory is."""
-    return f"files/{holder[0]}{holder[1]}"
+def handles(holder: Party, reader: int) -> str:
+    """Where a holder says how engine rank `reader` maps its memory."""
+    return f"handles/{holder[0]}{holder[1]}/{reader}"
 
 
 def mapped(holder: Party, reader: int) -> str:
@@ -157,7 +177,7 @@ def form_links(
             if hop.remote is not None and party in (hop.holder, ("engine", hop.remote))
         }
     )
-    client, platform = session.open_store() if wanted else None, select(session.device)
+    client, platform = session.open_store() if wanted else None, select(session.network_device)
     links: dict[Link, BroadcastGroup] = {}
     with contextlib.ExitStack() as undo:  # those that were formed before one that could not be
         for holder, reader in wanted:

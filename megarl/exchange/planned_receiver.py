@@ -19,7 +19,7 @@ from megarl.exchange.copying import Boxes
 from megarl.exchange.fingerprint import Fingerprint, Fingerprints, VersionFingerprint
 from megarl.exchange.hops import Hop, Party, hops, name_of, of_holder
 from megarl.exchange.inbox import Answers, Inbox
-from megarl.exchange.outbox import Held, Outbox, files, form_links, mapped
+from megarl.exchange.outbox import Held, Outbox, form_links, handles, mapped
 from megarl.exchange.plan import Hosts, plan
 from megarl.exchange.session import AHEAD, ExchangeError, PlannedReport, PlannedSession, shown, stream_key
 from megarl.exchange.slots import MappedSlots
@@ -69,14 +69,15 @@ class PlannedReceiver:
         self._channel = Channel(session)
         self._slots = MappedSlots(session.shm_dir)
         # Said wherever memory is made: around a receiver vLLM has another default device.
-        self._device = select(session.device).device()
+        self._device = select(session.network_device).device()
+        self._platform = select(session.device)
         self._memories: dict[tuple[Party, int], torch.Tensor] = {}
         self._held: list[Description] = []
         self._need: Description | None = None
         self._boxes: dict[int, Boxes] | None = None  # by stream, once all is planned
         self._outbox: Outbox | None = None
         self._first: int | None = None  # version that was received first
-        self._fingerprints = Fingerprints()
+        self._fingerprints = Fingerprints(on_device=session.stays_on_devices)
         self._told: str | None = None  # where this rank said that it had loaded a version
         self._pulse = Pulse(self._channel, f"engine rank {name}")  # last: it has a thread and a connection
 
@@ -118,10 +119,23 @@ class PlannedReceiver:
         return boxes
 
     def _map(self, party: Party) -> None:
-        (names,) = self._channel.wait([files(party)], f"{name_of(party, self._session.names)} to share its memory")
-        for slot, name in enumerate(names):
-            self._memories[party, slot] = self._slots.memory((party, slot), name)
+        holder = name_of(party, self._session.names)
+        (found,) = self._channel.wait([handles(party, self.rank)], f"{holder} to share its memory")
+        for slot, handle in enumerate(found):
+            self._memories[party, slot] = self._open((party, slot), handle, holder)
         self._channel.publish(mapped(party, self.rank), True)
+
+    def _open(self, slot: tuple[Party, int], handle: Any, holder: str) -> torch.Tensor:
+        if not self._session.stays_on_devices:
+            return self._slots.memory(slot, handle)
+        try:
+            return self._platform.open_shared(handle)
+        except (RuntimeError, OSError) as error:
+            raise ExchangeError(
+                f"receiver {self.name!r} cannot map the device memory of {holder} ({error}). Devices must reach each other, and "
+                "containers share IPC and PID namespaces (docker run --ipc=host --pid=host); exchange.transport=auto goes "
+                "through the host's memory"
+            ) from error
 
     def begin(self, version: int) -> Examine | None:
         """`version` comes next. Returns what each parameter is to be shown to, once it is complete and before anything is
@@ -176,7 +190,7 @@ class PlannedReceiver:
         held = self._outbox.claim(nbytes) if stream in self._passed_on else None
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device) if held is None else held.memory
         group = self._links[party, self.rank]
-        return _Taken(header, party, memory, held, group.start(memory), group)
+        return _Taken(header, party, memory, held, group.start(memory if held is None else held.network), group)
 
     def _load(self, taken: _Taken, target: Target) -> None:
         assert self._boxes is not None and self._need is not None
@@ -188,6 +202,7 @@ class PlannedReceiver:
         times.append(time.perf_counter())
         known = None
         if taken.held is not None:  # nobody else gets what is not proven
+            taken.held.copy_from_network()
             known = self._fingerprints.beside(taken.memory)
             self._compare(known, taken, what)
             told = {key: header[key] for key in ("version", "stream", "bucket", "fingerprint")}
@@ -197,6 +212,8 @@ class PlannedReceiver:
         written, found = self._boxes[stream].unpack(bucket, taken.memory, target.tensor, self._fingerprints, known)
         times.append(time.perf_counter())
         value = self._compare(found, taken, what)
+        if header["local"]:
+            self._platform.synchronize()  # the holder packs there again as soon as it has the answer
         self._answers.tell(taken.party, header["count"], value)
         times.append(time.perf_counter())
         for parameter, elements in written:  # only now may anything be made of them

@@ -24,6 +24,7 @@ from megarl.exchange.hops import Party, of_holder
 from megarl.exchange.outbox import Held, Outbox, form_links
 from megarl.exchange.plan import Hosts, plan
 from megarl.exchange.session import (
+    ON_DEVICES,
     SHARED_MEMORY_DIR,
     ExchangeError,
     PlannedReport,
@@ -56,7 +57,7 @@ def meet(
     """Start a session, in the process of the trainers' rank 0: what everyone needs to take part, and its key-value store.
 
     `host`: this machine's address as all others reach it. `senders`: `host_id` of every trainer rank. `receivers`: (name,
-    `host_id`) of every engine rank. `device`: the kind that all of them compute on, of which `transport` "device" makes use.
+    `host_id`) of every engine rank. `device`: the kind that all of them compute on, of which the transports "device" and "ipc" make use.
     Raises ValueError where the transport cannot reach a receiver.
     """
     for sender in set(senders):
@@ -74,7 +75,7 @@ def meet(
         transport=transport,
         check_every=check_every,
         silence=silence,
-        device=device if transport == "device" else "cpu",
+        device=device if transport in ON_DEVICES else "cpu",
     )
     return session, store
 
@@ -111,7 +112,7 @@ class PlannedSender:
         self._channel = Channel(session, store)
         self._boxes: dict[int, Boxes] | None = None  # by stream, once all is planned
         self._outbox: Outbox | None = None
-        self._fingerprints = Fingerprints()
+        self._fingerprints = Fingerprints(on_device=session.stays_on_devices)
         self._first: int | None = None  # version that was sent first
         with contextlib.ExitStack() as undo:  # a thread and a connection each, should a later part fail
             vigil = None if store is None else Vigil(session, self._channel)
@@ -153,6 +154,8 @@ class PlannedSender:
             held = self._outbox.claim(size)
             times.append(time.perf_counter())
             found = boxes[number].pack(bucket, held.memory, tensors.__getitem__, self._fingerprints)
+            if self._hops[number].remote is not None:
+                held.copy_to_network()
             times.append(time.perf_counter())
             self._tell(version, last, totals)
             last = _Packed(number, bucket, held, found)

@@ -18,8 +18,10 @@ SHARED_MEMORY_DIR = "/dev/shm"
 # some are packed while engines take the others in.
 EXPORT_SLOTS, PLANNED_SLOTS = 2, 4
 AHEAD = 2  # buckets that are on their way to a receiver over a network at a time, the one that is being loaded included
-TRANSPORTS = ("auto", "shared_memory", "collective", "device", "files")
-SHARED = ("auto", "shared_memory")  # those by which ranks of a host read each other's memory
+TRANSPORTS = ("auto", "shared_memory", "ipc", "collective", "device", "files")
+IN_HOST_MEMORY = ("auto", "shared_memory")  # those by which ranks of a host read each other's files in /dev/shm
+SHARED = (*IN_HOST_MEMORY, "ipc")  # those by which ranks of a host read each other's memory, wherever it is
+ON_DEVICES = ("device", "ipc")  # those whose buckets lie in devices' memory
 _ABORT_CONNECT_SECONDS = 5.0
 
 
@@ -160,12 +162,25 @@ class PlannedSession(Meeting):
     transport: str  # as `exchange.transport`
     check_every: int
     silence: float
-    device: str = "cpu"  # whose memory buckets cross a network from; as `cluster.device` has it
+    device: str = (
+        "cpu"  # in whose memory buckets lie, as `cluster.device` has it; "cpu" unless the transport is of ON_DEVICES
+    )
 
     @property
     def shares_memory(self) -> bool:
         """Whether receivers map what a sender of their machine packs into."""
         return self.transport in SHARED
+
+    @property
+    def stays_on_devices(self) -> bool:
+        """Whether buckets reach the host's memory only where they go on to another machine."""
+        return self.transport == "ipc"
+
+    @property
+    def network_device(self) -> str:
+        """From whose memory buckets cross a network: NCCL and HCCL connect no two processes of one device, which `ipc` is
+        for, so that gloo has its own copy there."""
+        return self.device if self.transport == "device" else "cpu"
 
     @classmethod
     def from_json(cls, text: str) -> Self:

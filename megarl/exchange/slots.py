@@ -1,4 +1,4 @@
-"""Memory that the sender packs into and receivers of its host map: files in /dev/shm.
+"""Memory that the sender packs into and receivers of its host map: files in /dev/shm, or the sender's device memory.
 
 A slot's file has a name only until every receiver has mapped it; then it is unlinked, so its
 memory goes with the last process that maps it, however that process ends. For the moment before,
@@ -14,8 +14,11 @@ import mmap
 import os
 import uuid
 from collections.abc import Hashable
+from typing import Any
 
 import torch
+
+from megarl.platform import Platform
 
 _FILE_PREFIX = "megarl-weights-"
 
@@ -58,6 +61,10 @@ class SharedSlot:
         self._memory = torch.frombuffer(mmap.mmap(self._fd, size), dtype=torch.uint8)
         self._size = size
 
+    def handle(self) -> str:
+        """What a receiver opens it by."""
+        return self.name
+
     def unlink(self) -> None:
         """Take the file's name away: everyone who needs it has mapped it."""
         if self.path is not None:
@@ -69,6 +76,32 @@ class SharedSlot:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd, self._size, self._memory = -1, 0, torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
+class DeviceSlot:
+    """Memory of the sender's device, which receivers of its host map."""
+
+    name = ""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform, self._shareable = platform, platform.shareable_memory(1)
+
+    def reserve(self, size: int) -> torch.Tensor:
+        """uint8 [size]. Grows before receivers have mapped it, and not after."""
+        if size > len(self._shareable.memory):
+            self._shareable.close()
+            self._shareable = self._platform.shareable_memory(size)
+        return self._shareable.memory[:size]
+
+    def handle(self) -> dict[str, Any]:
+        """What one receiver opens it by, once."""
+        return self._shareable.handle()
+
+    def unlink(self) -> None:
+        """Nothing has a name."""
+
+    def close(self) -> None:
+        self._shareable.close()
 
 
 class PrivateSlot:
@@ -92,7 +125,7 @@ class PrivateSlot:
 
 
 class MappedSlots:
-    """The sender's slots as a receiver sees them: each file is mapped once."""
+    """The sender's slots as a receiver sees them: each is mapped once."""
 
     def __init__(self, shm_dir: str) -> None:
         self._dir = shm_dir

@@ -294,11 +294,12 @@ class Step:
         return {name: (cost + moved(self.actor)).seconds * factor for name, cost in costs.items()}
 
     def _of_exchange(self, planned: Links | None) -> str:
-        way = "from device to device" if self.recipe.exchange.transport == "device" else "through the host's memory"
-        ways = {
+        ways = {"device": "from device to device", "ipc": "out of the trainers' device memory"}
+        way = ways.get(self.recipe.exchange.transport, "through the host's memory")
+        routes = {
             "planned": f"planned copies, {way}",
             "adapters": "adapters alone, through the host's memory",
             "export": "every trainer gathers every weight, rank 0 sends",
         }
-        how = ways[planned.route if planned else "export"]
+        how = routes[planned.route if planned else "export"]
         return f"{self.device.link_share:.0%} of links; {how}"

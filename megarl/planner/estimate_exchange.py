@@ -22,7 +22,8 @@ def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cos
     Planned: through the host's memory, out of the device that sends the most and into the one that receives the most; what
     goes to another node, through the hosts' own interfaces, of which each carries an equal part. From device to device: over the
     links between them and the devices' network, as much of it as of all bytes, and each side
-    reads what it has in the host, for fingerprints, meanwhile. Else as mbridge exports: every trainer gathers every weight, rank 0
+    reads what it has in the host, for fingerprints, meanwhile. Over IPC: over the links between devices, also for what stays on
+    a device, and through the hosts to other nodes. Else as mbridge exports: every trainer gathers every weight, rank 0
     hands them over through the host's memory, and gloo brings them from node to node through the hosts' own network
     interfaces (`export_host_seconds`); none of it at the same time.
     """
@@ -35,6 +36,11 @@ def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cos
             links += most * (1 - outside) / (device.link * device.link_share)
             return Cost(links=links, host=max(0.0, host_seconds(device, most) - links))
         links = host_network_seconds(device, planned.between_nodes / _nodes(trainers))
+        if trainers.recipe.exchange.transport == "ipc":
+            outside = planned.between_nodes / planned.total if planned.total else 0.0
+            most = max(planned.sent, planned.received)
+            links += most * (1 - outside) / (device.link * device.link_share)
+            return Cost(links=links, host=host_seconds(device, outside * (planned.sent + planned.received)))
         return Cost(links=links, host=host_seconds(device, planned.sent + planned.received))
     whole = float(trainers.shape.total * trainers.number)
     links = ring_seconds(device, whole, trainers.world)

@@ -16,7 +16,7 @@ from megarl.cluster.placement import Demand
 from megarl.config.exchange import planned_by_recipe, wants_adapters
 from megarl.config.schema import Recipe
 from megarl.engines.specs import fixed_models
-from megarl.exchange.session import PLANNED_SLOTS, SHARED
+from megarl.exchange.session import IN_HOST_MEMORY, PLANNED_SLOTS
 from megarl.planner.places import ROLLOUT, Turns, slots
 from megarl.planner.plan import EngineRank, HostUse, Refusal
 from megarl.planner.stages import Stage
@@ -137,7 +137,7 @@ def _trainer(tenants: Tenants, turns: Turns, stage: Stage, rank: int) -> dict[st
         parts[SWAPPED] = held.on_host + (held.states_pinned if swapped else 0)
     if stage.role == "actor" and runs_reference_pass(tenants.recipe.algorithm):
         parts[REFERENCE] = held.reference_pinned
-    sends = tenants.recipe.train.source == "rollout" and tenants.recipe.exchange.transport in SHARED
+    sends = tenants.recipe.train.source == "rollout" and tenants.recipe.exchange.transport in IN_HOST_MEMORY
     if stage.role == "actor" and sends and (rank == 0 or planned_by_recipe(tenants.recipe)):
         parts[SHARED_MEMORY] = slots(tenants.recipe, tenants.largest)
     return parts
@@ -147,7 +147,7 @@ def _engine(tenants: Tenants, turns: Turns) -> dict[str, int]:
     recipe, rank, parts = tenants.recipe, tenants.engines.get(ROLLOUT), {}
     if rank is not None and turns.sleeps and (tenants.keeps_weights or wants_adapters(recipe)):
         parts[ASLEEP] = rank.asleep
-    if planned_by_recipe(recipe) and recipe.exchange.transport in SHARED:  # of ranks that pass buckets on
+    if planned_by_recipe(recipe) and recipe.exchange.transport in IN_HOST_MEMORY:  # of ranks that pass buckets on
         parts[SHARED_MEMORY] = PLANNED_SLOTS * recipe.exchange.bucket_mb * 2**20
     return parts
 

@@ -7,7 +7,7 @@ compute sleeps, or leaves the device where `megatron.offload` says so, or stays.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from megarl.algorithms.objective import runs_old_log_prob_pass, runs_reference_p
 from megarl.config.critic import critic_view
 from megarl.config.exchange import planned_by_recipe
 from megarl.config.schema import Recipe
-from megarl.exchange.session import AHEAD, EXPORT_SLOTS, PLANNED_SLOTS
+from megarl.exchange.session import AHEAD, EXPORT_SLOTS, ON_DEVICES, PLANNED_SLOTS
 from megarl.model_config import text_fields
 from megarl.planner.libraries import NOT_COUNTED, Libraries
 from megarl.planner.plan import EngineRank, Place, Use
@@ -26,6 +26,7 @@ from megarl.planner.turns import leaves, takes_turns
 from megarl.platform.memory import swapped_parts
 
 ROLLOUT = "rollout"
+EXCHANGED = "exchange buffers"
 
 
 def swaps_of(recipe: Recipe) -> dict[str, int | None]:
@@ -44,11 +45,11 @@ def exchange_buffers(recipe: Recipe, largest: int) -> int:
 
     Exported: a bucket of tensors waits to be packed beside. Planned: a bucket is packed at a time; updates that are held
     to the export, the first among them, also make it, one tensor after the other. What buckets are packed into (`slots`)
-    lies in the host's memory, unless they go from device to device.
+    lies in the host's memory, unless the transport is of ON_DEVICES.
     """
     bucket, gathered = recipe.exchange.bucket_mb * 2**20, 2 * largest
     on_device = max(bucket, gathered) if planned_by_recipe(recipe) else bucket + gathered
-    there = recipe.cluster.device == "cpu" or recipe.exchange.transport == "device"
+    there = recipe.cluster.device == "cpu" or recipe.exchange.transport in ON_DEVICES
     return on_device + (slots(recipe, largest) if there else 0)
 
 
@@ -92,17 +93,15 @@ def places(
     policy = engines.get(ROLLOUT)
     for tenants, count in _together(recipe, stages, policy, turns):
         beside = unknown.get(ROLLOUT) if turns.colocated and (policy is None or policy in tenants) else None
-        uses = _beside(on.uses(tenants), libraries.of(tenants))
+        uses = _with_slots(recipe, tenants, _beside(on.uses(tenants), libraries.of(tenants)))
         found.append(Place(" + ".join(_name(one) for one in tenants), count, uses, beside))
     for section, engine in engines.items():
         if section == ROLLOUT and turns.colocated:
             continue
         uses = [Use("gen" if section == ROLLOUT else section, _sampling(engine))]
         if section == ROLLOUT:
-            uses.append(
-                Use("weight_exchange", {**_sampling(engine, steps=False), "exchange buffers": on.loading(engine)})
-            )
-            uses = _beside(uses, libraries.of([engine]))
+            uses.append(Use("weight_exchange", {**_sampling(engine, steps=False), EXCHANGED: on.loading(engine)}))
+            uses = _with_slots(recipe, [engine], _beside(uses, libraries.of([engine])))
         name = "engine" if section == ROLLOUT else section
         found.append(Place(name, engine.devices, uses, unknown.get(section)))
     return found
@@ -111,6 +110,16 @@ def places(
 def _beside(uses: Iterable[Use], constant: Mapping[str, int]) -> list[Use]:
     """`uses` with what lies there in every phase."""
     return [Use(use.phase, {**use.parts, **constant}) for use in uses]
+
+
+def _with_slots(recipe: Recipe, tenants: Sequence[Stage | EngineRank], uses: list[Use]) -> list[Use]:
+    """`uses` with the slots of a transport of ON_DEVICES, which stay on the device between updates: of an actor's rank, and of
+    an engine's, which may pass buckets on."""
+    senders = sum(not isinstance(one, Stage) or one.role == "actor" for one in tenants)
+    if recipe.exchange.transport not in ON_DEVICES or recipe.cluster.device == "cpu" or not senders:
+        return uses
+    kept = {EXCHANGED: senders * PLANNED_SLOTS * recipe.exchange.bucket_mb * 2**20}
+    return [use if EXCHANGED in use.parts else Use(use.phase, {**use.parts, **kept}) for use in uses]
 
 
 def _name(tenant: Stage | EngineRank) -> str:
@@ -170,10 +179,10 @@ class _Device:
     def loading(self, engine: EngineRank) -> int:
         """Bytes that an engine takes beside its weights while new ones come: a layer that is laid out anew. Planned, a
         layer of each of the trainers' stages, whose buckets come in turns, and the bucket whose boxes are copied there; from
-        device to device, those that are on their way, and those that it passes on."""
+        device to device, those that are on their way, and those that it passes on; over IPC, the latter."""
         if not planned_by_recipe(self.recipe):
             return engine.largest
-        buckets = AHEAD + PLANNED_SLOTS if self.recipe.exchange.transport == "device" else 1
+        buckets = {"device": AHEAD + PLANNED_SLOTS, "ipc": PLANNED_SLOTS}.get(self.recipe.exchange.transport, 1)
         return (
             engine.largest * self.recipe.megatron.pipeline_parallel + self.recipe.exchange.bucket_mb * 2**20 * buckets
         )
@@ -215,10 +224,10 @@ class _Device:
             lies = {"weights": stage.held.weights + stage.held.buffers}
         else:
             lies = self._resident(stage)
-        lies = {**self._others(stages, ("actor",)), **lies, "exchange buffers": self.exchanged}
+        lies = {**self._others(stages, ("actor",)), **lies, EXCHANGED: self.exchanged}
         if engine is None:
             return lies
-        lies["exchange buffers"] += self.loading(engine)
+        lies[EXCHANGED] += self.loading(engine)
         cache = {} if self.turns.sleeps else {"KV cache": engine.cache or 0}
         return {**lies, "engine weights": engine.weights, **cache}
 

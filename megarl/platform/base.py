@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from megarl.platform.device_kind import DeviceKind
+    from megarl.platform.ipc import Shareable
 
 
 class Profiler(Protocol):
@@ -130,6 +131,15 @@ class Platform(ABC):
     def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         """A group of processes (a c10d backend, outside of torch's default group) that broadcast tensors of this device to
         each other. `timeout`: of a collective. Blocks until all have come, or returns before, as the library does."""
+
+    @abstractmethod
+    def shareable_memory(self, size: int) -> Shareable:
+        """Allocate `size` bytes on this process's device that other processes of the machine can map."""
+
+    @abstractmethod
+    def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
+        """Map memory of another process on this machine: uint8 [size]. `handle`: of `Shareable.handle`, made for this process.
+        Raises RuntimeError or OSError where it cannot be mapped."""
 
     def abort_collective(self, group: Any) -> None:
         """Call off what `group` has under way, where its library can: the other end is gone."""

@@ -23,6 +23,7 @@ import torch.utils._device
 
 from megarl.platform import cpu_kind
 from megarl.platform.base import Platform
+from megarl.platform.ipc import HostMemory, open_host_memory
 
 CPU = torch.device("cpu")
 
@@ -68,6 +69,12 @@ class CPUPlatform(Platform):
         import torch.distributed as dist
 
         return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def shareable_memory(self, size: int) -> HostMemory:
+        return HostMemory(size)
+
+    def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
+        return open_host_memory(handle)
 
     def peak_memory(self) -> float:
         unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB on Linux

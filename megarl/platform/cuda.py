@@ -13,6 +13,7 @@ import torch
 
 from megarl.platform.base import Platform
 from megarl.platform.cuda_kind import CUDA, installation_notices
+from megarl.platform.ipc import DeviceMemory, open_device_memory, without_expandable_segments
 
 
 class CUDAPlatform(Platform):
@@ -77,6 +78,13 @@ class CUDAPlatform(Platform):
 
     def abort_collective(self, group: Any) -> None:
         group.abort()
+
+    def shareable_memory(self, size: int) -> DeviceMemory:
+        with without_expandable_segments("PYTORCH_CUDA_ALLOC_CONF", torch._C._accelerator_setAllocatorSettings):
+            return DeviceMemory(torch.empty(size, dtype=torch.uint8, device=self.device()), "_share_cuda_")
+
+    def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
+        return open_device_memory(handle, self.device(), "_new_shared_cuda")
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()

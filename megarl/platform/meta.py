@@ -67,6 +67,12 @@ class MetaPlatform(Platform):
     def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         raise NotImplementedError("tensors without memory have nothing to send")
 
+    def shareable_memory(self, size: int) -> Any:
+        raise NotImplementedError("tensors without memory have nothing to share")
+
+    def open_shared(self, handle: dict[str, Any]) -> Any:
+        raise NotImplementedError("tensors without memory have nothing to share")
+
     def empty_cache(self) -> None:
         """Nothing is cached."""
 

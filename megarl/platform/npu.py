@@ -15,6 +15,7 @@ import torch
 
 from megarl.platform import mindspeed
 from megarl.platform.base import Platform, Profiler
+from megarl.platform.ipc import DeviceMemory, open_device_memory, without_expandable_segments
 from megarl.platform.mindspeed_ops import build_in_turn, separate_build_folder
 from megarl.platform.npu_kind import NPU
 from megarl.platform.tracing import TraceOptions
@@ -129,6 +130,13 @@ class NPUPlatform(Platform):
     def abort_collective(self, group: Any) -> None:
         group.clear_workmeta_list()  # else the group's watchdog would find an error, and end the process
         group.abort_hccl_comm("the other end of a weight exchange is gone")
+
+    def shareable_memory(self, size: int) -> DeviceMemory:
+        with without_expandable_segments("PYTORCH_NPU_ALLOC_CONF", torch.npu.memory._set_allocator_settings):
+            return DeviceMemory(torch.empty(size, dtype=torch.uint8, device=self.device()), "_share_npu_")
+
+    def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
+        return open_device_memory(handle, self.device(), "_new_shared_npu")
 
     def empty_cache(self) -> None:
         torch.npu.empty_cache()
