@@ -20,10 +20,10 @@ ROOT = Path(__file__).parent.parent
 
 
 class TrainersFailed(RuntimeError):
-    """What each rank said; None of one that died."""
+    """What each rank said; None of one that died, whose log's end is among `logs`."""
 
-    def __init__(self, errors: list[str | None]) -> None:
-        super().__init__(str(errors))
+    def __init__(self, errors: list[str | None], logs: list[str]) -> None:
+        super().__init__("\n".join([str(errors), *logs]))
         self.errors = errors
 
 
@@ -83,7 +83,8 @@ class Trainers:
         answers = [pickle.loads(self._store.get(key)) if one else None for key, one in told]  # noqa: S301 -- our own
         errors = [None if answer is None else answer[0] for answer in answers]
         if None in answers or any(errors):
-            raise TrainersFailed(errors)
+            lost = [log.read_text()[-2000:] for log, answer in zip(self.logs, answers, strict=True) if answer is None]
+            raise TrainersFailed(errors, lost)
         return [answer[1] for answer in answers]
 
     def close(self) -> None:

@@ -145,14 +145,24 @@ def read_checks(folder: Path) -> list[Check]:
 
 
 def dump_stacks(root: int) -> None:
-    """Let the Python processes below and including `root` write the stacks of their threads to their logs, and end."""
+    """Let the Python processes below and including `root` write the stacks of their threads to their logs, and end.
+
+    One after the other, while the rest is stopped: two that write to one log at once mix their lines, and a parent that goes on
+    reacts to its child's death."""
     processes = [pid for pid in descendants(root) if _is_python(pid)]
     for pid in processes:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGABRT)  # faulthandler writes stacks of all threads
+        _signal(pid, signal.SIGSTOP)
     deadline = time.monotonic() + STACK_SECONDS
-    while time.monotonic() < deadline and any(_alive(pid) for pid in processes):
-        time.sleep(_POLL)
+    for pid in processes:
+        _signal(pid, signal.SIGABRT)  # faulthandler writes stacks of all threads
+        _signal(pid, signal.SIGCONT)
+        while time.monotonic() < deadline and _alive(pid):
+            time.sleep(_POLL)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended, or is another user's
+        os.kill(pid, number)
 
 
 def descendants(root: int) -> list[int]:
