@@ -178,8 +178,8 @@ class PlannedSession(Meeting):
 
     @property
     def network_device(self) -> str:
-        """From whose memory buckets cross a network: NCCL and HCCL connect no two processes of one device, which `ipc` is
-        for, so that gloo has its own copy there."""
+        """From whose memory buckets cross a network. Devices' collective libraries connect no two processes of one device,
+        which `ipc` is for: gloo has a copy in the host's memory there."""
         return self.device if self.transport == "device" else "cpu"
 
     @classmethod
