@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn, Optional
 
 import typer
 
+from megarl.commands import plan_options
 from megarl.config.errors import InputError, RecipeError, blaming_input
 from megarl.data.command import app as data_app
 
@@ -203,69 +204,41 @@ def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
     model: Model = None,
-    device: Annotated[
-        Optional[str], typer.Option(help="Device, e.g. 910B, H100. Unset: that of the `Hardware` in the recipe's head.")
-    ] = None,
-    memory: Annotated[Optional[float], typer.Option(help="Its memory in GiB, in place of --device.", min=0)] = None,
-    host_memory: Annotated[
-        Optional[float], typer.Option(help="GiB of a machine's host, in place of the device's.", min=0)
-    ] = None,
-    devices: Annotated[
-        Optional[Path], typer.Option(metavar="FILE", help="YAML with devices of your own: docs/planner.md.")
-    ] = None,
-    calibration: Annotated[
-        Optional[Path],
-        typer.Option(metavar="FILE", help="Rates and factors that the device reached: of --calibrate or accept."),
-    ] = None,
-    response: Annotated[
-        Optional[float],
-        typer.Option(
-            metavar="TOKENS", help="Mean response that seconds are estimated for; unset: half of the longest."
-        ),
-    ] = None,
-    calibrate: Annotated[
-        Optional[Path], typer.Option(metavar="RUN", help="Fit the device to a run of this recipe, and show how well.")
-    ] = None,
-    out: Annotated[
-        Optional[Path], typer.Option(metavar="FILE", help="With --calibrate: the fit, for --calibration.")
-    ] = None,
-    html: Annotated[Optional[Path], typer.Option(metavar="FILE", help="Also write the plan as a page.")] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The whole plan as an object, in place of the tables.")
-    ] = False,
-    strict: Annotated[
-        bool,
-        typer.Option("--strict", help="Refuse what cannot be checked here, e.g. data that is not on this machine."),
-    ] = False,
-    search: Annotated[
-        bool, typer.Option("--search", help="Look for the fastest layouts that fit, in place of the recipe's own.")
-    ] = False,
-    seconds: Annotated[
-        Optional[float], typer.Option(help="With --search: how long to look; unset: 120.", min=1)
-    ] = None,
+    device: plan_options.DeviceName = None,
+    memory: plan_options.Memory = None,
+    host_memory: plan_options.HostMemory = None,
+    devices: plan_options.DevicesFile = None,
+    calibration: plan_options.CalibrationFile = None,
+    response: plan_options.Response = None,
+    calibrate: plan_options.CalibratedRun = None,
+    out: plan_options.FittedFile = None,
+    html: plan_options.Page = None,
+    as_json: plan_options.AsJson = False,
+    strict: plan_options.Strict = False,
+    search: plan_options.Search = False,
+    seconds: plan_options.Seconds = None,
     debug: Debug = False,
 ) -> int:
     """What every device of the recipe holds in each phase of a step, and for how long, without any device. Exit status 1 where memory is too small."""
     from megarl.planner.command import plan as count
+    from megarl.planner.options import Options
 
-    return count(
-        recipe,
-        overrides or [],
-        model=model,
+    options = Options(
         device=device,
         memory=memory,
         host_memory=host_memory,
-        as_json=as_json,
         devices=devices,
         calibration=calibration,
         response=response,
         calibrate=calibrate,
         out=out,
         html=html,
+        as_json=as_json,
         strict=strict,
         search=search,
         seconds=seconds,
     )
+    return count(recipe, overrides or [], options, model)
 
 
 @app.command()

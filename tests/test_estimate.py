@@ -12,9 +12,10 @@ import pytest
 from megarl import model_configs
 from megarl.config.load import load_recipe
 from megarl.planner.estimate import estimate
-from megarl.planner.estimate_table import estimate_lines
+from megarl.planner.estimate_table import seconds_columns
 from megarl.planner.plan import Links
 from megarl.platform.devices import device_named
+from tests import plans
 from tests.estimate_cases import QWEN, rank, recipe
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +127,6 @@ def test_recipes_of_each_kind_are_estimated(name: str) -> None:
     found = estimate(load_recipe(path, []), model, model, device_named("910B"))
     assert 0 < found.seconds < 86_400 and found.tokens_per_micro_batch > 1
     assert all(phase.seconds > 0 and phase.bound and phase.assumed for phase in found.phases)
-    lines = estimate_lines(found)
-    assert max(map(len, lines)) <= 100 and lines[0].startswith("Estimated")
-    for phase in found.phases:
-        assert any(line.split()[:1] == [phase.name] for line in lines), phase.name
+    phases, *columns = seconds_columns(replace(plans.BARE, estimate=found))
+    assert phases == ["phase", *(phase.name for phase in found.phases), "step"]
+    assert all(len(column) == len(phases) for column in columns)

@@ -23,7 +23,7 @@ from megarl.planner.counts import Activations, Held, Phase, phases
 from megarl.planner.libraries import NOT_COUNTED
 from megarl.planner.live import Live
 from megarl.planner.nearest import Nearest
-from megarl.planner.options import device_of
+from megarl.planner.options import Options, device_of
 from megarl.planner.plan import Proposal
 from megarl.planner.stages import Counted, Stage, built_from, stages, stages_of
 from megarl.planner.workload import Workload, first_ranks, image_grid, image_tokens, largest
@@ -188,9 +188,6 @@ def test_live_memory_counts_each_memory_once_while_it_is_there() -> None:
     assert weight.grad is not None and live.peak >= live.kept + weight.grad.nbytes
 
 
-COMMON: dict[str, Any] = {"model": None, "device": None, "as_json": False}
-
-
 def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Colocated with what sleeps, a trainer alone has 151 GiB, and the optimizer's step 50 beside."""
     held, beyond = (type(one)(**{k: v << 30 for k, v in asdict(one).items()}) for one in (HELD, BEYOND))
@@ -204,8 +201,8 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr("megarl.planner.build._libraries", lambda *_: NOT_COUNTED)
     stopped = True
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
-    assert plan(path, [], memory=151 + 50, **COMMON) == 0
-    assert plan(path, [], memory=151 + 48, **COMMON) == 1
+    assert plan(path, [], Options(memory=151 + 50)) == 0
+    assert plan(path, [], Options(memory=151 + 48)) == 1
     printed = capsys.readouterr().out
     assert "2.0 short" in printed and "actor 0 needs 201.0 GiB in update_actor, Adam: optimizer 90.0" in " ".join(
         printed.split()
@@ -225,7 +222,7 @@ def test_what_was_not_counted_is_not_said_to_fit(
     monkeypatch.setattr("megarl.planner.build._libraries", lambda *_: NOT_COUNTED)
     monkeypatch.setattr("megarl.planner.build._hosts", lambda *_: [])
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
-    assert plan(path, [], memory=3, **COMMON) == 0
+    assert plan(path, [], Options(memory=3)) == 0
     printed = capsys.readouterr().out
     assert "not known" in printed and " left" not in printed and "Activations are not known: images." in printed
 

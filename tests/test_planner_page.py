@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from megarl.engines.routes import Route
 from megarl.planner import drawing
+from megarl.planner.estimate_table import remarks, seconds_columns
 from megarl.planner.page import render, verdict, write_page
-from megarl.planner.plan import PhaseTime, Place, Plan, Proposal, Refusal, Use
+from megarl.planner.plan import HostUse, PhaseTime, Place, Plan, Proposal, Refusal, Use, Variable
+from megarl.planner.show import host_columns
+from megarl.planner.spread import Ratios, spreads
 from megarl.planner.units import GIB, Unit
 from tests import plans
 from tests.test_observe_report import EVIL, Page
@@ -212,7 +216,7 @@ def test_without_an_estimate_a_pipeline_is_an_example(tmp_path: Path) -> None:
 def test_phases_stand_where_they_begin(tmp_path: Path) -> None:
     """One behind the other, or beside it; each cut into what its seconds are spent on."""
     page = read(plans.LARGE, tmp_path)
-    assert "none of it is measured" in words(page) and "35 % of 376 TFLOP/s; the bubble of 8 stages" in words(page)
+    assert "none of it is measured" in words(page) and "assumed for update_actor: the bubble of 8 stages" in words(page)
     chart = drawing.time(plans.ESTIMATE)
     assert chart.line is not None
     a_second = chart.line / plans.ESTIMATE.seconds
@@ -233,6 +237,46 @@ def test_engines_stand_in_a_table(tmp_path: Path) -> None:
     teacher = replace(plans.LARGE.engine, parameters=7_615_616_512, devices=2, cache=None, sequences=None)
     text = words(read(replace(plans.LARGE, readers={"teacher": teacher}), tmp_path))
     assert "rollout1" + "11,000,000,000" in text.replace(" ", "") and "teacher27,615,616,512" in text.replace(" ", "")
+
+
+def test_hosts_routes_and_ranges_are_there_as_on_the_console(tmp_path: Path) -> None:
+    """Every figure that the console prints of them, and the machine with too little marked."""
+    hosts = [
+        HostUse("node 0", 1, {"offloaded": 160 * GIB, "asleep": 459 * GIB}),
+        HostUse("nodes 1-15", 15, {"offloaded": 700 * GIB, "asleep": 459 * GIB}),
+    ]
+    routes = [
+        Route("planned", "exchange.route=auto", "CANN 9", "slow at first"),
+        Route("none", "too old", "CANN 8"),
+        Route("planned", "x", "CANN 10"),
+    ]
+    ratios = [Ratios("run of A", True, {"gen": 2.0, "step": 1.0}), Ratios("run of B", True, {"gen": 8.0})]
+    plan = replace(
+        plans.LARGE,
+        device=replace(plans.DEVICE, host_memory=1024.0),
+        hosts=hosts,
+        routes=routes,
+        estimate=replace(plans.ESTIMATE, weights={"planned": 13.1, "export": 223.0}),
+        spread=spreads(plans.ESTIMATE, experts=True, ratios=ratios),
+        compared=["run of A", "run of B"],
+        alike="with experts",
+        environment=[Variable("engines", "HCCL_BUFFSIZE", "240", "needs it")],
+    )
+    page = read(plan, tmp_path)
+    text = words(page)
+    for column in [*host_columns(hosts, 1024.0), *seconds_columns(plan)]:
+        assert all(cell in text for cell in column), column
+    html = (tmp_path / "plan.html").read_text()
+    assert re.findall(r'<td class="fault">([^<]*)<', html) == ["135.0 short"]
+    for expected in (
+        "Weight route: planned on CANN 9",
+        "exchange.route=auto; slow at first. No route was measured on a device yet",
+        "elsewhere: none on CANN 8: too old",
+        "engines: HCCL_BUFFSIZE=240 (needs it)",
+        *remarks(plan),
+    ):
+        assert expected in text, expected
+    assert re.search(r"export\s*223 s\s*planned\s*13.1 s", text) and "CANN 10" not in text
 
 
 def test_the_page_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from megarl.planner.command import with_estimate
+from megarl import model_configs
 from megarl.planner.document import ratios
 from megarl.planner.estimate import estimate
-from megarl.planner.estimate_table import estimate_lines, seconds, spread_lines
-from megarl.planner.plan import Estimate, PhaseTime
-from megarl.planner.show import seconds_lines
+from megarl.planner.estimate_table import remarks, seconds, seconds_columns
+from megarl.planner.plan import Estimate, PhaseTime, Plan
 from megarl.planner.spread import RATIOS, Ratios, published_ratios, ratios_of, spreads
+from megarl.planner.tables import transposed
+from megarl.planner.timed import with_estimate
 from tests import plans
 from tests.estimate_cases import DEVICE, QWEN, recipe
 
@@ -63,18 +64,57 @@ def test_the_package_has_the_ratios_of_the_published_runs() -> None:
     assert deepseek.experts and deepseek.of["gen"] == pytest.approx(482.2 / 94.1, rel=0.01)
 
 
-def test_the_console_shows_range_and_calibration() -> None:
+def table(plan: Plan) -> dict[str, dict[str, str]]:
+    """Cells of the table of seconds, by phase and head."""
+    head, *rows = transposed(seconds_columns(plan))
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+def test_factor_expected_seconds_and_range_stand_beside_the_raw_ones() -> None:
+    """Raw x factor is what is expected; the runs that the factor is of are named."""
+    estimate = replace(of(("gen", 10, None), ("update_actor", 10, None)), seconds=20.0)
+    spread = spreads(estimate, experts=True, ratios=KNOWN[:3])
+    plan = replace(plans.LARGE, estimate=estimate, spread=spread, compared=["a", "b", "c"], alike="with experts")
+    cells = table(plan)
+    assert list(cells["gen"].values()) == ["gen", "10.0 s", "4.00", "40.0 s", "20.0 s to 80.0 s", "3", "x"]
+    assert cells["step"]["raw"] == "20.0 s" and cells["step"]["range"] == "35.0 s to 120 s"
+    text = " ".join(remarks(plan))
+    assert "3 published runs of models with experts: a; b; c." in text and "Nothing was measured" in text
+    assert "other models alone" not in text
+
+
+def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once() -> None:
+    """The 32 billion of Qwen3-32B are the one dense run; DeepSeek-V3 was published twice."""
+    made = recipe()
+    dense = with_estimate(plans.BARE, made, {"rollout": QWEN}, DEVICE, DEVICE, None)
+    assert table(dense)["gen"]["range"] == "–" and table(dense)["gen"]["runs"] == "1" and dense.without_own is None
+    deepseek = model_configs.read("DeepSeek-V3")
+    plan = with_estimate(plans.BARE, made, {"rollout": deepseek}, DEVICE, DEVICE, None)
+    assert plan.own_runs == [run for run in plan.compared if run.startswith("DeepSeek-V3")] and len(plan.own_runs) == 2
+    assert plan.without_own is not None and plan.without_own.high < plan.spread[-1].high
+    (line,) = (line for line in remarks(plan) if line.startswith("by the 2 runs of other models"))
+    assert seconds(plan.without_own.typical) in line and plan.own_runs[0] in line
+
+
+def test_a_calibration_stands_beside_the_raw_seconds() -> None:
     made = recipe()
     plan = with_estimate(plans.BARE, made, {"rollout": QWEN}, DEVICE, DEVICE, None)
     assert plan.estimate is not None and plan.spread[-1].name == "step"
-    lines = seconds_lines(plan)
-    assert any(line.startswith("Never measured") for line in lines)
-    assert any("1 runs" in line for line in lines), "one dense run is known"
     fast = replace(DEVICE, factors={"update_actor": 2.0})
     calibrated = with_estimate(plans.BARE, made, {"rollout": QWEN}, fast, DEVICE, None)
-    assert calibrated.spread == [] and not any("Never measured" in line for line in seconds_lines(calibrated))
     assert calibrated.estimate is not None and calibrated.estimate.uncalibrated == plan.estimate
     raw = next(phase.seconds for phase in estimate(made, QWEN, None, DEVICE).phases if phase.name == "update_actor")
-    (line,) = (one for one in estimate_lines(calibrated.estimate) if one.lstrip().startswith("update_actor"))
-    assert f"({seconds(raw)})" in line and f" {seconds(2 * raw)} " in line
-    assert spread_lines([], measured=False)[0].startswith("No published run")
+    cells = table(calibrated)["update_actor"]
+    assert (cells["raw"], cells["calibrated"]) == (seconds(raw), seconds(2 * raw)) and "factor" not in cells
+    assert calibrated.spread == [] and "Nothing was measured" not in " ".join(remarks(calibrated))
+
+
+def test_without_a_published_run_the_plan_says_so() -> None:
+    text = " ".join(remarks(replace(plans.LARGE, spread=[])))
+    assert "no published run of such a model is known" in text and "--calibration FILE" in text
+
+
+def test_factors_of_a_users_device_are_not_called_raw() -> None:
+    known = replace(plans.LARGE, device=replace(plans.DEVICE, factors={"gen": 2.0}))
+    assert "estimate" in table(known)["gen"] and "raw" not in table(known)["gen"]
+    assert "with the factors of 910B in --devices" in " ".join(remarks(known))

@@ -121,7 +121,7 @@ def ratios() -> list[dict[str, Any]]:
         names = published.compared or phases
         experts = bool(model_shape(model_configs.read(published.model)).experts)
         each = {name: float(f"{published.seconds[name] / of[name]:.3g}") for name in names}
-        found.append({"run": published.name, "experts": experts, "ratios": each})
+        found.append({"run": published.name, "model": published.model, "experts": experts, "ratios": each})
     return found
 
 

@@ -29,6 +29,8 @@ class Options:
     as_json: bool = False
     calibration: Path | None = None
     host_memory: float | None = None
+    device: str | None = None
+    strict: bool = False
 
     def check(self) -> None:
         """InputError for an option that what is asked for would not read."""

@@ -9,8 +9,12 @@ from megarl.observe.console import clock, short
 from megarl.observe.files import disk_errors, write_whole
 from megarl.observe.report import page
 from megarl.planner import drawing
+from megarl.planner.estimate_table import STEP, remarks, seconds_columns
+from megarl.planner.estimate_table import seconds as in_seconds
 from megarl.planner.plan import EngineRank, Place, Plan
+from megarl.planner.show import host_columns
 from megarl.planner.stages import Stage
+from megarl.planner.tables import transposed
 from megarl.planner.units import GIB, Unit, sized
 from megarl.words import several
 
@@ -38,7 +42,11 @@ def render(plan: Plan) -> str:
         totals=_totals(plan, unit),
         parts=drawing.parts_of(plan.places),
         pipelines=[drawing.schedule(plan, role) for role in drawing.pipelines(plan)],
+        hosts=_hosts(plan),
+        weights=_weights(plan),
         time=drawing.time(plan.estimate) if plan.estimate else None,
+        seconds=_rows(seconds_columns(plan)) if plan.estimate else None,
+        remarks=remarks(plan) if plan.estimate else [],
         spent=drawing.spent_on(plan.estimate) if plan.estimate else [],
         stages=[_stage(stage, unit) for stage in plan.stages],
         engines=[_engine(section, rank, unit) for section, rank in _engines(plan)],
@@ -86,8 +94,18 @@ def _figures(plan: Plan, unit: Unit) -> list[dict[str, str]]:
             detail += f"; {fullest.peak.total / (plan.memory * GIB):.0%} of the device"
         figure("Fullest device", f"{unit.show(fullest.peak.total)} {unit.name}", detail)
     if estimate := plan.estimate:
-        figure("Step, estimated", clock(estimate.seconds), f"responses of {estimate.response:,.0f} tokens in the mean")
-        figure("Tokens/s, estimated", short(estimate.tokens_per_second), f"{short(estimate.tokens)} tokens a step")
+        length = f"responses of {estimate.response:,.0f} tokens in the mean"
+        if (expected := next((one for one in plan.spread if one.name == STEP), None)) is not None:
+            scaled = f"raw {clock(estimate.seconds)}; published runs: {clock(expected.low)} to {clock(expected.high)}"
+            figure("Step, expected", clock(expected.typical), f"{scaled}; {length}")
+            speed = short(estimate.tokens / expected.typical)
+            figure(
+                "Tokens/s, expected", speed, f"raw {short(estimate.tokens_per_second)}; {short(estimate.tokens)} a step"
+            )
+        else:
+            figure("Step, estimated", clock(estimate.seconds), length)
+            speed = short(estimate.tokens_per_second)
+            figure("Tokens/s, estimated", speed, f"{short(estimate.tokens)} tokens a step")
         figure(
             "Micro batches",
             f"{estimate.micro_batches:,}",
@@ -128,6 +146,40 @@ def _totals(plan: Plan, unit: Unit) -> list[tuple[str, list[tuple[str, str]]]]:
 
     names = _phase_names(plan.places)
     return [(place.name, [cell(place, name) for name in names]) for place in plan.places if place.uses]
+
+
+def _hosts(plan: Plan) -> dict[str, Any] | None:
+    """The table of machines' hosts: its head, and rows of (machines, (size, how it is marked) of each part, sum and rest)."""
+    if not plan.hosts or plan.device is None:
+        return None
+    head, *rows = transposed(host_columns(plan.hosts, plan.device.host_memory))
+    marked = []
+    for host, (name, *cells) in zip(plan.hosts, rows, strict=True):
+        too_much = host.total > plan.device.host_memory * GIB
+        marked.append((name, [*((cell, "") for cell in cells[:-1]), (cells[-1], "fault" if too_much else "")]))
+    return {"head": head, "rows": marked}
+
+
+# ---- seconds and the weights' way
+
+
+def _rows(columns: list[list[str]]) -> dict[str, Any]:
+    head, *rows = transposed(columns)
+    return {"head": head, "rows": rows}
+
+
+def _weights(plan: Plan) -> dict[str, Any] | None:
+    """The expected route, seconds of each one, and the routes on other versions."""
+    if not plan.routes:
+        return None
+    expected, *others = plan.routes
+    each = plan.estimate.weights if plan.estimate else {}
+    return {
+        "expected": expected,
+        "seconds": [(name, in_seconds(value)) for name, value in sorted(each.items())],
+        "others": [other for other in others if other.name != expected.name],
+        "network": f"{plan.device.host_network / 1e9:.3g} GB/s" if plan.device else "",
+    }
 
 
 # ---- the stages and the engines

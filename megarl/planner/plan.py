@@ -168,6 +168,10 @@ class Plan:
     hosts: list[HostUse] = field(default_factory=list)  # empty where the device is not known, and on a CPU
     routes: list[Route] = field(default_factory=list)  # of the weights, the expected one first
     spread: list[Spread] = field(default_factory=list)  # of the estimate, and its step; empty with a calibration
+    compared: list[str] = field(default_factory=list)  # names of the published runs that `spread` is made of
+    own_runs: list[str] = field(default_factory=list)  # those of `compared` that had the recipe's model
+    without_own: Spread | None = None  # of the step, by the other runs; None: there are none, or none are left out
+    alike: str = ""  # "with experts" or "without experts": the models of these runs, and the recipe's
     environment: list[Variable] = field(default_factory=list)  # set by the recipe, or needed by its layout
 
     @property

@@ -1,17 +1,15 @@
-"""A plan on the console, within 100 columns."""
+"""A plan on the console."""
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console, Group
-from rich.table import Table
 
-from megarl.planner.estimate_table import estimate_lines, seconds, spread_lines
+from megarl.planner.estimate_table import TITLE, remarks, seconds, seconds_columns
 from megarl.planner.plan import EngineRank, HostUse, Place, Plan
 from megarl.planner.stages import Stage
+from megarl.planner.tables import Columns, console_width, fitted, transposed, upright, width_of
 from megarl.planner.units import GIB, Unit
 
-_COLUMNS = 100
 # Phases -> heads of columns.
 _SHORT = {
     "old_log_prob": "old",
@@ -25,14 +23,15 @@ _SHORT = {
 
 
 def show(plan: Plan) -> None:
-    console, unit = Console(width=_COLUMNS), Unit.of(plan.most)
-    console.print(_stages(plan.stages, unit))
-    console.print(_places(plan.places, plan.memory, unit, known=all(stage.activations for stage in plan.stages)))
+    width, unit = console_width(), Unit.of(plan.most)
+    console = Console(width=width)
+    console.print(_stages(plan.stages, unit, width))
+    console.print(_places(plan.places, plan.memory, unit, width, known=all(stage.activations for stage in plan.stages)))
     readers = [(section, rank) for section, rank in plan.readers.items()]
     for section, rank in ([("engine", plan.engine)] if plan.engine else []) + readers:
         console.print(_engine(section, rank, unit), highlight=False)
     if plan.hosts and plan.device is not None:
-        console.print(host_table(plan.hosts, plan.device.host_memory))
+        console.print(host_table(plan.hosts, plan.device.host_memory, width))
     if plan.exchange:
         links = plan.exchange
         console.print(
@@ -44,8 +43,7 @@ def show(plan: Plan) -> None:
         console.print(line, highlight=False)
     for one in plan.environment:
         console.print(f"environment of {one.role}: {one.name}={one.value} ({one.why})", highlight=False)
-    for line in seconds_lines(plan):
-        console.print(line, highlight=False)
+    show_seconds(plan, console)
     for refusal in plan.refusals:
         console.print(f"REFUSED {refusal.key}: {refusal.what}. {refusal.remedy}", style="red", highlight=False)
     for proposal in plan.proposals:
@@ -57,12 +55,10 @@ def show(plan: Plan) -> None:
         console.print(f"- {line}", style="dim", highlight=False)
 
 
-def _stages(stages: list[Stage], unit: Unit) -> Table:
+def _stages(stages: list[Stage], unit: Unit, width: int) -> Group:
     """What a rank holds, and what each pass takes beyond."""
-    table = _table(f"{unit.name} of a rank, by pipeline stage")
     parameters = Unit.of_parameters(max((stage.held.parameters for stage in stages), default=0))
-    for name in ("stage", "params", "weights", "grads", "optim", "forward", "update", "logits", "Adam", "host"):
-        table.add_column(name, justify="right" if name != "stage" else "left", no_wrap=True)
+    rows = [["stage", "params", "weights", "grads", "optim", "forward", "update", "logits", "Adam", "host"]]
     for stage in stages:
         held, beyond = stage.held, stage.activations
         passes = ["?"] * 4
@@ -70,17 +66,19 @@ def _stages(stages: list[Stage], unit: Unit) -> Table:
             sizes = (beyond.forward, beyond.update, beyond.update_logits, beyond.optimizer)
             passes = [f"+{unit.tenths(size)}" for size in sizes]
             passes[2] = unit.tenths(beyond.update_logits)  # of the update, not beside it
-        table.add_row(
-            f"{stage.role} {stage.number}",
-            f"{held.parameters / parameters.size:.2f} {parameters.name}",
-            *(unit.tenths(size) for size in (held.weights, held.gradients, held.masters + held.moments)),
-            *passes,
-            unit.tenths(max((one.host for one in stage.phases.values()), default=0)),
+        rows.append(
+            [
+                f"{stage.role} {stage.number}",
+                f"{held.parameters / parameters.size:.2f} {parameters.name}",
+                *(unit.tenths(size) for size in (held.weights, held.gradients, held.masters + held.moments)),
+                *passes,
+                unit.tenths(max((one.host for one in stage.phases.values()), default=0)),
+            ]
         )
-    return table
+    return fitted(transposed(rows), f"{unit.name} of a rank, by pipeline stage", width)
 
 
-def _places(places: list[Place], memory: float | None, unit: Unit, *, known: bool) -> Group:
+def _places(places: list[Place], memory: float | None, unit: Unit, width: int, *, known: bool) -> Group:
     """The total of each phase on each kind of device: a phase a column, or, where these are too many for the console, a
     row, and as many places beside each other as there is room for. `known`: activations are counted."""
     phases = list(dict.fromkeys(use.phase for place in places for use in place.uses))
@@ -97,43 +95,26 @@ def _places(places: list[Place], memory: float | None, unit: Unit, *, known: boo
             enough = f"{whole.tenths(left)} left" if known and place.not_counted is None else "not known"
             rows[-1].append(enough if left >= 0 else f"{whole.tenths(-left)} short")
     title = f"{unit.name} of a device, by phase of a step"
-    heads = ["on it", "devices", *(_SHORT.get(phase, phase) for phase in phases), *room]
-    columns = [list(column) for column in zip(heads, *rows, strict=True)]
-    if _width(columns) > _COLUMNS:
-        first, columns = ["on it", "devices", *phases, *room], rows
-    else:
-        first, columns = columns[0], columns[1:]
-    tables = []
-    while columns:
-        count = max([1, *(n for n in range(1, len(columns) + 1) if _width([first, *columns[:n]]) <= _COLUMNS)])
-        tables.append(_of_columns([first, *columns[:count]], title))
-        columns = columns[count:]
-    return Group(*tables)
+    columns = transposed([["on it", "devices", *(_SHORT.get(phase, phase) for phase in phases), *room], *rows])
+    if width_of(columns) > width:
+        columns = [["on it", "devices", *phases, *room], *rows]
+    return fitted(columns, title, width)
 
 
-def host_table(hosts: list[HostUse], memory: float) -> Table:
-    """A row for each group of machines that hold the same."""
+def host_table(hosts: list[HostUse], memory: float, width: int) -> Group:
+    """A row for each group of machines that hold the same, or a column, where parts are too many for the console."""
+    return upright(host_columns(hosts, memory), "GiB of host memory, by machine", width)
+
+
+def host_columns(hosts: list[HostUse], memory: float) -> Columns:
+    """The host of each group of machines, each part, their sum, and what is left of `memory` GiB."""
     names = list(dict.fromkeys(part for host in hosts for part in host.parts))
     first = ["host of", *(host.name for host in hosts)]
     columns = [first, *([name, *(f"{host.parts.get(name, 0) / GIB:,.1f}" for host in hosts)] for name in names)]
     columns.append(["all", *(f"{host.total / GIB:,.1f}" for host in hosts)])
     left = [memory - host.total / GIB for host in hosts]
     columns.append([f"of {memory:,.10g}", *(f"{one:,.1f} left" if one >= 0 else f"{-one:,.1f} short" for one in left)])
-    return _of_columns(columns, "GiB of host memory, by machine")
-
-
-def _width(columns: list[list[str]]) -> int:
-    """Of a table of them."""
-    return sum(max(map(len, column)) + 2 for column in columns) + 1
-
-
-def _of_columns(columns: list[list[str]], title: str) -> Table:
-    table = _table(title)
-    for number, (head, *_) in enumerate(columns):
-        table.add_column(head, justify="right" if number else "left", no_wrap=True)
-    for row in zip(*(column[1:] for column in columns), strict=True):
-        table.add_row(*row)
-    return table
+    return columns
 
 
 def _engine(section: str, rank: EngineRank, unit: Unit) -> str:
@@ -151,16 +132,14 @@ def _engine(section: str, rank: EngineRank, unit: Unit) -> str:
     return "; ".join(parts)
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-
-
-def seconds_lines(plan: Plan) -> list[str]:
-    """The estimate, and the range over published runs where nothing was measured."""
+def show_seconds(plan: Plan, console: Console) -> None:
+    """The estimate, its factors and range over published runs, and what all of them stand on."""
     if plan.estimate is None:
-        return [""]
-    measured = plan.estimate.uncalibrated is not None or (plan.device is not None and bool(plan.device.factors))
-    return ["", *estimate_lines(plan.estimate), "", *spread_lines(plan.spread, measured), ""]
+        return
+    console.print(fitted(seconds_columns(plan), TITLE, console.width, left=("bound by",)), highlight=False)
+    for line in remarks(plan):
+        console.print(f"- {line}", highlight=False)
+    console.print()
 
 
 def route_lines(plan: Plan) -> list[str]:

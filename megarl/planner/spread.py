@@ -27,18 +27,24 @@ class Ratios:
     run: str
     experts: bool  # a mixture of experts
     of: Mapping[str, float] = field(hash=False)
+    model: str = ""  # a name of megarl/model_configs
 
 
 @functools.cache
 def published_ratios() -> tuple[Ratios, ...]:
     """Those of the package's file."""
     content = yaml.safe_load(RATIOS.read_text(encoding="utf-8"))
-    return tuple(Ratios(str(one["run"]), bool(one["experts"]), one["ratios"]) for one in content)
+    return tuple(Ratios(str(one["run"]), bool(one["experts"]), one["ratios"], str(one["model"])) for one in content)
+
+
+def runs_alike(*, experts: bool, ratios: Iterable[Ratios], without: str = "") -> list[Ratios]:
+    """Published runs of models with experts, or of those without; `without`: a run that is left out."""
+    return [one for one in ratios if one.experts == experts and one.run != without]
 
 
 def ratios_of(phase: str, *, experts: bool, ratios: Iterable[Ratios], without: str = "") -> list[float]:
     """Ratios of a phase in runs of the same kind of model; `without`: a run that is left out."""
-    alike = [one for one in ratios if one.experts == experts and one.run != without]
+    alike = runs_alike(experts=experts, ratios=ratios, without=without)
     return [one.of.get(phase, one.of.get(STEP, 0.0)) for one in alike if phase in one.of or set(one.of) == {STEP}]
 
 

@@ -1,0 +1,64 @@
+"""Tables of the console that are never wider than it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+
+NARROWEST, WIDEST = 60, 120
+PIPED = 100  # columns where standard output is no terminal
+
+Columns = list[list[str]]
+"""A table by columns; the first cell of each is its head."""
+
+
+def console_width() -> int:
+    """Columns of the terminal, from 60 to 120; 100 if standard output is no terminal."""
+    if not sys.stdout.isatty():
+        return PIPED
+    return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((PIPED, 24)).columns))
+
+
+def width_of(columns: Columns) -> int:
+    """Characters that a table of `columns` takes."""
+    return sum(max(map(len, column)) + 2 for column in columns) + 1
+
+
+def transposed(columns: Columns) -> Columns:
+    """Rows as columns."""
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def fitted(columns: Columns, title: str, width: int, *, left: Sequence[str] = ()) -> Group:
+    """Tables of at most `width` columns: `columns` in as few as there is room for, each behind the first column.
+
+    `left`: heads of columns that are aligned to the left, beside the first.
+    """
+    first, rest = columns[0], columns[1:]
+    tables = []
+    while rest:
+        count = max([1, *(n for n in range(1, len(rest) + 1) if width_of([first, *rest[:n]]) <= width)])
+        tables.append(_table([first, *rest[:count]], title, left))
+        rest = rest[count:]
+    return Group(*tables)
+
+
+def upright(columns: Columns, title: str, width: int) -> Group:
+    """`fitted`, with rows as columns where `columns` do not fit beside each other and fewer rows than columns there are."""
+    if width_of(columns) > width and len(columns[0]) < len(columns):
+        columns = transposed(columns)
+    return fitted(columns, title, width)
+
+
+def _table(columns: Columns, title: str, left: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for number, (head, *_) in enumerate(columns):
+        table.add_column(head, justify="left" if number == 0 or head in left else "right", no_wrap=True)
+    for row in transposed([column[1:] for column in columns]):
+        table.add_row(*row)
+    return table
