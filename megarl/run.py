@@ -20,7 +20,7 @@ from megarl.config import Recipe, load_recipe
 from megarl.config.critic import critic_view
 from megarl.config.errors import InputError, RecipeError, blaming_input
 from megarl.config.judge import JUDGE
-from megarl.config.offload import offloads
+from megarl.config.offload import learners_take_turns, offloads
 from megarl.config.paths import with_absolute_paths
 from megarl.controller import Controller, Layout
 from megarl.critic import Critic
@@ -302,13 +302,12 @@ def _saver(
     if critic is None:
         return Saver(run_dir.checkpoints, {"trainer": trainers}, recipe.train, cluster.check)
     turns = {"critic": placement.to_critic, "trainer": placement.to_train}
-    leave = any(offloads(one, platform.name) for one in (recipe, critic_view(recipe)))
     return Saver(
         run_dir.checkpoints,
         {"critic": critic.workers, "trainer": trainers},
         recipe.train,
         cluster.check,
-        come=(lambda name: turns[name]()) if leave else None,
+        come=(lambda name: turns[name]()) if learners_take_turns(recipe, platform.name) else None,
     )
 
 

@@ -28,6 +28,17 @@ def record(trainer: Any, held_by_kind: dict[str, int], case: dict[str, Any], out
     (output / f"{case['name']}.held.{dist.get_rank()}.json").write_text(json.dumps(own))
 
 
+def check_saved(trainer: Any, part: Any) -> None:
+    """In a trainer process: a rank's part of a checkpoint takes what `held` says, but for what other ranks write of the
+    tensors that they hold as well. Buffers, which have no moments, come on top."""
+    from megarl.planner.held import held
+
+    own, megatron = held(trainer), trainer.recipe.megatron
+    assert part.bytes <= own.saved + own.buffers, (part.bytes, own)
+    if megatron.distributed_optimizer and megatron.tensor_parallel == megatron.context_parallel == 1:
+        assert part.bytes >= own.saved, (part.bytes, own)
+
+
 def check(results: Path, cases: list[dict[str, Any]]) -> None:
     """In the test: the planner says of every rank of `cases` what the rank recorded, to the byte, and which rank of its
     stage holds the most."""

@@ -230,6 +230,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
     assert len(written) == 3, written
     assert {path.replace(".json", ".partial") for path in written} <= set(on_disk), "lost in a power failure"
     beside = trainer.stage_save(output / f"{case['name']}.beside", copy=True)
+    held_ranks.check_saved(trainer, beside)
     noise = torch.rand(3)
     went_on, weights = train(trainer, batches, 2), weights_of(trainer)
     beside.start()  # what training has changed since must not be in it

@@ -204,6 +204,32 @@ def test_plan_and_doctor_show_the_buffer(tmp_path: Path) -> None:
     assert finding.status == "FAIL" and "240 MB" in finding.text
 
 
+def test_plan_counts_the_buffers_that_a_run_inherits_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers have 400 MiB a communicator without the variable, 2 x 500 with it; engines that need 240 MB keep theirs if the
+    shell has less."""
+    from megarl.planner.environment import OF_SHELL, environment_of
+    from megarl.planner.libraries import counted_libraries
+    from megarl.platform.devices import device_named
+
+    recipe, models, device = load_recipe(DEEPSEEK, []), {"rollout": read("DeepSeek-V3")}, device_named("910C")
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    before = counted_libraries(recipe, models, device).communicators
+    monkeypatch.setenv("HCCL_BUFFSIZE", "500")
+    after = counted_libraries(recipe, models, device).communicators
+    assert after["actor"] == before["actor"] * 1000 // 400
+    assert after["rollout"] - before["rollout"] == 2 * (500 - 240) * 2**20, "of the dispatch alone"
+    assert {(one.role, one.value, one.why) for one in environment_of(recipe, models, device)} == {
+        ("trainers", "500", OF_SHELL),
+        ("engines", "500", OF_SHELL),
+    }
+    trainers, engines = sorted(
+        environment_of(recipe, models, device, {"HCCL_BUFFSIZE": "120"}), key=lambda one: one.role, reverse=True
+    )
+    assert (trainers.value, engines.value) == ("120", "240") and "vllm-ascend needs" in engines.why
+    monkeypatch.setenv("HCCL_BUFFSIZE", "lots")
+    assert counted_libraries(recipe, models, device).communicators == before
+
+
 def test_plan_refuses_the_same_variables_as_a_deterministic_run() -> None:
     from megarl.planner.environment import environment_of
     from megarl.platform.devices import device_named

@@ -220,7 +220,7 @@ def test_what_was_not_counted_is_not_said_to_fit(
     monkeypatch.setattr("megarl.planner.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.planner.build.engines", lambda *_: [])
     monkeypatch.setattr("megarl.planner.build._libraries", lambda *_: NOT_COUNTED)
-    monkeypatch.setattr("megarl.planner.build._hosts", lambda *_: [])
+    monkeypatch.setattr("megarl.planner.build.hosts_of", lambda *_: [])
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
     assert plan(path, [], Options(memory=3)) == 0
     printed = capsys.readouterr().out

@@ -115,6 +115,45 @@ def test_alike_machines_are_one_entry() -> None:
     assert [(host.name, host.nodes) for host in found] == [("node 0", 1), ("nodes 1-3", 3)]
 
 
+SAVES = replace(HELD, saved=5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [
+        ({}, 0),
+        ({"train__save_in_background": True}, 4),
+        ({"train__save_in_background": True, "train__save_at_end": False}, 0),
+        ({"train__save_in_background": True, "train__save_at_end": False, "train__save_every": 9}, 4),
+        ({"train__save_in_background": True, "megatron__distributed_optimizer": False}, 2),  # of TP 2, one replica
+    ],
+)
+def test_a_checkpoint_that_is_copied_takes_its_size_on_the_host(settings: dict[str, Any], copies: int) -> None:
+    """Beside the states that a swap, or offloading, keeps there."""
+    made = recipe(megatron__tensor_parallel=2, **settings)
+    tenants = Tenants(made, [stage(0, SAVES)], {"rollout": ENGINE}, {"actor": 16}, GIB, True)
+    found = gib(host_uses(tenants, DEVICE)[0])
+    assert found.get("checkpoint", 0) == copies * 5 and found["swapped"] == 4 * 8
+
+
+def test_actor_and_critic_that_take_turns_copy_what_they_save() -> None:
+    """Both on the same four devices; a copy of each until both are written. Those that stay are read where they are."""
+    made = recipe(algorithm__advantage="gae", cluster__trainers=4, rollout__engines=2)
+    made.critic.trainers, made.critic.megatron.offload = 4, True
+    tenants = Tenants(made, [stage(0, SAVES), stage(0, SAVES, "critic")], {"rollout": ENGINE}, {}, GIB, True)
+    assert gib(host_uses(tenants, DEVICE)[0])["checkpoint"] == 4 * (5 + 5)
+    made.megatron.offload = made.critic.megatron.offload = False
+    assert "checkpoint" not in gib(host_uses(tenants, DEVICE)[0])
+
+
+def test_a_machine_that_only_lacks_room_for_copies_of_a_checkpoint_names_the_key() -> None:
+    hosts = [HostUse("node 0", 1, {"swapped": 40 * GIB, "checkpoint": 20 * GIB})]
+    (refusal,) = host_refusals(hosts, 50.0)
+    assert refusal.key == "train.save_in_background" and "checkpoint 20.0" in refusal.what
+    (refusal,) = host_refusals(hosts, 30.0)
+    assert refusal.key == "megatron.extra.swap_optimizer", "without the copies there is too little as well"
+
+
 def test_a_machine_that_has_too_little_is_refused_with_the_key() -> None:
     hosts = [HostUse("node 0", 1, {"offloaded": 40 * GIB, "asleep": 50 * GIB, "processes": 9 * GIB})]
     assert host_refusals(hosts, 99.0) == [] == host_refusals([], 1.0)

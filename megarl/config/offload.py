@@ -1,7 +1,8 @@
-"""Default of `megatron.offload`. Pure."""
+"""Default of `megatron.offload`, and copies on the host that follow from it. Pure."""
 
 from __future__ import annotations
 
+from megarl.config.critic import critic_view
 from megarl.config.schema import Recipe
 
 
@@ -15,3 +16,19 @@ def offloads(recipe: Recipe, device: str | None = None) -> bool:
         return recipe.megatron.offload
     shared = recipe.cluster.placement == "colocated" and recipe.train.source == "rollout"
     return shared and (device or recipe.cluster.device) != "cpu"
+
+
+def learners_take_turns(recipe: Recipe, device: str | None = None) -> bool:
+    """Return whether actor and critic of a recipe with a critic each come to the devices before they are saved. `device`: as
+    in `offloads`."""
+    return any(offloads(one, device) for one in (recipe, critic_view(recipe)))
+
+
+def copies_checkpoints(recipe: Recipe, device: str | None = None, *, critic: bool) -> bool:
+    """Return whether trainers copy their part of a checkpoint to host memory before they write it.
+
+    They do for `train.save_in_background`, since training changes the tensors meanwhile, and where actor and critic take
+    turns, since the tensors of the first have left the devices when it writes. `critic`: the recipe has one. `device`: as in
+    `offloads`.
+    """
+    return recipe.train.save_in_background or (critic and learners_take_turns(recipe, device))

@@ -17,22 +17,20 @@ from megarl.model_config import number_of_experts, text_fields
 from megarl.planner.ask import ENGINES, Asker
 from megarl.planner.cache import not_counted, rank_of, too_small
 from megarl.planner.engines import Engine, engines
-from megarl.planner.environment import device_kind, environment_of
 from megarl.planner.exchange import NotInstalled, adapters_alone, adapters_held, exported, links, planned_from
-from megarl.planner.host import Tenants, assumed, host_refusals, host_uses
+from megarl.planner.host import Tenants, assumed, host_refusals, hosts_of, keeps_weights
 from megarl.planner.judge import Chosen, Subject
 from megarl.planner.layouts import choice_of
-from megarl.planner.libraries import LEGEND, NOT_COUNTED, Libraries, libraries_of
+from megarl.planner.libraries import LEGEND, counted_libraries
 from megarl.planner.nearest import proposals
 from megarl.planner.places import ROLLOUT, largest_tensor, places, swaps_of
-from megarl.planner.plan import EngineRank, HostUse, Links, Plan
+from megarl.planner.plan import EngineRank, Links, Plan
 from megarl.planner.refusals import too_large
 from megarl.planner.routes import as_expected, expected_routes
 from megarl.planner.stages import Counted, Stage, check_trainable, counted, left_out
 from megarl.planner.turns import takes_turns
 from megarl.platform.cuda_kind import installation_notices
 from megarl.platform.devices import Device
-from megarl.platform.kinds import kind_of
 
 _WHOLE = 27.0
 """Seconds that a plan takes with layouts looked for; where it took more than two thirds of them without, half of that more,
@@ -115,7 +113,7 @@ def _counted(
     recipe = _as_sent(recipe, exchanged)
     if memory is None and device is not None:
         memory = device.memory
-    libraries = _libraries(recipe, models, device)
+    libraries = counted_libraries(recipe, models, device)
     ranks = {
         kind.section: rank
         for kind in kinds
@@ -124,7 +122,7 @@ def _counted(
     unknown = {kind.section: why for kind in kinds if (why := not_counted(kind, memory))}
     largest, swaps = largest_tensor(recipe, actor), swaps_of(recipe)
     lying = places(recipe, found, ranks, swaps=swaps, largest=largest, unknown=unknown, libraries=libraries)
-    hosts = _hosts(Tenants(recipe, found, ranks, swaps, largest, _keeps_weights(recipe, device)), device)
+    hosts = hosts_of(Tenants(recipe, found, ranks, swaps, largest, keeps_weights(recipe, device)), device)
     if device is not None and hosts:
         not_planned = [*not_planned, LEGEND, assumed(hosts, device.host_memory)]
     plan = Plan(
@@ -143,27 +141,6 @@ def _counted(
         notes=[*not_planned, *_notes(recipe, found, kinds, actor), *_of_device(recipe, device), *ASSUMED],
     )
     return plan, kinds, ranks
-
-
-def _libraries(recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device | None) -> Libraries:
-    """Device memory of libraries; none is counted on a CPU and without a device."""
-    name = device_kind(recipe, device)
-    if device is None or name is None or kind_of(name).ray_resource is None:
-        return NOT_COUNTED
-    return libraries_of(recipe, device, environment_of(recipe, models, device), kind_of(name).buffer_variable)
-
-
-def _keeps_weights(recipe: Recipe, device: Device | None) -> bool:
-    """Whether engines that sleep copy their weights to the host."""
-    name = device_kind(recipe, device)
-    return name is not None and kind_of(name).sleep_keeps_weights
-
-
-def _hosts(tenants: Tenants, device: Device | None) -> list[HostUse]:
-    """Host memory by machine; none without a device, and on a CPU, whose memory is the host's."""
-    if device is None or tenants.recipe.cluster.device == "cpu" or not tenants.stages:
-        return []
-    return host_uses(tenants, device)
 
 
 def _links(

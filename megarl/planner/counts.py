@@ -23,6 +23,9 @@ class Held:
     weights_pinned: int = 0  # page-locked copies of these on the host, storage by storage
     states_pinned: int = 0  # of masters and moments
     reference_pinned: int = 0
+    saved: int = (
+        0  # what the rank writes into a checkpoint: its share of masters, moments, and of the weights with them
+    )
 
     def with_states_on_host(self, share: float) -> Held:
         """`share` of masters and moments on the host, with the gradients that it gets in float32, as large as the masters."""

@@ -15,6 +15,8 @@ from megarl.megatron.trainer import PolicyTrainer, Trainer
 from megarl.planner.counts import Held
 from megarl.platform.memory import pinned
 
+_MOMENT_BYTES = 8  # Adam's two moments of an element, in float32
+
 
 def held(trainer: Trainer) -> Held:
     """Count what `trainer` holds on its rank."""
@@ -26,6 +28,10 @@ def held(trainer: Trainer) -> Held:
         masters = [parameter.data for group in optimizer.param_groups for parameter in group["params"]]
         states = [state for member in members(optimizer) for state in member.optimizer.state.values()]
         moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+    moments_bytes = _bytes(_storages(moments))
+    share = (
+        moments_bytes // _MOMENT_BYTES * trainer.model.dtype.itemsize
+    )  # of the weights: the elements that moments are of
     own_masters = {key: storage for key, storage in _storages(masters).items() if key not in weights}
     found = Held(
         parameters=parameters_on_rank(trainer.model),
@@ -34,13 +40,14 @@ def held(trainer: Trainer) -> Held:
         buffers=_bytes(_storages(buffer for chunk in chunks for _, buffer in chunk.named_buffers())),
         gradients=_bytes(_storages(gradients)),
         masters=_bytes(own_masters),
-        moments=_bytes(_storages(moments)),
+        moments=moments_bytes,
         reference=trainer.reference_bytes() if isinstance(trainer, PolicyTrainer) else 0,
         weights_pinned=_pinned(weights),
         states_pinned=_pinned(own_masters) + _pinned(_storages(moments)),
         reference_pinned=sum(pinned(size) for size in trainer.reference_sizes())
         if isinstance(trainer, PolicyTrainer)
         else 0,
+        saved=_bytes(own_masters) + moments_bytes + share,
     )
     return found.with_states_on_host(host_share(trainer.recipe.actor.optimizer))
 

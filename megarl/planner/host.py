@@ -1,7 +1,7 @@
 """Host memory of each machine: page-locked copies, sleeping engines, buffers of the exchange, processes. Pure.
 
-Copies are made once and stay for the run, so that there is one number, not one a phase. Not counted: page cache, checkpoints
-that are being written, images of multi-modal samples.
+Copies are made once and stay for the run, so that there is one number, not one a phase: while a checkpoint is written, whose
+copies come and go, all of it is there. Not counted: page cache, images of multi-modal samples.
 """
 
 from __future__ import annotations
@@ -13,23 +13,29 @@ from itertools import groupby
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import runs_reference_pass
 from megarl.cluster.placement import Demand
+from megarl.config.critic import critic_view
 from megarl.config.exchange import planned_by_recipe, wants_adapters
+from megarl.config.offload import copies_checkpoints
 from megarl.config.schema import Recipe
 from megarl.engines.specs import fixed_models
 from megarl.exchange.session import IN_HOST_MEMORY, PLANNED_SLOTS
+from megarl.planner.environment import device_kind
 from megarl.planner.places import ROLLOUT, Turns, slots
 from megarl.planner.plan import EngineRank, HostUse, Refusal
 from megarl.planner.stages import Stage
 from megarl.planner.units import GIB, Unit
 from megarl.platform.devices import Device
+from megarl.platform.kinds import kind_of
 from megarl.words import several
 
 OFFLOADED, SWAPPED, REFERENCE = "offloaded", "swapped", "reference"
 ASLEEP, SHARED_MEMORY, PROCESSES, SAMPLES = "asleep", "/dev/shm", "processes", "samples"
+CHECKPOINT = "checkpoint"
 LEGEND = (
     "Host memory: offloaded (weights and optimizer states of trainers that leave their devices) and swapped (optimizer states "
     "of swap_optimizer, or of an optimizer on the host), reference (its weights), asleep (weights of sleeping engines) in page-locked memory, which is taken in "
-    "powers of two; /dev/shm (buckets of the exchange); processes (assumed: device.process_memory each); samples of two steps."
+    "powers of two; /dev/shm (buckets of the exchange); processes (assumed: device.process_memory each); samples of two steps; "
+    "checkpoint (copies of what trainers write, where training goes on meanwhile or actor and critic take turns)."
 )
 _BYTES_A_TOKEN = 64  # of a sample: token, log-probs, mask, advantages, positions; in the trainers' and the store's copy
 _REMEDIES = {
@@ -46,6 +52,10 @@ _REMEDIES = {
     SHARED_MEMORY: ("exchange.bucket_mb", "lower it"),
     SAMPLES: ("data.prompts_per_step", "lower it"),
     PROCESSES: ("cluster.trainers", "use fewer devices of each machine"),
+    CHECKPOINT: (
+        "train.save_in_background",
+        "set it to false, use more machines, or, with a critic, set megatron.offload and critic.megatron.offload to false where the devices have room",
+    ),
 }
 
 
@@ -83,6 +93,19 @@ def host_uses(tenants: Tenants, device: Device) -> list[HostUse]:
     return found
 
 
+def hosts_of(tenants: Tenants, device: Device | None) -> list[HostUse]:
+    """`host_uses`; none without a device, and on a CPU, whose memory is the host's."""
+    if device is None or tenants.recipe.cluster.device == "cpu" or not tenants.stages:
+        return []
+    return host_uses(tenants, device)
+
+
+def keeps_weights(recipe: Recipe, device: Device | None) -> bool:
+    """Whether engines that sleep copy their weights to the host."""
+    name = device_kind(recipe, device)
+    return name is not None and kind_of(name).sleep_keeps_weights
+
+
 def host_refusals(hosts: list[HostUse], memory: float) -> list[Refusal]:
     """A refusal for the fullest machine, if it needs more than `memory` GiB."""
     fullest = max(hosts, key=lambda host: host.total, default=None)
@@ -91,7 +114,8 @@ def host_refusals(hosts: list[HostUse], memory: float) -> list[Refusal]:
     unit = Unit.of(fullest.total)
     parts = sorted(fullest.parts.items(), key=lambda part: -part[1])
     sums = " + ".join(f"{name} {unit.tenths(size)}" for name, size in parts if size / unit.size >= 0.05)
-    key, remedy = _REMEDIES[parts[0][0]]
+    copies = fullest.parts.get(CHECKPOINT, 0)
+    key, remedy = _REMEDIES[CHECKPOINT if fullest.total - copies <= memory * GIB else parts[0][0]]
     what = (
         f"the host of {fullest.name} needs {unit.tenths(fullest.total)} {unit.name}: {sums}; there are "
         f"{unit.whole(memory * GIB)}"
@@ -130,6 +154,8 @@ def _devices(tenants: Tenants, process: int) -> list[dict[str, int]]:
 
 def _trainer(tenants: Tenants, turns: Turns, stage: Stage, rank: int) -> dict[str, int]:
     held, parts = stage.held, {}
+    if _saves_a_copy(tenants.recipe, stage.role, rank):
+        parts[CHECKPOINT] = held.saved
     swapped = bool(tenants.swaps.get(stage.role))
     if turns.offload[stage.role]:
         parts[OFFLOADED] = held.weights_pinned + (0 if swapped else held.states_pinned)
@@ -141,6 +167,24 @@ def _trainer(tenants: Tenants, turns: Turns, stage: Stage, rank: int) -> dict[st
     if stage.role == "actor" and sends and (rank == 0 or planned_by_recipe(tenants.recipe)):
         parts[SHARED_MEMORY] = slots(tenants.recipe, tenants.largest)
     return parts
+
+
+def _saves_a_copy(recipe: Recipe, role: str, rank: int) -> bool:
+    """Whether this rank copies a part of a checkpoint: each with a distributed optimizer, else those of the first replica."""
+    train = recipe.train
+    if not (train.save_every or train.save_at_end):
+        return False
+    if not copies_checkpoints(recipe, critic=uses_critic(recipe.algorithm)):
+        return False
+    view = recipe if role == "actor" else critic_view(recipe)
+    megatron = view.megatron
+    if megatron.distributed_optimizer:
+        return True
+    first = max(
+        megatron.tensor_parallel * megatron.context_parallel,
+        megatron.expert_parallel * (megatron.expert_tensor_parallel or 1),
+    )
+    return rank % (view.cluster.trainers // megatron.pipeline_parallel) < first
 
 
 def _engine(tenants: Tenants, turns: Turns) -> dict[str, int]:

@@ -17,7 +17,7 @@ from megarl.planner.engines import policies, taken_at_least
 from megarl.planner.floor import at_least, held_at_least, largest_parts, parts
 from megarl.planner.forecast import Forecast
 from megarl.planner.layouts import Choice, Engines, choice_of, chosen, refusal
-from megarl.planner.libraries import NOT_COUNTED, Libraries, libraries_of
+from megarl.planner.libraries import Libraries, counted_libraries
 from megarl.planner.places import ROLLOUT, largest_tensor, places, swaps_of
 from megarl.planner.plan import EngineRank
 from megarl.planner.stages import Stage, built_from, stages_of
@@ -139,8 +139,9 @@ class Judge:
         return max(place.peak.total for place in lying)
 
     def _libraries(self, recipe: Recipe) -> Libraries:
-        """Device memory of libraries in a layout, with the default size of buffers."""
-        return NOT_COUNTED if recipe.cluster.device == "cpu" else libraries_of(recipe, self._subject.device)
+        """Device memory of libraries in a layout."""
+        models = {ROLLOUT: self._subject.model}
+        return counted_libraries(recipe, models, self._subject.device)
 
     def _alike(self, recipe: Recipe) -> bool:
         """Whether the same lies beside every trainer."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.critic import critic_view
 from megarl.config.schema import Recipe
+from megarl.planner.environment import device_kind, environment_of
 from megarl.planner.plan import EngineRank, Variable
 from megarl.planner.stages import Stage
 from megarl.platform.devices import Device
+from megarl.platform.kinds import kind_of
 
 if TYPE_CHECKING:
     from megarl.config.training import MegatronConfig
@@ -72,6 +74,15 @@ def libraries_of(
     communicators = {role: round(size * MIB) for role, size in groups.items()}
     graphs = 0.0 if recipe.rollout.engine_args.get("enforce_eager") else device.graphs
     return Libraries(communicators, round(device.context * GIB), round(graphs * GIB))
+
+
+def counted_libraries(recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device | None) -> Libraries:
+    """Libraries' memory with the buffers that the recipe, its layout and this shell ask for; nothing on a CPU and without a
+    device. `models`: sections -> config.json."""
+    name = device_kind(recipe, device)
+    if device is None or name is None or kind_of(name).ray_resource is None:
+        return NOT_COUNTED
+    return libraries_of(recipe, device, environment_of(recipe, models, device), kind_of(name).buffer_variable)
 
 
 def trainer_groups(megatron: MegatronConfig, world: int) -> int:
