@@ -13,6 +13,7 @@ import torch
 
 from megarl import model_configs
 from megarl.cli import app, guarded
+from megarl.config.errors import InputError
 from megarl.config.load import load_recipe
 from megarl.config.schema import Recipe
 from megarl.planner import build
@@ -211,6 +212,18 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     words = " ".join(printed.split())
     assert "and 1 found in that time; plan --search looks for longer (--seconds)." in words
     assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_a_calibration_file_is_read_before_the_device_is_looked_for(tmp_path: Path) -> None:
+    """A recipe without a machine: what is wrong with the file comes first, then that there is no device to apply it to."""
+    path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
+    assert device_of(path, None, None)[0] is None
+    with pytest.raises(InputError, match=r"none\.yaml: there is no such file"):
+        plan(path, [], Options(calibration=tmp_path / "none.yaml"))
+    good = tmp_path / "good.yaml"
+    good.write_text("schema: 1\ndevice: 910B\nsource: here\n")
+    with pytest.raises(InputError, match=r"--calibration has rates .* Give --device as well"):
+        plan(path, [], Options(calibration=good))
 
 
 def test_what_was_not_counted_is_not_said_to_fit(

@@ -19,16 +19,17 @@ from megarl.planner import search as module
 from megarl.planner.ask import Asker, Question
 from megarl.planner.build import make_plan
 from megarl.planner.clock import Clock
-from megarl.planner.counts import Activations
+from megarl.planner.counts import Activations, Held
 from megarl.planner.estimate import estimate
 from megarl.planner.floor import at_least, held_at_least, largest_parts
 from megarl.planner.forecast import Forecast
-from megarl.planner.judge import Subject, too_large
+from megarl.planner.host import Tenants
+from megarl.planner.judge import HostTooSmallError, Judge, Subject, too_large
 from megarl.planner.layouts import Choice, Engines, choice_of, chosen, overrides, refusal
 from megarl.planner.search import Found, families, search
 from megarl.planner.search_command import known
 from megarl.planner.search_table import name_of, said, show, why
-from megarl.planner.stages import built_from, stages_of
+from megarl.planner.stages import Stage, built_from, stages_of
 from megarl.platform.devices import devices
 from tests.test_planner_layouts import DENSE, SPARSE, recipe
 
@@ -83,6 +84,7 @@ def run(asked: Subject, judge: Judges, *, seconds: float = 60.0, wanted: int = 1
 
 def everything(found: Found) -> int:
     others = found.too_large + found.unlikely + found.counted_too_large + sum(found.refused.values())
+    others += found.hosts_too_small
     return len(found.best) + others + found.slower + found.not_reached
 
 
@@ -119,6 +121,66 @@ def test_what_is_refused_and_what_is_doubted_is_said() -> None:
     assert (2, 1, 1, 1, 1) in fitting, "with time left, what is unlikely is counted as well"
     assert len(fitting) == len(found.best), "and no more of a shape than one"
     assert everything(found) == found.possible
+
+
+def test_a_layout_that_hosts_cannot_hold_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a search, which says why, nor by a plan, whose proposals are of other layouts."""
+
+    class Hosts(Judges):
+        def peak(self, choice: Choice) -> int:
+            if choice.offload:
+                raise HostTooSmallError("the host of node 0 needs 99 GiB; there are 64. use more machines")
+            return super().peak(choice)
+
+    found = run(subject(), Hosts(), wanted=1000)
+    assert found.best and not any(one.choice.offload for one in found.best)
+    assert found.hosts_too_small > 0 and everything(found) == found.possible
+    (line,) = (line for line in said(found) if line.startswith("Fit the devices, and not their hosts"))
+    assert f": {found.hosts_too_small}; the first: the host of node 0 needs 99 GiB" in line
+    monkeypatch.setattr(nearest, "Judge", Hosts)
+    asked = subject(recompute="none", offload=False)
+    known = Engines(4, 1, 1, None), None
+    made = nearest.proposals(asked, NO_ASKER, engines=known, seconds=30.0)
+    assert made.found and not any("offload=true" in one.overrides for one in made.found)
+
+
+class Hosts(Judge):
+    """Hosts of two machines of four devices for 8 trainers in 4 stages; offloaded parts alone."""
+
+    def __init__(self, memory: float) -> None:
+        asked = subject(8, pipeline_parallel=4, offload=True)
+        asked.recipe.train.source = "sft"
+        device = replace(H100, per_node=4, host_memory=memory, process_memory=0.0)
+        self._subject, self._asker = replace(asked, device=device), NO_ASKER
+
+    def check(self, sizes: list[int], counted: int) -> None:
+        """`sizes`: GiB of page-locked weights by stage, of which the first `counted` are counted."""
+        stages = [Stage("actor", number, 0, held(size), None, None, {}) for number, size in enumerate(sizes)]
+        tenants = Tenants(self._subject.recipe, stages[:counted], {}, {}, 1, keeps_weights=True)
+        self._check_hosts(tenants, stages[:counted], [])
+
+
+def held(size: int) -> Held:
+    return Held(1, 1, 1, 0, 1, 1, 1, 0, weights_pinned=size * 2**30)
+
+
+def test_hosts_of_a_searched_layout_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks a stage, two stages a machine. Where hosts full of the largest stage fit, no other stage is counted."""
+    asked = []
+
+    def rest(role: str, recipe: Recipe, megatron: Any, asker: Any, numbers: list[int]) -> list[Stage]:
+        asked.append(numbers)
+        return [Stage(role, number, 0, held(2), None, None, {}) for number in numbers]
+
+    monkeypatch.setattr("megarl.planner.judge.stages_of", rest)
+    Hosts(41.0).check([10, 2, 2, 2], counted=1)
+    assert asked == []
+    Hosts(39.0).check([10, 2, 2, 2], counted=1)
+    assert asked == [[1, 2, 3]], "24 GiB in all of the first machine: 2 x 10 + 2 x 2"
+    with pytest.raises(HostTooSmallError, match=r"host of node 0 needs 24\.0 GiB: offloaded 24\.0; there are 23"):
+        Hosts(23.0).check([10, 2, 2, 2], counted=1)
+    with pytest.raises(HostTooSmallError, match="node 1 needs 30"):
+        Hosts(29.0).check([1, 1, 5, 10], counted=4)
 
 
 def test_time_ends_a_search() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from megarl.config.schema import Recipe
 from megarl.model_shape import ModelShape, model_shape
 from megarl.planner.ask import Asker
 from megarl.planner.cache import not_counted, rank_of, too_small
+from megarl.planner.counts import Held
 from megarl.planner.engines import policies, taken_at_least
 from megarl.planner.floor import at_least, held_at_least, largest_parts, parts
 from megarl.planner.forecast import Forecast
+from megarl.planner.host import Tenants, host_refusals, hosts_of, keeps_weights
 from megarl.planner.layouts import Choice, Engines, choice_of, chosen, refusal
 from megarl.planner.libraries import Libraries, counted_libraries
 from megarl.planner.places import ROLLOUT, largest_tensor, places, swaps_of
@@ -29,6 +31,10 @@ Chosen = tuple[Engines, EngineRank | None]
 
 _NEAR = 1.01
 """How much above the limit a forecast may lie for a layout to be counted: forecasts are some thousandths off."""
+
+
+class HostTooSmallError(Exception):
+    """A layout that fits the devices needs more host memory than a machine has. The message is the plan's refusal."""
 
 
 @dataclass(frozen=True)
@@ -119,24 +125,58 @@ class Judge:
         return max(0.0, self._forecast.peak(recipe) - most)
 
     def peak(self, choice: Choice) -> int:
-        """Bytes of the device that needs the most, counted. Raises ValueError for what Megatron refuses as it is built."""
+        """Bytes of the device that needs the most, counted. Raises ValueError for what Megatron refuses as it is built, and
+        HostTooSmallError for a layout that fits the devices and not their hosts."""
         recipe = self._with_some(self._built, choice)  # of trainers, engines make no difference
         numbers = [part.number for part in largest_parts(recipe, self._shape)] if self._alike(recipe) else None
         found = stages_of("actor", recipe, self._subject.recipe.megatron, self._asker, numbers)
         recipe = self.made(self._built, choice)
-        rank, critic = self._chosen.result()[1], self._critic.result()
+        critic = self._critic.result()
         for stage in (*found, *critic):
             if stage.activations is None:
                 raise InputError(f"No layout can be said to fit: {stage.not_counted}.")
+        tenants = self._tenants(recipe, [*found, *critic])
         lying = places(
             recipe,
-            [*found, *critic],
-            {} if rank is None else {ROLLOUT: rank},
-            swaps=swaps_of(self._subject.recipe),
-            largest=largest_tensor(self._subject.recipe, self._subject.model),
+            tenants.stages,
+            dict(tenants.engines),
+            swaps=dict(tenants.swaps),
+            largest=tenants.largest,
             libraries=self._libraries(recipe),
         )
-        return max(place.peak.total for place in lying)
+        peak = max(place.peak.total for place in lying)
+        if peak <= self._subject.limit:
+            self._check_hosts(tenants, found, critic)
+        return peak
+
+    def _tenants(self, recipe: Recipe, found: list[Stage]) -> Tenants:
+        """What runs on the devices of a layout. `recipe`: with the chosen engines."""
+        rank, own = self._chosen.result()[1], self._subject.recipe
+        return Tenants(
+            recipe,
+            found,
+            {} if rank is None else {ROLLOUT: rank},
+            swaps_of(own),
+            largest_tensor(own, self._subject.model),
+            keeps_weights(own, self._subject.device),
+        )
+
+    def _check_hosts(self, tenants: Tenants, counted: list[Stage], critic: list[Stage]) -> None:
+        """Raise HostTooSmallError if a machine's host has too little. `counted`: the actor's stages, or those of them that
+        no earlier one covers; then the rest is counted only where hosts full of the largest would not do."""
+        device, stages = self._subject.device, tenants.recipe.megatron.pipeline_parallel
+        if len(counted) < stages:
+            whole = replace(tenants, stages=[*covering(counted, stages), *critic])
+            if not host_refusals(hosts_of(whole, device), device.host_memory):
+                return
+            there = {stage.number for stage in counted}
+            numbers = [number for number in range(stages) if number not in there]
+            megatron = self._subject.recipe.megatron
+            rest = stages_of("actor", tenants.recipe, megatron, self._asker, numbers)
+            every = sorted([*counted, *rest], key=lambda stage: stage.number)
+            tenants = replace(tenants, stages=[*every, *critic])
+        for short in host_refusals(hosts_of(tenants, device), device.host_memory):
+            raise HostTooSmallError(f"{short.what}. {short.remedy}")
 
     def _libraries(self, recipe: Recipe) -> Libraries:
         """Device memory of libraries in a layout."""
@@ -183,6 +223,13 @@ class Judge:
         view = replace(recipe, critic=replace(recipe.critic, model_path=None))
         built = built_from(view, model, self._directory / "critic")
         return stages_of("critic", built, recipe.critic.megatron, self._asker)
+
+
+def covering(counted: list[Stage], stages: int) -> list[Stage]:
+    """As many `stages` as a pipeline has, each with the most that any of `counted` holds, part by part."""
+    names = [one.name for one in fields(Held)]
+    most = Held(**{name: max(getattr(stage.held, name) for stage in counted) for name in names})
+    return [replace(counted[0], number=number, held=most) for number in range(stages)]
 
 
 def too_large(subject: Subject, choice: Choice) -> bool:

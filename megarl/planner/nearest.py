@@ -17,7 +17,7 @@ from megarl.config.errors import InputError
 from megarl.planner.ask import Asker, CannotCount
 from megarl.planner.clock import Clock
 from megarl.planner.forecast import setting
-from megarl.planner.judge import Chosen, Judge, Subject, too_large
+from megarl.planner.judge import Chosen, HostTooSmallError, Judge, Subject, too_large
 from megarl.planner.layouts import Choice, Engines, choice_of, chosen, engine_layouts, overrides, refusal
 from megarl.planner.plan import Proposal
 from megarl.planner.search import families, fastest_engines
@@ -183,5 +183,9 @@ def _fits(judge: Judge, choice: Choice, limit: float) -> bool:
         return judge.peak(choice) <= limit
     except InputError:
         raise  # of every layout of the model
-    except (ValueError, CannotCount):  # what Megatron refuses as it is built
+    except (
+        ValueError,
+        CannotCount,
+        HostTooSmallError,
+    ):  # what Megatron refuses as it is built, and what hosts do not hold
         return False

@@ -15,7 +15,7 @@ from megarl.config.errors import InputError
 from megarl.config.offload import offloads
 from megarl.planner.ask import Asker, CannotCount
 from megarl.planner.clock import Clock
-from megarl.planner.judge import Judge, Subject
+from megarl.planner.judge import HostTooSmallError, Judge, Subject
 from megarl.planner.layouts import (
     RECOMPUTE,
     Choice,
@@ -54,6 +54,8 @@ class Found:
     too_large: int = 0  # by arithmetic
     unlikely: int = 0  # by forecast, and not counted
     counted_too_large: int = 0
+    hosts_too_small: int = 0  # counted, and fitting the devices, whose hosts have too little memory
+    host_refusal: str | None = None  # why, of the fastest of them
     refused: Counter[str] = field(default_factory=Counter)  # by what a run would say
     slower: int = 0  # than another of the same shape that fits
     not_reached: int = 0
@@ -84,8 +86,9 @@ class _Unlikely:
     excess: float
 
 
-_Verdict = int | str | _Unlikely
-"""Bytes of the rank that needs the most, or why a run would refuse it, or that it is not worth counting now."""
+_Verdict = int | str | _Unlikely | HostTooSmallError
+"""Bytes of the rank that needs the most, or why a run would refuse it, or that it is not worth counting now, or that its
+hosts have too little memory."""
 
 
 def search(subject: Subject, *, seconds: float, wanted: int = 10) -> Found:
@@ -260,6 +263,8 @@ class _Search:
             return self._judge.peak(choice)
         except InputError:
             raise  # of every layout of the model
+        except HostTooSmallError as error:
+            return error
         except ValueError as error:  # Megatron's own rules, asked as a rank is built
             return str(error)
         except CannotCount as error:
@@ -273,6 +278,10 @@ class _Search:
             self._push(family.others)
         elif isinstance(verdict, str):
             self._found.refused[verdict] += 1
+            self._push(family.others)
+        elif isinstance(verdict, HostTooSmallError):
+            self._found.hosts_too_small += 1
+            self._found.host_refusal = self._found.host_refusal or str(verdict)
             self._push(family.others)
         elif verdict > self._subject.limit:
             self._found.counted_too_large += 1

@@ -39,7 +39,8 @@ def show(subject: Subject, found: Found) -> None:
         console.print("On the command line, the first of them:")
         console.print(f"  {' '.join(_overrides(subject, best)) or 'nothing: it is the recipe'}\n", soft_wrap=True)
     else:
-        console.print(f"No layout was found that fits into {sized(subject.limit)}.")
+        hosts = f" and hosts of {subject.device.host_memory:,.10g} GiB" if found.hosts_too_small else ""
+        console.print(f"No layout was found that fits into {sized(subject.limit)}{hosts}.")
     for line in said(found):
         console.print(f"- {line}", style="dim", highlight=False)
 
@@ -64,8 +65,13 @@ def said(found: Found) -> list[str]:
         f"Possible: {several(found.possible, 'choice')} of layout, micro batch, recomputation and offloading, as far as model "
         "and machines allow.",
         f"Left out by arithmetic, needing more at least than the device has: {found.too_large:,}.",
-        f"Counted: {len(found.best) + found.counted_too_large}, of which fit: {len(found.best)}. Forecast to be too large, and "
-        f"not counted: {found.unlikely:,}.",
+        f"Counted: {len(found.best) + found.counted_too_large + found.hosts_too_small}, of which fit: {len(found.best)}. Forecast to "
+        f"be too large, and not counted: {found.unlikely:,}.",
+        *(
+            [f"Fit the devices, and not their hosts: {found.hosts_too_small}; the first: {found.host_refusal}"]
+            if found.hosts_too_small
+            else []
+        ),
         "Slower than one in the table that differs in layers of stages, micro batch, recomputation or offloading alone: "
         f"{found.slower:,}.",
         f"Not reached in {found.seconds:.0f} s (--seconds): {found.not_reached:,}."
