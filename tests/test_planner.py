@@ -199,7 +199,7 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         "megarl.planner.build.proposals",
         lambda *_, **__: Nearest([Proposal("megatron.pipeline_parallel=2", 1.234)], stopped),
     )
-    monkeypatch.setattr("megarl.planner.build._libraries", lambda *_: NOT_COUNTED)
+    monkeypatch.setattr("megarl.planner.build.counted_libraries", lambda *_: NOT_COUNTED)
     stopped = True
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
     assert plan(path, [], Options(memory=151 + 50)) == 0
@@ -216,7 +216,7 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_a_calibration_file_is_read_before_the_device_is_looked_for(tmp_path: Path) -> None:
     """A recipe without a machine: what is wrong with the file comes first, then that there is no device to apply it to."""
-    path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
+    path = ROOT / "recipes" / "retool.yaml"
     assert device_of(path, None, None)[0] is None
     with pytest.raises(InputError, match=r"none\.yaml: there is no such file"):
         plan(path, [], Options(calibration=tmp_path / "none.yaml"))
@@ -232,7 +232,7 @@ def test_what_was_not_counted_is_not_said_to_fit(
     stage = Stage("actor", 0, 0, HELD, None, "images", phases(HELD, None, reference=True, leaves=False))
     monkeypatch.setattr("megarl.planner.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.planner.build.engines", lambda *_: [])
-    monkeypatch.setattr("megarl.planner.build._libraries", lambda *_: NOT_COUNTED)
+    monkeypatch.setattr("megarl.planner.build.counted_libraries", lambda *_: NOT_COUNTED)
     monkeypatch.setattr("megarl.planner.build.hosts_of", lambda *_: [])
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
     assert plan(path, [], Options(memory=3)) == 0
