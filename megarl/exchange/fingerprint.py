@@ -15,8 +15,9 @@ import numpy as np
 import torch
 import xxhash
 
+from megarl.exchange.session import WORDS
+
 PIECE = 512 * 1024  # bytes: half of what a core has for itself
-_WORDS = 4 * 2**20  # of 32 bits, which become 64 bits at a time: 96 MiB beside the memory
 
 
 def fingerprint(data: np.ndarray) -> str:
@@ -59,8 +60,8 @@ def word_sums(memory: torch.Tensor) -> torch.Tensor:
         filled[: len(rest)] = rest
         words = torch.cat([words, filled.view(torch.int32)])
     sums = torch.zeros(2, dtype=torch.int64, device=memory.device)
-    for start in range(0, len(words), _WORDS):
-        piece = words[start : start + _WORDS].to(torch.int64)
+    for start in range(0, len(words), WORDS):
+        piece = words[start : start + WORDS].to(torch.int64)
         places = torch.arange(start, start + len(piece), dtype=torch.int64, device=memory.device)
         sums += torch.stack([piece.sum(), (piece * (2 * places + 1)).sum()])
     return sums

@@ -21,6 +21,8 @@ AHEAD = 2  # buckets that are on their way to a receiver over a network at a tim
 TRANSPORTS = ("auto", "shared_memory", "ipc", "collective", "device", "files")
 IN_HOST_MEMORY = ("auto", "shared_memory")  # those by which ranks of a host read each other's files in /dev/shm
 SHARED = (*IN_HOST_MEMORY, "ipc")  # those by which ranks of a host read each other's memory, wherever it is
+WORDS = 2**20  # of 32 bits, of which `ipc` takes sums at a time
+SUMS_BYTES = 4 * 8 * WORDS  # which become 64 bits: they, their places, factors and products
 ON_DEVICES = ("device", "ipc")  # those whose buckets lie in devices' memory
 _ABORT_CONNECT_SECONDS = 5.0
 

@@ -17,7 +17,7 @@ from megarl.algorithms.objective import runs_old_log_prob_pass, runs_reference_p
 from megarl.config.critic import critic_view
 from megarl.config.exchange import planned_by_recipe
 from megarl.config.schema import Recipe
-from megarl.exchange.session import AHEAD, EXPORT_SLOTS, ON_DEVICES, PLANNED_SLOTS
+from megarl.exchange.session import AHEAD, EXPORT_SLOTS, ON_DEVICES, PLANNED_SLOTS, SUMS_BYTES
 from megarl.model_config import text_fields
 from megarl.planner.libraries import NOT_COUNTED, Libraries
 from megarl.planner.plan import EngineRank, Place, Use
@@ -50,7 +50,8 @@ def exchange_buffers(recipe: Recipe, largest: int) -> int:
     bucket, gathered = recipe.exchange.bucket_mb * 2**20, 2 * largest
     on_device = max(bucket, gathered) if planned_by_recipe(recipe) else bucket + gathered
     there = recipe.cluster.device == "cpu" or recipe.exchange.transport in ON_DEVICES
-    return on_device + (slots(recipe, largest) if there else 0)
+    sums = SUMS_BYTES if recipe.exchange.transport == "ipc" else 0
+    return on_device + sums + (slots(recipe, largest) if there else 0)
 
 
 def slots(recipe: Recipe, largest: int) -> int:
@@ -183,9 +184,9 @@ class _Device:
         if not planned_by_recipe(self.recipe):
             return engine.largest
         buckets = {"device": AHEAD + PLANNED_SLOTS, "ipc": PLANNED_SLOTS}.get(self.recipe.exchange.transport, 1)
-        return (
-            engine.largest * self.recipe.megatron.pipeline_parallel + self.recipe.exchange.bucket_mb * 2**20 * buckets
-        )
+        sums = SUMS_BYTES if self.recipe.exchange.transport == "ipc" else 0
+        buffers = self.recipe.exchange.bucket_mb * 2**20 * buckets + sums
+        return engine.largest * self.recipe.megatron.pipeline_parallel + buffers
 
     def _computing(
         self, stages: dict[str, Stage], role: str, passes: list[str], update: str, asleep: dict[str, int]
