@@ -376,6 +376,17 @@ def test_corrupted_bucket_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.stack
 @pytest.mark.slow
+def test_memory_that_cannot_be_mapped_leaves_the_other_ways(tmp_path, monkeypatch):
+    plant(monkeypatch, "megarl.platform.cpu", "faults_of_processes:unmappable_memory")
+    result = run(tmp_path, 5)
+    assert result.verdict == "PASS", result.reason
+    (left_out,) = [check for check in result.checks if check.name == "dense: planned by ipc"]
+    assert left_out.verdict == "NOT RUN" and "pidfd_getfd" in left_out.cause, left_out
+    assert any(check.name.startswith("dense: export by collective") for check in result.checks)
+
+
+@pytest.mark.stack
+@pytest.mark.slow
 def test_all_stages(tmp_path):
     """The acceptance of a CPU, whole, with a recipe."""
     recipe = Path(__file__).parent.parent / "recipes" / "grpo_qwen3_8b.yaml"

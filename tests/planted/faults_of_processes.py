@@ -112,6 +112,15 @@ def corrupted_bucket(module: Any) -> None:
     module.Fingerprints.passing = flipped
 
 
+def unmappable_memory(module: Any) -> None:
+    """A container that lets no process map another's device memory."""
+
+    def refused(self: Any, handle: Any) -> Any:
+        raise RuntimeError("pidfd_getfd: Operation not permitted")
+
+    module.CPUPlatform.open_shared = refused
+
+
 def old_weights(module: Any) -> None:
     """Trainers change their weights after sending them, so engines sample from older ones."""
 

@@ -86,6 +86,15 @@ class ExchangeRank(ActorWorker):
         """Let the next `open_exchange` take this way."""
         self.recipe.exchange.route, self.recipe.exchange.transport = route, transport  # type: ignore[assignment]
 
+    def share_memory(self, size: int) -> dict[str, Any]:
+        """A handle of memory with 0, 1, 2, ... in its bytes."""
+        import torch
+
+        self.shared = self.platform.shareable_memory(size)
+        self.shared.memory.copy_(torch.arange(size).to(torch.uint8))
+        self.platform.synchronize()
+        return self.shared.handle()
+
     def change(self, seed: int) -> None:
         """Weights that no two versions have in common; all ranks change theirs alike."""
         import torch
@@ -114,6 +123,17 @@ class ExchangeRank(ActorWorker):
             assert self.planned, "only ranks of a planned exchange are watched"
             self.sender._outbox.send = lambda *_: os._exit(9)
         return self.send_weights(version)
+
+
+class MemoryReader:
+    """A process that maps another one's memory."""
+
+    def __init__(self, device: str) -> None:
+        self.platform = platforms.select(device)
+
+    def read(self, handle: dict[str, Any]) -> list[int]:
+        self.platform.set_device(0)
+        return self.platform.open_shared(handle).cpu().tolist()
 
 
 def tiny_recipe(context: Context, family: str, trainers: int, **megatron: Any) -> Recipe:

@@ -6,6 +6,7 @@ import re
 import time
 from typing import Any
 
+from megarl.cluster.failures import CallFailed
 from megarl.cluster.local import LocalService
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.engine_probe import (
@@ -25,9 +26,17 @@ from megarl.placement import publish
 from megarl.route import RouteRefused, open_exchange
 
 GAP = 0.02  # nats, mean
+PROBED = 256  # bytes
+READER = "megarl.commands.accept.engine_probe:MemoryReader"
 DEATH = 5.0  # seconds beyond exchange.silence after which every wait for a dead rank must have ended
 # (route, transport), the default first.
-WAYS = (("planned", "auto"), ("planned", "collective"), ("export", "auto"), ("export", "collective"))
+WAYS = (
+    ("planned", "auto"),
+    ("planned", "collective"),
+    ("planned", "ipc"),
+    ("export", "auto"),
+    ("export", "collective"),
+)
 
 
 def run(context: Context) -> None:
@@ -65,6 +74,9 @@ def _ways(
     version = 0
     for route, transport in ways(context):
         name = f"{family}: {route} by {transport}"
+        if transport == "ipc" and (reason := _unmappable(context, trainers)):
+            context.not_run(name, reason)
+            continue
         context.doing(f"{name}: two updates")
         recipe.exchange.route, recipe.exchange.transport = route, transport  # type: ignore[assignment]
         trainers.call("set_exchange", route, transport)
@@ -83,16 +95,46 @@ def _ways(
                 context.equal(f"{name}: both sides agree on an update", False, True, cause=" ".join(str(error).split()))
                 raise
             seconds = time.monotonic() - began
-        context.equal(f"{name}: both sides agree on an update", True, True)
-        context.figure(f"{name}: seconds", seconds, unit="s")
-        context.figure(f"{name}: bytes", metrics["exchange/bytes"] / 2**20, unit="MiB")
-        asked = requests(family, 4, 16)
-        sampled = timed(engine.call("generate", asked))[0]
-        context.at_most(
-            f"{name}: log-probs after the update", gap(family, asked, sampled, trainers), limit=GAP, unit="nats",
-            cause="the engine samples from other weights than the trainers'",
-        )  # fmt: skip
+        _judge(context, family, name, (metrics["exchange/bytes"] / 2**20, seconds), trainers, engine)
     context.not_run(f"{family}: device to device", "one device, or a CPU") if len(ways(context)) == len(WAYS) else None
+
+
+def _judge(
+    context: Context,
+    family: str,
+    name: str,
+    update: tuple[float, float],
+    trainers: LocalRanks,
+    engine: LocalService,
+) -> None:
+    """`update`: MiB and seconds of the last one."""
+    context.equal(f"{name}: both sides agree on an update", True, True)
+    context.figure(f"{name}: seconds", update[1], unit="s")
+    context.figure(f"{name}: bytes", update[0], unit="MiB")
+    asked = requests(family, 4, 16)
+    sampled = timed(engine.call("generate", asked))[0]
+    context.at_most(
+        f"{name}: log-probs after the update", gap(family, asked, sampled, trainers), limit=GAP, unit="nats",
+        cause="the engine samples from other weights than the trainers'",
+    )  # fmt: skip
+
+
+def _unmappable(context: Context, trainers: LocalRanks) -> str | None:
+    """Why no process can map a trainer's memory, as `exchange.transport: ipc` has engines do: a container may forbid it. None:
+    it can, or the recipe to be accepted asks for that transport, whose update fails then."""
+    if context.recipe is not None and context.recipe.exchange.transport == "ipc":
+        return None
+    context.doing("mapping a trainer's memory in another process")
+    handle = timed(trainers.services[0].call("share_memory", PROBED))[0]
+    log = context.folder / "reader.log"
+    reader = LocalService(READER, (context.device,), name="memory reader", log=log, env=rank_environment(context))
+    try:
+        same = timed(reader.call("read", handle))[0] == list(range(PROBED))
+        return None if same else "another process reads other bytes from the memory than the trainer wrote"
+    except CallFailed as error:
+        return " ".join(str(error).split())
+    finally:
+        reader.stop()
 
 
 def _death(
