@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megarl.engines import vllm_compat
 from megarl.engines.vllm_reload import LAST, installed_support, read_support, support_of
@@ -25,7 +26,11 @@ def _layerwise_process(layer, info): ...
 def _get_original_loader(tensor): ...
 def _place_kernel_tensors(layer, info): ...
 """
-META = "def materialize_layer({arguments}): ..."
+META = """
+SKIP_MODULES: set[str] = {{"HadamardTransform"}}
+{skipped}
+def materialize_layer({arguments}): ...
+"""
 UTILS = "def get_layer_tensors(layer): ..."
 TYPES = """
 class LayerReloadingInfo:
@@ -33,6 +38,11 @@ class LayerReloadingInfo:
     load_numel: int = 0
     def {loading}(self): ...
 """
+SKIPPED = {
+    "0.18": 'SKIP_TENSORS: set[str] = {"_expert_map", "expert_mask"}',
+    "0.23": 'SKIP_TENSORS: set[str] = {"_expert_map", "e_score_correction_bias"}',
+    "0.32": 'SKIP_LOAD_TENSORS: set[str] = {"e_score_correction_bias"}\nSKIP_TENSORS: set[str] = SKIP_LOAD_TENSORS | {"bias"}',
+}
 FORMS = {
     "0.18": ("Attention, MLAAttention", "layer", "can_process"),
     "0.23": ("Attention, MLAAttention", "layer, info", "can_load"),
@@ -45,7 +55,7 @@ def package(directory: Path, form: str) -> Path:
     place = directory / "vllm/model_executor/model_loader/reload"
     place.mkdir(parents=True)
     (place / "layerwise.py").write_text(LAYERWISE.format(deferred=deferred))
-    (place / "meta.py").write_text(META.format(arguments=arguments))
+    (place / "meta.py").write_text(META.format(arguments=arguments, skipped=SKIPPED[form]))
     (place / "utils.py").write_text(UTILS)
     (place / "types.py").write_text(TYPES.format(loading=loading))
     return directory / "vllm"
@@ -79,6 +89,13 @@ def test_known_forms_can_take_the_planned_route(tmp_path: Path, form: str) -> No
             "Attention",
             "neither is_deferred_attention_layer nor Attention and MLA",
         ),
+        (
+            "meta",
+            "SKIP_TENSORS: ",
+            "KEPT: ",
+            r"meta\.SKIP_TENSORS is no set of names, and no .*e_score_correction_bias",
+        ),
+        ("meta", '{"_expert_map", "expert_mask"}', "names()", r"meta\.SKIP_TENSORS is no set of names"),
         ("types", "load_numel", "loaded", r"LayerReloadingInfo\.load_numel is missing"),
         ("types", "can_load", "ready", "LayerReloadingInfo has neither can_load nor can_process"),
     ],
@@ -86,7 +103,7 @@ def test_known_forms_can_take_the_planned_route(tmp_path: Path, form: str) -> No
 def test_an_unknown_form_is_refused_with_its_difference(
     tmp_path: Path, file: str, old: str, new: str, words: str
 ) -> None:
-    vllm = package(tmp_path, "0.23")
+    vllm = package(tmp_path, "0.18" if old in SKIPPED["0.18"] else "0.23")
     source = vllm / f"model_executor/model_loader/reload/{file}.py"
     assert old in source.read_text()
     source.write_text(source.read_text().replace(old, new))
@@ -188,14 +205,37 @@ def test_deferred_attention_and_loading_of_each_form(monkeypatch: pytest.MonkeyP
             assert vllm_compat.is_loading(SimpleNamespace(**{name: lambda one=loading: one})) is loading
 
 
+def test_a_list_under_another_name_that_has_the_router_bias_is_enough(tmp_path: Path) -> None:
+    vllm = package(tmp_path, "0.23")
+    source = vllm / "model_executor/model_loader/reload/meta.py"
+    source.write_text(source.read_text().replace("SKIP_TENSORS", "KEPT"))
+    assert read_support(vllm, "0.99").no_planned is None
+
+
+class Biased(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(2, 2)
+        self.gate.e_score_correction_bias = torch.nn.Parameter(torch.zeros(2))
+
+
 def test_whole_tensors_need_no_private_name_of_a_later_reload(monkeypatch: pytest.MonkeyPatch) -> None:
     """`read_support` promises updates to versions whose private names differ: exports go through here too."""
     started: list[Any] = []
     reload = SimpleNamespace(initialize_layerwise_reload=started.append, meta=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
     monkeypatch.setattr(vllm_compat, "_layerwise", SimpleNamespace)
-    vllm_compat.start_reload("model")  # type: ignore[arg-type]
-    assert started == ["model"]
+    plain, biased = torch.nn.Linear(2, 2), Biased()
+    vllm_compat.start_reload(plain)
+    assert started == [plain]
+    with pytest.raises(
+        RuntimeError, match=r"unwritten gate\.e_score_correction_bias could replace the live one; use vLLM"
+    ):
+        vllm_compat.start_reload(biased)
+    assert started == [plain], "refused before anything is laid out anew"
+    reload.meta.KEPT = frozenset({"e_score_correction_bias"})
+    vllm_compat.start_reload(biased)
+    assert started == [plain, biased]
 
 
 SOURCES = os.environ.get("MEGARL_VLLM_SOURCES", "")

@@ -19,8 +19,6 @@ from megarl.engines import vllm_ascend, vllm_reload
 if TYPE_CHECKING:
     import torch
 
-_ROUTER_BIAS = "e_score_correction_bias"
-
 
 @dataclass(frozen=True)
 class Capabilities:
@@ -105,13 +103,17 @@ def start_reload(model: torch.nn.Module) -> None:
     router's, and copies the other, never written, over the live bias. Like `_expert_map` it must stay where it is.
     Loaders of such tensors are wrapped, which fails on a live tensor, and until 0.18 their elements are counted among
     those to come, so that their layers wait for the reload's end.
+
+    RuntimeError if the model has such a bias and this vLLM names no tensors that a reload skips.
     """
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, meta
 
     layerwise = _layerwise()
-    private = hasattr(meta, "SKIP_TENSORS")  # a later vLLM may rename it; 0.23 and 0.32 list the bias themselves
+    private = isinstance(getattr(meta, vllm_reload.SKIPPED, None), set)  # a later vLLM may rename it
     if private:
-        meta.SKIP_TENSORS.add(_ROUTER_BIAS)
+        meta.SKIP_TENSORS.add(vllm_reload.ROUTER_BIAS)
+    elif not _lists_router_bias(meta):
+        _refuse_router_bias(model)
     initialize_layerwise_reload(model)
     if not private or hasattr(layerwise, "SKIP_TENSORS") or hasattr(layerwise, "SKIP_LOAD_TENSORS"):  # from 0.20 on
         return
@@ -122,6 +124,21 @@ def start_reload(model: torch.nn.Module) -> None:
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
                 if counted:
                     layerwise.get_layerwise_info(layer).load_numel_total -= tensor.numel()
+
+
+def _lists_router_bias(meta: Any) -> bool:
+    sets = (value for value in vars(meta).values() if isinstance(value, set | frozenset))
+    return any(vllm_reload.ROUTER_BIAS in names for names in sets)
+
+
+def _refuse_router_bias(model: torch.nn.Module) -> None:
+    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    biased = next((name for name in names if name.rpartition(".")[2] == vllm_reload.ROUTER_BIAS), None)
+    if biased is not None:
+        raise RuntimeError(
+            f"vLLM {vllm_reload.installed_version()} does not say which tensors a reload leaves alone (meta.{vllm_reload.SKIPPED}), so an "
+            f"unwritten {biased} could replace the live one; use vLLM {vllm_reload.FIRST} to {vllm_reload.LAST}"
+        )
 
 
 def materialize_layer(layer: torch.nn.Module) -> None:

@@ -31,6 +31,8 @@ _CALLED: dict[str, tuple[list[str], ...]] = {
 _DEFERRED = (("is_deferred_attention_layer",), ("Attention", "MLAAttention"))  # either is imported by layerwise.py
 _FIELDS = ("kernel_tensors", "load_numel")
 _LOADING = ("can_load", "can_process")  # methods of LayerReloadingInfo, of which one is there
+ROUTER_BIAS = "e_score_correction_bias"  # must stay where it is: a reload would copy an unwritten one over it
+SKIPPED = "SKIP_TENSORS"  # the set in meta.py that names such tensors; until 0.19 `vllm_compat` adds the router bias
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,12 @@ def installed_support() -> RouteSupport | None:
     package = _installed_package()
     if package is None:
         return None
-    version = next((found for name in DISTRIBUTIONS if (found := _distribution(name))), "unknown")
-    return read_support(package, version)
+    return read_support(package, installed_version())
+
+
+def installed_version() -> str:
+    """Version of the installed vLLM package; "unknown" if it names none."""
+    return next((version for name in DISTRIBUTIONS if (version := _distribution(name))), "unknown")
 
 
 def support_of(version: str) -> RouteSupport:
@@ -100,6 +106,8 @@ def _lacking(place: Path) -> list[str]:
             lacking.append(f"{name}({', '.join(functions.get(name, ['?']))}) should take {expected}")
     if not any(names.issuperset(form) for form in _DEFERRED):
         lacking.append(f"neither {_DEFERRED[0][0]} nor {' and '.join(_DEFERRED[1])} is imported")
+    if not _skips_router_bias(trees[1]):
+        lacking.append(f"meta.{SKIPPED} is no set of names, and no set of names there has {ROUTER_BIAS}")
     members = _members(trees[3], "LayerReloadingInfo")
     lacking += [f"LayerReloadingInfo.{field} is missing" for field in _FIELDS if field not in members]
     if not members.intersection(_LOADING):
@@ -122,6 +130,17 @@ def _names(tree: ast.Module) -> set[str]:
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     imports = (alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names)
     return functions | {alias.asname or alias.name for alias in imports}
+
+
+def _skips_router_bias(meta: ast.Module) -> bool:
+    """True if meta.py has a set that names the router bias, or the set that it can be added to."""
+    values = {}
+    for node in meta.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            values.update((target.id, node.value) for target in targets if isinstance(target, ast.Name))
+    named = (part.value for value in values.values() for part in ast.walk(value) if isinstance(part, ast.Constant))
+    return isinstance(values.get(SKIPPED), ast.Set | ast.BinOp) or ROUTER_BIAS in named
 
 
 def _members(tree: ast.Module, name: str) -> set[str]:
