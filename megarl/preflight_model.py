@@ -26,7 +26,12 @@ from megarl.preflight_engines import check_experts, check_heads
 
 Config = dict[str, Any]
 POLICY, CRITIC, TEACHER, JUDGE = "model.path", "critic.model_path", "teacher.path", "judge.path"
-_MAKERS = "give the model's Hugging Face directory (recipes/quickstart_sft.yaml makes the quickstart's)"
+_MAKE_DATA = "megarl data quickstart --out data/quickstart"
+_MAKERS = {  # by the end of the directory's path
+    "data/quickstart/model": f"run `{_MAKE_DATA}`, which makes it",
+    "runs/quickstart-sft/hf": f"run `{_MAKE_DATA}`, then `megarl train recipes/quickstart_sft.yaml`, which leaves it there; "
+    "or launch/quickstart.sh, which does all",
+}
 
 
 def models_of(recipe: Recipe) -> dict[str, str]:
@@ -70,11 +75,17 @@ def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = Non
         raise RecipeError(key, str(error), "name one that is", value=path) from error
 
 
+def _maker(path: str) -> str:
+    """What to do about the missing model directory `path`."""
+    end = "/".join(Path(path).parts[-3:])
+    return _MAKERS.get(end, "give the model's Hugging Face directory, with its config.json; megarl downloads none")
+
+
 def read_hf_config(path: str, key: str = POLICY) -> Config:
     """config.json of the Hugging Face directory that `key` names. Raises RecipeError where it is missing or no JSON."""
     directory = Path(path)
     if not directory.is_dir():
-        raise RecipeError(key, f"there is no such directory (seen from {Path.cwd()})", _MAKERS, value=path)
+        raise RecipeError(key, f"there is no such directory (seen from {Path.cwd()})", _maker(path), value=path)
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

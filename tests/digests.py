@@ -9,7 +9,10 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from megarl.engines.vllm_worker import WorkerExtension
+from tests import latent_attention
 from tests.without_fingerprints import set_fingerprints
+
+latent_attention.install()
 
 
 class Extension(WorkerExtension):
@@ -39,9 +42,16 @@ class Extension(WorkerExtension):
         set_fingerprints(on)
 
     def digests(self) -> dict[str, str]:
+        """After `watch_layers`."""
         model = self.model_runner.model
         tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        return {name: digest(tensor) for name, tensor in tensors} | self._before
+        absorbed = [
+            (f"{name}.{own}", getattr(module, own))
+            for name, module in model.named_modules()
+            for own in ("W_UV", "W_UK_T")  # latent attention makes them of kv_b_proj at the end of a reload
+            if hasattr(module, own)
+        ]
+        return {name: digest(tensor) for name, tensor in [*tensors, *absorbed]} | self._before
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -27,6 +27,8 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 class EngineGroup:
     def __init__(self, path, size=2, **changes):
         self.engines = [EngineProcess() for _ in range(size)]
+        for engine in self.engines:
+            engine.replace("megarl.engines.vllm", "build_engine_args", "with_digests")
         seat = self.engines[0].open_meeting_place("127.0.0.1")
         changes = {"data_parallel": size, "expert_parallel": True, **changes}
         starting = [
@@ -35,7 +37,11 @@ class EngineGroup:
             )
             for rank, engine in enumerate(self.engines)
         ]
-        self.infos = [start.result(120) for start in starting]
+        try:
+            self.infos = [start.result(120) for start in starting]
+        except BaseException:
+            self.kill()  # else Python waits for them at its end
+            raise
 
     def generate(self, *requests):
         """One list for each engine; completions by engine."""
@@ -48,6 +54,10 @@ class EngineGroup:
         for engine in self.engines:
             engine.connect_exchange(sender.session)
         return sender
+
+    def kill(self):
+        for engine in self.engines:
+            engine.process.kill()
 
     def close(self):
         for ending in [engine.begin("shutdown") for engine in self.engines]:
@@ -71,8 +81,7 @@ def start():
 
     yield make
     for group in groups:
-        for engine in group.engines:
-            engine.process.kill()
+        group.kill()
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])

@@ -39,6 +39,7 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def process():
     process = EngineProcess()
+    process.replace("megarl.engines.vllm", "build_engine_args", "with_digests")
     yield process
     process.close()
 

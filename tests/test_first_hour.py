@@ -9,9 +9,13 @@ from typing import NoReturn
 
 import pytest
 
+from megarl.config import load_recipe
+from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.observe.closing import after_interruption, after_training
 from megarl.observe.run_dir import RunDirectory
+from megarl.preflight_model import read_hf_config
+from megarl.quickstart import RL_RECIPE, SFT_RECIPE
 from tests.checkpoint_parts import saver, state
 from tests.cluster_workers import ROOT
 
@@ -96,3 +100,20 @@ def test_the_quickstart_takes_debug() -> None:
     command = [sys.executable, "-m", "megarl.quickstart", "--debug", "train.step=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "train.steps" in done.stderr and "Traceback" in done.stderr
+
+
+def test_a_missing_model_of_the_quickstart_names_the_command_that_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a fresh clone no recipe may be sent to itself for its model."""
+    monkeypatch.chdir(tmp_path)
+    advice = {}
+    for path in ("data/quickstart/model", "runs/quickstart-sft/hf", "models/Qwen3-8B"):
+        with pytest.raises(RecipeError, match="there is no such directory") as error:
+            read_hf_config(str(tmp_path / path))
+        advice[path] = error.value.remedy
+    assert advice["data/quickstart/model"] == "run `megarl data quickstart --out data/quickstart`, which makes it"
+    assert "megarl train recipes/quickstart_sft.yaml" in advice["runs/quickstart-sft/hf"]
+    assert "quickstart" not in advice["models/Qwen3-8B"]
+    assert load_recipe(str(ROOT / SFT_RECIPE)).model.path.endswith("data/quickstart/model")
+    assert load_recipe(str(ROOT / RL_RECIPE)).model.path.endswith("runs/quickstart-sft/hf")

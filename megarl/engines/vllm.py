@@ -58,7 +58,7 @@ class _VllmBackend:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        from megarl.engines.vllm_compat import capabilities
+        from megarl.engines.vllm_compat import capabilities, forget_earlier_engine
 
         self._can = capabilities()
         if self._spec.device not in (None, self._can.device):
@@ -79,6 +79,7 @@ class _VllmBackend:
             self._spec = replace(self._spec, adapters=None)
         if self._group is not None:
             os.environ.update(_group_env(self._group))
+        forget_earlier_engine()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
         if self._group is not None:
             self._note_executions()

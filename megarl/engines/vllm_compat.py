@@ -182,6 +182,22 @@ def _layerwise() -> Any:
     return importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
 
 
+def forget_earlier_engine() -> None:
+    """Remove what an earlier engine of this process left to the next one; call before an engine is made.
+
+    - Process groups: 0.18's shutdown keeps those of an engine of one rank, and the next engine would use them, without a
+      group for experts after a dense model. 0.23 takes them down itself.
+    - Rotary embeddings, which vLLM caches by their sizes: those of an engine that died in an update have no memory.
+    """
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers import rotary_embedding
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+    getattr(rotary_embedding, "_ROPE_DICT", {}).clear()
+
+
 def drop_packed_experts(model: torch.nn.Module) -> None:
     """Let the CPU's expert kernels be made anew by the next load.
 
