@@ -25,7 +25,7 @@ if cat "$lock.txt" "$lock-cuda.txt" | cmp -s - "$older/installed.txt"; then exit
 rm -rf "$older"
 free=$(df --output=avail --block-size=1G "$(dirname "$older")" | tail -1)
 if [ "$free" -lt $needed ]; then stop "it takes $needed GB of disk to install, and $free GB are free"; fi
-echo "making an environment with vLLM $version in $older; a first time takes a minute and up to 4 GB"
+echo "making an environment with vLLM $version in $older; a first time takes minutes and up to 5 GB"
 "$venv/bin/python" -m venv --without-pip "$older"
 where='import sysconfig; print(sysconfig.get_path("purelib"))'
 packages=$("$older/bin/python" -c "$where")

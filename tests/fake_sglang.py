@@ -1,6 +1,6 @@
 """A stand-in for SGLang's offline engine: its methods and what they answer, on a model of one table of logits.
 
-`test_engine_sglang.py` holds names and parameters to SGLang's own source where MEGARL_SGLANG names an unpacked wheel."""
+`test_sglang_sources.py` holds names and parameters to SGLang's own source where MEGARL_SGLANG names an unpacked wheel."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from tests.megatron_models import (  # noqa: E402
     TEMPERATURE,
     global_batch,
 )
+from tests.megatron_offload import bytes_of, check_offload  # noqa: E402
 from tests.trainer_processes import forget_last_model  # noqa: E402
 from tests.vl_model import images_of, sequences  # noqa: E402
 
@@ -258,7 +259,7 @@ def run_resume(case: dict[str, Any], output: Path) -> None:
 
     resumed = build(case)
     assert resumed.load(beside.directory) is None, "the same layout goes on to the last bit"
-    check_offload(resumed)
+    check_offload(resumed, platform, weights_of(resumed))
     assert torch.equal(noise, torch.rand(3)), "random states were not restored"
     assert train(resumed, batches, 2) == went_on
     for name, weight in resumed.export_weights():
@@ -321,46 +322,6 @@ def synced_files() -> list[str]:
 
     os.fsync = record
     return paths
-
-
-def check_offload(trainer: Any) -> None:
-    """Offloading on a CPU, which gains nothing but moves what it moves elsewhere. Training on from here must
-    be what it would have been, to the last bit."""
-    before, held = weights_of(trainer), bytes_of(trainer)
-    assert all(held.values()), held
-    trainer.offload_optimizer()
-    trainer.offload_weights()
-    assert bytes_of(trainer) == held, "a CPU has nothing to offload to"
-    platform.can_offload = True
-    trainer.offload_optimizer()
-    views = trainer.model.dtype == torch.float32  # master weights of a float32 model are its weights
-    kept = {"weights": held["weights"], "masters": held["masters"] if views else 0}
-    assert bytes_of(trainer) == {**kept, "gradients": 0, "moments": 0}
-    for name, weight in trainer.export_weights():  # what the exchange does while engines take memory
-        assert torch.equal(weight, before[name]), name
-    trainer.offload_weights()
-    assert not any(bytes_of(trainer).values()), bytes_of(trainer)
-    trainer.onload()
-    assert bytes_of(trainer) == held
-    platform.can_offload = False
-
-
-def bytes_of(trainer: Any) -> dict[str, int]:
-    """Memory by kind."""
-    from megarl.megatron.optimizer import members
-
-    def count(tensors: Any) -> int:
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-        return sum(storage.size() for storage in storages.values())
-
-    states = [state for member in members(trainer.optimizer) for state in member.optimizer.state.values()]
-    chunks = trainer.model.chunks
-    return {
-        "weights": count(parameter.data for chunk in chunks for parameter in chunk.parameters()),
-        "gradients": count(b.grad_data for chunk in chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]),
-        "moments": count(state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
-        "masters": count(p.data for group in trainer.optimizer.param_groups for p in group["params"]),
-    }
 
 
 def reshard(case: dict[str, Any], output: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.engines.base import EngineDead, EngineRefused
+from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted
 from megarl.exchange.session import ExchangeError, compare_reports
 from megarl.types import GenerationRequest, Prompt, Sampling
 from tests.engine_process import (
@@ -138,6 +138,18 @@ def test_requests_that_cannot_be_served(engine, changes, message):
     with pytest.raises(ValueError, match=r"token ids from 1 to 259; the model's vocabulary has 250"):
         engine.generate([foreign])
     engine.generate(good)
+
+
+def test_an_abort_ends_running_requests_alone(engine, path):
+    requests = make_requests(2, max_tokens=100)
+    short = dataclasses.replace(requests[0], sampling=Sampling(1, 2))
+    running = engine.begin("generate", [short, requests[1]])
+    while short.group not in engine.finished():
+        time.sleep(0.001)
+    engine.abort()
+    with pytest.raises(GenerationAborted, match="'e0' aborted its requests"):
+        running.result(20)
+    assert_exact(load_model(path), requests, engine.generate(requests)[1])
 
 
 def test_cpu_cannot_sleep(engine, info):

@@ -18,7 +18,12 @@ ROOT = Path(__file__).parent.parent
 VERSION = "0.23"
 # Start, three planned updates, three exports and samples after each, of a model with experts.
 SHORT = ("tests/test_engine_planned.py::test_planned_updates_equal_the_export[moe]",)
-ALL = ("tests/test_engine_planned.py", "tests/test_engine_vllm.py")
+ALL = (
+    "tests/test_engine_planned.py",  # TP 2, experts spread over two ranks, latent attention
+    "tests/test_engine_vllm.py",  # sampling, abort, updates in flight and their errors, seeds
+    "tests/test_engine_group.py",  # data parallel engines with spread experts, their deaths
+    "tests/test_engine_vllm_vl.py",  # images
+)
 
 pytestmark = pytest.mark.stack
 
