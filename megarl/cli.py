@@ -20,6 +20,7 @@ import typer
 from megarl.commands import plan_options
 from megarl.config.errors import InputError, RecipeError, blaming_input
 from megarl.data.command import app as data_app
+from megarl.interruption import raise_again
 
 app = typer.Typer(
     help="Reinforcement learning of large language models on Megatron: a recipe is one YAML file.",
@@ -319,6 +320,7 @@ def leave(status: int) -> NoReturn:
 def guarded(command: Callable[[], Any], *, debug: bool) -> int:
     """Run `command`; whatever it fails of becomes one block on stderr and an exit status."""
     signal.signal(signal.SIGTERM, _terminate)
+    raise_again({KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM})
     try:
         status = command()
         if status == INTERRUPTED:  # typer's own form of Ctrl-C

@@ -24,6 +24,7 @@ LAYERS = [
         "linears",
         "hf_weights",
         "declared",
+        "interruption",
         "platform",
         "checks",
         "durable",

@@ -117,3 +117,28 @@ def test_a_missing_model_of_the_quickstart_names_the_command_that_makes_it(
     assert "quickstart" not in advice["models/Qwen3-8B"]
     assert load_recipe(str(ROOT / SFT_RECIPE)).model.path.endswith("data/quickstart/model")
     assert load_recipe(str(ROOT / RL_RECIPE)).model.path.endswith("runs/quickstart-sft/hf")
+
+
+LOST = """
+import os, signal, sys, time
+from megarl.cli import guarded, leave
+
+class Holder:
+    def __del__(self):
+        os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+        time.sleep(0.2)
+
+def command():
+    Holder()
+    time.sleep(20)
+
+leave(guarded(command, debug=False))
+"""
+
+
+@pytest.mark.parametrize(("name", "status", "words"), [("SIGINT", 130, "Ctrl-C"), ("SIGTERM", 143, "SIGTERM")])
+def test_an_interruption_in_a_finalizer_is_not_lost(name: str, status: int, words: str) -> None:
+    """Python drops exceptions of finalizers, and of functions that run around a fork: Ray's start has some of these."""
+    command = [sys.executable, "-c", LOST, name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.strip()) == (status, f"stopped by {words}")
