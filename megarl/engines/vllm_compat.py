@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import Version
+
 from megarl.engines import vllm_ascend, vllm_reload
 
 if TYPE_CHECKING:
@@ -301,6 +303,20 @@ def keep_cache_size_on_cpu() -> None:
     original = CPUWorker.determine_available_memory
     if "cpu_kvcache_space_bytes" in getattr(CacheConfig, "__dataclass_fields__", ()):
         CPUWorker.determine_available_memory = lambda self: self.cache_config.kv_cache_memory_bytes or original(self)
+
+
+def sample_without_compiling_on_cpu() -> None:
+    """Draw for requests without a seed with torch's own operators.
+
+    0.18 compiles that function at its first call (v1/sample/ops/topk_topp_sampler.py:237), which ends the process with a
+    segmentation fault where another engine of the process has sampled before. 0.23 does not.
+    """
+    if Version(vllm_reload.installed_version()) >= Version("0.19"):
+        return
+    from vllm.v1.sample.ops import topk_topp_sampler as sampler
+
+    compiled = sampler.compiled_random_sample
+    sampler.compiled_random_sample = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
 
 def _fix_older_experts_on_cpu() -> None:

@@ -32,6 +32,7 @@ if current_platform.is_cpu():
     vllm_cpu_collectives.fix_uneven_collectives_on_cpu()
     vllm_compat.start_without_preloads_on_cpu()
     vllm_compat.keep_cache_size_on_cpu()
+    vllm_compat.sample_without_compiling_on_cpu()
 
 
 class WorkerExtension:
