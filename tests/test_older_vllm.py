@@ -50,10 +50,29 @@ def test_the_default_sets_vllm_takes_planned_updates() -> None:
     assert "1 passed" in run(python, SHORT, timeout=300)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_all_cases_on_another_vllm() -> None:
+def another_vllm() -> Path:
     python = os.environ.get("MEGARL_OLDER_VLLM")
     if not python:
         pytest.skip("MEGARL_OLDER_VLLM names no interpreter that has an older vLLM")
-    print(run(Path(python), ALL, timeout=3600))
+    return Path(python)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("recipe", ["dapo_qwen3_30b", "grpo_deepseek_v3"])
+def test_twins_of_large_recipes_run_on_another_vllm(recipe: str, tmp_path: Path) -> None:
+    """Megatron's trainers, Ray, and planned updates. DeepSeek-V3's attention is `latent_attention.py` in vLLM's layers."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}/tests/latent_site:{ROOT}"}
+    command = [str(another_vllm()), "-m", "megarl", "rehearse", f"{ROOT}/recipes/{recipe}.yaml", "--no-resume"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1100
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "exchange.route=auto: planned; every trainer rank sends" in done.stdout
+    assert "nothing is wrong" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_cases_on_another_vllm() -> None:
+    print(run(another_vllm(), ALL, timeout=3600))
