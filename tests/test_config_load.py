@@ -203,6 +203,20 @@ def test_a_switch_is_no_number(folder: Path) -> None:
         load_recipe(folder / "recipe.yaml", ["rollout.expert_parallel=8"])
 
 
+@pytest.mark.parametrize(
+    ("override", "choices"),
+    [
+        ("rollout.seeded=maybe", "auto, true, false"),
+        ("exchange.route=x", "export, planned, auto"),
+        ("agent.format=x", "hermes, deepseek"),
+    ],
+)
+def test_choices_are_spelled_as_in_a_recipe(folder: Path, override: str, choices: str) -> None:
+    error = refused(folder, override)
+    assert error.problem == f"the value is none of {choices}"
+    assert "True" not in str(error) and choices.replace(", ", " | ") in error.remedy
+
+
 def test_a_list_of_one_needs_no_brackets(folder: Path) -> None:
     (folder / "one.yaml").write_text(
         "data: {mix: {easy: {files: a.jsonl}}, eval_files: b.jsonl}\nlora: {targets: q_proj}\n"

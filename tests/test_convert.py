@@ -233,12 +233,24 @@ class TestMeaning:
         with pytest.raises(InputError, match=re.escape(said)):
             convert(f"{GRPO} {extra}")
 
+    def test_fields_of_ddp_are_carried_over_for_actor_and_critic(self) -> None:
+        """Those that megarl decides itself are left out, with a note."""
+        text = f"{GRPO} algorithm.adv_estimator=gae"
+        for role in ("actor_rollout_ref.actor", "critic"):
+            text += f" +{role}.megatron.override_ddp_config.overlap_grad_reduce=True"
+            text += f" +{role}.megatron.override_ddp_config.grad_reduce_in_fp32=True"
+        own = settings(text)
+        assert own["megatron.ddp.overlap_grad_reduce"] is own["critic.megatron.ddp.overlap_grad_reduce"] is True
+        assert not [key for key in own if key.endswith("grad_reduce_in_fp32")]
+        assert "critic.megatron.ddp.grad_reduce_in_fp32=True: left out" in convert(text).text
+
     def test_every_key_of_the_table_is_a_key_of_recipes(self) -> None:
         """A key that was renamed here and not there."""
         known = flat_settings(to_yaml(Recipe())).keys()
 
         def exists(key: str) -> bool:
-            return key in known or key.startswith(("megatron.extra.", "megatron.ddp.", "rollout.engine_args."))
+            fields = ("megatron.extra.", "megatron.ddp.", "critic.megatron.ddp.", "rollout.engine_args.")
+            return key in known or key.startswith(fields)
 
         options: list[Option] = [*RL, *SFT, *TRAINER]
         assert not [key for option in options if option.to for key in option.to.split(", ") if not exists(key)]

@@ -12,7 +12,7 @@ import torch
 
 from megarl import model_configs
 from megarl.config.errors import RecipeError
-from megarl.config.optimizer_extra import DRIVEN, host_share, optimizer_settings
+from megarl.config.optimizer_extra import DRIVEN, host_share, optimizer_notices, optimizer_settings
 from megarl.config.schema import Recipe
 from megarl.config.validate import validate
 from megarl.megatron.config_fields import check_extra_names
@@ -43,6 +43,10 @@ def recipe_of(extra: dict[str, Any], device: str = "cuda") -> Recipe:
         ({"optimizer_offload_fraction": 0.5}, "cuda", "no effect without optimizer_cpu_offload"),
         ({"optimizer_cpu_offload": True}, "cuda", r"unset or not in \(0, 1\]"),
         ({**OFFLOAD, "optimizer_offload_fraction": 2}, "cuda", r"unset or not in \(0, 1\]"),
+        ({**OFFLOAD, "optimizer_offload_fraction": True}, "cuda", "takes a number"),
+        ({**OFFLOAD, "optimizer_offload_fraction": "1.0"}, "cuda", "takes a number"),
+        ({"optimizer_cpu_offload": "no"}, "npu", "true or false"),  # before the device is asked
+        ({**OFFLOAD, "pin_cpu_grads": 1}, "cuda", "true or false"),
         (OFFLOAD, "cpu", "in the host's memory already"),
         (OFFLOAD, "npu", r"megatron\.extra\.swap_optimizer: true"),
     ],
@@ -66,6 +70,20 @@ def test_what_it_needs_of_other_keys(key: str, value: Any, words: str) -> None:
     setattr(getattr(recipe, section), name, value)
     with pytest.raises(RecipeError, match=words):
         validate(recipe)
+
+
+def test_both_optimizers_say_that_they_are_on_the_host() -> None:
+    """A critic's that no algorithm uses says nothing."""
+    recipe = recipe_of(OFFLOAD)
+    recipe.critic.optimizer.extra = {**OFFLOAD, "optimizer_offload_fraction": 0.5}
+    assert [notice.partition(" of master")[0] for notice in optimizer_notices(recipe)] == [
+        "actor.optimizer.extra: 100%"
+    ]
+    recipe.algorithm.advantage = "gae"
+    assert [notice.partition(" of master")[0] for notice in optimizer_notices(recipe)] == [
+        "actor.optimizer.extra: 100%",
+        "critic.optimizer.extra: 50%",
+    ]
 
 
 def test_names_and_values_are_those_that_megatron_declares() -> None:

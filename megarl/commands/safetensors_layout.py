@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl import safetensors_header
 from megarl.hf_weights import tensors_of
-
-BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
-BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E8M0": 1}
+from megarl.safetensors_header import BYTES
 
 
 @dataclass(frozen=True)
@@ -60,20 +59,9 @@ def read_layout(path: Path) -> Layout:
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, Layout]:
-    """Return (header bytes, layout) of a file of `tensors`: (name, dtype, shape).
-
-    Tensors of larger elements come first, so that each is aligned; among equal ones the order is kept.
-    """
-    ordered = sorted(tensors, key=lambda tensor: -BYTES[tensor[1]])
-    entries: dict[str, Entry] = {}
-    end = 0
-    for name, dtype, shape in ordered:
-        entries[name] = Entry(name, dtype, shape, end)
-        end += entries[name].size
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for entry in entries.values():
-        places = [entry.begin, entry.begin + entry.size]
-        header[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": places}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, Layout(entries, 8 + len(text), 8 + len(text) + end)
+    """Return (header bytes, layout) of a file of `tensors`: (name, dtype, shape). Order: `safetensors_header.lay_out`."""
+    given = {name: (dtype, shape) for name, dtype, shape in tensors}
+    header, places = safetensors_header.lay_out(((name, *one) for name, one in given.items()), {"format": "pt"})
+    entries = {name: Entry(name, *given[name], begin) for name, (begin, _) in places.items()}
+    end = max((end for _, end in places.values()), default=0)
+    return header, Layout(entries, len(header), len(header) + end)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import rehearsed
-from megarl.config.load import section_types
+from megarl.config.load import section_types, yaml_word
 from megarl.config.schema import Recipe
 
 HEAD = """# Recipes
@@ -77,7 +77,7 @@ def _type(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Union:
         return " | ".join("null" if part is type(None) else _type(part) for part in typing.get_args(kind))
     if typing.get_origin(kind) is typing.Literal:
-        return " | ".join(f"`{value}`" for value in typing.get_args(kind))
+        return " | ".join(f"`{yaml_word(value)}`" for value in typing.get_args(kind))
     return kind.__name__ if not typing.get_args(kind) else re.sub(r"(?:\w+\.)+(\w+)", r"\1", str(kind))
 
 

@@ -171,6 +171,8 @@ def _merge(merged: DictConfig, layer: DictConfig, origin: str) -> DictConfig:
             if isinstance(value, (Mapping, list)) and not right_container:
                 # OmegaConf names its own container classes here; of a wrong entry in the right container it names the entry.
                 cause = f"the value is a {'mapping' if isinstance(value, Mapping) else 'list'}"
+            elif (choices := _choices(_type_of(name))) is not None:
+                cause = f"the value is none of {', '.join(choices)}"  # OmegaConf lists them as Python writes them
             remedy = f"give a value of type {_type_name(name)}"
             if isinstance(value, Mapping) and any(":" in str(key) and item is None for key, item in value.items()):
                 remedy += "; in YAML a space follows the colon: {name: value}"
@@ -262,9 +264,22 @@ def _type_name(dotted: str) -> str:
     return _plain_type(kind)
 
 
+def _choices(kind: Any) -> list[str] | None:
+    """The values of a Literal, as YAML writes them; None for another type."""
+    kind = _without_none(kind)
+    return list(map(yaml_word, typing.get_args(kind))) if typing.get_origin(kind) is typing.Literal else None
+
+
+def yaml_word(value: Any) -> str:
+    """A plain value as YAML writes it: true, null, 0.5."""
+    return (
+        {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    )
+
+
 def _plain_type(kind: Any) -> str:
-    if typing.get_origin(kind) is typing.Literal:
-        return " | ".join(map(str, typing.get_args(kind)))
+    if (choices := _choices(kind)) is not None:
+        return " | ".join(choices)
     return kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind).replace("typing.", "")
 
 

@@ -31,6 +31,7 @@ DRIVEN = (
     "optimizer_cpu_offload", "optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params",
 )  # fmt: skip
 """Fields that a recipe may set."""
+_SHARE = "optimizer_offload_fraction"
 
 
 def optimizer_settings(config: OptimizerConfig) -> dict[str, Any]:
@@ -70,19 +71,23 @@ def check_optimizer_extra(recipe: Recipe, section: str) -> None:
     def refuse(name: str, what: str, remedy: str) -> None:
         raise RecipeError(f"{section}.extra.{name}", what, remedy, value=extra[name])
 
-    for name in extra:
+    for name, value in extra.items():
         if refusal := refusal_of_optimizer_field(name, section):
             refuse(name, *refusal)
+        number = name == _SHARE
+        if isinstance(value, bool) == number or not isinstance(value, (int, float) if number else bool):
+            refuse(
+                name, f"Megatron takes {'a number' if number else 'true or false'}, without quotes", "change the value"
+            )
     if not extra.get("optimizer_cpu_offload"):
         for name in extra:
             if name != "optimizer_cpu_offload":
                 refuse(name, "it has no effect without optimizer_cpu_offload", "set optimizer_cpu_offload: true")
         return
-    share = extra.get("optimizer_offload_fraction")
-    if not isinstance(share, (int, float)) or isinstance(share, bool) or not 0 < share <= 1:
+    share = extra.get(_SHARE)
+    if share is None or not 0 < share <= 1:
         what = "optimizer_offload_fraction is unset or not in (0, 1], and Megatron would then keep all states on the device"
-        remedy = "set optimizer_offload_fraction: 1.0"
-        raise RecipeError(f"{section}.extra.optimizer_offload_fraction", what, remedy, value=share)
+        raise RecipeError(f"{section}.extra.{_SHARE}", what, f"set {_SHARE}: 1.0", value=share)
     refusal = kind_of(platform.kind(recipe.cluster.device)).no_host_optimizer
     if refusal is not None:
         refuse("optimizer_cpu_offload", *refusal)
@@ -97,12 +102,16 @@ def check_optimizer_extra(recipe: Recipe, section: str) -> None:
         refuse("optimizer_cpu_offload", "with lora.rank only adapters have states, and they are small", "leave it out")
 
 
-def optimizer_notice(recipe: Recipe) -> str | None:
-    """Return the share of the actor's optimizer that is on the host; None without any."""
-    share = host_share(recipe.actor.optimizer)
-    if not share:
-        return None
-    return (
-        f"actor.optimizer.extra: {share:.0%} of master weights and moments are on the host, which updates them. The "
-        "estimate has the copies of gradients and weights, and not the seconds of the host's own update"
-    )
+def optimizer_notices(recipe: Recipe) -> list[str]:
+    """The share of each optimizer that is on the host: the actor's, and the critic's of a recipe with a critic."""
+    from megarl.algorithms.advantages import uses_critic  # which reads the schema
+
+    optimizers = {"actor": recipe.actor.optimizer}
+    if uses_critic(recipe.algorithm):
+        optimizers["critic"] = recipe.critic.optimizer
+    return [
+        f"{role}.optimizer.extra: {share:.0%} of master weights and moments are on the host, which updates them. The estimate "
+        "has the copies of gradients and weights, and not the seconds of the host's own update"
+        for role, config in optimizers.items()
+        if (share := host_share(config))
+    ]

@@ -190,6 +190,7 @@ RL = [
     Option("critic.cliprange_value", "critic.value_clip"),
     Option("critic.megatron.tensor_model_parallel_size", "critic.megatron.tensor_parallel"),
     Option("critic.megatron.pipeline_model_parallel_size", "critic.megatron.pipeline_parallel"),
+    Option("critic.megatron.override_ddp_config.*", "critic.megatron.ddp.*", "under its own name"),
     Option("critic.ulysses_sequence_parallel_size", "critic.megatron.tensor_parallel", "as the actor's", derived=True),
     Option("critic.model.enable_gradient_checkpointing", "critic.megatron.recompute", names={True: "full", False: "none"}),
     Option("critic.*_offload", "critic.megatron.offload", "any of them", derived=True),

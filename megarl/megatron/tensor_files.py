@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 
 from megarl.manifest import FileSum
+from megarl.safetensors_header import lay_out
 
 _BLOCK = 1 << 24
 _OPEN_FILES = 64
@@ -70,20 +71,13 @@ def _in_row(row: int, start: int, stop: int, shape: tuple[int, ...]) -> Iterator
 
 def write(path: Path, pieces: Sequence[Piece]) -> FileSum:
     """Write a safetensors file that is on the disk when this returns. Raises OSError."""
-    pieces = sorted(pieces, key=lambda piece: -piece.tensor.element_size())  # keeps every tensor aligned
-    entries: dict[str, Any] = {"__metadata__": {piece.name: json.dumps(piece.whole) for piece in pieces}}
-    end = 0
-    for piece in pieces:
-        key = f"{piece.name}@{','.join(map(str, piece.offset))}"
-        assert key not in entries, f"{key} would be written twice"
-        begin, end = end, end + piece.tensor.nbytes
-        shape = list(piece.tensor.shape)
-        entries[key] = {"dtype": _DTYPES[piece.tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % 8)
+    by_key = {f"{piece.name}@{','.join(map(str, piece.offset))}": piece for piece in pieces}
+    assert len(by_key) == len(pieces), "a box of a tensor would be written twice"
+    tensors = ((key, _DTYPES[piece.tensor.dtype], tuple(piece.tensor.shape)) for key, piece in by_key.items())
+    header, places = lay_out(tensors, {piece.name: json.dumps(piece.whole) for piece in pieces})
     size, crc = 0, 0
     with path.open("wb") as file:
-        for block in _blocks(struct.pack("<Q", len(header)) + header, pieces):
+        for block in _blocks(header, (by_key[key] for key in places)):
             file.write(block)
             size, crc = size + len(block), zlib.crc32(block, crc)
         file.flush()

@@ -20,7 +20,7 @@ from megarl.config.data import MixedSet, files_of
 from megarl.config.ddp import ddp_notice
 from megarl.config.errors import InputError, NotHereError, RecipeError, plain
 from megarl.config.load import all_keys
-from megarl.config.optimizer_extra import optimizer_notice
+from megarl.config.optimizer_extra import optimizer_notices
 from megarl.config.schema import Recipe
 from megarl.config.seeded import seeds_notice
 from megarl.config.supported import hardware_of
@@ -323,8 +323,7 @@ def _check_run(recipe: Recipe, found: Checked) -> None:
     """Whether the run may write where it wants to, and go on from what it names."""
     if seeds := seeds_notice(recipe):
         found.notes.append(seeds)
-    if on_host := optimizer_notice(recipe):
-        found.notes.append(on_host)
+    found.notes += optimizer_notices(recipe)
     if POLICY in found.models:
         with found.refusing("megatron.ddp"):
             overlap = ddp_notice(recipe, with_images="vision_config" in found.models[POLICY])
