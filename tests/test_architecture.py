@@ -23,6 +23,7 @@ LAYERS = [
         "model_configs",
         "linears",
         "hf_weights",
+        "safetensors_header",
         "declared",
         "interruption",
         "platform",
