@@ -134,7 +134,7 @@ def _names(tree: ast.Module) -> set[str]:
 
 def _skips_router_bias(meta: ast.Module) -> bool:
     """True if meta.py has a set that names the router bias, or the set that it can be added to."""
-    values = {}
+    values: dict[str, ast.expr] = {}
     for node in meta.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
