@@ -23,6 +23,7 @@ from megarl.types import GenerationRequest, Prompt, Sampling
 
 VOCABULARY = 250  # not a multiple of vLLM's padding
 MAX_LENGTH = 128
+PATIENCE = 300  # seconds, for any call of an engine: starts compile, on a machine that may be busy
 
 
 def serve(connection):
@@ -188,7 +189,7 @@ class EngineProcess:
         return future
 
     def __getattr__(self, method):
-        return lambda *arguments: self.begin(method, *arguments).result(120)
+        return lambda *arguments: self.begin(method, *arguments).result(PATIENCE)
 
     def close(self):
         self.connection.send(None)
@@ -318,7 +319,7 @@ def same(one, other):
 
 
 def exchange(engine, info):
-    sender = WeightSender.open("127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=30.0)
+    sender = WeightSender.open("127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=120.0)
     engine.connect_exchange(sender.session)
     return sender
 
@@ -333,8 +334,8 @@ def update_all(engines, sender, weights, version):
         sending = pool.submit(sender.send, version, weights.items())
         updates = [engine.begin("update_weights", version) for engine in engines]
         for update in updates:
-            update.result(120)
-        sending.result(30)
+            update.result(PATIENCE)
+        sending.result(PATIENCE)
 
 
 def spec(path, **changes):

@@ -10,6 +10,7 @@ import pytest
 from megarl.engines.base import EngineDead
 from megarl.exchange.sender import WeightSender
 from tests.engine_process import (
+    PATIENCE,
     EngineProcess,
     assert_exact,
     build_model,
@@ -38,7 +39,7 @@ class EngineGroup:
             for rank, engine in enumerate(self.engines)
         ]
         try:
-            self.infos = [start.result(120) for start in starting]
+            self.infos = [start.result(PATIENCE) for start in starting]
         except BaseException:
             self.kill()  # else Python waits for them at its end
             raise
@@ -46,11 +47,11 @@ class EngineGroup:
     def generate(self, *requests):
         """One list for each engine; completions by engine."""
         calls = [engine.begin("generate", one) for engine, one in zip(self.engines, requests, strict=True) if one]
-        return [call.result(60)[1] for call in calls]
+        return [call.result(PATIENCE)[1] for call in calls]
 
     def exchange(self):
         receivers = [tuple(receiver) for info in self.infos for receiver in info["receivers"]]
-        sender = WeightSender.open("127.0.0.1", receivers, bucket_bytes=1 << 18, timeout=30.0)
+        sender = WeightSender.open("127.0.0.1", receivers, bucket_bytes=1 << 18, timeout=120.0)
         for engine in self.engines:
             engine.connect_exchange(sender.session)
         return sender
@@ -135,8 +136,8 @@ def test_an_update_waits_for_all_and_goes_on_under_the_new_weights(start, path, 
         engine.resume()
     late = first.begin("update_weights", 1)
     sender.send(1, weights.items())
-    assert early.result(30).fingerprint == late.result(30).fingerprint
-    running.result(60)
+    assert early.result(PATIENCE).fingerprint == late.result(PATIENCE).fingerprint
+    running.result(PATIENCE)
     requests = make_requests(3)
     assert_exact(model, requests, second.generate(requests)[1])
     sender.close()

@@ -27,7 +27,6 @@ from tests.planned_slices import SlicedTrainers
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
-PATIENCE = 400  # seconds, for an engine to start
 TP2 = {"tensor_parallel": 2}
 EP2 = {"tensor_parallel": 2, "expert_parallel": True}
 # Kind of model, the engine's layout. 0.23's expert kernel computes 32 rows of an expert at a time (cpu_fused_moe.cpp:247).
@@ -57,7 +56,7 @@ def test_planned_updates_equal_the_export(process: EngineProcess, tmp_path: Path
     kind, layout = CASES[case]
     path = build_model(tmp_path / "model", kind, expert_width=64)
     model = load_model(path)
-    info = process.begin("start", spec(path, load_weights=False, **layout)).result(PATIENCE)
+    info = process.start(spec(path, load_weights=False, **layout))
     process.rpc("watch_layers")
     former: list[Any] = []
     try:
