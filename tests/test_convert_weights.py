@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -195,6 +196,68 @@ def test_a_killed_conversion_goes_on(
         assert (out / name).read_bytes() == (whole / name).read_bytes(), name
 
 
+def test_ctrl_c_says_how_to_go_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second file is not begun; neither the lock nor half a model stays."""
+    real, calls = convert_shard, []
+
+    def stop_at_the_second(job: ShardJob) -> ShardResult:
+        calls.append(job.target.name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(job)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(convert_weights, "convert_shard", stop_at_the_second)
+        convert(model, out, workers=1)
+    assert f"1 of 3 files are whole in {out}; the same command goes on" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == ["conversion.megarl.json", calls[0]]
+    convert(model, out, workers=1)
+    assert "1 file of them is in" in capsys.readouterr().out and (out / "config.json").exists()
+
+
+def test_two_at_once_never_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ends, and removes its lock, just when the second has opened the same file: the second must hold a lock that a
+    third meets."""
+    real, out = fcntl.flock, tmp_path / "out"
+    first = convert_weights._locked(out)
+    first.__enter__()
+    with pytest.raises(InputError, match="another convert-weights is writing"), convert_weights._locked(out):
+        pass
+
+    def ends_meanwhile(file: Any, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        first.__exit__(None, None, None)
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", ends_meanwhile)
+    with (
+        convert_weights._locked(out),
+        pytest.raises(InputError, match="another convert-weights is writing"),
+        convert_weights._locked(out),
+    ):
+        pass
+    assert list(out.iterdir()) == []
+
+
+def test_what_another_call_finished_meanwhile_is_kept(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held the lock when this one looked for an earlier conversion, and there was none yet."""
+    real, out = convert_weights._locked, tmp_path / "out"
+
+    def other_first(folder: Path) -> Any:
+        monkeypatch.setattr(convert_weights, "_locked", real)
+        convert(model, out, workers=1)
+        monkeypatch.setattr(convert_weights, "convert_shard", lambda job: pytest.fail(f"{job.target} again"))
+        return real(folder)
+
+    monkeypatch.setattr(convert_weights, "_locked", other_first)
+    convert(model, out, workers=1)
+
+
 def test_a_file_that_was_cut_after_the_conversion_is_made_again(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(model, out, workers=1)
@@ -341,6 +404,37 @@ def test_the_processes_end_with_the_command(model: Path, tmp_path: Path) -> None
     fifo.unlink()
     assert subprocess.run(command, capture_output=True, check=False).returncode == 0
     assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_processes_first(model: Path, tmp_path: Path) -> None:
+    """While one writes a file that takes for ever. The lock is free, and no process writes, when the command has ended."""
+    fifo = tmp_path / "out" / ".model-00001-of-00003.safetensors.partial"
+    fifo.parent.mkdir()
+    (tmp_path / "out" / "conversion.megarl.json").write_text('{"files": {}}')
+    os.mkfifo(fifo)
+    command = [
+        sys.executable,
+        "-m",
+        "megarl",
+        "convert-weights",
+        str(model),
+        "--out",
+        str(fifo.parent),
+        "--workers",
+        "2",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    patience = time.monotonic() + 60
+    while not any("00003" in path.name for path in fifo.parent.glob("model*")) and time.monotonic() < patience:
+        time.sleep(0.1)
+    converting = [
+        child for child in children_of(process.pid) if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]  # and not Python's tracker of resources
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130 and "the same command goes on" in out and "stopped by Ctrl-C" in err, (out, err)
+    assert len(converting) == 2 and not [child for child in converting if Path(f"/proc/{child}").exists()]
 
 
 def children_of(pid: int) -> list[int]:

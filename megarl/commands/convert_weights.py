@@ -22,7 +22,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megarl.commands.fp8_shards import (
     FP8,
@@ -44,6 +44,7 @@ from megarl.observe.files import disk_errors
 from megarl.words import several
 
 MOST_WORKERS = 4  # by default
+_PATIENCE = 5.0  # seconds for processes to end
 _SLACK = 64 << 20  # bytes that the small files may need
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", INDEX)
 _PR_SET_PDEATHSIG = 1
@@ -70,8 +71,9 @@ def convert(folder: Path, out: Path, workers: int | None = None) -> None:
     source = read_source(folder)
     if out.resolve() == folder.resolve():
         raise InputError(f"--out {out} is the source itself: name another folder")
-    done = _read_manifest(out, folder)
-    with _locked(out):
+    _read_manifest(out, folder)  # refuses a folder of something else before it gets a lock
+    with _locked(out), _saying_how_to_resume(source, out):
+        done = _read_manifest(out, folder)  # another call may have finished meanwhile
         prints = {name: fingerprint(folder / name) for name in source.layouts}
         _check_unchanged(folder, done, prints)
         kept = {name: record for name, record in done.items() if _is_whole(out / name, source.layouts[name], record)}
@@ -151,9 +153,8 @@ def _read_manifest(out: Path, folder: Path) -> dict[str, dict[str, Any]]:
     """Read the records of an earlier call: fingerprint of the source, size and CRC of each finished file."""
     if out.is_file():
         raise InputError(f"--out {out} is a file")
-    path = out / CONVERSION
-    if path.is_file():
-        return dict(json.loads(path.read_text())["files"])
+    if (out / CONVERSION).is_file():
+        return _recorded(out)
     if out.is_dir() and any(item.name != f".{CONVERSION}.lock" for item in out.iterdir()):
         raise InputError(
             f"--out {out} is not empty, and no conversion of {folder} was begun there: name another folder"
@@ -161,18 +162,51 @@ def _read_manifest(out: Path, folder: Path) -> dict[str, dict[str, Any]]:
     return {}
 
 
+def _recorded(out: Path) -> dict[str, dict[str, Any]]:
+    path = out / CONVERSION
+    return dict(json.loads(path.read_text())["files"]) if path.is_file() else {}
+
+
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Keep a second conversion out of the folder."""
+    """Keep a second conversion out of the folder. Raises InputError where one has the lock."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f".{CONVERSION}.lock"
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(f"another convert-weights is writing to {out}") from None
+    while True:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"another convert-weights is writing to {out}") from None
+            if not _is_at(file, path):  # its holder removed it after it was opened here: the next call makes a new one
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _saying_how_to_resume(source: Source, out: Path) -> Iterator[None]:
+    """After Ctrl-C or SIGTERM, print what is there and how to go on."""
+    try:
         yield
-        path.unlink()
+    except Exception:
+        raise
+    except BaseException:
+        count = len(_recorded(out))
+        _say(
+            f"{count} of {several(len(source.layouts), 'file')} are whole in {out}; the same command goes on from there"
+        )
+        raise
 
 
 def _check_unchanged(folder: Path, done: dict[str, dict[str, Any]], prints: dict[str, str]) -> None:
@@ -238,7 +272,7 @@ def _results(source: Source, out: Path, todo: list[str], workers: int) -> Iterat
             with disk_errors(out):
                 yield convert_shard(job)
         return
-    context = multiprocessing.get_context("spawn")
+    context, before = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with, initargs=(os.getpid(),))
     running: dict[Future[ShardResult], str] = {}
     try:
@@ -252,7 +286,22 @@ def _results(source: Source, out: Path, todo: list[str], workers: int) -> Iterat
             f"files stay in {out}: the same command resumes, with fewer --workers where memory is short"
         ) from error
     finally:
+        if (
+            sys.exc_info()[0] is not None
+        ):  # no file is worth waiting for; the next call must not meet a process of this one
+            _end_processes(set(multiprocessing.active_children()) - before)
         pool.shutdown(wait=sys.exc_info()[0] is None, cancel_futures=True)
+
+
+def _end_processes(processes: set[Any]) -> None:
+    """Terminate processes, and kill those that still run after some seconds."""
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + _PATIENCE
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+        if process.is_alive():
+            process.kill()
 
 
 def _end_with(parent: int) -> None:
