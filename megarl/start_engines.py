@@ -13,7 +13,7 @@ from megarl.cluster import trainer_notices
 from megarl.cluster.base import Cluster, Service
 from megarl.config.environment import variables
 from megarl.config.judge import uses_judge
-from megarl.config.observe import trace_options
+from megarl.config.observe import trace_options, traces_notice
 from megarl.config.schema import Recipe
 from megarl.config.seeded import seeds_notice
 from megarl.data.images import ImageReader
@@ -35,8 +35,8 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
     the recipe sets or needs. `training`: false for `megarl eval`, which has no trainers. Raises RecipeError for a variable
     of `cluster.environment` with which processes would be wrong."""
     said = trainer_notices(recipe, platform) if training else []
-    if training and (seeds := seeds_notice(recipe)):
-        said.append(seeds)
+    if training:
+        said += [notice for notice in (seeds_notice(recipe), traces_notice(recipe)) if notice]
     for engine, spec in first_specs(recipe, training=training):
         if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
             continue

@@ -13,13 +13,15 @@ import pytest
 
 from megarl import load_recipe, platform, worker
 from megarl.config.errors import RecipeError
-from megarl.config.observe import check_traces
+from megarl.config.observe import check_traces, traces_notice
 from megarl.engines.base import EngineTraces
 from megarl.engines.vllm_args import _profiler_config
+from megarl.planner.checks import Checked, _check_run
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.kinds import kind_of
 from megarl.platform.tracing import TraceOptions
 from megarl.profiling import Profiling
+from megarl.start_engines import environment_notices
 from tests import stack
 from tests.test_train_stack import settings
 
@@ -112,6 +114,20 @@ class _Service:
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def test_traces_of_engines_that_sample_ahead_are_explained_before_the_start() -> None:
+    """By `train` and by `plan`; engines that sample one step at a time have nothing to explain."""
+    recipe = load_recipe(GRPO, ["cluster.device=cpu", "observe.profile_steps=[2]", "observe.profile_engines=[0]"])
+    assert traces_notice(recipe) is None
+    recipe.rollout.max_staleness = 2
+    notices = [notice for notice in environment_notices(recipe, CPUPlatform()) if "profile_engines" in notice]
+    assert notices == [traces_notice(recipe)] and "sample up to 3 steps at a time" in notices[0]
+    found = Checked()
+    _check_run(recipe, found)
+    assert notices[0] in found.notes
+    recipe.observe.profile_engines = []
+    assert traces_notice(recipe) is None
 
 
 def test_engines_are_traced_in_the_asked_steps_alone(tmp_path: Path) -> None:

@@ -122,6 +122,18 @@ def _check_engines(recipe: Recipe) -> None:
     raise RecipeError("observe.profile_engines", why, what, value=engines)
 
 
+def traces_notice(recipe: Recipe) -> str | None:
+    """A sentence on the content of engines' traces where engines sample several steps at a time; None elsewhere."""
+    ahead = recipe.rollout.max_staleness
+    if not recipe.observe.profile_engines or ahead == 0:
+        return None
+    return (
+        f"observe.profile_engines with rollout.max_staleness={ahead}: engines sample up to {ahead + 1} steps at a time, so the "
+        "trace called step_N begins after the first samples of step N, and holds requests of later steps too; "
+        "rollout.max_staleness=0 in a run of some steps gives traces of one step each"
+    )
+
+
 def check_traces(recipe: Recipe, kind: DeviceKind) -> None:
     """Raise RecipeError for what the profiler of the recipe's device does not know. With cluster.device=auto it is called once
     the device is known."""

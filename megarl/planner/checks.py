@@ -20,6 +20,7 @@ from megarl.config.data import MixedSet, files_of
 from megarl.config.ddp import ddp_notice
 from megarl.config.errors import InputError, NotHereError, RecipeError, plain
 from megarl.config.load import all_keys
+from megarl.config.observe import traces_notice
 from megarl.config.optimizer_extra import optimizer_notices
 from megarl.config.schema import Recipe
 from megarl.config.seeded import seeds_notice
@@ -321,8 +322,7 @@ def _check_room(recipe: Recipe, found: Checked) -> None:
 
 def _check_run(recipe: Recipe, found: Checked) -> None:
     """Whether the run may write where it wants to, and go on from what it names."""
-    if seeds := seeds_notice(recipe):
-        found.notes.append(seeds)
+    found.notes += [notice for notice in (seeds_notice(recipe), traces_notice(recipe)) if notice]
     found.notes += optimizer_notices(recipe)
     if POLICY in found.models:
         with found.refusing("megatron.ddp"):
