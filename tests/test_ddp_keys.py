@@ -6,14 +6,13 @@ import dataclasses
 from typing import Any
 
 import pytest
-from packaging.version import Version
 
 from megarl.config.ddp import _FSDP, DRIVEN, ddp_notice, ddp_settings, refusal_of_ddp
 from megarl.config.errors import RecipeError
 from megarl.config.schema import Recipe
 from megarl.config.validate import validate
-from megarl.megatron import config_fields
 from megarl.megatron.config_fields import check_extra, check_extra_names
+from megarl.platform import transformer_engine
 from megarl.platform.device_kind import DeviceKind
 
 DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}
@@ -147,8 +146,8 @@ def test_fused_kernels_are_refused_where_they_cannot_be(name: str, monkeypatch: 
     monkeypatch.setattr(DeviceKind, "is_here", lambda self: True)
     with pytest.raises(RecipeError, match=rf"megatron\.extra\.{name}[\s\S]*here it is not installed"):
         check_on("cuda")
-    monkeypatch.setattr(config_fields, "_engine_version", lambda: Version("1.3"))
+    monkeypatch.setattr(transformer_engine, "version_of_whole", lambda: "1.3")
     with pytest.raises(RecipeError, match=r"here it is 1\.3"):
         check_on("cuda")
-    monkeypatch.setattr(config_fields, "_engine_version", lambda: Version("2.7"))
+    monkeypatch.setattr(transformer_engine, "version_of_whole", lambda: "2.7")
     check_on("cuda")

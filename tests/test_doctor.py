@@ -25,10 +25,10 @@ from megarl.doctor import command, network, system
 from megarl.doctor.nodes import NodeReport, compared
 from megarl.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
 from megarl.doctor.versions import PYTHON, SETS
-from megarl.platform.cuda_kind import TRANSFORMER_ENGINE
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.found import platform_of
 from megarl.platform.kinds import KINDS, NPU
+from megarl.platform.transformer_engine import WANTED as TRANSFORMER_ENGINE
 from tests.doctor_machine import FakeMachine, cpu_machine, npu_machine
 from tests.test_cluster_multinode import node  # noqa: F401 - a fixture
 

@@ -91,6 +91,9 @@ def test_an_environment_without_transformer_engine_says_what_that_costs(monkeypa
     versions |= {"vllm": "0.33.0", "transformer-engine": "2.11.0"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert installation_notices() == []
+    versions["transformer-engine"] = "2.12.0"
+    (engine,) = installation_notices()
+    assert engine.startswith("transformer-engine 2.12.0 is outside of >=2.9,<2.12")
 
 
 def test_a_start_on_gpus_says_what_the_installation_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,14 +4,11 @@ device, before a process starts; and what the latter is told."""
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from packaging.version import Version
 
 from megarl import platform
 from megarl.config.ddp import ddp_settings
@@ -22,6 +19,7 @@ from megarl.declared import Fields, fields_of, problem
 from megarl.megatron.layout import uses_sequence_parallel
 from megarl.megatron.model_checks import rotary_scaling, yarn_fields
 from megarl.model_config import number_of_experts, text_fields
+from megarl.platform import transformer_engine
 from megarl.platform.adaptor import Adaptor, adaptor
 from megarl.platform.kinds import kind_of
 from megarl.registry import nearest
@@ -85,23 +83,11 @@ def check_installed_for(recipe: Recipe, section: str, optimizer: str) -> None:
     if recipe.actor.optimizer.extra.get("optimizer_cpu_offload"):
         wanted.append((f"{optimizer}.extra.optimizer_cpu_offload", "1.0"))
     for key, since in wanted:
-        installed = _engine_version()
-        if installed is None or installed < Version(since):
+        installed = transformer_engine.version_of_whole()
+        if not transformer_engine.is_at_least(installed, since):
             state = "is not installed" if installed is None else f"is {installed}"
             what = f"Megatron needs Transformer Engine {since} or later for it, and here it {state}"
             raise RecipeError(key, what, "install it, or leave the key out", value=True)
-
-
-def _engine_version() -> Version | None:
-    """Version of the installed Transformer Engine; None without one."""
-    if importlib.util.find_spec("transformer_engine") is None:
-        return None
-    for name in ("transformer-engine", "transformer_engine", "transformer_engine_cu12", "transformer_engine_cu13"):
-        try:
-            return Version(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
 
 
 def _check_declared(settings: Mapping[str, Any], key: str, file: str) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from megarl.checks.check import check
 from megarl.checks.finding import Finding, Needs, fail, ok, warning
 from megarl.checks.machine import Machine, Output
-from megarl.checks.versions import meets
-from megarl.platform.cuda_kind import CUDA, TRANSFORMER_ENGINE, WITHOUT_TRANSFORMER_ENGINE
+from megarl.platform.cuda_kind import CUDA, WITHOUT_TRANSFORMER_ENGINE
 from megarl.platform.found import TorchSees, busy, platform_of, torch_sees
+from megarl.platform.transformer_engine import installed, problem_of
 
 _TE_SECONDS = 120.0
 _TE_IMPORT = "import transformer_engine.pytorch"
@@ -61,13 +61,14 @@ def _nvidia_driver(head: Output, sees: TorchSees) -> Iterator[Finding]:
 def transformer_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if platform_of(machine, needs).kind is not CUDA or (needs.recipe and not needs.trains):
         return
-    have = {name: version for name in _TE_PARTS if (version := machine.version(name))}
+    have = installed(machine.version)
     if "transformer-engine" not in have:
         yield warning(WITHOUT_TRANSFORMER_ENGINE, _TE_INSTALL)
         return
     whole = have["transformer-engine"]
-    if not meets(whole, TRANSFORMER_ENGINE):
-        yield warning(f"transformer-engine {whole}; megatron-core asks for {TRANSFORMER_ENGINE}", _TE_INSTALL)
+    problem = problem_of(whole)
+    if problem is not None:
+        yield warning(problem, _TE_INSTALL)
     cores = [name for name in have if name.startswith("transformer-engine-cu")]
     if "transformer-engine-torch" not in have or not cores:
         lacking = "transformer-engine-torch" if cores else "transformer-engine-cu13"
@@ -90,11 +91,10 @@ def transformer_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
     imported = machine.python_code(_TE_IMPORT, _TE_SECONDS)
     if not imported.good:
         yield fail(f"{_TE_IMPORT}: {imported.last_error}", f"build it against the installed torch: {_TE_INSTALL}")
-    elif meets(whole, TRANSFORMER_ENGINE):
+    elif problem is None:
         yield ok(f"Transformer Engine {whole}")
 
 
-_TE_PARTS = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
 _TE_INSTALL = "pip install --no-build-isolation -r launch/requirements-cuda-te.txt (docs/cuda.md)"
 
 CHECKS = (nvidia, transformer_engine)

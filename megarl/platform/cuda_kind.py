@@ -4,13 +4,10 @@ exact one."""
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 
 from megarl.checks.versions import VersionSet, meets
+from megarl.platform import transformer_engine
 from megarl.platform.device_kind import DeviceKind
-
-TRANSFORMER_ENGINE = ">=2.9,<2.12"
-"""Versions that megatron-core 0.16.1 asks for: its metadata, extra `dev`."""
 
 WITHOUT_TRANSFORMER_ENGINE = (
     "Transformer Engine is not installed: trainers compute with megarl's native layers on torch's kernels. Their passes are "
@@ -60,14 +57,15 @@ CUDA = DeviceKind(
 def installation_notices() -> list[str]:
     """What this environment lacks of the CUDA set, or has in versions outside of it, and what that costs."""
     notices = []
-    if importlib.util.find_spec("transformer_engine") is None:
+    if not transformer_engine.is_importable():
         notices.append(WITHOUT_TRANSFORMER_ENGINE)
-    ranges = {"transformer-engine": TRANSFORMER_ENGINE, "vllm": CUDA.sets[0].packages["vllm"]}
-    for name, wanted in ranges.items():
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        if not meets(version, wanted):
-            notices.append(f"{name} {version} is outside of {wanted}, which this version of megarl goes with: untested")
+    elif (version := transformer_engine.version_of_whole()) and (problem := transformer_engine.problem_of(version)):
+        notices.append(problem)
+    wanted = CUDA.sets[0].packages["vllm"]
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return notices
+    if not meets(version, wanted):
+        notices.append(f"vllm {version} is outside of {wanted}, which this version of megarl goes with: untested")
     return notices
