@@ -8,7 +8,7 @@ from typing import Any
 from megarl.cluster.base import Service, WorkerGroup
 from megarl.config.exchange import never_planned, wants_adapters
 from megarl.config.schema import ExchangeConfig, Recipe
-from megarl.exchange.session import Session
+from megarl.exchange.session import ON_DEVICES, Session
 from megarl.rollout.calls import wait_for_all
 
 
@@ -40,7 +40,8 @@ def open_exchange(
             notice("exchange.route=auto: planned; every trainer rank sends the engines the slices that they need")
         return met
     if route == "planned":
-        raise RouteRefused(f"exchange.route=planned: {met}. Set exchange.route=export, or auto")
+        beside = ", and exchange.transport=auto" if recipe.exchange.transport in ON_DEVICES else ""
+        raise RouteRefused(f"exchange.route=planned: {met}. Set exchange.route=export, or auto{beside}")
     notice(f"exchange.route=auto: export, not planned, because {met}{_unchecked(recipe)}")
     return _exported(recipe, trainers, services, receivers)
 

@@ -11,12 +11,19 @@ import os
 import random
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megarl.cluster.failures import CallFailed
+from megarl.commands.accept.context import Context
+from megarl.commands.accept.settings import Settings
+from megarl.commands.accept.stages import exchange as exchange_stage
 from megarl.exchange import fingerprint, planned_receiver
+from megarl.exchange.collective import BroadcastGroup
 from megarl.exchange.fingerprint import Fingerprints, WordSums, word_sums
 from megarl.exchange.inbox import Answers
 from megarl.exchange.planned_receiver import PlannedReceiver
@@ -83,6 +90,30 @@ def test_buckets_that_stay_on_devices_are_read_there(tmp_path, monkeypatch, tran
     assert len(read) == (sent.buckets + received.buckets if transport == "ipc" else 0)
 
 
+def test_gloo_moves_memory_of_the_host_alone(tmp_path, monkeypatch):
+    """Also into an engine rank whose buckets go to its neighbours and no further: gloo takes no memory of an NPU."""
+    on_device: list[HostMemory] = []
+    moved: list[int] = []
+    share, start = CPUPlatform.shareable_memory, BroadcastGroup.start
+
+    def shareable_memory(self, size):
+        on_device.append(share(self, size))
+        return on_device[-1]
+
+    def started(self, memory):
+        moved.append(memory.untyped_storage().data_ptr())
+        return start(self, memory)
+
+    monkeypatch.setattr(CPUPlatform, "shareable_memory", shareable_memory)
+    monkeypatch.setattr(BroadcastGroup, "start", started)
+    with exchange(tmp_path, ["b"] * 4, transport="ipc") as one:
+        one.connect()
+        one.update(1)
+        slots = {shared.memory.untyped_storage().data_ptr() for shared in on_device}
+    assert moved and on_device
+    assert not slots & set(moved)
+
+
 def test_a_changed_word_is_found(tmp_path, monkeypatch):
     """A reader that reads other bytes than were packed: a device whose copy was not complete."""
     open_shared = CPUPlatform.open_shared
@@ -132,6 +163,31 @@ def test_memory_that_cannot_be_mapped_is_said_with_what_to_change(tmp_path, monk
         "cannot map the device memory of trainer" in error and "exchange.transport=auto" in error for error in errors
     )
     assert descriptors() == 0
+
+
+@pytest.mark.parametrize(
+    ("read", "verdict", "cause"),
+    [
+        (list(range(256)), None, ""),
+        ([0] * 256, "FAIL", "255 of 256 bytes wrong"),
+        (CallFailed("pidfd_getfd: Operation not permitted"), "NOT RUN", "pidfd_getfd"),
+    ],
+)
+def test_accept_tells_memory_of_other_bytes_from_memory_that_cannot_be_mapped(
+    tmp_path, monkeypatch, read, verdict, cause
+):
+    def called(method, *arguments):
+        call: Future[object] = Future()
+        (call.set_exception if method == "read" and isinstance(read, Exception) else call.set_result)(read)
+        return call
+
+    service = SimpleNamespace(call=called, stop=lambda: None)
+    monkeypatch.setattr(exchange_stage, "LocalService", lambda *arguments, **options: service)
+    context = Context(Settings("cpu", 1), tmp_path, tmp_path, 1e9)
+    mapped = exchange_stage._maps_memory(context, "dense: planned by ipc", SimpleNamespace(services=[service]))  # type: ignore[arg-type]
+    assert mapped == (verdict is None)
+    assert [check.verdict for check in context.checks] == ([verdict] if verdict else [])
+    assert all(cause in check.cause for check in context.checks)
 
 
 # --- memory --------------------------------------------------------------------------------------------------------
@@ -248,17 +304,22 @@ def test_npu_as_torch_npu_has_it():
     assert "def _set_allocator_settings(settings)" in (package / "npu/memory.py").read_text()
 
 
+ON, OFF = "expandable_segments:True", "expandable_segments:False"
+
+
 @pytest.mark.parametrize(
     ("environment", "changes"),
     [
         ({}, []),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, []),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, ["False", "made", "True"]),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, ["False", "made", "True"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": OFF}, []),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ON}, [OFF, ON]),
         (
-            {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            [],
+            {"PYTORCH_CUDA_ALLOC_CONF": f"max_split_size_mb:64, {ON},roundup_power2_divisions:[256:1,512:2]"},
+            [f"max_split_size_mb:64, {setting},roundup_power2_divisions:[256:1,512:2]" for setting in (OFF, ON)],
         ),
+        ({"PYTORCH_ALLOC_CONF": ON}, [OFF, ON]),
+        ({"PYTORCH_ALLOC_CONF": OFF, "PYTORCH_CUDA_ALLOC_CONF": ON}, [OFF, ON]),
+        ({"PYTORCH_ALLOC_CONF": ON, "PYTORCH_CUDA_ALLOC_CONF": OFF}, []),
     ],
 )
 def test_slots_lie_in_segments_that_do_not_grow(monkeypatch, environment, changes):
@@ -267,12 +328,30 @@ def test_slots_lie_in_segments_that_do_not_grow(monkeypatch, environment, change
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     done: list[str] = []
-    with without_expandable_segments("PYTORCH_CUDA_ALLOC_CONF", lambda setting: done.append(setting.split(":")[1])):
-        done.append("made")
-    assert done == (changes or ["made"])
-    with pytest.raises(ZeroDivisionError), without_expandable_segments("PYTORCH_CUDA_ALLOC_CONF", done.append):
+    with without_expandable_segments("PYTORCH_CUDA_ALLOC_CONF", done.append, whole=True):
+        done.append("allocated")
+    assert [entry for entry in done if entry != "allocated"] == changes
+    assert done.index("allocated") == len(changes) // 2, "between both changes"
+    done.clear()
+    with (
+        pytest.raises(ZeroDivisionError),
+        without_expandable_segments("PYTORCH_CUDA_ALLOC_CONF", done.append, whole=False),
+    ):
         raise ZeroDivisionError
-    assert done[-1].endswith("True") or not changes, "also after an error"
+    assert done == ([OFF, ON] if changes else []), "also after an error; an allocator that keeps the rest gets no more"
+
+
+def test_cudas_variable_comes_first_in_torch():
+    """As `without_expandable_segments` reads them."""
+    code = """
+import torch
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+    names = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:111", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:222"}
+    shown = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **names}, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.strip() == "max_split_size_mb:222"
 
 
 # --- sums of words -------------------------------------------------------------------------------------------------

@@ -62,7 +62,9 @@ class Outbox:
         number = PLANNED_SLOTS if hops else 0
         slots = [self._slot() for _ in range(number)]
         self._slots = slots
-        copies = isinstance(slots[0], DeviceSlot) and any(hop.remote is not None for hop in hops) if hops else False
+        # An engine rank's buckets have arrived over a network, also those that go no further.
+        crosses = party[0] == "engine" or any(hop.remote is not None for hop in hops)
+        copies = crosses and any(isinstance(slot, DeviceSlot) for slot in slots)
         self._copies = [PrivateSlot(select("cpu").device()) for _ in range(number if copies else 0)]
         self._free = list(range(len(slots)))
         self._in_flight: list[_InFlight] = []  # oldest first

@@ -80,7 +80,8 @@ class CUDAPlatform(Platform):
         group.abort()
 
     def shareable_memory(self, size: int) -> DeviceMemory:
-        with without_expandable_segments("PYTORCH_CUDA_ALLOC_CONF", torch._C._accelerator_setAllocatorSettings):
+        change = torch._C._accelerator_setAllocatorSettings
+        with without_expandable_segments("PYTORCH_CUDA_ALLOC_CONF", change, whole=True):
             return DeviceMemory(torch.empty(size, dtype=torch.uint8, device=self.device()), "_share_cuda_")
 
     def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:

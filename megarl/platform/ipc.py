@@ -12,6 +12,7 @@ import contextlib
 import errno
 import mmap
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -80,23 +81,26 @@ def open_device_memory(handle: dict[str, Any], device: torch.device, rebuild: st
 
 
 @contextlib.contextmanager
-def without_expandable_segments(variable: str, change: Callable[[str], None]) -> Iterator[None]:
-    """What is allocated inside lies in a segment of fixed size, whose handle any process of the same user can open.
+def without_expandable_segments(variable: str, change: Callable[[str], None], *, whole: bool) -> Iterator[None]:
+    """Allocate inside in segments of fixed size, whose handle any process of the same user can open.
 
     The handle of a segment that grows is a file descriptor, which most containers let no other process take ("pidfd_getfd:
     Operation not permitted", https://github.com/pytorch/pytorch/issues/165685). torch's allocator does not reuse a growing
-    segment while they are off (c10/cuda/CUDACachingAllocator.cpp: get_free_block). `variable` is the one that the process
-    was started with, `change` sets the allocator's settings.
+    segment while they are off (c10/cuda/CUDACachingAllocator.cpp: get_free_block). `variable` is the platform's, which comes
+    before PYTORCH_ALLOC_CONF in its allocator; `change` sets the allocator's settings. `whole`: it resets settings that it is
+    not given (c10/core/AllocatorConfig.cpp: parseArgs), so it gets all of them; else expandable_segments alone.
     """
-    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get(variable, "")
-    if "expandable_segments:true" not in settings.replace(" ", "").lower():
+    settings = os.environ.get(variable, os.environ.get("PYTORCH_ALLOC_CONF", ""))
+    setting = re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE)
+    if setting is None:
         yield
         return
-    change("expandable_segments:False")
+    off = "expandable_segments:False"
+    change(settings.replace(setting[0], off) if whole else off)
     try:
         yield
     finally:
-        change("expandable_segments:True")
+        change(settings if whole else setting[0])
 
 
 class HostMemory:

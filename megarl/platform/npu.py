@@ -132,7 +132,8 @@ class NPUPlatform(Platform):
         group.abort_hccl_comm("the other end of a weight exchange is gone")
 
     def shareable_memory(self, size: int) -> DeviceMemory:
-        with without_expandable_segments("PYTORCH_NPU_ALLOC_CONF", torch.npu.memory._set_allocator_settings):
+        change = torch.npu.memory._set_allocator_settings  # takes some settings alone, this one among them
+        with without_expandable_segments("PYTORCH_NPU_ALLOC_CONF", change, whole=False):
             return DeviceMemory(torch.empty(size, dtype=torch.uint8, device=self.device()), "_share_npu_")
 
     def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:

@@ -40,7 +40,7 @@ WAYS = (
 
 
 def run(context: Context) -> None:
-    """The MoE model on a CPU; on devices also MLA. Trainers hold other slices than the engine."""
+    """Exchange the dense model on a CPU; on devices also MoE and MLA. Trainers hold other slices than the engine."""
     for family in ("dense",) if context.tiny else ("dense", "moe", "mla"):
         write_family(family, context.shared)
         size = 1 if context.settings.devices < 3 and not context.tiny else 2
@@ -74,8 +74,7 @@ def _ways(
     version = 0
     for route, transport in ways(context):
         name = f"{family}: {route} by {transport}"
-        if transport == "ipc" and (reason := _unmappable(context, trainers)):
-            context.not_run(name, reason)
+        if transport == "ipc" and not _maps_memory(context, name, trainers):
             continue
         context.doing(f"{name}: two updates")
         recipe.exchange.route, recipe.exchange.transport = route, transport  # type: ignore[assignment]
@@ -119,22 +118,29 @@ def _judge(
     )  # fmt: skip
 
 
-def _unmappable(context: Context, trainers: LocalRanks) -> str | None:
-    """Why no process can map a trainer's memory, as `exchange.transport: ipc` has engines do: a container may forbid it. None:
-    it can, or the recipe to be accepted asks for that transport, whose update fails then."""
+def _maps_memory(context: Context, name: str, trainers: LocalRanks) -> bool:
+    """Return whether a process can map a trainer's memory, as `exchange.transport: ipc` has engines do. Add a check where not:
+    NOT RUN for memory that cannot be mapped, which a container may forbid, FAIL for other bytes in it. The recipe to be accepted
+    may ask for this transport: its update then fails with the reason."""
     if context.recipe is not None and context.recipe.exchange.transport == "ipc":
-        return None
+        return True
     context.doing("mapping a trainer's memory in another process")
     handle = timed(trainers.services[0].call("share_memory", PROBED))[0]
     log = context.folder / "reader.log"
     reader = LocalService(READER, (context.device,), name="memory reader", log=log, env=rank_environment(context))
     try:
-        same = timed(reader.call("read", handle))[0] == list(range(PROBED))
-        return None if same else "another process reads other bytes from the memory than the trainer wrote"
+        read = timed(reader.call("read", handle))[0]
     except CallFailed as error:
-        return " ".join(str(error).split())
+        context.not_run(name, " ".join(str(error).split()))
+        return False
     finally:
         reader.stop()
+    if read == list(range(PROBED)):
+        return True
+    differing = sum(byte != place for place, byte in enumerate(read))
+    cause = f"a process that maps a trainer's memory reads {differing} of {PROBED} bytes wrong"
+    context.equal(f"{name}: mapped memory has the trainer's bytes", False, True, cause=cause)
+    return False
 
 
 def _death(
