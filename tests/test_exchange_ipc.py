@@ -1,4 +1,4 @@
-"""Buckets in a sender's device memory, which engine ranks of its machine map: handles, fingerprints, and who may write when."""
+"""Buckets in a sender's device memory, which engine ranks of its machine map: handles, and who may write when."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import gc
 import json
 import mmap
 import os
-import random
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -24,8 +23,9 @@ from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import exchange as exchange_stage
 from megarl.exchange import fingerprint, planned_receiver
 from megarl.exchange.collective import BroadcastGroup
-from megarl.exchange.fingerprint import Fingerprints, WordSums, word_sums
+from megarl.exchange.fingerprint import word_sums
 from megarl.exchange.inbox import Answers
+from megarl.exchange.outbox import Outbox
 from megarl.exchange.planned_receiver import PlannedReceiver
 from megarl.platform import select
 from megarl.platform.cpu import CPUPlatform
@@ -94,7 +94,8 @@ def test_gloo_moves_memory_of_the_host_alone(tmp_path, monkeypatch):
     """Also into an engine rank whose buckets go to its neighbours and no further: gloo takes no memory of an NPU."""
     on_device: list[HostMemory] = []
     moved: list[int] = []
-    share, start = CPUPlatform.shareable_memory, BroadcastGroup.start
+    packed: list[int] = []
+    share, start, claim = CPUPlatform.shareable_memory, BroadcastGroup.start, Outbox.claim
 
     def shareable_memory(self, size):
         on_device.append(share(self, size))
@@ -104,14 +105,21 @@ def test_gloo_moves_memory_of_the_host_alone(tmp_path, monkeypatch):
         moved.append(memory.untyped_storage().data_ptr())
         return start(self, memory)
 
+    def claimed(self, size):
+        held = claim(self, size)
+        packed.append(held.memory.untyped_storage().data_ptr())
+        return held
+
     monkeypatch.setattr(CPUPlatform, "shareable_memory", shareable_memory)
     monkeypatch.setattr(BroadcastGroup, "start", started)
+    monkeypatch.setattr(Outbox, "claim", claimed)
     with exchange(tmp_path, ["b"] * 4, transport="ipc") as one:
         one.connect()
         one.update(1)
         slots = {shared.memory.untyped_storage().data_ptr() for shared in on_device}
     assert moved and on_device
     assert not slots & set(moved)
+    assert packed and not set(packed) & set(moved), "trainers pack on their device, where sums are taken"
 
 
 def test_a_changed_word_is_found(tmp_path, monkeypatch):
@@ -352,52 +360,3 @@ print(torch._C._accelerator_getAllocatorSettings())
         [sys.executable, "-c", code], env={**os.environ, **names}, capture_output=True, text=True, check=True
     )
     assert shown.stdout.strip() == "max_split_size_mb:222"
-
-
-# --- sums of words -------------------------------------------------------------------------------------------------
-
-
-def plain(data: bytes) -> list[int]:
-    words = [int.from_bytes(data[at : at + 4].ljust(4, b"\0"), "little", signed=True) for at in range(0, len(data), 4)]
-    sums = sum(words), sum((2 * place + 1) * word for place, word in enumerate(words))
-    return [(value + 2**63) % 2**64 - 2**63 for value in sums]
-
-
-@pytest.mark.parametrize("size", [1, 2, 4, 6, 63, 4096, 40_002])
-def test_sums_of_words(monkeypatch, size):
-    data = random.Random(size).randbytes(size)
-    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    assert word_sums(memory).tolist() == plain(data)
-    monkeypatch.setattr(fingerprint, "WORDS", 7)
-    assert word_sums(memory).tolist() == plain(data), "in pieces"
-
-
-def test_a_flipped_bit_and_swapped_words_change_the_sums():
-    chance = random.Random(1)
-    memory = torch.frombuffer(bytearray(chance.randbytes(4096)), dtype=torch.uint8)
-    before = WordSums(memory, filled=True).result()
-    assert len(before) == 32
-    for _ in range(200):
-        byte, bit = chance.randrange(4096), 1 << chance.randrange(8)
-        memory[byte] ^= bit
-        assert WordSums(memory, filled=True).result() != before
-        memory[byte] ^= bit
-    words = memory.view(torch.int32)
-    for _ in range(200):
-        one, other = chance.sample(range(1024), 2)
-        words[other] = words[one] ^ torch.tensor(
-            -(2**31), dtype=torch.int32
-        )  # x and -x, of which sums may tell nothing
-        taken = WordSums(memory, filled=True).result()
-        words[[one, other]] = words[[other, one]]
-        assert WordSums(memory, filled=True).result() != taken
-
-
-def test_what_is_asked_of_memory_that_is_not_filled_yet_is_taken_at_the_end():
-    taken = Fingerprints(on_device=True)
-    memory = torch.zeros(64, dtype=torch.uint8)
-    passing, beside = taken.passing(memory), taken.beside(memory)
-    memory[:] = 3
-    passing.reached(64)
-    assert passing.result() == WordSums(memory, filled=True).result() != beside.result()
-    taken.close()

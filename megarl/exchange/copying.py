@@ -77,6 +77,9 @@ class Boxes:
                     found.reached(at)
                 piece.copy_(part)
             return written, found
+        if known is None and fingerprints.on_device:
+            flat = flat.to(tensor(copies[0][1]).device)
+            memory = flat.view(torch.uint8)
         found = known or fingerprints.beside(memory)
         for at, parameter, offset, stride, rows, columns in copies:
             target = tensor(parameter)

@@ -90,19 +90,19 @@ class Fingerprints:
 
     def __init__(self, *, on_device: bool = False) -> None:
         """`on_device`: sums of words, which every device computes alike, in place of XXH3."""
-        self._on_device = on_device
+        self.on_device = on_device
         self._thread = ThreadPoolExecutor(1, "megarl-fingerprint")
         self._host = torch.empty(0, dtype=torch.uint8, device="cpu")  # what is on a device is read here
         self._stream: Any = None
 
     def passing(self, memory: torch.Tensor) -> Passing | WordSums:
         """Of `memory` (uint8, contiguous, on the host), for who copies all of it to tell of."""
-        return WordSums(memory, filled=False) if self._on_device else Passing(memory)
+        return WordSums(memory, filled=False) if self.on_device else Passing(memory)
 
     def beside(self, memory: torch.Tensor) -> WordSums | Future[str]:
         """Of `memory` (uint8, contiguous, on any device), as this thread's stream will have left it; in a thread of its own,
         or on that stream. Nothing may write there until it is known."""
-        if self._on_device:
+        if self.on_device:
             return WordSums(memory, filled=True)
         if memory.device.type == "cpu":
             return self._thread.submit(fingerprint, memory.numpy())

@@ -64,7 +64,7 @@ class Outbox:
         self._slots = slots
         # An engine rank's buckets have arrived over a network, also those that go no further.
         crosses = party[0] == "engine" or any(hop.remote is not None for hop in hops)
-        copies = crosses and any(isinstance(slot, DeviceSlot) for slot in slots)
+        copies = crosses and session.stays_on_devices
         self._copies = [PrivateSlot(select("cpu").device()) for _ in range(number if copies else 0)]
         self._free = list(range(len(slots)))
         self._in_flight: list[_InFlight] = []  # oldest first
@@ -83,8 +83,8 @@ class Outbox:
 
     def _slot(self) -> SharedSlot | DeviceSlot | PrivateSlot:
         session = self._session
-        if not self._local:
-            return PrivateSlot(select(session.network_device).device())
+        if not self._local:  # `device`, also where gloo gets a copy: sums of words are slow on a host
+            return PrivateSlot(select(session.device).device())
         return DeviceSlot(select(session.device)) if session.stays_on_devices else SharedSlot(session.shm_dir)
 
     def connect(self, links: Mapping[Link, BroadcastGroup]) -> None:

@@ -1,0 +1,75 @@
+"""Fingerprints that devices compute: sums of words, what changes them, and where they are taken."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.exchange import fingerprint
+from megarl.exchange.copying import Boxes
+from megarl.exchange.fingerprint import Fingerprints, WordSums, word_sums
+from megarl.exchange.plan import COPY
+
+
+def plain(data: bytes) -> list[int]:
+    words = [int.from_bytes(data[at : at + 4].ljust(4, b"\0"), "little", signed=True) for at in range(0, len(data), 4)]
+    sums = sum(words), sum((2 * place + 1) * word for place, word in enumerate(words))
+    return [(value + 2**63) % 2**64 - 2**63 for value in sums]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 6, 63, 4096, 40_002])
+def test_sums_of_words(monkeypatch, size):
+    data = random.Random(size).randbytes(size)
+    memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    assert word_sums(memory).tolist() == plain(data)
+    monkeypatch.setattr(fingerprint, "WORDS", 7)
+    assert word_sums(memory).tolist() == plain(data), "in pieces"
+
+
+def test_a_flipped_bit_and_swapped_words_change_the_sums():
+    chance = random.Random(1)
+    memory = torch.frombuffer(bytearray(chance.randbytes(4096)), dtype=torch.uint8)
+    before = WordSums(memory, filled=True).result()
+    assert len(before) == 32
+    for _ in range(200):
+        byte, bit = chance.randrange(4096), 1 << chance.randrange(8)
+        memory[byte] ^= bit
+        assert WordSums(memory, filled=True).result() != before
+        memory[byte] ^= bit
+    words = memory.view(torch.int32)
+    for _ in range(200):
+        one, other = chance.sample(range(1024), 2)
+        words[other] = words[one] ^ torch.tensor(
+            -(2**31), dtype=torch.int32
+        )  # x and -x, of which sums may tell nothing
+        taken = WordSums(memory, filled=True).result()
+        words[[one, other]] = words[[other, one]]
+        assert WordSums(memory, filled=True).result() != taken
+
+
+def test_what_is_asked_of_memory_that_is_not_filled_yet_is_taken_at_the_end():
+    taken = Fingerprints(on_device=True)
+    memory = torch.zeros(64, dtype=torch.uint8)
+    passing, beside = taken.passing(memory), taken.beside(memory)
+    memory[:] = 3
+    passing.reached(64)
+    assert passing.result() == WordSums(memory, filled=True).result() != beside.result()
+    taken.close()
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_sums_of_what_came_over_a_network_are_taken_on_the_device(monkeypatch, on_device):
+    """A host takes them a hundred times slower than XXH3."""
+    copies = np.array([[0] * COPY.index("bucket") + [0, 0, 0, 0, 4, 2, 2]])
+    stream = SimpleNamespace(dtype="float32", buckets=[4], copies=copies)
+    read: list[str] = []
+    fingerprints = Fingerprints(on_device=on_device)
+    monkeypatch.setattr(fingerprints, "beside", lambda memory: read.append(memory.device.type))
+    parameter = torch.zeros(8, device="meta")
+    Boxes(stream).unpack(0, torch.zeros(16, dtype=torch.uint8), [parameter].__getitem__, fingerprints)  # type: ignore[arg-type]
+    assert read == ["meta" if on_device else "cpu"]
+    fingerprints.close()
