@@ -210,8 +210,8 @@ def main() -> None:
         write_family(family, models)
     for name, (family, fault) in KERNELS.items():
         rank.fault, own = fault, context(models / "checks")
-        errors, same = rank.check(family, str(models / family), "float32")
-        kernels.record(own, errors, same, "float32")
+        errors, outcomes = rank.check(family, str(models / family), "float32")
+        kernels.record(own, errors, outcomes, "float32")
         results[name] = failed(own.checks)
         while UNDO:
             UNDO.pop()()

@@ -11,6 +11,7 @@ from typing import Any
 from megarl.checks.finding import Finding, Needs, fail
 from megarl.checks.machine import Machine
 
+AT_LIMIT = "it did not end within {seconds:.0f} s"
 Function = Callable[[Machine, Needs], Iterable[Finding]]
 
 
@@ -54,5 +55,5 @@ def within(work: Callable[[], list[Finding]], seconds: float) -> list[Finding]:
     thread.join(seconds)
     if thread.is_alive():
         remedy = "look for a file system or a device that does not answer (df; what shows the devices' state)"
-        return [fail(f"it did not end within {seconds:.0f} s", remedy)]
+        return [fail(AT_LIMIT.format(seconds=seconds), remedy)]
     return found

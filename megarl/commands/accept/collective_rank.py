@@ -37,6 +37,18 @@ class Timing:
     right: bool
 
 
+@dataclass(frozen=True)
+class Operation:
+    """One collective, ready to run. `call` starts it and returns its work; `share`: bytes that a rank sends or receives, of
+    the tensor's; `output` must equal `expected` afterwards."""
+
+    name: str
+    call: Callable[[], Any]
+    share: float
+    output: Any
+    expected: Any
+
+
 class CollectiveRank(Rank):
     """All methods are called by all ranks together."""
 
@@ -62,76 +74,113 @@ class CollectiveRank(Rank):
 
     def collectives(self, name: str, elements: int) -> list[Timing]:
         """Every collective in the group `name`, on float32 tensors of `elements`, all ranks of a group at once."""
-        import torch
         import torch.distributed as dist
 
         group = self.groups.get(name)
         if group is None:
             dist.barrier()
             return []
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        elements -= elements % (size * size)
-        device, part = self.platform.device(), elements // size
+        elements -= elements % dist.get_world_size(group) ** 2
+        make = (self._all_reduce, self._gather, self._all_to_all, self._p2p)
+        results = [self._timed(name, group, collective(group, elements), elements) for collective in make]
+        dist.barrier()
+        return results
+
+    def _timed(self, name: str, group: Any, operation: Operation, elements: int) -> Timing:
+        """Run `operation` REPEATS times; the timing holds the medians."""
+        import torch.distributed as dist
+
+        seconds, launches = [], []
+        for _ in range(REPEATS):
+            dist.barrier(group=group)
+            self.platform.synchronize()
+            began = time.perf_counter()
+            work = operation.call()
+            launched = time.perf_counter()
+            for handle in work if isinstance(work, list) else [work]:
+                handle.wait()
+            self.platform.synchronize()
+            seconds.append(time.perf_counter() - began)
+            launches.append(launched - began)
         ranks = tuple(dist.get_process_group_ranks(group))
-        ramp = torch.arange(part, device=device, dtype=torch.float32) % 251
-        results: list[Timing] = []
+        medians = statistics.median(seconds), statistics.median(launches)
+        sent = 4 * elements * operation.share
+        return Timing(name, operation.name, ranks, *medians, sent, bool((operation.output == operation.expected).all()))
 
-        def run(collective: str, call: Callable[[], Any], share: float, right: Callable[[], bool]) -> None:
-            seconds, launches = [], []
-            for _ in range(REPEATS):
-                dist.barrier(group=group)
-                self.platform.synchronize()
-                began = time.perf_counter()
-                work = call()
-                launched = time.perf_counter()
-                for one in work if isinstance(work, list) else [work]:
-                    one.wait()
-                self.platform.synchronize()
-                seconds.append(time.perf_counter() - began)
-                launches.append(launched - began)
-            timing = statistics.median(seconds), statistics.median(launches)
-            results.append(Timing(name, collective, ranks, *timing, 4 * elements * share, right()))
+    def _ramp(self, length: int) -> Any:
+        """[length] float32: 0 to 250, again and again. Sums over ranks stay exact."""
+        import torch
 
-        whole = torch.empty(elements, device=device)
+        return torch.arange(length, device=self.platform.device(), dtype=torch.float32) % 251
 
-        def all_reduce() -> Any:
-            whole.view(size, part).copy_(ramp).add_(rank)
+    def _all_reduce(self, group: Any, elements: int) -> Operation:
+        import torch
+        import torch.distributed as dist
+
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        ramp = self._ramp(elements // size)
+        whole = torch.empty(size, elements // size, device=ramp.device)
+
+        def call() -> Any:
+            whole.copy_(ramp).add_(rank)
             return dist.all_reduce(whole, group=group, async_op=True)
 
-        sums = ramp * size + size * (size - 1) / 2
-        ring = (size - 1) / size
-        run("all_reduce", all_reduce, 2 * ring, lambda: bool((whole.view(size, part) == sums).all()))
+        expected = ramp * size + size * (size - 1) / 2
+        return Operation("all_reduce", call, 2 * (size - 1) / size, whole, expected)
 
-        own, gathered = ramp + rank, torch.empty(elements, device=device)
-        expected = torch.stack([ramp + other for other in range(size)]).flatten()
-        run(
-            "gather", lambda: dist.all_gather_into_tensor(gathered, own, group=group, async_op=True), ring,
-            lambda: bool((gathered == expected).all()),
-        )  # fmt: skip
+    def _gather(self, group: Any, elements: int) -> Operation:
+        import torch
+        import torch.distributed as dist
 
-        source = torch.empty(elements, device=device)
-        source.view(size, part).copy_(ramp).add_(1000 * rank)
-        source.view(size, part).add_(torch.arange(size, device=device)[:, None])
-        received = torch.empty(elements, device=device)
-        swapped = torch.stack([ramp + 1000 * other + rank for other in range(size)]).flatten()
-        run(
-            "all_to_all", lambda: dist.all_to_all_single(received, source, group=group, async_op=True), ring,
-            lambda: bool((received == swapped).all()),
-        )  # fmt: skip
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        ramp = self._ramp(elements // size)
+        part, gathered = ramp + rank, torch.empty(elements, device=ramp.device)
+        expected = torch.cat([ramp + other for other in range(size)])
 
-        incoming = torch.empty(elements, device=device)
+        def call() -> Any:
+            return dist.all_gather_into_tensor(gathered, part, group=group, async_op=True)
+
+        return Operation("gather", call, (size - 1) / size, gathered, expected)
+
+    def _for_each(self, group: Any, elements: int, sender: int) -> Any:
+        """What rank `sender` of the group sends in all_to_all and p2p: [size, elements / size], a row for each receiver."""
+        import torch
+        import torch.distributed as dist
+
+        size = dist.get_world_size(group)
+        rows = torch.arange(size, device=self.platform.device())[:, None]
+        return self._ramp(elements // size) + 1000.0 * sender + rows
+
+    def _all_to_all(self, group: Any, elements: int) -> Operation:
+        import torch
+        import torch.distributed as dist
+
+        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        source = self._for_each(group, elements, rank).flatten()
+        received = torch.empty_like(source)
+        ramp = self._ramp(elements // size)
+        expected = torch.cat([ramp + 1000.0 * other + rank for other in range(size)])
+
+        def call() -> Any:
+            return dist.all_to_all_single(received, source, group=group, async_op=True)
+
+        return Operation("all_to_all", call, (size - 1) / size, received, expected)
+
+    def _p2p(self, group: Any, elements: int) -> Operation:
+        """Each rank sends to the next and receives from the one before, as pipeline stages do."""
+        import torch
+        import torch.distributed as dist
+
+        size, rank, ranks = dist.get_world_size(group), dist.get_rank(group), dist.get_process_group_ranks(group)
+        source = self._for_each(group, elements, rank).flatten()
+        incoming = torch.empty_like(source)
         after, before = ranks[(rank + 1) % size], ranks[(rank - 1) % size]
 
-        def neighbours() -> Any:
+        def call() -> Any:
             sends = dist.P2POp(dist.isend, source, after, group)
             return dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, incoming, before, group)])
 
-        theirs = torch.empty(elements, device=device)
-        theirs.view(size, part).copy_(ramp).add_(1000 * ((rank - 1) % size))
-        theirs.view(size, part).add_(torch.arange(size, device=device)[:, None])
-        run("p2p", neighbours, 1.0, lambda: bool((incoming == theirs).all()))
-        dist.barrier()
-        return results
+        return Operation("p2p", call, 1.0, incoming, self._for_each(group, elements, (rank - 1) % size).flatten())
 
     def pair(self, first: int, second: int, elements: int) -> float | None:
         """Seconds that `elements` take from rank `first` to `second`, measured there; None on other ranks."""

@@ -41,6 +41,15 @@ class Error:
         return f"{self.kernel}, shape {list(self.shape)}: {self.value:.6g} at {list(self.place)}, expected {self.right:.6g}"
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """A condition that holds or does not. `cause`: the failure, in words."""
+
+    name: str
+    good: bool
+    cause: str
+
+
 def error_of(kernel: str, value: Any, right: Any) -> Error:
     """The largest error of `value`, and its index."""
     import torch
@@ -54,18 +63,18 @@ def error_of(kernel: str, value: Any, right: Any) -> Error:
 
 
 class KernelRank(ParityRank):
-    """One process; `check` returns the errors of all layers of one family in one type."""
+    """A process that calls layers; `check` returns the errors of all layers of one family in one type."""
 
     def __init__(self, device: str) -> None:
         super().__init__(device, deterministic=True)
 
-    def check(self, family: str, model: str, dtype: str) -> tuple[list[Error], dict[str, bool]]:
-        """Errors of layers and their gradients; and by layer whether two calls gave the same bits."""
+    def check(self, family: str, model: str, dtype: str) -> tuple[list[Error], list[Outcome]]:
+        """Errors of layers and their gradients; and conditions: two calls give the same bits, memory is freed."""
         import torch
 
         self.dtype = getattr(torch, dtype)
         self.errors: list[Error] = []
-        self.same: dict[str, bool] = {}
+        self.outcomes: list[Outcome] = []
         self.trainer = self._build(Case(family, model, dtype))
         from megarl.megatron.heads import language_model
 
@@ -83,7 +92,7 @@ class KernelRank(ParityRank):
         finally:
             del self.trainer, self.model
             forget_model()
-        return self.errors, self.same
+        return self.errors, self.outcomes
 
     def _guarded(self, part: Callable[[], None]) -> None:
         try:
@@ -117,7 +126,9 @@ class KernelRank(ParityRank):
             output = function(*(one for one, _ in inputs))
             gradient = upstream.to(output.device, output.dtype).reshape(output.shape)
             calls.append((output, *torch.autograd.grad(output, [one for one, _ in inputs], gradient)))
-        self.same[name] = all(torch.equal(one, other) for one, other in zip(*calls, strict=True))
+        same = all(torch.equal(one, other) for one, other in zip(*calls, strict=True))
+        cause = f"{name} is not repeatable under train.deterministic"
+        self.outcomes.append(Outcome(f"{name}: same bits twice", same, cause))
         self.errors.append(error_of(f"{name} forward", calls[0][0], right))
         for number, (value, expected) in enumerate(zip(calls[0][1:], right_gradients, strict=True), 1):
             self.errors.append(error_of(f"{name} backward, input {number}", value, expected))
@@ -354,6 +365,8 @@ class KernelRank(ParityRank):
         whole.copy_(host)
         self.errors.append(error_of("storage freed and filled: tensor", tensor, values.double()))
         self.errors.append(error_of("storage freed and filled: view", view, values[100:200].double()))
-        self.same["storage.resize_(0) frees"] = freed
+        cause = "the storage keeps its bytes, so offloading would free nothing"
+        self.outcomes.append(Outcome("storage.resize_(0) frees the memory", freed, cause))
         if tensor.device.type != "cpu":
-            self.same["copies on the host are page-locked"] = host.is_pinned()
+            cause = "the copy is in pageable memory, so copies to the device are slow and wait for it"
+            self.outcomes.append(Outcome("copies on the host are page-locked", host.is_pinned(), cause))

@@ -36,12 +36,14 @@ def run(context: Context) -> None:
         places = ranks.call("describe")
         hosts = [place["host"] for place in places]
         context.doing("forming the groups")
+        at_start = ranks.call("memory")  # the communicator of all ranks is there as soon as anything was sent
         groups = ranks.call("lay_out", megatron, COLLECTIVE_SECONDS)
         names = sorted({name for own in groups for name in own}, key=lambda name: (name != "all", name))
         device = device_of(places[0]["device"])
         pairs = slow_pairs(context, ranks, elements, hosts)
         for name in names:
-            _group(context, ranks, name, elements, hosts, device, pairs)
+            before = at_start if name == "all" else ranks.call("memory")
+            _group(context, ranks, name, elements, hosts, device, pairs, before)
         _two_on_a_device(context)
 
 
@@ -115,10 +117,11 @@ def _pairs(context: Context, kind: str, rates: dict[tuple[int, int], float]) -> 
 
 
 def _group(
-    context: Context, ranks: Ranks, name: str, elements: int, hosts: list[str], device: Device | None, pairs: str
-) -> None:
+    context: Context, ranks: Ranks, name: str, elements: int, hosts: list[str], device: Device | None, pairs: str,
+    before: list[float | None],
+) -> None:  # fmt: skip
+    """Check every collective of one group. `before`: free GiB of each rank's device before the group's communicator."""
     context.doing(f"collectives in the group {name}")
-    before = ranks.call("memory")
     answers: list[list[Timing]] = ranks.call("collectives", name, elements)
     after = ranks.call("memory")
     for number, first in enumerate(next(answer for answer in answers if answer)):

@@ -6,9 +6,10 @@ import dataclasses
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from megarl import platform as platforms
-from megarl.checks.check import run_check
+from megarl.checks.check import AT_LIMIT, run_check, within
 from megarl.checks.finding import Finding, Needs
 from megarl.checks.machine import Machine, Output
 from megarl.commands.accept.context import Context
@@ -17,9 +18,11 @@ from megarl.config.exchange import never_planned
 from megarl.config.schema import Recipe
 from megarl.doctor.catalogue import CHECKS
 from megarl.doctor.nodes import look_everywhere
-from megarl.doctor.recipe import needs_of
+from megarl.doctor.recipe import demand_of, device_demand, environment, needs_of, stages, weights
+from megarl.platform.kinds import kind_of
 
 _SECONDS = 120.0
+_READING, _RESERVE = 300.0, 60.0  # seconds to read a recipe's model and data; left to the rest of the stage
 _VERDICTS = {"ok": PASS, "warning": REPORT, "FAIL": FAIL}
 # As the processes of a run import them. Each prints one JSON object in its last line.
 _ENGINE = (
@@ -34,33 +37,90 @@ _TRAINER = (
 
 
 def run(context: Context) -> None:
-    """Doctor, imports, route and memory."""
+    """Run the doctor's checks, of the recipe too; then imports, route and memory."""
     machine = Machine()
     needs = dataclasses.replace(needs_of(context.recipe, machine.environ), device=context.device)
     context.doing("importing the trainer's and the engine's modules, and the doctor's checks")
     with ThreadPoolExecutor(2) as threads:
         trainer = threads.submit(machine.python_code, _TRAINER.format(device=context.device), _SECONDS)
         engine = threads.submit(machine.python_code, _ENGINE, _SECONDS, VLLM_LOGGING_LEVEL="ERROR")
-        _doctor(context, machine, needs)
+        machines = _doctor(context, machine, needs)
+        _of_recipe(context, machines)
         _layers(context, trainer.result())
         capabilities = _engine(context, engine.result())
     _route(context, capabilities)
     _memory(context, machine)
 
 
-def _doctor(context: Context, machine: Machine, needs: Needs) -> None:
-    """Every finding is a check. On one node the doctor's own imports are left out: this stage makes them itself."""
+def _doctor(context: Context, machine: Machine, needs: Needs) -> list[tuple[str, int]]:
+    """Record every finding as a check, and return (host, devices) of each node. On one node the doctor's own imports are left
+    out: this stage makes them itself."""
     if context.settings.nodes == 1:
         for check in CHECKS:
             if check.name != "imports":
                 context.record(*map(check_of, run_check(check, machine, needs)))
-        return
+        return [(machine.host, context.settings.devices)]
     reports = look_everywhere(dataclasses.replace(needs, ray_address=context.settings.ray_address))
     context.equal(
         "nodes", len(reports), context.settings.nodes, cause="other nodes than --nodes are in the Ray cluster"
     )
     for report in reports:
         context.record(*(check_of(finding) for finding in report.findings))
+    return [(report.host, report.devices) for report in reports]
+
+
+def _of_recipe(context: Context, machines: list[tuple[str, int]]) -> None:
+    """The doctor's checks of the recipe. Files that were not fetched yet, and devices that are not here, are NOT RUN: an
+    acceptance needs neither. `machines`: (host, devices) of each node."""
+    recipe = context.recipe
+    if recipe is None:
+        return
+    context.doing("the doctor's checks of the recipe")
+    kind, seconds = kind_of(context.device), max(min(context.seconds_left - _RESERVE, _READING), 1.0)
+    for finding in within(lambda: list(stages(recipe)), seconds):
+        reason = not_here(recipe, finding, seconds)
+        named = dataclasses.replace(finding, check=finding.check or "recipe: model")
+        if reason:
+            context.not_run(f"doctor: {named.check}", reason)
+        else:
+            context.record(check_of(named))
+    if recipe.cluster.device not in ("auto", context.device):
+        reason = f"the recipe has cluster.device={recipe.cluster.device}, and this acceptance is of {kind.plural}"
+        for name in ("devices", "weights", "environment"):
+            context.not_run(f"doctor: recipe: {name}", reason)
+        return
+    wanted = demand_of(recipe).devices
+    if kind.ray_resource is not None and wanted > context.devices:
+        text = f"the recipe takes {wanted} devices, and this acceptance has {context.devices}: see --nodes"
+        context.not_run("doctor: recipe: devices", text)
+    else:
+        _named(context, "devices", [device_demand(recipe, context.device, machines)])
+    _named(context, "weights", weights(recipe))
+    _named(context, "environment", environment(recipe, context.device))
+
+
+def _named(context: Context, name: str, findings: list[Finding]) -> None:
+    context.record(*(check_of(dataclasses.replace(one, check=f"recipe: {name}")) for one in findings))
+
+
+def not_here(recipe: Recipe, finding: Finding, seconds: float) -> str:
+    """Return why this failure of a recipe's check says nothing of the recipe: files that are not there, or too little time
+    to read them. "" for any other finding."""
+    if finding.status != "FAIL":
+        return ""
+    if not finding.check and finding.text == AT_LIMIT.format(seconds=seconds):
+        return (
+            f"reading the recipe's model and data takes longer than {seconds:.0f} s: megarl doctor RECIPE waits for it"
+        )
+    paths: list[str] = []
+    if finding.check == "recipe: model":
+        models = (recipe.model.path, recipe.critic.model_path, recipe.teacher.path, recipe.judge.path)
+        paths = [str(Path(path) / "config.json") for path in models if path]
+    elif finding.check == "recipe: data":
+        mixed = [path for part in recipe.data.mix.values() for path in part.files]
+        paths = [*recipe.data.train_files, *recipe.data.eval_files, *mixed]
+    absent = [path for path in paths if not Path(path).exists()]
+    return f"not fetched yet: {', '.join(absent[:3])}" if absent else ""
 
 
 def check_of(finding: Finding) -> Check:

@@ -6,7 +6,7 @@ import math
 
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.families import write_family
-from megarl.commands.accept.kernel_rank import Error
+from megarl.commands.accept.kernel_rank import Error, Outcome
 from megarl.commands.accept.ranks import local_ranks
 
 RANK = "megarl.commands.accept.kernel_rank:KernelRank"
@@ -23,17 +23,16 @@ def run(context: Context) -> None:
         for dtype in LIMITS:
             for family in _FAMILIES:
                 context.doing(f"layers of the {family} model in {dtype}")
-                ((errors, same),) = ranks.call("check", family, str(context.shared / family), dtype)
-                record(context, errors, same, dtype)
+                ((errors, outcomes),) = ranks.call("check", family, str(context.shared / family), dtype)
+                record(context, errors, outcomes, dtype)
 
 
-def record(context: Context, errors: list[Error], same: dict[str, bool], dtype: str) -> None:
-    """Keep a check of every layer; `same`: whether two calls gave the same bits."""
+def record(context: Context, errors: list[Error], outcomes: list[Outcome], dtype: str) -> None:
+    """Keep a check of every layer and of every condition."""
     for error in errors:
         _record(context, error, dtype)
-    for name, equal in same.items():
-        cause = f"{name} is not repeatable under train.deterministic"
-        context.equal(f"{dtype} {name}: same bits twice", equal, True, cause=cause)
+    for outcome in outcomes:
+        context.equal(f"{dtype} {outcome.name}", outcome.good, True, cause=outcome.cause)
 
 
 def _record(context: Context, error: Error, dtype: str) -> None:

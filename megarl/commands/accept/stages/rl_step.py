@@ -1,9 +1,10 @@
-"""Stage 6: `megarl train` on tiny models, colocated and one step off; then the recipe's twin."""
+"""Stage 6: `megarl train` on tiny models, colocated and one step off; then the recipe with few layers, or its twin."""
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,43 +15,52 @@ from typing import Any
 import yaml
 
 from megarl.commands.accept.context import Context
+from megarl.commands.accept.cut import CannotCut, Cut, make_cut
 from megarl.commands.accept.families import write_family
 from megarl.data.prepare import word_problems
 from megarl.observe.metrics import read_metrics
+from megarl.planner.plan import Place
+from megarl.platform.kinds import kind_of
 from megarl.rehearsal.scorer import NAME as SCORER
 
-STEPS = 3
+STEPS, TINY_STEPS = 3, 2
+TRACED = 2  # the step that is traced for the bundle: the first compiles and warms up
+RATIO = 0.02  # that the mean importance ratio of the first update may be off 1
+PLANNED = 1.1  # peak memory of a trainer, of the plan's
 GAP = 0.02  # nats, mean, of the first step of weights that are the engine's
+TENSORS = ("weights", "gradients", "optimizer", "activations", "logits", "Adam's step", "exchange buffers")
 _LINES = 3  # last lines of a failed run's output in its cause
 
 
 def run(context: Context) -> None:
-    """Three steps of each kind, with a checkpoint and a resume; then the recipe's twin on these devices."""
+    """Three steps of each kind, with a checkpoint and a resume; then the recipe on these devices.
+
+    On a CPU two steps of each kind: the run that resumes is the one that samples a step ahead."""
     model = write_family("dense" if context.tiny else "moe", context.shared)
     context.doing("writing data")
     data = context.shared / "data"
     if not (data / "train.parquet").exists():
         word_problems.prepare(data, 0, train=64, test=16, sft=16, preferences=16)
-    colocated = recipe_of(context, model, data, "colocated")
-    _train(context, "colocated", write(context, colocated), STEPS)
-    _train(
-        context,
-        "colocated, resumed",
-        write(context, colocated),
-        STEPS + 1,
-        ["train.resume=auto", f"train.steps={STEPS + 1}"],
-    )
-    if context.tiny or context.settings.devices >= 2:
-        apart = recipe_of(context, model, data, "disaggregated")
-        _train(context, "one step off", write(context, apart), STEPS)
+    steps = TINY_STEPS if context.tiny else STEPS
+    colocated = write(context, recipe_of(context, model, data, "colocated"))
+    _train(context, "colocated", colocated, steps, first=True)
+    resume = ["train.resume=auto"]
+    if context.tiny:
+        ahead = ["cluster.placement=disaggregated", "rollout.max_staleness=1", f"train.steps={2 * steps}"]
+        _train(context, "resumed, one step off", colocated, 2 * steps, [*resume, *ahead])
     else:
-        context.not_run("one step off", "needs two devices")
-    _twin(context)
+        _train(context, "colocated, resumed", colocated, steps + 1, [*resume, f"train.steps={steps + 1}"])
+        if context.settings.devices >= 2:
+            apart = recipe_of(context, model, data, "disaggregated")
+            _train(context, "one step off", write(context, apart), steps, first=True)
+        else:
+            context.not_run("one step off", "needs two devices")
+    _of_recipe(context)
 
 
 def recipe_of(context: Context, model: Path, data: Path, placement: str) -> dict[str, Any]:
     """A recipe of a tiny model, as YAML has it. A coin decides rewards, so that random answers teach something."""
-    apart = placement == "disaggregated"
+    apart, steps = placement == "disaggregated", TINY_STEPS if context.tiny else STEPS
     trainers = 1 if context.tiny else max(1, min(context.settings.devices // (2 if apart else 1), 8))
     return {
         "name": placement,
@@ -78,9 +88,18 @@ def recipe_of(context: Context, model: Path, data: Path, placement: str) -> dict
         "reward": {"function": SCORER},
         "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "kl_coef": 0.0},
         "actor": {"optimizer": {"lr": 1e-3, "warmup_steps": 0}},
-        "train": {"steps": STEPS, "save_every": STEPS},
-        "observe": {"console": "plain"},
+        "train": {"steps": steps, "save_every": steps, "save_at_end": False},
+        "observe": {"console": "plain", **traces(context)},
     }
+
+
+def traces(context: Context) -> dict[str, Any]:
+    """Keys of `observe` that trace one step: trainer 0, and on devices engine 0, with its kernels and counters."""
+    tracing = kind_of(context.device).tracing
+    keys: dict[str, Any] = {"profile_steps": [TRACED], "profile_engines": [] if context.tiny else [0]}
+    if "level1" in tracing.levels:
+        keys["profile_level"] = "level1"
+    return keys
 
 
 def write(context: Context, recipe: dict[str, Any]) -> Path:
@@ -90,9 +109,18 @@ def write(context: Context, recipe: dict[str, Any]) -> Path:
 
 
 def _train(
-    context: Context, name: str, recipe: Path, steps: int, overrides: Sequence[str] = (), *, compares: bool = True
-) -> None:
-    """Run `megarl train` as a user does, and look at every line of its metrics."""
+    context: Context,
+    name: str,
+    recipe: Path,
+    steps: int,
+    overrides: Sequence[str] = (),
+    *,
+    compares: bool = True,
+    first: bool = False,
+) -> list[dict[str, Any]]:
+    """Run `megarl train` as a user does, check every line of its metrics, and return these; none where it failed.
+
+    compares, first: see `judge_metrics`."""
     context.doing(f"{name}: megarl train {recipe.name}")
     log = context.folder / f"{name.replace(',', '').replace(' ', '-')}.log"
     environ = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
@@ -104,24 +132,28 @@ def _train(
         ).returncode  # fmt: skip
     context.equal(f"{name}: exit status", status, 0, cause=last_lines(log))
     if status:
-        return
+        return []
     context.figure(f"{name}: seconds", time.monotonic() - began, unit="s")
-    folder = Path(yaml.safe_load(recipe.read_text())["runs_dir"]) / yaml.safe_load(recipe.read_text())["name"]
-    judge_metrics(
-        context,
-        name,
-        [line for line in read_metrics(folder / "metrics.jsonl") if line["step"]],
-        steps,
-        compares=compares,
-    )
+    written = yaml.safe_load(recipe.read_text())
+    folder = Path(written["runs_dir"]) / written["name"]
+    lines = [line for line in read_metrics(folder / "metrics.jsonl") if line["step"]]
+    judge_metrics(context, name, lines, steps, compares=compares, first=first)
+    return lines
 
 
 def judge_metrics(
-    context: Context, name: str, lines: list[dict[str, Any]], steps: int, *, compares: bool = True
+    context: Context,
+    name: str,
+    lines: list[dict[str, Any]],
+    steps: int,
+    *,
+    compares: bool = True,
+    first: bool = False,
 ) -> None:
-    """Every step is there, every number is finite, no update was skipped, engine and trainer agree.
+    """Check that every step is there, every number is finite, no update was skipped, and engine and trainer agree.
 
-    compares: whether some step must hold log-probs of fresh samples to the trainer's.
+    compares: whether some step must compare log-probs of fresh samples with the trainer's. first: whether step 1 has a
+    single update, whose importance ratios are 1 but for rounding.
     """
     context.equal(f"{name}: steps", str([line["step"] for line in lines]), str(list(range(1, steps + 1))))
     wrong = [
@@ -148,17 +180,106 @@ def judge_metrics(
         context.equal(f"{name}: log-probs of engine against trainer", None, "a number in some step", cause=cause)
     else:
         context.not_run(f"{name}: log-probs of engine against trainer", "no step of this recipe compares them")
+    if first:
+        _ratios(context, name, lines[0] if lines else {})
     moved = max((line.get("actor/grad_norm", 0.0) for line in lines), default=0.0)
     context.at_least(f"{name}: gradient norm", moved, limit=1e-8, cause="nothing is learnt: every gradient is zero")
-    peak = max((line.get("perf/max_memory_allocated_gb", 0.0) for line in lines), default=0.0)
-    context.figure(f"{name}: peak memory of a trainer", peak, unit="GiB")
+    context.figure(f"{name}: peak memory of a trainer", peak_of(lines), unit="GiB")
+
+
+def _ratios(context: Context, name: str, line: dict[str, Any]) -> None:
+    """Check the mean importance ratio of step 1: of the weights that are updated to those whose log-probs are the old ones, and
+    of the old log-probs to those of the engine."""
+    missing = math.nan  # which no limit passes
+    context.at_most(
+        f"{name}: importance ratio of the first update, less 1", abs(line.get("actor/ratio", missing) - 1), limit=RATIO,
+        cause="the update computes other log-probs than the pass before it, of the same weights",
+    )  # fmt: skip
+    behaviour = behaviour_ratio(line)
+    context.at_most(
+        f"{name}: ratio of trainer to engine before the first update, less 1", abs(behaviour - 1), limit=RATIO,
+        cause=f"a token is {behaviour:.4g} times as likely to the trainer as to the engine, in the mean",
+    )  # fmt: skip
+
+
+def behaviour_ratio(line: dict[str, Any]) -> float:
+    """Mean over tokens of p(trainer) / p(engine) = exp(d): the estimators are k1 = mean(-d), k3 = mean(exp(d) - d - 1)."""
+    k1, k3 = (line.get(f"rollout/logprob_gap_{name}", math.nan) for name in ("k1", "k3"))
+    return float(1 + k3 - k1)
+
+
+def _of_recipe(context: Context) -> None:
+    """The recipe on these devices: full widths with few layers on devices, its twin on a CPU."""
+    if not context.settings.recipe:
+        context.not_run("the recipe's steps", "no recipe was named")
+        return
+    if context.tiny:
+        cause = "the peak of a process on a CPU has its libraries in it, and a plan counts tensors"
+        context.not_run("the recipe: peak memory of a trainer against the plan", cause)
+        _twin(context)
+        return
+    folder = context.folder / "cut"
+    folder.mkdir(exist_ok=True)
+    context.doing("writing the recipe's cut model")
+    try:
+        cut = make_cut(
+            Path(context.settings.recipe), context.settings.overrides, folder, context.device, context.settings.devices
+        )
+    except CannotCut as error:
+        context.not_run("the recipe with few layers", str(error))
+        _twin(context)
+        return
+    try:
+        context.figure("the recipe with few layers", cut.layout)
+        if not cut.recipe.train.save_every:
+            context.not_run("the recipe with few layers: checkpoint", f"{folder} has too little room for two")
+        lines = _train(context, "the recipe with few layers", cut.path, cut.recipe.train.steps, compares=False)
+        _against_the_plan(context, cut, lines)
+    finally:
+        for name in ("model", "runs/cut/checkpoints"):  # what is large
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _against_the_plan(context: Context, cut: Cut, lines: list[dict[str, Any]]) -> None:
+    """Check the peak of torch's allocator in a trainer against what `megarl plan` counts of tensors there."""
+    name = "the recipe with few layers: peak memory of a trainer"
+    peak = peak_of(lines)
+    if not peak:
+        context.not_run(f"{name}, of the plan's", "no step was trained")
+        return
+    context.doing("planning the recipe with few layers")
+    from megarl.planner.build import make_plan
+
+    try:
+        plan = make_plan(cut.recipe, {"rollout": cut.config, "critic": cut.config}, None, advise=False)
+    except ValueError as error:
+        context.not_run(f"{name}, of the plan's", str(error))
+        return
+    phase, planned = planned_peak(plan.places)
+    context.figure(f"{name}, planned", planned, unit=f"GiB, in {phase}")
+    cause = f"{peak:.3g} GiB were allocated, and the plan has {planned:.3g} in {phase}: megarl plan counts too little"
+    context.at_most(f"{name}, of the plan's", peak / max(planned, 1e-9), limit=PLANNED, cause=cause)
+
+
+def peak_of(lines: list[dict[str, Any]]) -> float:
+    """GiB that the fullest trainer's allocator has held."""
+    return max((line.get("perf/max_memory_allocated_gb", 0.0) for line in lines), default=0.0)
+
+
+def planned_peak(places: Sequence[Place]) -> tuple[str, float]:
+    """The phase in which a trainer's own tensors take the most, and their GiB; engines' and libraries' are left out, which
+    the trainer's allocator does not count."""
+    sums = {
+        (use.phase, place.name): sum(use.parts.get(part, 0) for part in TENSORS) / 2**30
+        for place in places
+        for use in place.uses
+    }
+    phase, place = max(sums, key=lambda key: sums[key])
+    return f"{phase} of {place}", sums[phase, place]
 
 
 def _twin(context: Context) -> None:
-    """The recipe with its settings and layout, as far as these devices go, and its model shrunk."""
-    if not context.settings.recipe:
-        context.not_run("the recipe's twin", "no recipe was named")
-        return
+    """Train the recipe's twin: its settings, its layout as far as these devices go, its model shrunk."""
     from megarl.rehearsal.twin import make_twin
 
     context.doing("making the recipe's twin")
@@ -166,15 +287,8 @@ def _twin(context: Context) -> None:
     folder.mkdir(exist_ok=True)
     processes = None if context.tiny else context.settings.devices
     twin = make_twin(Path(context.settings.recipe), context.settings.overrides, folder, processes=processes)
-    steps = twin.recipe.train.steps
-    _train(
-        context,
-        "the recipe's twin",
-        twin.path,
-        steps,
-        [] if context.tiny else [f"cluster.device={context.device}"],
-        compares=False,
-    )
+    on_device = [] if context.tiny else [f"cluster.device={context.device}"]
+    _train(context, "the recipe's twin", twin.path, twin.recipe.train.steps, on_device, compares=False)
 
 
 def last_lines(log: Path) -> str:

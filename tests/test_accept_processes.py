@@ -1,0 +1,102 @@
+"""The acceptance with its processes: whole on a CPU, and with faults in its processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.commands.accept import command, runner
+from megarl.commands.accept.catalogue import STAGES
+from megarl.commands.accept.context import Context
+from megarl.commands.accept.result import StageResult
+from megarl.commands.accept.settings import Settings, write_settings
+from megarl.commands.accept.stages import collectives
+from tests.test_accept import plant
+
+STAGE = {stage.number: stage for stage in STAGES}
+
+
+def run(tmp_path: Path, number: int, seconds: float = 400.0) -> StageResult:
+    write_settings(tmp_path, Settings("cpu", 2))
+    return runner.run_stage(tmp_path, STAGE[number], seconds)
+
+
+@pytest.mark.stack
+def test_kernels_models_and_collectives_pass_on_a_cpu(tmp_path):
+    """CI runs these three stages; test_all_stages runs all of them."""
+    assert command.accept(None, [], command.Options(device="cpu", stages="1-3,8", out=tmp_path)) == 0
+    (results,) = tmp_path.glob("*/results.json")
+    stages = {entry["name"]: entry for entry in json.loads(results.read_text())}
+    assert [entry["verdict"] for entry in stages.values()] == ["PASS"] * 3
+    assert all(len(entry["checks"]) > 15 for entry in stages.values())
+    names = " ".join(check["name"] for check in stages["model parity"]["checks"])
+    for layout in ("dense TP2", "dense CP2", "moe EP2", "moe TP2ETP2", "mla PP2", "vl TP2", "mla 1 float32 recompute"):
+        assert layout in names, layout
+
+
+@pytest.mark.stack
+def test_late_rank_is_found_among_processes(tmp_path, monkeypatch):
+    plant(monkeypatch, "megarl.commands.accept.collective_rank", "faults_of_processes:late_collective")
+    result = run(tmp_path, 3)
+    assert (
+        result.verdict == "FAIL" and "all_reduce, latest rank" in result.reason and "rank 1 enters 0.8" in result.reason
+    )
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "module", "fault", "words", "seconds"),
+    [
+        (3, "collective_rank", "wrong_gather", "gather, values: False (== True): wrong values on ranks [0]", 200),
+        (3, "collective_rank", "absent_rank", "not finished after 60 s at: collectives in the group tensor", 60),
+        (4, "engine_probe", "leaking_sleep", "host memory kept by a cycle of sleep", 400),
+        (4, "engine_probe", "other_temperature", "engine and trainer compute different models", 400),
+        (5, "engine_probe", "old_weights", "the engine samples from other weights than the trainers'", 400),
+    ],
+)
+def test_fault_among_processes_is_named(tmp_path, monkeypatch, stage, module, fault, words, seconds):
+    plant(monkeypatch, f"megarl.commands.accept.{module}", f"faults_of_processes:{fault}")
+    result = run(tmp_path, stage, seconds)
+    assert result.verdict == "FAIL" and words in result.reason, result.reason
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+def test_corrupted_bucket_is_named(tmp_path, monkeypatch):
+    plant(monkeypatch, "megarl.exchange.fingerprint", "faults_of_processes:corrupted_bucket")
+    result = run(tmp_path, 5)
+    assert result.verdict == "FAIL" and "planned by auto: two updates" in result.reason, result.reason
+    assert "got other bytes than trainer" in result.reason, result.reason
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+def test_all_stages(tmp_path):
+    """The acceptance of a CPU, whole, with a recipe."""
+    recipe = Path(__file__).parent.parent / "recipes" / "grpo_qwen3_8b.yaml"
+    assert command.accept(recipe, [], command.Options(device="cpu", out=tmp_path)) == 0
+    (results,) = tmp_path.glob("*/results.json")
+    assert [entry["verdict"] for entry in json.loads(results.read_text())] == ["PASS"] * len(STAGES)
+    (calibration,) = tmp_path.glob("*/7-speed/calibration.yaml")
+    from megarl.planner.calibration import read_calibration
+
+    assert read_calibration(calibration).device == "CPU"
+
+
+def test_every_stage_has_its_module():
+    for stage in STAGES:
+        assert importlib.util.find_spec(f"megarl.commands.accept.stages.{stage.name.replace(' ', '_')}"), stage.name
+    assert [stage.number for stage in STAGES] == list(range(8))
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+def test_collectives_over_ray(tmp_path):
+    """Two nodes' worth of ranks as Ray places them, here both on this machine."""
+    context = Context(Settings("cpu", 1, nodes=2), tmp_path, tmp_path, 1e9)
+    collectives.run(context)
+    assert not [check for check in context.checks if check.verdict == "FAIL"] and len(context.checks) > 10

@@ -1,0 +1,202 @@
+"""Stages of engine, exchange and RL step: what they conclude from what they measure."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from megarl.commands.accept.context import Context
+from megarl.commands.accept.settings import Settings
+from megarl.commands.accept.stages import engine, exchange, rl_step
+from megarl.config.schema import Recipe
+from megarl.planner.plan import Place, Use
+from megarl.route import RouteRefused
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context(Settings("cpu", 2), tmp_path, tmp_path, 1e9)
+
+
+def failed(context: Context) -> list[str]:
+    return [check.line() for check in context.checks if check.verdict == "FAIL"]
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class StubEngine:
+    """An engine that keeps `leak` GiB of the host with each sleep, and frees `freed` GiB of the device."""
+
+    def __init__(self, leak: float, freed: float = 10.0) -> None:
+        self.leak, self.freed, self.sleeps, self.asleep = leak, freed, 0, False
+
+    def call(self, method: str, *_: Any) -> Future[Any]:
+        if method == "sleep":
+            self.sleeps += 1
+            self.asleep = True
+        if method == "wake":
+            self.asleep = False
+        answers = {
+            "resident": 5.0 + self.leak * self.sleeps,
+            "free_memory": 20.0 + (self.freed if self.asleep else 0.0),
+        }
+        return done(answers.get(method))
+
+
+class TestEngine:
+    def of(self, context: Context, stub: StubEngine) -> list[str]:
+        engine._memory(context, "dense", stub, 30.0, {"can_sleep": True})
+        return failed(context)
+
+    def test_sleep_that_frees_everything(self, context):
+        assert self.of(context, StubEngine(0.0)) == []
+
+    def test_leak_is_measured(self, context):
+        (line,) = self.of(context, StubEngine(0.03))
+        assert "host memory kept by a cycle of sleep: 30.72 MiB a cycle (<= 10 MiB a cycle)" in line
+
+    def test_memory_that_stays(self, context):
+        (line,) = self.of(context, StubEngine(0.0, freed=4.0))
+        assert "memory freed by sleep: 0.4 of what the engine took (>= 0.9" in line
+
+    def test_slope_is_not_moved_by_one_jump(self):
+        assert engine.slope(np.array([0.0, 1, 2, 100, 4, 5])) == pytest.approx(1.0, abs=0.5)
+        assert engine.slope(np.zeros(4)) == 0
+
+    def test_request_that_cannot_be_aborted(self, context, monkeypatch):
+        monkeypatch.setattr(engine, "ABORT_SECONDS", 0.2)
+        stub = SimpleNamespace(
+            call=lambda method, *args: Future() if method == "generate" and len(args[0]) == 4 else done([1, 2])
+        )
+        engine._abort(context, "dense", stub)
+        assert any("the request is still running" in line for line in failed(context))
+
+
+class TestEngineOfTheRecipe:
+    def test_missing_model_is_named(self, context, tmp_path):
+        context.settings = replace(context.settings, device="cuda")
+        recipe = Recipe()
+        recipe.model.path = str(tmp_path / "absent")
+        context.__dict__["recipe"] = recipe
+        engine._of_recipe(context)
+        (check,) = context.checks
+        assert check.verdict == "NOT RUN" and "absent holds no config.json" in check.cause
+
+
+class TestExchange:
+    """One way of the stage, with what joining and an update do put in its place."""
+
+    def of(self, monkeypatch: pytest.MonkeyPatch, context: Context, joins: Exception | None, sends: Any) -> None:
+        def joining(*_: Any) -> str:
+            if joins:
+                raise joins
+            return "session"
+
+        def sending(*_: Any) -> dict[str, float]:
+            if isinstance(sends, Exception):
+                raise sends
+            return {"exchange/bytes": 1.0}
+
+        monkeypatch.setattr(exchange, "open_exchange", joining)
+        monkeypatch.setattr(exchange, "publish", sending)
+        monkeypatch.setattr(exchange, "ways", lambda _: [("planned", "auto")])
+        monkeypatch.setattr(exchange, "gap", lambda *_: 0.0)
+        trainers = SimpleNamespace(call=lambda *_: None)
+        exchange._ways(context, "dense", Recipe(), trainers, SimpleNamespace(call=lambda *_: done([])), {})  # type: ignore[arg-type]
+
+    def test_way_that_is_refused_is_not_run(self, monkeypatch, context):
+        self.of(monkeypatch, context, RouteRefused("exchange.route=planned: too old"), {})
+        assert [check.verdict for check in context.checks] == ["NOT RUN"]
+
+    def test_engine_that_cannot_join_fails_the_stage(self, monkeypatch, context):
+        with pytest.raises(RuntimeError, match="no route to host"):
+            self.of(monkeypatch, context, RuntimeError("no route to host"), {})
+
+    def test_update_that_differs_is_a_failed_check(self, monkeypatch, context):
+        with pytest.raises(RuntimeError, match="other bytes"):
+            self.of(monkeypatch, context, None, RuntimeError("got other bytes than trainer 0 sent"))
+        assert "both sides agree on an update" in failed(context)[0] and "other bytes" in failed(context)[0]
+
+    def test_dead_trainer_is_named_by_its_rank(self):
+        assert exchange.names_trainer("trainer 1 is silent for 30 s", 1)
+        assert not exchange.names_trainer("trainer 0 is silent for 10.1 s, 1 of 2", 1)
+        assert not exchange.names_trainer("trainer 10 is silent", 1)
+
+
+class TestStep:
+    line: ClassVar[dict[str, Any]] = {
+        "step": 1,
+        "actor/grad_norm": 0.5,
+        "rollout/logprob_gap_mean": 0.001,
+        "actor/skipped_updates": 0.0,
+    }
+
+    def of(self, context: Context, *changes: dict[str, Any]) -> list[str]:
+        rl_step.judge_metrics(
+            context, "x", [{**self.line, **{"step": n}, **own} for n, own in enumerate(changes, 1)], 2
+        )
+        return failed(context)
+
+    def test_good_metrics(self, context):
+        assert self.of(context, {}, {}) == []
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"actor/pg_loss": float("nan")}, "step 2: actor/pg_loss is nan"),
+            ({"actor/skipped_updates": 1.0}, "a gradient was not finite"),
+            ({"rollout/logprob_gap_mean": 0.3}, "engines sample from other weights"),
+        ],
+    )
+    def test_bad_metrics(self, context, change, words):
+        assert any(words in line for line in self.of(context, {}, change))
+
+    def test_engine_that_is_never_compared(self, context):
+        lines = [{key: value for key, value in self.line.items() if "gap" not in key} | {"step": n} for n in (1, 2)]
+        rl_step.judge_metrics(context, "x", lines, 2)
+        assert "no rollout/logprob_gap_mean of fresh samples" in failed(context)[0]
+        context.checks.clear()
+        rl_step.judge_metrics(context, "x", lines, 2, compares=False)
+        assert not failed(context) and any(check.verdict == "NOT RUN" for check in context.checks)
+
+    def test_importance_ratio_of_the_first_update(self, context):
+        """d is the trainer's log-prob less the engine's: here 0.1 for each token."""
+        line = {**self.line, "actor/ratio": 1.05, "rollout/logprob_gap_k1": -0.1}
+        line["rollout/logprob_gap_k3"] = math.exp(0.1) - 1.1
+        assert rl_step.behaviour_ratio(line) == pytest.approx(math.exp(0.1))
+        rl_step.judge_metrics(context, "x", [line], 1, first=True)
+        update, engine_ratio = failed(context)
+        assert update.startswith("x: importance ratio of the first update, less 1: 0.05 (<= 0.02)")
+        assert engine_ratio.startswith(
+            "x: ratio of trainer to engine before the first update, less 1: 0.1052 (<= 0.02)"
+        )
+        context.checks.clear()
+        rl_step.judge_metrics(context, "x", [self.line], 1, first=True)
+        assert len(failed(context)) == 2, "a ratio that is not there is no ratio of 1"
+
+    def test_peak_of_a_trainer_is_compared_with_its_tensors(self, context, monkeypatch):
+        gib = 2**30
+        update = Use("update_actor", {"weights": 2 * gib, "activations": gib, "KV cache": 9 * gib, "contexts": gib})
+        places = [Place("actor 0 + engine", 1, [Use("gen", {"engine weights": 20 * gib}), update])]
+        assert rl_step.planned_peak(places) == ("update_actor of actor 0 + engine", 3.0)
+        monkeypatch.setattr("megarl.planner.build.make_plan", lambda *_, **__: SimpleNamespace(places=places))
+        cut = SimpleNamespace(recipe=None, config={})
+        for peak, wrong in ((3.2, 0), (3.4, 1)):
+            rl_step._against_the_plan(context, cut, [{"perf/max_memory_allocated_gb": peak}])  # type: ignore[arg-type]
+            assert len(failed(context)) == wrong
+        assert "3.4 GiB were allocated, and the plan has 3 in update_actor" in failed(context)[0]
+
+    def test_missing_steps_and_nothing_learnt(self, context):
+        assert "steps: [1] (== [1, 2])" in self.of(context, {"actor/grad_norm": 0.0})[0]
+        assert any("nothing is learnt" in line for line in failed(context))
