@@ -149,14 +149,20 @@ def cut_config(config: dict[str, Any], given: MegatronConfig, cut: MegatronConfi
         small["layer_types"] = (kinds * layers)[:layers]
     if config.get("max_window_layers") is not None:
         small["max_window_layers"] = min(config["max_window_layers"], layers)
-    experts = number_of_experts(config)
-    if experts and cut.expert_parallel < given.expert_parallel:
-        fewer = experts * cut.expert_parallel // given.expert_parallel
-        fewer = max(fewer, config["num_experts_per_tok"], 2 * (config.get("n_group") or 1))
-        if fewer % cut.expert_parallel == 0 and fewer % (config.get("n_group") or 1) == 0:
-            name = next(name for name in ("num_experts", "n_routed_experts", "num_local_experts") if config.get(name))
-            small[name] = fewer
-    return small
+    return small | fewer_experts(config, cut.expert_parallel, given.expert_parallel)
+
+
+def fewer_experts(config: dict[str, Any], ranks: int, like: int) -> dict[str, int]:
+    """The field of config.json with the number of routed experts that leaves each of `ranks` as many as each of `like` has;
+    empty for a dense model, and where the model's groups of experts do not divide them."""
+    groups, experts = config.get("n_group") or 1, number_of_experts(config)
+    if not experts or ranks >= like:
+        return {}
+    fewer = max(experts * ranks // like, config["num_experts_per_tok"], 2 * groups)
+    if fewer % ranks or fewer % groups:
+        return {}
+    name = next(name for name in ("num_experts", "n_routed_experts", "num_local_experts") if config.get(name))
+    return {name: fewer}
 
 
 def _engines(cut: Recipe, given: Recipe, devices: int) -> None:

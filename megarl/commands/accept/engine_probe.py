@@ -6,6 +6,8 @@ import asyncio
 import importlib
 import os
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from megarl.cluster.local import LocalService
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.families import batch
 from megarl.config.schema import Recipe
-from megarl.engines.base import EngineSpec
+from megarl.engines.base import EngineSpec, Seat
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
 
 PROBE = "megarl.commands.accept.engine_probe:EngineProbe"
@@ -31,8 +33,15 @@ class EngineProbe:
     def __init__(self, name: str, spec: EngineSpec) -> None:
         self.engine, self.device = engines.create(name, spec), spec.device or "auto"
 
-    async def start(self) -> dict[str, Any]:
-        return await asyncio.to_thread(self.engine.start)
+    async def open_meeting_place(self, host: str) -> Seat:
+        """Let this engine's group meet in this process, at `host`."""
+        from megarl.engines.group import MeetingPlace
+
+        self.meeting_place = MeetingPlace(host)
+        return self.meeting_place.seat
+
+    async def start(self, seat: Seat | None = None) -> dict[str, Any]:
+        return await asyncio.to_thread(self.engine.start, *([] if seat is None else [seat]))
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """The samples of all requests, in the order of their groups."""
@@ -157,24 +166,48 @@ def shares_devices(context: Context) -> bool:
     return not context.tiny and context.settings.devices < 2
 
 
-def start_engine(context: Context, recipe: Recipe, *, load_weights: bool, **engine_args: Any) -> LocalService:
-    """An engine of the recipe's model on the last device of this machine."""
+def start_engine(
+    context: Context, recipe: Recipe, *, load_weights: bool, number: int = 0, group: int = 1, **engine_args: Any
+) -> LocalService:
+    """An engine of the recipe's model on the last device of this machine; of a `group`, the engine `number`, on one of as
+    many last devices."""
     platform, args = platforms.select(context.device), {**_arguments(context), **engine_args}
     spec = EngineSpec(
-        name="probe",
+        name=f"probe{number}",
         model_path=recipe.model.path,
         dtype=recipe.model.dtype,
         max_model_len=MAX_LENGTH,
+        data_parallel=group,
+        expert_parallel=group > 1,
         engine_args=args,
         load_weights=load_weights,
         sleep_mode=not context.tiny,
         device=context.device,
     )
     env = engines.engine_env("vllm", platform.rollout_env(), recipe.cluster.threads, args)
-    if platform.visible_devices_env:
-        visible = os.environ.get(platform.visible_devices_env) or ",".join(map(str, range(context.settings.devices)))
-        env[platform.visible_devices_env] = visible.split(",")[-1]
-    return LocalService(PROBE, ("vllm", spec), name="engine", log=context.folder / "engine.log", env=env)
+    env |= visible(context, [context.settings.devices - group + number])
+    log = context.folder / ("engine.log" if group == 1 else f"engine-{number}-of-{group}.log")
+    return LocalService(PROBE, ("vllm", spec), name=f"engine {number}", log=log, env=env)
+
+
+def visible(context: Context, devices: Sequence[int]) -> dict[str, str]:
+    """The variable by which a process sees these devices of this machine alone, by their numbers among those that this
+    process sees; empty on a CPU."""
+    variable = platforms.select(context.device).visible_devices_env
+    if not variable:
+        return {}
+    here = (os.environ.get(variable) or ",".join(map(str, range(context.settings.devices)))).split(",")
+    return {variable: ",".join(here[number] for number in devices)}
+
+
+def start_all(group: Sequence[LocalService]) -> tuple[list[dict[str, Any]], float]:
+    """Load an engine, or all engines of a group, which wait for each other; returns their descriptions, and the seconds."""
+    began = time.monotonic()
+    if len(group) == 1:
+        return [group[0].call("start").result(START_SECONDS)], time.monotonic() - began
+    seat: Seat = group[0].call("open_meeting_place", "127.0.0.1").result(START_SECONDS)
+    calls = [engine.call("start", replace(seat, rank=rank, size=len(group))) for rank, engine in enumerate(group)]
+    return [call.result(START_SECONDS) for call in calls], time.monotonic() - began
 
 
 def _arguments(context: Context) -> dict[str, Any]:

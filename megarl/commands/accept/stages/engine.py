@@ -2,61 +2,94 @@
 
 from __future__ import annotations
 
+import math
 import time
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megarl import engines
+from megarl import platform as platforms
 from megarl.cluster.failures import CallFailed
 from megarl.cluster.local import LocalService
 from megarl.commands.accept.context import Context
+from megarl.commands.accept.cut import fewer_experts, fit
 from megarl.commands.accept.engine_probe import (
     CALL_SECONDS,
+    PROBE,
     START_SECONDS,
     TRAINER,
     gap,
     requests,
     shares_devices,
+    start_all,
     start_engine,
     timed,
     tiny_recipe,
+    visible,
 )
 from megarl.commands.accept.families import write_family
 from megarl.commands.accept.ranks import LocalRanks, rank_environment
+from megarl.config.environment import variables
+from megarl.config.errors import RecipeError
+from megarl.config.schema import Recipe
+from megarl.engines.specs import policy_spec
+from megarl.model_config import text_fields
+from megarl.preflight_model import config_of, read_hf_config
+from megarl.types import Completion, GenerationRequest
 
 GAP = 0.02  # nats, mean
 FREED = 0.9  # of what the engine took when it started; the rest is its context, graphs and communicators
 LEAK = 10.0  # MiB a cycle, of host or device memory
 CYCLES = 20
 ABORT_SECONDS = 10.0
+SAME = 0.8  # of tokens that must be the same with graphs and without, where rounding may change some
+GROUP, LAYERS = 2, 4  # engines of a group of a tiny model; layers of the recipe's
 
 
 def run(context: Context) -> None:
-    """The dense model on a CPU; on devices also the models with experts, without and with graphs."""
+    """Probe the dense model on a CPU; on devices also the models with experts, without and with graphs, and a group of
+    engines. Then the recipe's engine."""
     families = ("dense",) if context.tiny else ("dense", "moe", "mla")
     for family in families:
-        write_family(family, context.shared)
-        recipe = tiny_recipe(context, family, 1)
+        recipe, trainers = _trainer(context, family)
         eager = {} if context.tiny else {"enforce_eager": family != "dense"}
-        context.doing(f"starting an engine and a trainer of the {family} model")
-        trainers = LocalRanks(context.folder / f"{family}-trainer", TRAINER, (recipe, 10), 1, rank_environment(context))
         try:
-            if shares_devices(context):
-                trainers.call("offload_optimizer")
-                trainers.call("offload_weights")
+            _leave(context, trainers)
             engine = start_engine(context, recipe, load_weights=True, **eager)
             try:
-                _of_family(context, family, engine, trainers)
+                replayed = _of_family(context, family, engine, trainers)
             finally:
                 engine.stop()
+            if family == "dense":
+                _without_graphs(context, family, recipe, trainers, replayed)
         finally:
             trainers.close()
+    _group(context)
     _of_recipe(context)
 
 
-def _of_family(context: Context, family: str, engine: LocalService, trainers: LocalRanks) -> None:
+def _trainer(context: Context, family: str) -> tuple[Recipe, LocalRanks]:
+    """A recipe of the family's tiny model, and a trainer of it, which begins to load."""
+    write_family(family, context.shared)
+    recipe = tiny_recipe(context, family, 1)
+    context.doing(f"starting an engine and a trainer of the {family} model")
+    folder, env = context.folder / f"{family}-trainer", rank_environment(context)
+    return recipe, LocalRanks(folder, TRAINER, (recipe, 10), 1, env)
+
+
+def _leave(context: Context, trainers: LocalRanks) -> None:
+    """Give the trainers' device to an engine that is about to measure its free memory."""
+    if shares_devices(context):
+        trainers.call("offload_optimizer")
+        trainers.call("offload_weights")
+
+
+def _of_family(context: Context, family: str, engine: LocalService, trainers: LocalRanks) -> list[Completion]:
+    """Probe one engine; returns its samples of `replay_requests`."""
     free = timed(engine.call("free_memory"))[0]
     info, seconds = timed(engine.call("start"), START_SECONDS)
     context.figure(f"{family}: start", seconds, unit="s")
@@ -71,6 +104,7 @@ def _of_family(context: Context, family: str, engine: LocalService, trainers: Lo
     context.doing(f"{family}: log-probs of samples against the trainer")
     asked = requests(family, 8, 24)
     sampled = timed(engine.call("generate", asked))[0]
+    replayed: list[Completion] = [] if context.tiny else timed(engine.call("generate", replay_requests(family)))[0]
     _memory(context, family, engine, free, info)
     if shares_devices(context):
         trainers.call("onload")
@@ -79,6 +113,114 @@ def _of_family(context: Context, family: str, engine: LocalService, trainers: Lo
         cause="engine and trainer compute different models, or read other weights",
     )  # fmt: skip
     _abort(context, family, engine)
+    return replayed
+
+
+def replay_requests(family: str) -> list[GenerationRequest]:
+    """Requests whose samples are compared with and without graphs: short ones, since a token that rounding changes changes
+    all after it."""
+    return requests(family, 32, 8)
+
+
+def _without_graphs(
+    context: Context, family: str, recipe: Recipe, trainers: LocalRanks, replayed: list[Completion]
+) -> None:
+    """Start the engine again without graphs, and compare its samples with those that graphs were replayed for."""
+    name = f"{family}: graphs against none"
+    if context.tiny:
+        context.not_run(name, "a CPU's engine captures no graphs")
+        return
+    context.doing(f"{family}: an engine without graphs")
+    _leave(context, trainers)
+    engine = start_engine(context, recipe, load_weights=True, enforce_eager=True)
+    try:
+        start_all([engine])
+        eager = timed(engine.call("generate", replay_requests(family)))[0]
+    finally:
+        engine.stop()
+    judge_replay(context, name, replayed, eager)
+
+
+def judge_replay(context: Context, name: str, replayed: list[Completion], eager: list[Completion]) -> None:
+    """Check that both sampled the same tokens with the same log-probs: of each pair, as far as the tokens agree."""
+    share, difference = agreement(replayed, eager)
+    cause = "a graph is replayed with other inputs than those of its step, or captured other kernels"
+    context.at_least(
+        f"{name}, tokens", share, limit=SAME, unit="of the tokens until the first that differs", cause=cause
+    )
+    context.at_most(f"{name}, log-probs", difference, limit=GAP, unit="nats", cause=cause)
+
+
+def agreement(first: list[Completion], second: list[Completion]) -> tuple[float, float]:
+    """The share of tokens before the first that differs, and the mean difference of their log-probs in nats (NaN where no
+    token agrees)."""
+    agreed, tokens, differences = 0, 0, []
+    for one, other in zip(first, second, strict=True):
+        length = min(len(one.tokens), len(other.tokens))
+        same = np.cumprod(one.tokens[:length] == other.tokens[:length]).astype(bool)
+        agreed, tokens = agreed + int(same.sum()), tokens + max(len(one.tokens), len(other.tokens))
+        differences.append(np.abs(one.log_probs[:length] - other.log_probs[:length])[same])
+    apart = np.concatenate(differences) if differences else np.array([])
+    return agreed / max(tokens, 1), float(apart.mean()) if len(apart) else math.nan
+
+
+def _group(context: Context) -> None:
+    """Two engines over which the experts of a tiny model are spread, with unequal loads: on devices always, on a CPU for a
+    recipe that has such groups."""
+    name, recipe = "a group of engines", context.recipe
+    groups = recipe is not None and recipe.train.source == "rollout" and recipe.rollout.data_parallel > 1
+    if context.tiny and not groups:
+        context.not_run(name, "on a CPU, a recipe with rollout.data_parallel above 1 starts it")
+        return
+    if not context.tiny and context.settings.devices < GROUP:
+        context.not_run(name, f"needs {GROUP} devices")
+        return
+    family = "mla" if groups and _is_latent(context) else "moe"
+    tiny, trainers = _trainer(context, family)
+    group: list[LocalService] = []
+    try:
+        for number in range(GROUP):
+            group.append(start_engine(context, tiny, load_weights=True, number=number, group=GROUP, enforce_eager=True))
+        infos, seconds = start_all(group)
+        context.figure(f"{name}: start", seconds, unit="s")
+        context.doing(f"{name}: samples of unequal loads")
+        loads = [requests(family, 6, 16), requests(family, 1, 4)]
+        sampled = _together(group, "generate", loads)
+        if infos[0]["can_sleep"]:
+            _together(group, "sleep")
+            _together(group, "wake")
+        for number, (load, samples) in enumerate(zip(loads, sampled, strict=True)):
+            context.at_most(
+                f"{name}: log-probs of engine {number} against the trainer", gap(family, load, samples, trainers),
+                limit=GAP, unit="nats", cause="tokens meet other experts than the trainer's, or experts of other weights",
+            )  # fmt: skip
+    finally:
+        _stop(group)
+        trainers.close()
+
+
+def _together(group: list[LocalService], method: str, arguments: list[Any] | None = None) -> list[Any]:
+    """Call all engines of a group, which wait for each other; returns their results."""
+    each = [()] * len(group) if arguments is None else [(argument,) for argument in arguments]
+    calls = [engine.call(method, *given) for engine, given in zip(group, each, strict=True)]
+    return [call.result(CALL_SECONDS) for call in calls]
+
+
+def _stop(group: list[LocalService]) -> None:
+    for engine in group:
+        engine.begin_stop()
+    for engine in group:
+        engine.stop()
+
+
+def _is_latent(context: Context) -> bool:
+    """Whether the recipe's model has latent attention, where its config.json is known."""
+    assert context.recipe is not None
+    try:
+        config = config_of(context.recipe.model.path, Path(context.settings.recipe))
+    except RecipeError:
+        return False
+    return bool(text_fields(config).get("kv_lora_rank"))
 
 
 def _memory(context: Context, family: str, engine: LocalService, free: float | None, info: dict[str, Any]) -> None:
@@ -154,28 +296,52 @@ def _of_recipe(context: Context) -> None:
     if not (Path(recipe.model.path) / "config.json").is_file():
         context.not_run(name, f"{recipe.model.path} holds no config.json: fetch the model, or its config and tokenizer")
         return
-    if recipe.rollout.data_parallel > 1 or recipe.rollout.tensor_parallel > context.settings.devices:
-        devices = recipe.rollout.data_parallel * recipe.rollout.tensor_parallel
-        context.not_run(name, f"it spreads over {devices} devices in several engines: no stage starts it")
+    devices, parallel = context.settings.devices, recipe.rollout.tensor_parallel
+    if parallel > devices:
+        context.not_run(name, f"rollout.tensor_parallel={parallel}, and this node has {devices} devices")
         return
-    from dataclasses import replace
-
-    from megarl import engines
-    from megarl import platform as platforms
-    from megarl.commands.accept.engine_probe import PROBE
-    from megarl.engines.specs import policy_spec
-
-    context.doing("starting the recipe's engine with dummy weights and 4 layers")
-    args = {**recipe.rollout.engine_args, "hf_overrides": {"num_hidden_layers": 4}, "load_format": "dummy"}
-    spec = replace(policy_spec(recipe, "recipe", load_weights=True), engine_args=args, device=context.device)
-    env = engines.engine_env(recipe.rollout.engine, platforms.select(context.device).rollout_env(), 4, args)
-    engine = LocalService(
-        PROBE, (recipe.rollout.engine, spec), name="recipe's engine", log=context.folder / "recipe.log", env=env
-    )
+    size = fit(recipe.rollout.data_parallel, devices // parallel)
+    context.doing(f"starting {size} of the recipe's engines with dummy weights and {LAYERS} layers")
+    overrides = few_layers(recipe, read_hf_config(recipe.model.path), size)
+    group: list[LocalService] = []
     try:
-        _, seconds = timed(engine.call("start"), START_SECONDS)
+        for number in range(size):
+            group.append(_recipes_engine(context, recipe, overrides, number, size))
+        _, seconds = start_all(group)
+        context.figure(
+            f"{name}: layout", f"{size} x TP{parallel}; the recipe: {recipe.rollout.data_parallel} in a group"
+        )
         context.figure(f"{name}: start", seconds, unit="s")
-        sampled = timed(engine.call("generate", requests("dense", 32, 16)))[0]
-        context.equal(f"{name}: samples", len(sampled), 32)
+        sampled = _together(group, "generate", [requests("dense", 32, 16)] * size)
+        context.equal(f"{name}: samples", sum(map(len, sampled)), 32 * size)
     finally:
-        engine.stop()
+        _stop(group)
+
+
+def few_layers(recipe: Recipe, config: dict[str, Any], size: int) -> dict[str, Any]:
+    """The recipe's `hf_overrides`, with few layers and, in a group of `size`, as many experts on a rank as the recipe has."""
+    given = dict(recipe.rollout.engine_args.get("hf_overrides") or {})
+    text = given.get("text_config") or {} if "text_config" in config else given
+    fewer = fewer_experts(text_fields(config), size, recipe.rollout.data_parallel)
+    small = {**text, "num_hidden_layers": LAYERS, **fewer}
+    return {**given, "text_config": small} if "text_config" in config else small
+
+
+def _recipes_engine(
+    context: Context, recipe: Recipe, overrides: dict[str, Any], number: int, size: int
+) -> LocalService:
+    """Engine `number` of the recipe's, of a group of `size`, as `start_engines` starts it but for layers and weights."""
+    platform, rollout = platforms.select(context.device), recipe.rollout
+    args = {**rollout.engine_args, "hf_overrides": overrides, "load_format": "dummy"}
+    spec = replace(
+        policy_spec(recipe, f"recipe{number}", load_weights=True),
+        engine_args=args, data_parallel=size, device=context.device,
+        expert_parallel=size > 1 or bool(rollout.expert_parallel),
+    )  # fmt: skip
+    given = platform.engines_env(recipe.train.deterministic)
+    settings = engines.engine_settings(rollout.engine, spec, given, platform.name, variables(recipe, "engines"))
+    first = number * rollout.tensor_parallel
+    env = engines.process_env(rollout.engine, recipe.cluster.threads) | settings.environment()
+    env |= visible(context, range(first, first + rollout.tensor_parallel))
+    log = context.folder / f"recipe-{number}.log"
+    return LocalService(PROBE, (rollout.engine, spec), name=f"the recipe's engine {number}", log=log, env=env)
