@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from megarl.checks.machine import Output
 from megarl.commands.accept import bundle, command, runner
 from megarl.commands.accept.catalogue import STAGES, shares, stage_numbers
 from megarl.commands.accept.result import (
@@ -68,7 +71,7 @@ class TestRunner:
     def test_a_stage_that_hangs_is_killed_with_its_stacks(self, monkeypatch, tmp_path):
         child_file = runner.stage_folder(tmp_path, ENVIRONMENT) / "child.txt"
 
-        def time_is_over(process, deadline):
+        def time_is_over(process, deadline, stop=None):
             """When the stage hangs, however long this machine took to start it."""
             end = time.monotonic() + 60
             while not (child_file.exists() and child_file.read_text()) and time.monotonic() < end:
@@ -85,6 +88,41 @@ class TestRunner:
         assert "faults_of_stages.py" in log and "in waiting_child" in log, "stacks of stage and child"
         child = int((folder / "child.txt").read_text())
         assert not Path(f"/proc/{child}").exists() or not runner._alive(child), "the stage's child lives on"
+
+    def test_two_stages_at_a_time(self, monkeypatch, tmp_path):
+        """Results are in the order of the stages, and both are on disk."""
+        both = threading.Barrier(2, timeout=20)
+
+        def run_stage(directory, stage, seconds, stop):
+            both.wait()
+            return judge(stage.number, stage.name, [at_most("x", 1.0, limit=2.0)], 1.0)
+
+        monkeypatch.setattr(runner, "run_stage", run_stage)
+        stages = list(STAGES[:2])
+        results = runner.run_stages(tmp_path, stages, {0: 50.0, 1: 50.0}, lambda text: None, together=2)
+        assert [result.number for result in results] == [0, 1]
+        assert len(from_json((tmp_path / runner.RESULTS).read_text())) == 2
+
+    def test_an_interrupt_ends_the_stages_that_run(self, monkeypatch, tmp_path):
+        """Neither their processes nor later stages outlive it."""
+        plant(monkeypatch, "megarl.commands.accept.stages.environment", "faults_of_stages:hangs")
+        write_settings(tmp_path, Settings("cpu", 2))
+        child = runner.stage_folder(tmp_path, ENVIRONMENT) / "child.txt"
+        begun: list[str] = []
+
+        def interrupt() -> None:
+            end = time.monotonic() + 60
+            while not (child.exists() and child.read_text()) and time.monotonic() < end:
+                time.sleep(0.05)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        waiting = threading.Thread(target=interrupt)
+        waiting.start()
+        with pytest.raises(KeyboardInterrupt):
+            runner.run_stages(tmp_path, STAGES[:2], {0: 90.0, 1: 95.0}, begun.append)
+        waiting.join()
+        assert len(begun) == 1 and not (tmp_path / runner.RESULTS).exists()
+        assert not runner._alive(int(child.read_text())), "the stage's child lives on"
 
     def test_the_time_limit(self):
         with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
@@ -191,6 +229,34 @@ class TestBundle:
             "checkpoints" in name for name in names
         )
         assert not any("safetensors" in name or "trace.bin" in name for name in names)
+
+    def test_traces_are_packed_up_to_a_limit(self, tmp_path, monkeypatch):
+        directory = tmp_path / "accept-x"
+        traces = directory / "6-rl_step" / "runs" / "tiny" / "profile"
+        (traces / "step_2").mkdir(parents=True)
+        (traces / "step_2" / "rank0.json.gz").write_bytes(b"0" * (bundle.MOST + 1))
+        (traces / "step_2" / "rank1.json.gz").write_bytes(b"0" * (bundle.MOST + 2))
+        monkeypatch.setattr(bundle, "ALL_TRACES", 2 * bundle.MOST)
+        archive = tmp_path / "accept-x.tar.gz"
+        problems = bundle.write_bundle(directory, Settings("cpu", 2), self.results(), archive)
+        with tarfile.open(archive) as tar:
+            names = {name.rpartition("/")[2] for name in tar.getnames()}
+        assert "rank0.json.gz" in names and "rank1.json.gz" not in names
+        assert any("1 files of traces, beyond 2 MiB" in problem for problem in problems)
+
+    def test_commands_of_each_device(self, monkeypatch):
+        """hccn_tool for every device; a command that is not installed is named once."""
+        asked: list[str] = []
+
+        def run(words: list[str], *_: object) -> Output | None:
+            asked.append(" ".join(words))
+            return None if words[0] == "npu-smi" else Output(0, f"link of {words[2]}", "")
+
+        monkeypatch.setattr(bundle, "run", run)
+        problems: list[str] = []
+        text = bundle.device_status(Settings("npu", 2), problems)
+        assert "$ hccn_tool -i 0 -link -g\nlink of 0" in text and "$ hccn_tool -i 1 -link -g\nlink of 1" in text
+        assert problems == ["npu-smi: there is no such command"] and asked.count("npu-smi info") == 1
 
     def test_environment_is_an_allow_list_without_secrets(self):
         prefixes = [kind.environment[0] for kind in KINDS if kind.environment]

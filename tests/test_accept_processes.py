@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from megarl.commands.accept.context import Context
 from megarl.commands.accept.result import StageResult
 from megarl.commands.accept.settings import Settings, write_settings
 from megarl.commands.accept.stages import collectives
+from megarl.planner.calibration import read_calibration
 from tests.test_accept import plant
 
 STAGE = {stage.number: stage for stage in STAGES}
@@ -24,17 +27,44 @@ def run(tmp_path: Path, number: int, seconds: float = 400.0) -> StageResult:
     return runner.run_stage(tmp_path, STAGE[number], seconds)
 
 
-@pytest.mark.stack
-def test_kernels_models_and_collectives_pass_on_a_cpu(tmp_path):
-    """CI runs these three stages; test_all_stages runs all of them."""
-    assert command.accept(None, [], command.Options(device="cpu", stages="1-3,8", out=tmp_path)) == 0
+def whole(tmp_path: Path, recipe: Path | None = None) -> dict[str, dict[str, Any]]:
+    """Accept a CPU; returns the results of all stages by name, each of which passed."""
+    assert command.accept(recipe, [], command.Options(device="cpu", out=tmp_path)) == 0
     (results,) = tmp_path.glob("*/results.json")
     stages = {entry["name"]: entry for entry in json.loads(results.read_text())}
-    assert [entry["verdict"] for entry in stages.values()] == ["PASS"] * 3
-    assert all(len(entry["checks"]) > 15 for entry in stages.values())
-    names = " ".join(check["name"] for check in stages["model parity"]["checks"])
+    assert {name: entry["verdict"] for name, entry in stages.items()} == {stage.name: "PASS" for stage in STAGES}
+    return stages
+
+
+def names(stage: dict[str, Any], verdict: str = "PASS") -> set[str]:
+    return {check["name"] for check in stage["checks"] if check["verdict"] == verdict}
+
+
+@pytest.mark.stack
+def test_all_stages(tmp_path):
+    """`megarl accept` on a CPU, whole."""
+    stages = whole(tmp_path)
+    assert all(len(names(stages[name])) > 15 for name in ("kernels", "model parity", "collectives"))
+    parity = " ".join(names(stages["model parity"]))
     for layout in ("dense TP2", "dense CP2", "moe EP2", "moe TP2ETP2", "mla PP2", "vl TP2", "mla 1 float32 recompute"):
-        assert layout in names, layout
+        assert layout in parity, layout
+    resumed = {name.split()[0] for name in names(stages["model parity"]) if "resumed" in name}
+    assert resumed == {"dense", "moe", "mla", "vl"}
+    assert "dense: log-probs against the trainer" in names(stages["engine"])
+    ways = {name.split(": ")[1] for name in names(stages["exchange"]) if "log-probs after" in name}
+    assert ways == {"planned by auto", "planned by collective", "export by auto", "export by collective"}
+    assert "dense: the engine names the dead rank" in names(stages["exchange"])
+    steps = names(stages["rl step"])
+    assert {"colocated: importance ratio of the first update, less 1", "resumed, one step off: steps"} <= steps
+    assert all(
+        check["cause"] for stage in stages.values() for check in stage["checks"] if check["verdict"] == "NOT RUN"
+    )
+    (calibration,) = tmp_path.glob("*/7-speed/calibration.yaml")
+    assert read_calibration(calibration).device == "CPU"
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        packed = {name.partition("/")[2] for name in tar.getnames()}
+    assert {"verdict.md", "6-rl_step/runs/colocated/profile/step_2/rank0.json.gz"} <= packed
 
 
 @pytest.mark.stack
@@ -75,16 +105,14 @@ def test_corrupted_bucket_is_named(tmp_path, monkeypatch):
 
 @pytest.mark.stack
 @pytest.mark.slow
-def test_all_stages(tmp_path):
-    """The acceptance of a CPU, whole, with a recipe."""
-    recipe = Path(__file__).parent.parent / "recipes" / "grpo_qwen3_8b.yaml"
-    assert command.accept(recipe, [], command.Options(device="cpu", out=tmp_path)) == 0
-    (results,) = tmp_path.glob("*/results.json")
-    assert [entry["verdict"] for entry in json.loads(results.read_text())] == ["PASS"] * len(STAGES)
-    (calibration,) = tmp_path.glob("*/7-speed/calibration.yaml")
-    from megarl.planner.calibration import read_calibration
-
-    assert read_calibration(calibration).device == "CPU"
+def test_all_stages_with_a_recipe(tmp_path):
+    """A recipe whose engines form groups: the doctor's checks of it, a group in stage 4, its twin in stage 6."""
+    stages = whole(tmp_path, Path(__file__).parent.parent / "recipes" / "grpo_deepseek_v3.yaml")
+    assert "doctor: recipe: settings" in names(stages["environment"])
+    assert "doctor: recipe: model" in names(stages["environment"], "NOT RUN"), "its files are not here"
+    for number in range(2):
+        assert f"a group of engines: log-probs of engine {number} against the trainer" in names(stages["engine"])
+    assert "the recipe's twin: exit status" in names(stages["rl step"])
 
 
 def test_every_stage_has_its_module():

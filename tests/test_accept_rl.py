@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from concurrent.futures import Future
 from dataclasses import replace
@@ -11,11 +12,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 
+from megarl.commands.accept import cut
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import engine, exchange, rl_step
 from megarl.config.schema import Recipe
+from megarl.config.training import MegatronConfig
+from megarl.data.prepare.tiny_model import make_tiny_model
+from megarl.data.prepare.tiny_weights import shapes
 from megarl.planner.plan import Place, Use
 from megarl.route import RouteRefused
 
@@ -200,3 +207,114 @@ class TestStep:
     def test_missing_steps_and_nothing_learnt(self, context):
         assert "steps: [1] (== [1, 2])" in self.of(context, {"actor/grad_norm": 0.0})[0]
         assert any("nothing is learnt" in line for line in failed(context))
+
+
+def completion(tokens: list[int], log_probs: list[float]) -> Any:
+    return SimpleNamespace(tokens=np.array(tokens), log_probs=np.array(log_probs))
+
+
+class TestGraphs:
+    def test_agreement_ends_at_the_first_other_token(self):
+        first = [completion([1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]), completion([5, 6], [0.0, 0.0])]
+        second = [completion([1, 2, 9, 4], [0.1, 0.4, 9.0, 9.0]), completion([5, 6], [0.0, 0.1])]
+        share, difference = engine.agreement(first, second)
+        assert share == pytest.approx(4 / 6) and difference == pytest.approx(0.3 / 4)
+
+    def test_stale_inputs_of_a_graph(self, context):
+        good, stale = completion([1, 2, 3, 4], [0.1] * 4), completion([7, 7, 7, 7], [0.1] * 4)
+        engine.judge_replay(context, "graphs", [good], [good])
+        assert not failed(context)
+        engine.judge_replay(context, "graphs", [stale], [good])
+        assert len(failed(context)) == 2 and "graphs, tokens: 0 " in failed(context)[0]
+
+
+class TestFewLayers:
+    """What stage 4 overrides in the model's config.json, and what stage 6 writes."""
+
+    MOE: ClassVar[dict[str, Any]] = {
+        "model_type": "deepseek_v3", "num_hidden_layers": 61, "first_k_dense_replace": 3, "n_routed_experts": 256,
+        "n_group": 8, "num_experts_per_tok": 8, "quantization_config": {"bits": 8},
+    }  # fmt: skip
+
+    def test_overrides_of_the_recipe_stay(self):
+        recipe = Recipe()
+        recipe.rollout.engine_args = {"hf_overrides": {"rope_theta": 5.0, "num_hidden_layers": 9}}
+        assert engine.few_layers(recipe, {}, 1) == {"rope_theta": 5.0, "num_hidden_layers": engine.LAYERS}
+        nested = engine.few_layers(recipe, {"text_config": {"num_hidden_layers": 9}}, 1)
+        assert nested["text_config"] == {"num_hidden_layers": engine.LAYERS} and nested["rope_theta"] == 5.0
+
+    def test_a_rank_keeps_its_number_of_experts(self):
+        recipe = Recipe()
+        recipe.rollout.data_parallel = 128
+        assert engine.few_layers(recipe, self.MOE, 16)["n_routed_experts"] == 32
+        assert "n_routed_experts" not in engine.few_layers(recipe, self.MOE, 128)
+        assert cut.fewer_experts(self.MOE, 4, 128) == {"n_routed_experts": 16}, "two of each group, and the chosen ones"
+        assert cut.fewer_experts({"num_hidden_layers": 2}, 4, 128) == {}
+
+    @pytest.mark.parametrize(
+        ("sizes", "trainers", "devices", "expected"),
+        [
+            ({"tensor_parallel": 4, "pipeline_parallel": 2}, 8, 8, (4, 2, 1, 1, None, 8)),
+            ({"tensor_parallel": 4, "pipeline_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 4}, 16, 8,
+             (4, 2, 1, 1, 4, 8)),
+            ({"pipeline_parallel": 8, "expert_parallel": 32, "first_stage_layers": 6}, 256, 16, (1, 2, 1, 8, None, 16)),
+            ({"tensor_parallel": 8, "context_parallel": 4}, 64, 8, (8, 1, 1, 1, None, 8)),
+            ({"tensor_parallel": 2, "context_parallel": 4}, 64, 8, (2, 1, 2, 1, None, 8)),
+            ({"tensor_parallel": 8, "pipeline_parallel": 4}, 64, 1, (1, 1, 1, 1, None, 1)),
+        ],
+    )  # fmt: skip
+    def test_layout(self, sizes, trainers, devices, expected):
+        small, count = cut.fit_layout(MegatronConfig(**sizes), trainers, devices)
+        parallel = (small.tensor_parallel, small.pipeline_parallel, small.context_parallel)
+        assert (*parallel, small.expert_parallel, small.expert_tensor_parallel, count) == expected
+        assert cut.layers_of(small) == 4 if small.first_stage_layers else 2 * small.pipeline_parallel
+
+    def test_config(self):
+        given, small = MegatronConfig(expert_parallel=32), MegatronConfig(expert_parallel=8, pipeline_parallel=2)
+        config = cut.cut_config(self.MOE, given, small)
+        assert (config["num_hidden_layers"], config["first_k_dense_replace"], config["n_routed_experts"]) == (4, 1, 64)
+        assert "quantization_config" not in config and self.MOE["num_hidden_layers"] == 61
+
+    def test_devices_of_trainers_and_engines(self):
+        recipe = Recipe()
+        recipe.cluster.trainers, recipe.rollout.engines, recipe.cluster.placement = 8, 8, "colocated"
+        assert cut.split(recipe, 8) == (8, 8)
+        recipe.cluster.placement = "disaggregated"
+        assert cut.split(recipe, 16) == (8, 8) and cut.split(recipe, 8) == (4, 4) and cut.split(recipe, 3) == (2, 1)
+        with pytest.raises(cut.CannotCut, match="there is one"):
+            cut.split(recipe, 1)
+
+    def test_copy_of_a_recipe(self, tmp_path):
+        """Real widths, the layout of two devices, dummy weights that transformers' names and shapes fit."""
+        source = make_tiny_model("qwen3_moe", tmp_path / "source", 0, num_hidden_layers=6)
+        (tmp_path / "rows").mkdir()
+        recipe = tmp_path / "r.yaml"
+        recipe.write_text(
+            f"model: {{path: {source}, dtype: bfloat16}}\ncluster: {{trainers: 16, device: npu, placement: colocated}}\n"
+            "data: {train_files: [data/gsm8k/train.parquet], prompts_per_step: 64}\n"
+            "rollout: {engines: 8, tensor_parallel: 2, max_response_length: 4096, engine_args: {enforce_eager: true}}\n"
+            "megatron: {tensor_parallel: 2, pipeline_parallel: 4, expert_parallel: 2}\nreward: {function: gsm8k}\n"
+            "actor: {max_tokens_per_micro_batch: 16384, mini_batches: 4}\n"
+        )
+        folder = tmp_path / "cut"
+        folder.mkdir()
+        made = cut.make_cut(recipe, [], folder, "cpu", 4)
+        assert made.layout.startswith("TP2 PP2 EP2 on 4 trainers (the recipe: 16), 2 engines of TP2, 4 layers")
+        assert made.recipe.rollout.engine_args == {"enforce_eager": True} and made.recipe.cluster.device == "cpu"
+        assert made.recipe.actor.max_tokens_per_micro_batch == 4 * (cut.PROMPT + cut.RESPONSE)
+        assert made.config["hidden_size"] == 64 and made.config["num_experts"] == 4
+        index = json.loads((folder / "model" / "model.safetensors.index.json").read_text())["weight_map"]
+        assert set(index) == {name for name, _ in shapes(made.config)} and len(set(index.values())) == 5
+        with safe_open(folder / "model" / index["model.layers.3.mlp.experts.1.up_proj.weight"], "pt") as file:
+            tensor = file.get_tensor("model.layers.3.mlp.experts.1.up_proj.weight")
+            norm = file.get_tensor("model.layers.3.input_layernorm.weight")
+        assert (
+            tensor.dtype == torch.bfloat16 and tensor.shape == (64, 64) and 0.015 < float(tensor.float().std()) < 0.025
+        )
+        assert bool((norm == 1).all())
+
+    def test_recipe_without_its_model_is_not_copied(self, tmp_path):
+        recipe = tmp_path / "r.yaml"
+        recipe.write_text("model: {path: absent}\ndata: {train_files: [data/gsm8k/train.parquet]}\n")
+        with pytest.raises(cut.CannotCut, match=r"absent holds no config\.json"):
+            cut.make_cut(recipe, [], tmp_path, "cpu", 4)

@@ -31,7 +31,12 @@ CUDA = DeviceKind(
     checks="megarl.platform.cuda_checks",
     interface_variables={"NCCL_SOCKET_IFNAME": False},
     status_command="nvidia-smi",
-    status_commands=(("nvidia-smi",), ("nvidia-smi", "topo", "-m")),
+    status_commands=(
+        ("nvidia-smi",),
+        ("nvidia-smi", "topo", "-m"),
+        ("nvidia-smi", "nvlink", "--status"),
+        ("nvidia-smi", "-q"),
+    ),
     environment=("CUBLAS_", "CUDA_", "NCCL_", "NVIDIA_", "NVTE_"),
     pass_in="--gpus all",
     sets=(

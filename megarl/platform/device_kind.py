@@ -64,6 +64,7 @@ class DeviceKind:
     many_files: bool = False  # it opens so many files that the usual limit is low
     status_command: str = ""  # shows devices and who holds them
     status_commands: tuple[tuple[str, ...], ...] = ()  # what `megarl accept` keeps the output of
+    device_commands: tuple[tuple[str, ...], ...] = ()  # the same, run for each device: "{device}" is its number
     logs: tuple[str, ...] = ()  # patterns of the logs that runtime and driver write, ~ for the home directory
     environment: tuple[str, ...] = ()  # prefixes of variables that a report may show
     pass_in: str = ""  # how a container is given the devices

@@ -176,6 +176,10 @@ NPU = DeviceKind(
     many_files=True,
     status_command="npu-smi info",
     status_commands=(("npu-smi", "info"), ("npu-smi", "info", "-m"), ("npu-smi", "info", "-t", "topo")),
+    device_commands=tuple(
+        ("hccn_tool", "-i", "{device}", f"-{name}", "-g")
+        for name in ("ip", "link", "tls", "net_health", "optical", "stat")
+    ),
     logs=("~/ascend/log/debug/plog/*.log", "~/ascend/log/run/plog/*.log", "/var/log/npu/slog/*/*.log"),
     environment=(
         "ASCEND_",

@@ -1,4 +1,4 @@
-"""The bundle to send back: verdict.md, results.json, packages, environment, device status and the ends of logs, in one archive."""
+"""The bundle to send back: verdict.md, results.json, packages, environment, device status, traces and the ends of logs, in one archive."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from megarl.platform.kinds import KINDS, kind_of
 VERDICT = "verdict.md"
 TAIL = 256 * 1024  # bytes that are kept of a longer log
 MOST = 1 << 20  # bytes of any other file; longer ones are left out
+TRACES = "profile"  # folder of a run's traces
+ALL_TRACES = 64 << 20  # bytes that are kept of them
 DEVICE_LOGS = 20  # newest files of the driver's and runtime's logs
 STATUS_SECONDS = 30.0
 _CELL = 160  # characters of a cause in a table
@@ -38,12 +40,18 @@ def write_bundle(directory: Path, settings: Settings, results: Sequence[StageRes
     (directory / VERDICT).write_text(verdict_page(settings, results), encoding="utf-8")
     (directory / "packages.txt").write_text(packages(), encoding="utf-8")
     (directory / "environment.txt").write_text(environment(os.environ), encoding="utf-8")
-    (directory / "devices.txt").write_text(device_status(settings.device, problems), encoding="utf-8")
+    (directory / "devices.txt").write_text(device_status(settings, problems), encoding="utf-8")
     partial = archive.with_name(f".{archive.name}.partial")
     with tarfile.open(partial, "w:gz") as tar:
         root = archive.name.removesuffix(".tar.gz")
-        for path in sorted(_files(directory)):
-            _add(tar, path, f"{root}/{path.relative_to(directory)}", problems)
+        files = sorted(_files(directory))
+        traces = _traces(directory, files)
+        for path in files:
+            if TRACES not in path.relative_to(directory).parts or path in traces:
+                _add(tar, path, f"{root}/{path.relative_to(directory)}", problems, most=traces.get(path, MOST))
+        left_out = [path for path in files if TRACES in path.relative_to(directory).parts and path not in traces]
+        if left_out:
+            problems.append(f"{len(left_out)} files of traces, beyond {ALL_TRACES >> 20} MiB: {left_out[0].parent}")
         for path in _device_logs(settings.device):
             _add(tar, path, f"{root}/device_logs/{str(path).lstrip('/').replace('/', '__')}", problems)
     os.replace(partial, archive)
@@ -107,16 +115,24 @@ def environment(variables: Mapping[str, str]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def device_status(device: str, problems: list[str]) -> str:
-    """What the vendor's commands print of the devices."""
-    texts = []
-    for words in kind_of(device).status_commands:
+def device_status(settings: Settings, problems: list[str]) -> str:
+    """Output of the vendor's commands: of all devices together, then of each of this node's."""
+    kind = kind_of(settings.device)
+    each = [
+        tuple(word.format(device=number) for word in words)
+        for number in range(settings.devices)
+        for words in kind.device_commands
+    ]
+    texts, absent = [], set()
+    for words in (*kind.status_commands, *each):
+        if words[0] in absent:
+            continue
         output = run(list(words), dict(os.environ), STATUS_SECONDS)
-        name = " ".join(words)
         if output is None:
-            problems.append(f"{name}: there is no such command")
+            absent.add(words[0])
+            problems.append(f"{words[0]}: there is no such command")
         else:
-            texts.append(f"$ {name}\n{output.text}{output.errors}")
+            texts.append(f"$ {' '.join(words)}\n{output.text}{output.errors}")
     return "\n".join(texts)
 
 
@@ -138,13 +154,25 @@ def _files(directory: Path) -> list[Path]:
     ]
 
 
-def _add(tar: tarfile.TarFile, path: Path, name: str, problems: list[str]) -> None:
+def _traces(directory: Path, files: Sequence[Path]) -> dict[Path, int]:
+    """Files of profilers that the bundle takes, with their sizes: the smallest first, up to ALL_TRACES bytes together."""
+    sizes = {path: path.stat().st_size for path in files if TRACES in path.relative_to(directory).parts}
+    taken: dict[Path, int] = {}
+    for path in sorted(sizes, key=lambda path: sizes[path]):
+        if sum(taken.values()) + sizes[path] > ALL_TRACES:
+            break
+        taken[path] = sizes[path]
+    return taken
+
+
+def _add(tar: tarfile.TarFile, path: Path, name: str, problems: list[str], most: int = MOST) -> None:
+    """Add the end of a log, or a whole file of at most `most` bytes."""
     size = path.stat().st_size
     is_text = path.suffix in (".log", ".txt", ".jsonl")
-    if size > MOST and not is_text:
+    if size > most and not is_text:
         problems.append(f"{name}: left out, {size >> 20} MiB")
         return
-    if size <= (TAIL if is_text else MOST):
+    if size <= (TAIL if is_text else most):
         tar.add(path, name)
         return
     with path.open("rb") as stream:

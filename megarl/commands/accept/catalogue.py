@@ -33,7 +33,7 @@ STAGES: tuple[Stage, ...] = (
         0,
         "environment",
         2,
-        "the doctor's checks on every node; versions; what the engine's package can do; the route and transport of the "
+        "the doctor's checks on every node, and of the recipe; versions; what the engine's package can do; the route and transport of the "
         "weight exchange that will be taken; host memory and /dev/shm",
         "no check of the doctor fails; all nodes have the same versions; the route is the recipe's",
     ),
@@ -68,10 +68,11 @@ STAGES: tuple[Stage, ...] = (
         4,
         "engine",
         8,
-        "an engine of tiny models: start, greedy samples twice, log-probs against the trainer, sleep and wake x 20, abort; "
-        "then the recipe's engine with dummy weights and 4 layers",
-        "greedy samples repeat; the mean gap to the trainer is below 0.02 nats; sleep frees 90 % and keeps less than 10 MiB a "
-        "cycle; an abort takes less than 10 s",
+        "an engine of tiny models: start, greedy samples twice, log-probs against the trainer, sleep and wake x 20, abort, "
+        "samples with graphs and without; a group of two engines; then the recipe's engine, or group, with dummy weights and "
+        "4 layers",
+        "greedy samples repeat; the mean gap to the trainer is below 0.02 nats; graphs change at most 20 % of tokens; sleep "
+        "frees 90 % and keeps less than 10 MiB a cycle; an abort takes less than 10 s",
     ),
     Stage(
         5,
@@ -87,9 +88,9 @@ STAGES: tuple[Stage, ...] = (
         "rl step",
         12,
         "megarl train on tiny models: 3 steps colocated, a resume from the checkpoint, 3 steps one step off; then the "
-        "recipe's twin, its model shrunk and its layout as far as the devices of one node go",
-        "exit status 0; every metric is finite; no update is skipped; the gap of fresh samples is below 0.02 nats; gradients "
-        "are not zero",
+        "recipe with its widths, its layout as far as the devices of one node go, and few layers; on a CPU its twin",
+        "exit status 0; every metric is finite; no update is skipped; the gap of fresh samples is below 0.02 nats; the first "
+        "importance ratios are within 0.02 of 1; gradients are not zero; a trainer's peak memory is at most 110 % of the plan's",
     ),
     Stage(
         7,

@@ -22,6 +22,7 @@ from megarl.platform.found import torch_sees
 from megarl.platform.kinds import kind_of
 
 CPU_PROCESSES = 2  # ranks that a CPU stands for
+CPU_TOGETHER = 2  # stages at a time on a CPU, where no stage measures what another could disturb
 _WIDTH = 12
 
 
@@ -56,7 +57,8 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: Options) -> i
     if not (directory / FILE).exists():
         write_settings(directory, settings)
     print(f"stages run in {directory}; an interrupted acceptance goes on with --resume {directory}", flush=True)
-    results = run_stages(directory, stages, ends, lambda text: print(text, flush=True))
+    together = CPU_TOGETHER if settings.tiny else 1
+    results = run_stages(directory, stages, ends, lambda text: print(text, flush=True), together=together)
     archive = directory.with_name(f"{directory.name}.tar.gz")
     if BUNDLE in settings.stages:
         for problem in write_bundle(directory, settings, results, archive):
@@ -161,10 +163,12 @@ def expectation(settings: Settings, stages: Sequence[Stage], ends: dict[int, flo
         ]
         before = ends[stage.number]
     if BUNDLE in settings.stages:
+        status = [" ".join(words) for words in kind.status_commands]
+        status += [f"{name} of each device" for name in sorted({words[0] for words in kind.device_commands})]
         lines += [
             "",
             f"{BUNDLE} bundle, {BUNDLE_MINUTES:g} minute",
             f"  {'writes':<{_WIDTH}}{VERDICT}, results.json, packages, environment (an allow-list), "
-            f"{', '.join(' '.join(words) for words in kind.status_commands) or 'no status of devices'}, ends of logs",
+            f"{', '.join(status) or 'no status of devices'}, traces of stage 6, ends of logs",
         ]
     return "\n".join(lines)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms.advantages import uses_critic
 from megarl.config.load import load_recipe, to_yaml
 from megarl.config.paths import with_absolute_paths
 from megarl.config.schema import Recipe
@@ -69,9 +70,10 @@ def make_cut(path: Path, overrides: Sequence[str], folder: Path, device: str, de
     model = folder / "model"
     _write_model(model, config, Path(given.model.path), folder)
     cut.model.path, cut.model.tokenizer = str(model), given.model.tokenizer
-    if cut.critic.model_path:
-        cut.critic.model_path = str(model)
-    cut.critic.megatron, cut.critic.trainers = fit_layout(given.critic.megatron, given.critic.trainers, for_trainers)
+    if uses_critic(given.algorithm):
+        cut.critic.model_path = str(model) if given.critic.model_path else given.critic.model_path
+        like = given.critic
+        cut.critic.megatron, cut.critic.trainers = fit_layout(like.megatron, like.trainers, for_trainers)
     cut.runs_dir, cut.name = str(folder / "runs"), "cut"
     cut.exchange = replace(given.exchange, directory=None if given.exchange.directory is None else str(folder / "x"))
     write_data(given, cut, folder / "data", Changes())
@@ -180,9 +182,11 @@ def _sizes(cut: Recipe, given: Recipe) -> None:
     """Lengths and micro batches: with these, peaks are those of full micro batches, as a plan counts them."""
     cut.data.max_prompt_length = min(given.data.max_prompt_length, PROMPT)
     cut.rollout.max_response_length = min(given.rollout.max_response_length, RESPONSE)
-    most = SEQUENCES * longest_sample(cut)
-    for owner, like in ((cut.actor, given.actor), (cut.critic, given.critic)):
-        owner.max_tokens_per_micro_batch = max(longest_sample(cut), min(like.max_tokens_per_micro_batch, most))
+    longest = longest_sample(cut)
+    most = SEQUENCES * longest
+    cut.actor.max_tokens_per_micro_batch = max(longest, min(given.actor.max_tokens_per_micro_batch, most))
+    if uses_critic(given.algorithm):
+        cut.critic.max_tokens_per_micro_batch = max(longest, min(given.critic.max_tokens_per_micro_batch, most))
     parallel = cut.megatron.tensor_parallel * cut.megatron.pipeline_parallel * cut.megatron.context_parallel
     ranks = cut.cluster.trainers // parallel
     cut.data.prompts_per_step = max(cut.data.prompts_per_step, cut.actor.mini_batches * ranks)

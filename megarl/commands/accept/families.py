@@ -8,6 +8,8 @@ values. Sizes of heads are those of the published models, since kernels on devic
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,16 +215,25 @@ def sketch_signs(rows: np.ndarray, width: int) -> np.ndarray:
 
 
 def write_family(family: str, folder: Path) -> Path:
-    """Write the family's Hugging Face directory below `folder`, unless it is there; returns it."""
+    """Write the family's Hugging Face directory below `folder`, unless it is there; returns it. Stages that run at a time
+    may each call this: the directory appears whole."""
     from safetensors.numpy import save_file
 
     path = folder / family
     if (path / "config.json").exists():
         return path
     config = FAMILIES[family]
-    path.mkdir(parents=True, exist_ok=True)
-    make_tiny_tokenizer(path, images="vision_config" in config)
-    save_file(weights(family), path / "model.safetensors", metadata={"format": "pt"})
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}))
-    (path / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")  # last: the folder is whole
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{family}-", dir=folder))
+    make_tiny_tokenizer(partial, images="vision_config" in config)
+    save_file(weights(family), partial / "model.safetensors", metadata={"format": "pt"})
+    (partial / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS_ID, "pad_token_id": PAD_ID}))
+    (partial / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    partial.chmod(0o755)
+    try:
+        partial.rename(path)
+    except OSError:  # another stage was first
+        if not (path / "config.json").exists():
+            raise
+        shutil.rmtree(partial)
     return path

@@ -1,4 +1,4 @@
-"""Stages one after the other, each in a process with a time limit; results are on disk as each stage ends."""
+"""Stages in order, each in a process with a time limit; results are on disk as each stage ends."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megarl.cluster.guard import Guard
@@ -47,27 +49,46 @@ def read_results(directory: Path) -> list[StageResult]:
         raise InputError(f"{path} cannot be read: {error}. Delete it, and all stages run again.") from error
 
 
-def run_stages(directory: Path, stages: Sequence[Stage], ends: Mapping[int, float], say: Say) -> list[StageResult]:
-    """Run those of `stages` that have no result in `directory` yet, and return the results of all.
+def run_stages(
+    directory: Path, stages: Sequence[Stage], ends: Mapping[int, float], say: Say, *, together: int = 1
+) -> list[StageResult]:
+    """Run those of `stages` that have no result in `directory` yet, and return the results of all, in their order.
 
-    ends: seconds from now until which each stage may run (`catalogue.shares`).
+    ends: seconds from now until which each stage may run (`catalogue.shares`). together: stages that run at a time.
     """
     results = {result.number: result for result in read_results(directory)}
-    began = time.monotonic()
+    began, lock, stop = time.monotonic(), threading.Lock(), threading.Event()
+
+    def run(stage: Stage) -> None:
+        seconds = began + ends[stage.number] - time.monotonic()
+        say(f"{stage.number} {stage.name}: at most {seconds:.0f} s ...")
+        result = run_stage(directory, stage, seconds, stop)
+        with lock:
+            results[stage.number] = result
+            say(f"{result.line()}, {result.seconds:.0f} s")
+            write_whole(directory / RESULTS, to_json([results[number] for number in sorted(results)]).encode())
+
     for stage in stages:
         if stage.number in results:
             say(f"{results[stage.number].line()} (from the earlier call)")
-            continue
-        seconds = began + ends[stage.number] - time.monotonic()
-        say(f"{stage.number} {stage.name}: at most {seconds:.0f} s ...")
-        results[stage.number] = run_stage(directory, stage, seconds)
-        say(f"{results[stage.number].line()}, {results[stage.number].seconds:.0f} s")
-        kept = [results[number] for number in sorted(results)]
-        write_whole(directory / RESULTS, to_json(kept).encode())
+    with ThreadPoolExecutor(together) as threads:
+        calls = [threads.submit(run, stage) for stage in stages if stage.number not in results]
+        try:
+            for call in calls:
+                call.result()
+        except BaseException:  # Ctrl-C among them: the stages that run are killed, no other begins
+            stop.set()
+            for call in calls:
+                call.cancel()
+            raise
     return [results[stage.number] for stage in stages]
 
 
-def run_stage(directory: Path, stage: Stage, seconds: float) -> StageResult:
+class Stopped(Exception):
+    """The acceptance was interrupted; the stage has no result."""
+
+
+def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Event | None = None) -> StageResult:
     """Run one stage in a process of its own. Past `seconds` the stage fails: every process it started writes its Python
     stacks to its log and is killed."""
     folder = stage_folder(directory, stage)
@@ -99,7 +120,7 @@ def run_stage(directory: Path, stage: Stage, seconds: float) -> StageResult:
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
             try:
-                in_time = _wait(process, began + seconds)
+                in_time = _wait(process, began + seconds, stop)
                 if not in_time:
                     dump_stacks(process.pid)
             finally:
@@ -113,9 +134,11 @@ def run_stage(directory: Path, stage: Stage, seconds: float) -> StageResult:
     )
 
 
-def _wait(process: subprocess.Popen[bytes], deadline: float) -> bool:
-    """Whether the process has ended before `deadline`, by time.monotonic()."""
+def _wait(process: subprocess.Popen[bytes], deadline: float, stop: threading.Event | None = None) -> bool:
+    """Whether the process has ended before `deadline`, by time.monotonic(). Raises Stopped once `stop` is set."""
     while process.poll() is None:
+        if stop is not None and stop.is_set():
+            raise Stopped
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL)

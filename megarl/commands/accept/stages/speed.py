@@ -36,7 +36,8 @@ def run(context: Context) -> None:
     rates: dict[str, Entry] = {}
     observations: list[Observation] = []
     context.doing("timing products, copies and the optimizer")
-    with local_ranks(context, RANK, min(context.settings.devices, 8), name="rates") as ranks:
+    # On a CPU, whose processes have no links, one.
+    with local_ranks(context, RANK, 1 if context.tiny else min(context.settings.devices, 8), name="rates") as ranks:
         name = ranks.call("describe")[0]["device"]
         device = devices()["CPU"] if context.tiny else device_of(name)
         _rates(context, ranks, rates, device)
