@@ -1,4 +1,4 @@
-"""Stages of engine, exchange and RL step: what they conclude from what they measure."""
+"""Stages of engine, exchange and RL step: verdicts over given measurements."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ class TestGraphs:
 
 
 class TestFewLayers:
-    """What stage 4 overrides in the model's config.json, and what stage 6 writes."""
+    """Overrides of config.json in stage 4, and the copy of a recipe in stage 6."""
 
     MOE: ClassVar[dict[str, Any]] = {
         "model_type": "deepseek_v3", "num_hidden_layers": 61, "first_k_dense_replace": 3, "n_routed_experts": 256,

@@ -1,4 +1,4 @@
-"""Stages of environment, kernels and collectives: what they conclude from what they measure."""
+"""Stages of environment, kernels and collectives: verdicts over given measurements."""
 
 from __future__ import annotations
 

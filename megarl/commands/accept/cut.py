@@ -36,7 +36,7 @@ _FILES = (".json", ".jinja", ".model", ".py", ".txt")  # beside weights, in a mo
 
 @dataclass(frozen=True)
 class Cut:
-    """`path`: the copy's recipe file. `config`: its model's config.json. `layout`: what it has of the recipe's, in words."""
+    """`path`: the copy's recipe file. `config`: its model's config.json. `layout`: its sizes beside the recipe's, for people."""
 
     path: Path
     recipe: Recipe
@@ -230,7 +230,7 @@ def _values(torch: Any, tile: Any, name: str, shape: tuple[int, ...]) -> Any:
 
 
 def in_words(given: Recipe, cut: Recipe, config: dict[str, Any]) -> str:
-    """What the copy has of the recipe's layout: `TP4 PP2 EP2 ETP4 on 8 trainers (of 16), 4 layers`."""
+    """The copy's layout beside the recipe's, for people: `TP4 PP2 EP2 ETP4 on 8 trainers (of 16), 4 layers`."""
     megatron = cut.megatron
     sizes = {
         "TP": megatron.tensor_parallel, "PP": megatron.pipeline_parallel, "CP": megatron.context_parallel,

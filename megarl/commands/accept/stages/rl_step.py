@@ -204,7 +204,7 @@ def _ratios(context: Context, name: str, line: dict[str, Any]) -> None:
 
 def behaviour_ratio(line: dict[str, Any]) -> float:
     """Mean over tokens of p(trainer) / p(engine) = exp(d): the estimators are k1 = mean(-d), k3 = mean(exp(d) - d - 1)."""
-    k1, k3 = (line.get(f"rollout/logprob_gap_{name}", math.nan) for name in ("k1", "k3"))
+    k1, k3 = line.get("rollout/logprob_gap_k1", math.nan), line.get("rollout/logprob_gap_k3", math.nan)
     return float(1 + k3 - k1)
 
 
@@ -292,6 +292,6 @@ def _twin(context: Context) -> None:
 
 
 def last_lines(log: Path) -> str:
-    """The end of a run's output, which says what it failed of."""
+    """The end of a run's output, with the cause of its failure."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-_LINES:])[-400:]
