@@ -60,7 +60,7 @@ def run(context: Context) -> None:
         observations=tuple(observations),
         versions=versions(),
     ).write(path)
-    context.figure("calibration", f"megarl plan RECIPE --calibration {path}")
+    context.figure("calibration", f"megarl plan RECIPE --device {device.name} --calibration {path}")
 
 
 def _rates(context: Context, ranks: LocalRanks, rates: dict[str, Entry], device: Device | None) -> None:
