@@ -29,7 +29,8 @@ def run(tmp_path: Path, number: int, seconds: float = 400.0) -> StageResult:
 
 def whole(tmp_path: Path, recipe: Path | None = None) -> dict[str, dict[str, Any]]:
     """Accept a CPU; returns the results of all stages by name, each of which passed."""
-    assert command.accept(recipe, [], command.Options(device="cpu", out=tmp_path)) == 0
+    minutes = 240.0  # which no stage takes: limits of time are tested in test_accept.py
+    assert command.accept(recipe, [], command.Options(device="cpu", out=tmp_path, minutes=minutes)) == 0
     (results,) = tmp_path.glob("*/results.json")
     stages = {entry["name"]: entry for entry in json.loads(results.read_text())}
     assert {name: entry["verdict"] for name, entry in stages.items()} == {stage.name: "PASS" for stage in STAGES}
@@ -116,6 +117,7 @@ def test_memory_that_cannot_be_mapped_leaves_the_other_ways(tmp_path, monkeypatc
 
 @pytest.mark.stack
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_all_stages_with_a_recipe(tmp_path):
     """A recipe whose engines form groups: the doctor's checks of it, a group in stage 4, its twin in stage 6."""
     stages = whole(tmp_path, Path(__file__).parent.parent / "recipes" / "grpo_deepseek_v3.yaml")
