@@ -27,24 +27,23 @@ def run(tmp_path: Path, number: int, seconds: float = 400.0) -> StageResult:
     return runner.run_stage(tmp_path, STAGE[number], seconds)
 
 
-def whole(tmp_path: Path, recipe: Path | None = None) -> dict[str, dict[str, Any]]:
-    """Accept a CPU; returns the results of all stages by name, each of which passed."""
+def accepted(tmp_path: Path, recipe: Path | None = None, stages: str | None = None) -> dict[str, dict[str, Any]]:
+    """Accept a CPU; returns the results of the stages by name, each of which passed."""
     minutes = 240.0  # which no stage takes: limits of time are tested in test_accept.py
-    assert command.accept(recipe, [], command.Options(device="cpu", out=tmp_path, minutes=minutes)) == 0
+    options = command.Options(device="cpu", out=tmp_path, minutes=minutes, stages=stages)
+    assert command.accept(recipe, [], options) == 0
     (results,) = tmp_path.glob("*/results.json")
-    stages = {entry["name"]: entry for entry in json.loads(results.read_text())}
-    assert {name: entry["verdict"] for name, entry in stages.items()} == {stage.name: "PASS" for stage in STAGES}
-    return stages
+    entries = {entry["name"]: entry for entry in json.loads(results.read_text())}
+    assert [entry["reason"] for entry in entries.values() if entry["verdict"] != "PASS"] == []
+    return entries
 
 
 def names(stage: dict[str, Any], verdict: str = "PASS") -> set[str]:
     return {check["name"] for check in stage["checks"] if check["verdict"] == verdict}
 
 
-@pytest.mark.stack
-def test_all_stages(tmp_path):
-    """`megarl accept` on a CPU, whole."""
-    stages = whole(tmp_path)
+def look_at(stages: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """Check that each stage but 6 tried what it is there for."""
     assert all(len(names(stages[name])) > 15 for name in ("kernels", "model parity", "collectives"))
     parity = " ".join(names(stages["model parity"]))
     for layout in ("dense TP2", "dense CP2", "moe EP2", "moe TP2ETP2", "mla PP2", "vl TP2", "mla 1 float32 recompute"):
@@ -55,13 +54,31 @@ def test_all_stages(tmp_path):
     ways = {name.split(": ")[1] for name in names(stages["exchange"]) if "log-probs after" in name}
     assert {"planned by auto", "planned by collective", "export by auto", "export by collective"} <= ways
     assert "dense: the engine names the dead rank" in names(stages["exchange"])
-    steps = names(stages["rl step"])
-    assert {"colocated: importance ratio of the first update, less 1", "resumed, one step off: steps"} <= steps
     assert all(
         check["cause"] for stage in stages.values() for check in stage["checks"] if check["verdict"] == "NOT RUN"
     )
     (calibration,) = tmp_path.glob("*/7-speed/calibration.yaml")
     assert read_calibration(calibration).device == "CPU"
+
+
+@pytest.mark.stack
+def test_stages_without_a_run(tmp_path):
+    """CI runs all stages but 6, whose `megarl train` other tests start, too; test_all_stages runs all."""
+    stages = accepted(tmp_path, stages="0-5,7,8")
+    assert list(stages) == [stage.name for stage in STAGES if stage.number != 6]
+    look_at(stages, tmp_path)
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_all_stages(tmp_path):
+    """`megarl accept` on a CPU, whole."""
+    stages = accepted(tmp_path)
+    assert list(stages) == [stage.name for stage in STAGES]
+    look_at(stages, tmp_path)
+    steps = names(stages["rl step"])
+    assert {"colocated: importance ratio of the first update, less 1", "resumed, one step off: steps"} <= steps
     (archive,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
         packed = {name.partition("/")[2] for name in tar.getnames()}
@@ -120,7 +137,7 @@ def test_memory_that_cannot_be_mapped_leaves_the_other_ways(tmp_path, monkeypatc
 @pytest.mark.timeout(1800)
 def test_all_stages_with_a_recipe(tmp_path):
     """A recipe whose engines form groups: the doctor's checks of it, a group in stage 4, its twin in stage 6."""
-    stages = whole(tmp_path, Path(__file__).parent.parent / "recipes" / "grpo_deepseek_v3.yaml")
+    stages = accepted(tmp_path, Path(__file__).parent.parent / "recipes" / "grpo_deepseek_v3.yaml")
     assert "doctor: recipe: settings" in names(stages["environment"])
     assert "doctor: recipe: model" in names(stages["environment"], "NOT RUN"), "its files are not here"
     for number in range(2):

@@ -89,7 +89,7 @@ def recipe_of(context: Context, model: Path, data: Path, placement: str) -> dict
         "algorithm": {"advantage": "grpo", "loss": "ppo_clip", "kl_coef": 0.0},
         "actor": {"optimizer": {"lr": 1e-3, "warmup_steps": 0}},
         "train": {"steps": steps, "save_every": steps, "save_at_end": False},
-        "observe": {"console": "plain", **traces(context)},
+        "observe": {"console": "plain", "report": False, "tensorboard": False, **traces(context)},
     }
 
 
