@@ -64,8 +64,7 @@ def test_bit_equality(process: EngineProcess, tmp_path: Path, case: str) -> None
             trainers = Trainers(tmp_path, path, megatron, processes, held)
             try:
                 info = starting.result(PATIENCE)
-                if number == 0:
-                    process.rpc("watch_layers")
+                process.rpc("watch_layers" if number == 0 else "forget_names")
                 three_updates(process, trainers, info, exact=model != "deepseek_v3")
             finally:
                 trainers.close()
