@@ -12,13 +12,13 @@ from typing import Any
 
 from megarl import platform as platforms
 from megarl.algorithms.advantages import uses_critic
-from megarl.checkpoint import check_whole, checkpoint_name, how_to_go_on, list_checkpoints
+from megarl.checkpoint import check_whole, checkpoint_name, list_checkpoints
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
 from megarl.cluster.placement import Demand
 from megarl.config import Recipe, load_recipe
 from megarl.config.critic import critic_view
-from megarl.config.errors import InputError, RecipeError, blaming_input
+from megarl.config.errors import blaming_input
 from megarl.config.judge import JUDGE
 from megarl.config.offload import learners_take_turns, offloads
 from megarl.config.paths import with_absolute_paths
@@ -27,7 +27,7 @@ from megarl.critic import Critic
 from megarl.engines.specs import fixed_models
 from megarl.flops import ModelFlops
 from megarl.identity import check_base, identity_of
-from megarl.observe.closing import after_interruption, after_training
+from megarl.observe.closing import after_training, naming_checkpoint
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
 from megarl.placement import Colocated, Disaggregated, Placement, Tenant, TrainersOnly, wait_for_engines
@@ -87,7 +87,7 @@ def train(recipe: Recipe) -> Path:
             recipe, identity_of(recipe, prepared.model, prepared.critic_model, prepared.rows_of_sets)
         )
         log = RunLog(recipe, place.directory, first_step=place.first_step, total_steps=recipe.train.steps)
-    with _naming_checkpoint(recipe, place.directory), log:  # in this order: closing the log may find the disk full
+    with naming_checkpoint(recipe, place.directory), log:  # in this order: closing the log may find the disk full
         for notice in [*prepared.notices, *place.notices, *environment_notices(recipe, platform)]:
             log.notice(notice)
         rl = recipe.train.source == "rollout"
@@ -105,25 +105,6 @@ def train(recipe: Recipe) -> Path:
                 controller.critic.workers.shutdown()
     print(*after_training(recipe, place.directory), sep="\n", flush=True)
     return place.directory.path
-
-
-@contextlib.contextmanager
-def _naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
-    """Add a note to the error that a run fails of: what is left of the run, and how to go on. Ctrl-C and SIGTERM: print it."""
-    try:
-        yield
-    except (RecipeError, InputError):  # refused: there is nothing to go on with
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception):  # Ctrl-C or SIGTERM, of which the command line shows no notes
-            print("", *after_interruption(recipe, directory), sep="\n", file=sys.stderr, flush=True)
-            raise
-        try:
-            note = how_to_go_on(directory.checkpoints.absolute(), recipe.train.resume)
-        except OSError as problem:  # as where the failure is the disk's
-            note = f"Which checkpoints there are could not be seen: {problem}"
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note is of Python 3.11
-        raise
 
 
 def evaluate_model(recipe: Recipe) -> EvaluationResult:

@@ -141,11 +141,7 @@ def pack(
         positions = positions.repeat(3, 1)
         positions[:, places] = batch_positions(batch.images, batch.lengths, image_layout)
 
-    targets = torch.nonzero(within > 0).squeeze(1)  # every token but the first of a sequence is predicted
-    sources = places[targets] - 1  # by the logits one place before it
-    labels = torch.zeros(size, dtype=torch.int64)
-    labels[sources] = stream[sources + 1]
-
+    targets, sources, labels = _predictions(stream, places, within)
     cuts = [_share(padded, cu_seqlens, context_parallel, rank) for rank in range(context_parallel)]
     rows = cuts if packing else [cut.view(len(lengths), -1).T.flatten() for cut in cuts]
     candidates = _candidates(batch, sources, targets, size)
@@ -170,6 +166,18 @@ def pack(
         routing=batch.routing,
         images=_stream_images(batch, row_tokens, image_layout),
     )
+
+
+def _predictions(
+    stream: torch.Tensor, places: torch.Tensor, within: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(predicted tokens, places of the logits that predict them, labels of the stream). `places` and `within`: of each token
+    in the stream, and in its sequence."""
+    targets = torch.nonzero(within > 0).squeeze(1)  # every token but the first of a sequence is predicted
+    sources = places[targets] - 1  # by the logits one place before it
+    labels = torch.zeros_like(stream)
+    labels[sources] = stream[sources + 1]
+    return targets, sources, labels
 
 
 def _candidates(batch: MicroBatch, sources: torch.Tensor, targets: torch.Tensor, size: int) -> torch.Tensor | None:

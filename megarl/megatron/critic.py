@@ -13,7 +13,8 @@ from megarl.algorithms.values import ValueInputs
 from megarl.config.schema import Recipe
 from megarl.megatron import export
 from megarl.megatron.batch import MicroBatch
-from megarl.megatron.trainer import StepMetrics, Trainer
+from megarl.megatron.step import StepMetrics
+from megarl.megatron.trainer import Trainer
 from megarl.megatron.value_head import BIAS, WEIGHT, ValueHead
 from megarl.platform import Platform
 

@@ -66,21 +66,13 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     initialize_parallel(recipe.megatron, recipe.cluster.timeout)
     seed_everything(recipe.train.seed)
 
-    from megarl.megatron import megatron_fixes, routing_replay
+    from megarl.megatron import megatron_fixes
     from megarl.megatron import value_head as critic
-    from megarl.megatron.heads import hidden_states_out, language_model
     from megarl.megatron.lora.attach import Lora
-    from megarl.megatron.stream_context import watch
 
     megatron_fixes.install()
     if platform.uses_native_layers:
-        from megarl.megatron import native_layers
-        from megarl.megatron.kernels import description
-
-        native_layers.install()
-        if torch.distributed.get_rank() == 0:
-            experts = bool(number_of_experts(text_fields(hf_config.to_dict())))
-            logger.info(description(platform.device(), DTYPES[recipe.model.dtype], experts=experts))
+        _install_native_layers(recipe, platform, hf_config)
     if value_head:
         critic.untie(hf_config)
     bridge = _bridge(recipe, hf_config, platform)
@@ -102,12 +94,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
                 **ddp_settings(recipe, with_images=hasattr(hf_config, "vision_config")),
             },
         )
-    for chunk in chunks:
-        watch(chunk)
-        if recipe.megatron.routing_replay != "none":
-            routing_replay.install(chunk)
-        if language_model(chunk).post_process:
-            hidden_states_out(language_model(chunk))
+    _hook(chunks, recipe)
     if value_head:
         critic.name_head(bridge)
     if platform.holds_values and value_head:
@@ -115,6 +102,31 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     elif platform.holds_values:
         bridge.load_weights(lora.base() if lora else chunks, recipe.model.path)
     return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config), lora)
+
+
+def _install_native_layers(recipe: Recipe, platform: Platform, hf_config: Any) -> None:
+    """Have Megatron build megarl's own layers; rank 0 logs their kernels."""
+    from megarl.megatron import native_layers
+    from megarl.megatron.kernels import description
+
+    native_layers.install()
+    if torch.distributed.get_rank() == 0:
+        experts = bool(number_of_experts(text_fields(hf_config.to_dict())))
+        logger.info(description(platform.device(), DTYPES[recipe.model.dtype], experts=experts))
+
+
+def _hook(chunks: list[Any], recipe: Recipe) -> None:
+    """Have chunks read packed streams, replay routing where the recipe asks for it, and return hidden states for the heads."""
+    from megarl.megatron import routing_replay
+    from megarl.megatron.heads import hidden_states_out, language_model
+    from megarl.megatron.stream_context import watch
+
+    for chunk in chunks:
+        watch(chunk)
+        if recipe.megatron.routing_replay != "none":
+            routing_replay.install(chunk)
+        if language_model(chunk).post_process:
+            hidden_states_out(language_model(chunk))
 
 
 def _image_layout(hf_config: Any) -> ImageLayout | None:

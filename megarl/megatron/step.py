@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -23,6 +23,18 @@ from megarl.megatron.stream_context import stream_params
 
 Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """From loss inputs to a loss (scalar, already normalised over everything) and metrics (scalars to be summed)."""
+
+
+class StepMetrics(NamedTuple):
+    """What a trainer calls the metrics of an optimizer step."""
+
+    grad_norm: str
+    lr: str
+    skipped: str
+    moe_aux_loss: str
+    moe_z_loss: str
+    moe_load_max: str
+    moe_load_mean: str
 
 
 def configure(config: Any, chunks: list[Any]) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,22 +27,10 @@ from megarl.megatron.overlap import settle
 from megarl.megatron.ranks import coordinates, gather, highest, sum_metrics
 from megarl.megatron.router_losses import RouterLosses
 from megarl.megatron.routing_replay import Routing
-from megarl.megatron.step import Objective, configure, run
+from megarl.megatron.step import Objective, StepMetrics, configure, run
 from megarl.platform import Platform
 
 logger = logging.getLogger(__name__)
-
-
-class StepMetrics(NamedTuple):
-    """What a trainer calls the metrics of an optimizer step."""
-
-    grad_norm: str
-    lr: str
-    skipped: str
-    moe_aux_loss: str
-    moe_z_loss: str
-    moe_load_max: str
-    moe_load_mean: str
 
 
 class Trainer:

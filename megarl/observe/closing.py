@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.checkpoint import how_to_go_on, list_checkpoints
+from megarl.config.errors import InputError, RecipeError
 from megarl.config.schema import Recipe
 from megarl.observe.run_dir import RunDirectory
 
@@ -57,3 +61,22 @@ def shown(path: Path) -> Path:
         return path.absolute().relative_to(Path.cwd())
     except ValueError:
         return path
+
+
+@contextlib.contextmanager
+def naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
+    """Add a note to the error that a run fails of: what is left of the run, and how to go on. Ctrl-C and SIGTERM: print it."""
+    try:
+        yield
+    except (RecipeError, InputError):  # refused: there is nothing to go on with
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception):  # Ctrl-C or SIGTERM, of which the command line shows no notes
+            print("", *after_interruption(recipe, directory), sep="\n", file=sys.stderr, flush=True)
+            raise
+        try:
+            note = how_to_go_on(directory.checkpoints.absolute(), recipe.train.resume)
+        except OSError as problem:  # as where the failure is the disk's
+            note = f"Which checkpoints there are could not be seen: {problem}"
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note is of Python 3.11
+        raise
