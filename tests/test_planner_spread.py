@@ -80,7 +80,7 @@ def test_factor_expected_seconds_and_range_stand_beside_the_raw_ones() -> None:
     assert cells["step"]["raw"] == "20.0 s" and cells["step"]["range"] == "35.0 s to 120 s"
     text = " ".join(remarks(plan))
     assert "3 published runs of models with experts: a; b; c." in text and "Nothing was measured" in text
-    assert "other models alone" not in text
+    assert "By the others alone" not in text
 
 
 def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once() -> None:
@@ -92,7 +92,7 @@ def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once()
     plan = with_estimate(plans.BARE, made, {"rollout": deepseek}, DEVICE, DEVICE, None)
     assert plan.own_runs == [run for run in plan.compared if run.startswith("DeepSeek-V3")] and len(plan.own_runs) == 2
     assert plan.without_own is not None and plan.without_own.high < plan.spread[-1].high
-    (line,) = (line for line in remarks(plan) if line.startswith("by the 2 runs of other models"))
+    (line,) = (line for line in remarks(plan) if "By the others alone (2 runs a phase or more)" in line)
     assert seconds(plan.without_own.typical) in line and plan.own_runs[0] in line
 
 

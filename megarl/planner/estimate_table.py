@@ -125,7 +125,7 @@ def _meanings(plan: Plan) -> list[str]:
         found.append(f"expected: raw x factor. One run gives no range. {replace_it}")
     if (without := plan.without_own) is not None:
         found.append(
-            f"by the {several(without.runs, 'run')} of other models alone, a step takes {seconds(without.typical)}, from "
-            f"{seconds(without.low)} to {seconds(without.high)}: {'; '.join(plan.own_runs)} had this recipe's model"
+            f"{'; '.join(plan.own_runs)} had this recipe's model. By the others alone ({several(without.runs, 'run')} a phase or more), "
+            f"a step is expected to take {seconds(without.typical)}, range {seconds(without.low)} to {seconds(without.high)}"
         )
     return found
