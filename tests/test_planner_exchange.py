@@ -61,6 +61,17 @@ def test_bytes_by_link() -> None:
     assert (told.relayed_by_rank, told.between_hosts, told.streams, told.buckets) == (2 * HALF, 4 * HALF, 5, 5)
 
 
+@pytest.mark.parametrize(
+    ("transport", "way"),
+    [("auto", "out of memory"), ("ipc", "out of memory"), ("collective", "before it"), ("device", "before it")],
+)
+def test_relays_are_named_after_the_transport(transport, way) -> None:
+    """Ranks of a machine read the same memory only where the transport shares it."""
+    recipe = Recipe()
+    recipe.exchange.transport = transport
+    assert way in exchange_command._relays(recipe)
+
+
 def test_buckets_of_rows_add_up_to_those_there_are() -> None:
     """But for buckets with experts and other weights, which are in two rows, as is said."""
     both = description("a", "b.experts.1")

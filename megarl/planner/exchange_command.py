@@ -91,13 +91,13 @@ def _lines(recipe: Recipe, made: ExchangePlan, found: Sequence[Flow], of_all: To
     trainers, engines = len(made.hosts.trainers), len(made.hosts.engines)
     model = _whole_model(made)
     return [
-        "to: engine ranks that need the same; the first has it from a trainer, each other from the one before it "
-        "(relayed). a rank, engine: the most that one of the senders sends, and that one engine rank receives. "
+        f"to: engine ranks that need the same. relayed: what all of them but the first receive, {_relays(recipe)}. a rank, "
+        "engine: the most that one of the senders sends, and that one engine rank receives. "
         "nodes: from machine to machine. buckets: that have any of it in them, each once however many engine ranks read it; one "
         "with experts and other weights is in two rows.",
         f"Sent by {several(trainers, 'trainer rank')}: {decimal(of_all.sent)}, {decimal(of_all.sent_by_rank)} at most by one; "
         f"received by {several(engines, 'engine rank')}: {decimal(of_all.received)}, {decimal(of_all.received_by_rank)} at most "
-        f"by one, which passes on up to {decimal(of_all.relayed_by_rank)}; from machine to machine: "
+        f"by one, of which others receive up to {decimal(of_all.relayed_by_rank)}, too; from machine to machine: "
         f"{decimal(of_all.between_hosts)}.",
         f"{several(of_all.streams, 'stream')}, {several(of_all.buckets, 'bucket')} of at most {recipe.exchange.bucket_mb} MiB"
         f"{_shared(found, of_all)}; "
@@ -105,6 +105,13 @@ def _lines(recipe: Recipe, made: ExchangePlan, found: Sequence[Flow], of_all: To
         _connections(recipe, made),
         f"Exported and loaded whole instead, every trainer rank gathers and every engine rank reads {decimal(model)}.",
     ]
+
+
+def _relays(recipe: Recipe) -> str:
+    """The way of a bucket from the first engine rank to the others (megarl/exchange/hops.py: path)."""
+    if recipe.exchange.transport not in SHARED:
+        return "each from the rank before it"
+    return "over the network once for each further machine, else out of memory that the ranks of a machine share"
 
 
 def _connections(recipe: Recipe, made: ExchangePlan) -> str:
