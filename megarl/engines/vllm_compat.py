@@ -311,7 +311,8 @@ def sample_without_compiling_on_cpu() -> None:
     0.18 compiles that function at its first call (v1/sample/ops/topk_topp_sampler.py:237), which ends the process with a
     segmentation fault where another engine of the process has sampled before. 0.23 does not.
     """
-    if Version(vllm_reload.installed_version()) >= Version("0.19"):
+    version = vllm_reload.installed_version()
+    if version == "unknown" or Version(version) >= Version("0.19"):
         return
     from vllm.v1.sample.ops import topk_topp_sampler as sampler
 
