@@ -160,6 +160,25 @@ class Hosts(Judge):
         self._check_hosts(tenants, stages[:counted], [])
 
 
+def test_a_layout_that_fits_is_counted_on_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is too large for the devices is not: there is nothing to propose."""
+    judge, beyond = Hosts(23.0), Activations(1, 1, 1, 1)
+    chosen, critic = Future[Any](), Future[Any]()
+    chosen.set_result((Engines(1, 1, 1, None), None))
+    critic.set_result([])
+    judge._built, judge._shape = judge._subject.recipe, judge._subject.shape
+    judge._chosen, judge._critic, judge._choices = chosen, critic, [Engines(1, 1, 1, None)]
+    stages = [Stage("actor", number, 0, held(10), beyond, None, {}) for number in range(4)]
+    monkeypatch.setattr("megarl.planner.judge.stages_of", lambda *_: stages)
+    own = choice_of(judge._subject.recipe)
+    with pytest.raises(HostTooSmallError, match="the host of node 0 needs 40"):
+        judge.peak(own)
+    judge._subject = replace(judge._subject, device=replace(judge._subject.device, memory=1e-9))
+    assert judge.peak(own) > judge._subject.limit
+    judge._subject = replace(judge._subject, device=replace(judge._subject.device, memory=80.0, host_memory=50.0))
+    assert 0 < judge.peak(own) < judge._subject.limit
+
+
 def held(size: int) -> Held:
     return Held(1, 1, 1, 0, 1, 1, 1, 0, weights_pinned=size * 2**30)
 

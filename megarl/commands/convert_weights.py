@@ -196,7 +196,7 @@ def _is_at(file: TextIO, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _saying_how_to_resume(source: Source, out: Path) -> Iterator[None]:
-    """After Ctrl-C or SIGTERM, print what is there and how to go on."""
+    """After Ctrl-C or SIGTERM, print the number of whole files and how to resume."""
     try:
         yield
     except Exception:
