@@ -190,10 +190,15 @@ def test_accept_tells_memory_of_other_bytes_from_memory_that_cannot_be_mapped(
         return call
 
     service = SimpleNamespace(call=called, stop=lambda: None)
-    monkeypatch.setattr(exchange_stage, "LocalService", lambda *arguments, **options: service)
-    context = Context(Settings("cpu", 1), tmp_path, tmp_path, 1e9)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(
+        exchange_stage, "LocalService", lambda *arguments, env, **options: started.append(env) or service
+    )
+    monkeypatch.setattr(exchange_stage, "visible", lambda context, devices: {"VISIBLE": str(devices)})
+    context = Context(Settings("cpu", 4), tmp_path, tmp_path, 1e9)
     mapped = exchange_stage._maps_memory(context, "dense: planned by ipc", SimpleNamespace(services=[service]))  # type: ignore[arg-type]
     assert mapped == (verdict is None)
+    assert [env["VISIBLE"] for env in started] == ["[3]"], "the device of an engine, not the trainer's"
     assert [check.verdict for check in context.checks] == ([verdict] if verdict else [])
     assert all(cause in check.cause for check in context.checks)
 

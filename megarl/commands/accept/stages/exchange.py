@@ -18,6 +18,7 @@ from megarl.commands.accept.engine_probe import (
     start_engine,
     timed,
     tiny_recipe,
+    visible,
 )
 from megarl.commands.accept.families import write_family
 from megarl.commands.accept.ranks import LocalRanks, rank_environment
@@ -127,7 +128,9 @@ def _maps_memory(context: Context, name: str, trainers: LocalRanks) -> bool:
     context.doing("mapping a trainer's memory in another process")
     handle = timed(trainers.services[0].call("share_memory", PROBED))[0]
     log = context.folder / "reader.log"
-    reader = LocalService(READER, (context.device,), name="memory reader", log=log, env=rank_environment(context))
+    # As an engine, which does not see the trainer's device where there are several.
+    env = rank_environment(context) | visible(context, [context.settings.devices - 1])
+    reader = LocalService(READER, (context.device,), name="memory reader", log=log, env=env)
     try:
         read = timed(reader.call("read", handle))[0]
     except CallFailed as error:
