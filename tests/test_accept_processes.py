@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from megarl.commands.accept import command, runner
+from megarl.commands.accept import command, cut, runner
 from megarl.commands.accept.catalogue import STAGES
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.result import StageResult
 from megarl.commands.accept.settings import Settings, write_settings
-from megarl.commands.accept.stages import collectives
+from megarl.commands.accept.stages import collectives, rl_step
+from megarl.data.prepare.tiny_model import make_tiny_model
 from megarl.planner.calibration import read_calibration
 from tests.test_accept import plant
 
@@ -149,6 +150,29 @@ def test_every_stage_has_its_module():
     for stage in STAGES:
         assert importlib.util.find_spec(f"megarl.commands.accept.stages.{stage.name.replace(' ', '_')}"), stage.name
     assert [stage.number for stage in STAGES] == list(range(8))
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+def test_recipe_with_few_layers_trains(tmp_path):
+    """Devices' part of stage 6, here on two CPU processes: the copy of a recipe that is laid out on 16 trainers."""
+    source = make_tiny_model("qwen3_moe", tmp_path / "source", 0, num_hidden_layers=6, max_position_embeddings=1280)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        f"model: {{path: {source}, dtype: float32}}\ncluster: {{trainers: 16, device: npu, placement: colocated}}\n"
+        "data: {train_files: [data/gsm8k/train.parquet], prompts_per_step: 64}\nreward: {function: gsm8k}\n"
+        "rollout: {engines: 8, tensor_parallel: 2, max_response_length: 32, engine_args: {max_num_seqs: 16, "
+        "kv_cache_memory_bytes: 67108864}}\n"
+        "megatron: {tensor_parallel: 2, expert_parallel: 8}\nactor: {mini_batches: 4}\n"
+    )
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    made = cut.make_cut(recipe, [], folder, "cpu", 2)
+    assert made.layout == "TP2 EP2 on 2 trainers (the recipe: 16), 1 engines of TP2, 2 layers"
+    context = Context(Settings("cpu", 2), tmp_path, tmp_path, 1e9)
+    lines = rl_step._train(context, "few layers", made.path, made.recipe.train.steps, compares=False)
+    assert [check.line() for check in context.checks if check.verdict == "FAIL"] == []
+    assert len(lines) == 2 and list((folder / "runs" / "cut" / "checkpoints").iterdir())
 
 
 @pytest.mark.stack
