@@ -29,7 +29,7 @@ from megarl.config.errors import InputError
 from megarl.observe.files import write_whole
 
 RESULTS, LOG = "results.json", "log.txt"
-STACK_SECONDS = 10.0  # left to processes to write their stacks; they end as soon as they have
+STACK_SECONDS = 30.0  # left to processes to write their stacks; they end as soon as they have
 _POLL = 0.05
 _PACKAGE = Path(__file__).resolve().parents[3]  # what must be on sys.path for `import megarl`
 

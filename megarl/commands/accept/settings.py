@@ -27,7 +27,7 @@ class Settings:
 
     @property
     def tiny(self) -> bool:
-        """Sizes for a CPU, where all stages together take about a minute."""
+        """Whether stages have the sizes of a CPU."""
         return self.device == "cpu"
 
 
