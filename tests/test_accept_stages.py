@@ -17,6 +17,7 @@ from megarl.commands.accept.kernel_rank import Outcome
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import collectives, environment, kernels
 from megarl.config.schema import Recipe
+from megarl.doctor.recipe import needs_of
 from megarl.platform.devices import devices
 
 
@@ -83,6 +84,18 @@ class TestEnvironment:
         assert str(file) in environment.not_here(recipe, finding, 1.0)
         slow = Finding("FAIL", "it did not end within 5 s")
         assert "megarl doctor" in environment.not_here(recipe, slow, 5.0)
+
+    def test_a_node_needs_memory_for_its_share_of_a_recipe(self, context):
+        recipe = Recipe()
+        recipe.cluster.trainers, recipe.rollout.engines, recipe.cluster.placement = 256, 256, "colocated"
+        context.__dict__["recipe"] = recipe
+        context.settings = replace(context.settings, device="npu", devices=16)
+        whole = needs_of(recipe, {})
+        assert environment.on_these_devices(context, whole).buckets == whole.buckets // 16
+        context.settings = replace(context.settings, nodes=16)
+        assert environment.on_these_devices(context, whole).buckets == whole.buckets // 16
+        of_each = needs_of(recipe, {"NNODES": "16", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"})
+        assert environment.on_these_devices(context, of_each).buckets == of_each.buckets < whole.buckets
 
 
 class TestKernels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +40,9 @@ _TRAINER = (
 def run(context: Context) -> None:
     """Run the doctor's checks, of the recipe too; then imports, route and memory."""
     machine = Machine()
-    needs = dataclasses.replace(needs_of(context.recipe, machine.environ), device=context.device)
+    needs = on_these_devices(
+        context, dataclasses.replace(needs_of(context.recipe, machine.environ), device=context.device)
+    )
     context.doing("importing the trainer's and the engine's modules, and the doctor's checks")
     with ThreadPoolExecutor(2) as threads:
         trainer = threads.submit(machine.python_code, _TRAINER.format(device=context.device), _SECONDS)
@@ -50,6 +53,15 @@ def run(context: Context) -> None:
         capabilities = _engine(context, engine.result())
     _route(context, capabilities)
     _memory(context, machine)
+
+
+def on_these_devices(context: Context, needs: Needs) -> Needs:
+    """`needs` with the buckets of weights that one of these nodes would hold: of a recipe for more devices, its share."""
+    if context.recipe is None:
+        return needs
+    share = min(1.0, context.devices / max(demand_of(context.recipe).devices, 1))
+    buckets = math.ceil(needs.buckets * needs.nodes * share / context.settings.nodes)
+    return dataclasses.replace(needs, buckets=buckets)
 
 
 def _doctor(context: Context, machine: Machine, needs: Needs) -> list[tuple[str, int]]:
