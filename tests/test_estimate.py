@@ -77,6 +77,7 @@ def test_what_was_counted_takes_the_place_of_formulas() -> None:
         estimate(made, QWEN, None, device, engine=one).phases[0] for one in (None, rank(cache=2 * 1000 * 1024))
     )
     assert narrow.seconds > free.seconds and "2 sequences at a time" in narrow.assumed
+    assert "experts" not in narrow.assumed, "the model is dense"
     planned = estimate(made, QWEN, None, device, links=Links("planned", 10, 10, 10, 0)).phases[-1]
     assert planned.seconds < 1e-6 and "planned copies" in planned.assumed
 

@@ -263,7 +263,8 @@ class Step:
         parts = [
             f"{device.decode_share:.0%} of {device.bandwidth / 1e12:.2g} TB/s, {device.prefill_share:.0%} of "
             f"{device.flops / 1e12:.0f} TFLOP/s",
-            f"{several(round(engines.sequences), 'sequence')} at a time, experts met evenly",
+            f"{several(round(engines.sequences), 'sequence')} at a time"
+            + (", experts met evenly" if self.shape.experts else ""),
             self.lengths.assumed,
             f"responses spread evenly from {self.lengths.shortest:.0f} to {self.lengths.longest:.0f}",
             "scoring, tools and judges keep up",
