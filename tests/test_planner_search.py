@@ -196,7 +196,10 @@ def test_hosts_of_a_searched_layout_are_those_of_its_plan(monkeypatch: pytest.Mo
     assert asked == []
     Hosts(39.0).check([10, 2, 2, 2], counted=1)
     assert asked == [[1, 2, 3]], "24 GiB in all of the first machine: 2 x 10 + 2 x 2"
-    with pytest.raises(HostTooSmallError, match=r"host of node 0 needs 24\.0 GiB: offloaded 24\.0; there are 23"):
+    with pytest.raises(
+        HostTooSmallError,
+        match=r"host of node 0 needs 24\.0 GiB: offloaded 24\.0; there are 23\. megatron\.offload: set it",
+    ):
         Hosts(23.0).check([10, 2, 2, 2], counted=1)
     with pytest.raises(HostTooSmallError, match="node 1 needs 30"):
         Hosts(29.0).check([1, 1, 5, 10], counted=4)

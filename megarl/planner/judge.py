@@ -176,7 +176,7 @@ class Judge:
             every = sorted([*counted, *rest], key=lambda stage: stage.number)
             tenants = replace(tenants, stages=[*every, *critic])
         for short in host_refusals(hosts_of(tenants, device), device.host_memory):
-            raise HostTooSmallError(f"{short.what}. {short.remedy}")
+            raise HostTooSmallError(f"{short.what}. {short.key}: {short.remedy}")
 
     def _libraries(self, recipe: Recipe) -> Libraries:
         """Device memory of libraries in a layout."""
