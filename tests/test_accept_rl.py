@@ -89,6 +89,10 @@ class TestEngine:
         engine._abort(context, "dense", stub)
         assert any("the request is still running" in line for line in failed(context))
 
+    def test_request_that_ends_before_its_abort_proves_nothing(self, context):
+        engine._abort(context, "dense", SimpleNamespace(call=lambda *_: done([1, 2])))
+        assert [check.verdict for check in context.checks][:1] == ["NOT RUN"]
+
 
 class TestEngineOfTheRecipe:
     def test_missing_model_is_named(self, context, tmp_path):

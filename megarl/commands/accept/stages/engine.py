@@ -265,7 +265,7 @@ def _abort(context: Context, family: str, engine: LocalService) -> None:
     """A request that is aborted ends soon, and the engine goes on."""
     context.doing(f"{family}: abort of a request in flight")
     running = engine.call("generate", requests(family, 4, 180))
-    time.sleep(0.3)
+    time.sleep(0.1)
     began = time.monotonic()
     engine.call("abort").result(CALL_SECONDS)
     outcome = "finished before the abort"
@@ -275,10 +275,11 @@ def _abort(context: Context, family: str, engine: LocalService) -> None:
         outcome = "still running"
     except CallFailed as error:
         outcome = "aborted" if "GenerationAborted" in str(error) else str(error)
-    context.equal(
-        f"{family}: abort", outcome in ("aborted", "finished before the abort"), True, cause=f"the request is {outcome}"
-    )
-    context.at_most(f"{family}: abort", time.monotonic() - began, limit=ABORT_SECONDS, unit="s")
+    if outcome == "finished before the abort":  # which says nothing of aborts
+        context.not_run(f"{family}: abort", f"the request {outcome}")
+    else:
+        context.equal(f"{family}: abort", outcome == "aborted", True, cause=f"the request is {outcome}")
+        context.at_most(f"{family}: abort", time.monotonic() - began, limit=ABORT_SECONDS, unit="s")
     again = timed(engine.call("generate", requests(family, 2, 4)))[0]
     context.equal(f"{family}: samples after an abort", len(again), 2)
 
