@@ -264,7 +264,7 @@ def test_many_phases_become_rows(capsys: pytest.CaptureFixture[str]) -> None:
     few = [Place("actor 0 + engine", 8, uses[:2])]
     many = [Place(f"actor {number} + critic 0 + engine", 8, uses) for number in range(2)]
     for those, memory in ((few, 64.0), (many, 64.0), (many, None)):
-        Console(width=100).print(_places(those, memory, Unit.of(2**33), known=True))
+        Console(width=100).print(_places(those, memory, Unit.of(2**33), 100, known=True))
         printed = capsys.readouterr().out
         assert "…" not in printed and max(map(len, printed.splitlines())) <= 100
         for use in those[0].uses:
