@@ -181,3 +181,21 @@ def test_without_layerwise_reload_no_weights_are_taken(monkeypatch: pytest.Monke
         fixed.connect_exchange(None)
     assert "megarl_connect" not in vllm.calls
     fixed.shutdown()
+
+
+def test_an_engine_forgets_the_groups_and_embeddings_of_an_earlier_one(monkeypatch):
+    from megarl.engines.vllm_compat import forget_earlier_engine
+
+    done: list[str] = []
+    groups = SimpleNamespace(
+        model_parallel_is_initialized=lambda: True,
+        destroy_model_parallel=lambda: done.append("model parallel"),
+        destroy_distributed_environment=lambda: done.append("distributed"),
+    )
+    embeddings = SimpleNamespace(_ROPE_DICT={"sizes": "an embedding without memory"})
+    monkeypatch.delitem(sys.modules, "vllm.distributed.parallel_state", raising=False)
+    forget_earlier_engine()  # the first engine of a process
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", groups)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.rotary_embedding", embeddings)
+    forget_earlier_engine()
+    assert done == ["model parallel", "distributed"] and embeddings._ROPE_DICT == {}

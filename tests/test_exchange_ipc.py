@@ -34,6 +34,7 @@ from tests.planned_ranks import exchange
 from tests.upstream_sources import missing, torch_npu
 
 TORCH_NPU = torch_npu()
+FILE = "memfd:megarl-weights"  # files in /dev/shm, which other tests may still map, are called otherwise
 HERE = ["here"] * 4
 RELAYED = ["here", "b", "b", "c"]
 
@@ -43,9 +44,9 @@ def descriptors() -> int:
     held = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            held += "megarl-weights" in os.readlink(f"/proc/self/fd/{name}")
+            held += FILE in os.readlink(f"/proc/self/fd/{name}")
     gc.collect()
-    return held + Path("/proc/self/maps").read_text().count("megarl-weights")
+    return held + Path("/proc/self/maps").read_text().count(FILE)
 
 
 # --- an exchange ---------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -191,12 +192,12 @@ def forget_earlier_engine() -> None:
       group for experts after a dense model. 0.23 takes them down itself.
     - Rotary embeddings, which vLLM caches by their sizes: those of an engine that died in an update have no memory.
     """
-    from vllm.distributed import parallel_state
-    from vllm.model_executor.layers import rotary_embedding
-
-    if parallel_state.model_parallel_is_initialized():
+    # An earlier engine has imported both.
+    parallel_state = sys.modules.get("vllm.distributed.parallel_state")
+    if parallel_state is not None and parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+    rotary_embedding = sys.modules.get("vllm.model_executor.layers.rotary_embedding")
     getattr(rotary_embedding, "_ROPE_DICT", {}).clear()
 
 
