@@ -349,6 +349,9 @@ def test_what_is_proposed_is_more_than_one_way_of_the_same_shape(monkeypatch: py
 
     class Small(Judges):
         def peak(self, choice: Choice) -> int:
+            time.sleep(
+                0.3 if choice.tokens == 256 else 0.0
+            )  # 128 is counted before it, which the search looks at later
             return 2**30 if choice.recompute == "full" or choice.tokens < 512 else 2**40
 
         def excess(self, choice: Choice, near: float = 1.0) -> float:

@@ -87,7 +87,10 @@ class _Look:
                 if fits and not self._is_idle(choice):
                     made = self._judge.made(self._subject.recipe, choice)
                     line = " ".join(overrides(self._subject.recipe, made))
-                    self._found.append((choice, Proposal(line, self._times(choice))))
+                    times = self._times(choice)
+                    # What was looked at later may have been counted sooner.
+                    kept = [one for one in self._found if not self._is_no_better(one[0], choice, times)]
+                    self._found = [*kept, (choice, Proposal(line, times))]
 
     def found(self) -> list[Proposal]:
         with self._lock:
@@ -107,17 +110,17 @@ class _Look:
         return None
 
     def _is_idle(self, choice: Choice) -> bool:
-        """Whether one that was found is as good: it differs in the layers of stages alone; or it is no slower, and changes the
-        same keys, or some of the same and nothing else."""
-        changed = self._changes(choice)
-        for other, proposal in self._found:
-            if _without_layers(other) == _without_layers(choice):
-                return True
-            before = self._changes(other)
-            alike = before.keys() == changed.keys() or before.items() <= changed.items()
-            if alike and proposal.times <= self._times(choice):
-                return True
-        return False
+        """Whether one that was found is as good."""
+        return any(self._is_no_better(choice, other, proposal.times) for other, proposal in self._found)
+
+    def _is_no_better(self, choice: Choice, other: Choice, times: float) -> bool:
+        """Whether `other`, which takes `times` as long as the recipe, is as good as `choice`: it differs in the layers of stages
+        alone; or it is no slower, and changes the same keys, or some of the same and nothing else."""
+        if _without_layers(other) == _without_layers(choice):
+            return True
+        changed, before = self._changes(choice), self._changes(other)
+        alike = before.keys() == changed.keys() or before.items() <= changed.items()
+        return alike and times <= self._times(choice)
 
     def _changes(self, choice: Choice) -> dict[int, Any]:
         pairs = zip(_flat(choice), self._own, strict=True)
