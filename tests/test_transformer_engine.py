@@ -20,7 +20,7 @@ from tests.megatron_runs import cases, check_weights, checkpoint_tensors, log_pr
 from tests.trainer_processes import run_cases
 
 NATIVE, ENGINE = "tests.megatron_worker", "tests.transformer_engine_ranks"
-SIGNATURES = Path(__file__).parent / "stand_ins" / "transformer_engine" / "signatures.json"
+SIGNATURES = Path(__file__).parent / "stand_ins" / "nvidia" / "signatures.json"
 CASES = [
     case("qwen3_moe", "TP1", slow=False),
     case("qwen3", "TP2", slow=True),

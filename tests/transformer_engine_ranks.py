@@ -1,5 +1,5 @@
 """One trainer process of test_transformer_engine.py: the cases of `megatron_worker`, through Megatron's modules of
-Transformer Engine, whose classes are those of stand_ins/transformer_engine.
+Transformer Engine, whose classes are those of stand_ins/nvidia/transformer_engine.
 
 Usage, with the environment of torchrun: python -m tests.transformer_engine_ranks CASES.json OUTPUT_DIRECTORY
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "stand_ins" / "transformer_engine"))
+sys.path.insert(0, str(Path(__file__).parent / "stand_ins" / "nvidia"))
 
 from megarl.platform.cpu import CPUPlatform
 
