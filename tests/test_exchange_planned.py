@@ -364,3 +364,17 @@ def test_fingerprints_of_boxes_see_each_element(tmp_path):
         one.engines[2].view(5)[3, 2] += 1
         examined.examine([5], one.engines[2].tensor)
         assert check.differing(need, examined.fingerprints, wanted) == ["odd"]
+
+
+def test_the_dead_rank_is_named_and_not_whom_it_left_behind(tmp_path):
+    """A trainers' collective breaks at once where one of them dies; the watch tells of the death a little later."""
+    with exchange(tmp_path) as one:
+        one.connect()
+
+        def broken():
+            one.pool.submit(lambda: (time.sleep(0.3), one.receivers[0]._channel.abort("trainer 1 died")))
+            raise RuntimeError("Connection closed by peer")
+
+        one.export = broken
+        told = failures(one, 1)
+        assert "trainer 1 died" in str(told[4]), told

@@ -19,7 +19,7 @@ from megarl.exchange.channel import Channel
 from megarl.exchange.session import ExchangeError
 from megarl.platform import Platform
 
-_CAUSE_SECONDS = 1.0  # left to the cause of a broken connection to become known
+CAUSE_SECONDS = 1.0  # left to the cause of a broken connection to become known
 _POLL_SECONDS = 0.001
 
 
@@ -93,7 +93,7 @@ class BroadcastGroup:
         try:
             work.wait()  # the errors; and the stream of this thread goes on behind the broadcast
         except RuntimeError as error:
-            told = time.monotonic() + _CAUSE_SECONDS  # of whoever is gone, the session tells more
+            told = time.monotonic() + CAUSE_SECONDS  # of whoever is gone, the session tells more
             self._channel.wait_until(lambda: time.monotonic() > told, lambda: awaited)
             raise ExchangeError(f"{awaited} failed: {error}") from error
 

@@ -18,6 +18,7 @@ from megarl.exchange import descriptions
 from megarl.exchange.boxes import Description
 from megarl.exchange.channel import Channel
 from megarl.exchange.check import differing, expected
+from megarl.exchange.collective import CAUSE_SECONDS
 from megarl.exchange.copying import Boxes
 from megarl.exchange.fingerprint import Fingerprint, Fingerprints, VersionFingerprint
 from megarl.exchange.hops import Party, of_holder
@@ -133,9 +134,18 @@ class PlannedSender:
             with self._pulse.update(version):
                 return self._send(version, export)
         except BaseException as error:
-            with contextlib.suppress(ExchangeError):  # only where the session's own store is broken
+            with contextlib.suppress(ExchangeError):  # the session is aborted already, or its own store is broken
+                if isinstance(error, RuntimeError) and "onnection" in str(error):
+                    self._leave_time_for_the_cause()
                 self._channel.abort(f"trainer {self._rank} failed: {type(error).__name__}: {error}")
             raise
+
+    def _leave_time_for_the_cause(self) -> None:
+        """Of a trainers' group that broke, the watch over ranks tells who died. Raises ExchangeError once it has."""
+        deadline = time.monotonic() + CAUSE_SECONDS
+        while time.monotonic() < deadline:
+            self._channel.raise_if_aborted()
+            time.sleep(0.02)
 
     def _send(self, version: int, export: Export) -> PlannedReport:
         self._channel.raise_if_aborted()
