@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.data.prepare.tiny_model import make_tiny_model
+from megarl.commands.data.tiny_model import make_tiny_model
 from megarl.engines.base import AdapterSpec
 from tests.engine_process import EngineProcess, make_requests, spec
 from tests.planned_live import Trainers

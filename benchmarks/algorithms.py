@@ -26,7 +26,7 @@ from megarl.algorithms.objective import objective
 from megarl.algorithms.returns import gae
 from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.algorithms.values import ValueInputs, value_objective
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.recipe.algorithm import AlgorithmConfig
 
 READS = ("log_probs", "old_log_probs", "advantages", "loss_mask", "loss_weights", "token_share")
 WHOLE = 64  # samples of the micro batch whose peak is looked at

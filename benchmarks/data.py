@@ -17,12 +17,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.config.schema import DataConfig
+from megarl.commands.data.gsm8k import prepare
+from megarl.commands.data.tiny_tokenizer import CHAT_TEMPLATE, EOS, PAD, TURN_START
 from megarl.data import PromptDataset, Tokenizer, load_tokenizer
-from megarl.data.prepare.gsm8k import prepare
-from megarl.data.prepare.tiny_tokenizer import CHAT_TEMPLATE, EOS, PAD, TURN_START
 from megarl.data.rows import read_rows, write_parquet
 from megarl.data.tokenizer import HuggingFaceTokenizer
+from megarl.recipe.schema import DataConfig
 
 VOCABULARY = 16_384
 # How Qwen's tokenizers cut text before they merge bytes.

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from megarl.exchange.session import compare_planned, compare_reports, together
+from megarl.weight_sync.session import compare_planned, compare_reports, together
 from tests.engine_process import EngineProcess, spec
 from tests.planned_live import Trainers
 
@@ -91,7 +91,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     path, count = write_model(directory / "model", arguments.parameters)
     process, trainers = EngineProcess(), Trainers(directory, path, LAYOUTS[arguments.layout], 4)
     try:
-        process.replace("megarl.engines.vllm", "build_engine_args", "with_digests")  # and `set_fingerprints`
+        process.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")  # and `set_fingerprints`
         started = process.begin("start", spec(path, load_weights=False, **ENGINES[arguments.engine]))
         receivers = started.result(PATIENCE)["receivers"]
         names = ("layout", "engine", "transport")

@@ -15,10 +15,10 @@ from functools import cache
 
 import numpy as np
 
-from megarl import model_configs
-from megarl.exchange.boxes import Describer, Description
-from megarl.exchange.flows import totals
-from megarl.exchange.plan import Hosts, plan
+from megarl.commands.plan.weight_flows import totals
+from megarl.hf import published
+from megarl.weight_sync.sharded.plan import Hosts, plan
+from megarl.weight_sync.sharded.slices import Describer, Description
 
 BUCKET = 64 << 20
 PER_NODE = 16
@@ -36,7 +36,7 @@ CASES = [
 @cache
 def tensors() -> list[tuple[str, tuple[int, int], int | None, int | None, str]]:
     """Name, rows and columns, layer, expert, and which of rows and columns tensor parallel cuts."""
-    c = model_configs.read("DeepSeek-V3")
+    c = published.read("DeepSeek-V3")
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
     attention = {

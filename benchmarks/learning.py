@@ -5,7 +5,7 @@ docs/learned.json.
     python -m benchmarks.learning [NAME ...] [key=value ...]
 
 Names are those of files in recipes/tiny without .yaml; without any: all of them. A run takes a minute or two on two CPU
-cores. docs/learned.json keeps the others' results; ``python -m megarl.algorithms.document`` makes the table of
+cores. docs/learned.json keeps the others' results; ``python -m docs.generate.algorithms`` makes the table of
 docs/algorithms.md from it.
 """
 

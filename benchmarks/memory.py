@@ -41,8 +41,8 @@ def run_case(case: str, model: str, tokens: int) -> None:
     torch.set_num_threads(1)
     platform.set_device(0)
     dist.init_process_group(platform.process_group_backend)
-    from megarl.config.schema import Recipe
     from megarl.megatron.trainer import PolicyTrainer
+    from megarl.recipe.schema import Recipe
 
     recipe = Recipe()
     recipe.model.path, recipe.model.dtype = model, "float32" if platform.name == "cpu" else "bfloat16"
@@ -79,7 +79,7 @@ def materialised(trainer: Any, batch: Any) -> Any:
     """Log-probs from the whole matrix of logits, as `log_softmax` and `gather` have them."""
     import torch
 
-    from megarl.megatron.heads import at_predicted_tokens, output_weight, whole_rows
+    from megarl.megatron.output_heads import at_predicted_tokens, output_weight, whole_rows
     from megarl.megatron.step import run
 
     def head(model: Any, hidden: Any, stream: Any) -> tuple[Any, ...]:

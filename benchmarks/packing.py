@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.flops import ModelFlops, model_flops
-from megarl.schedule import Bins, imbalance, plan_micro_batches, share
+from megarl.batching.flops import ModelFlops, model_flops
+from megarl.batching.packing import Bins, imbalance, plan_micro_batches, share
 
 QWEN3_30B_A3B = model_flops(
     {

@@ -24,8 +24,8 @@ import numpy as np
 from benchmarks.models import VOCABULARY, write_dense
 from benchmarks.packing import draw
 from benchmarks.update_step import platform, seconds
-from megarl.padded_schedule import plan_padded_micro_batches
-from megarl.schedule import plan_micro_batches
+from megarl.batching.packing import plan_micro_batches
+from megarl.batching.padding import plan_padded_micro_batches
 
 LIMIT = 4096
 LONGEST = 2048  # prompt and response, as the recipe would allow
@@ -68,8 +68,8 @@ def measure(samples: int, rounds: int) -> dict[str, float]:
     """Median seconds of a step, by way."""
     import torch
 
-    from megarl.config.schema import Recipe
     from megarl.megatron.trainer import PolicyTrainer
+    from megarl.recipe.schema import Recipe
 
     with tempfile.TemporaryDirectory() as folder:
         recipe = Recipe()

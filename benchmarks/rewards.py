@@ -13,12 +13,12 @@ import statistics
 import time
 from pathlib import Path
 
-from megarl.config.schema import RewardConfig
-from megarl.killable.pool import ProcessPool
-from megarl.killable.work import Answered, Outcome
+from megarl.recipe.schema import RewardConfig
 from megarl.rewards import ScoreRequest, resolve, score
+from megarl.rewards.scoring import Scoring, scorer_pool
 from megarl.rewards.weighted import terms_of
-from megarl.scoring.scoring import Scoring, scorer_pool
+from megarl.subprocess_pool.job import Answered, Outcome
+from megarl.subprocess_pool.pool import ProcessPool
 
 GROUP = 8  # samples that come to be scored together
 ENDLESS = "9^{9^{9^{9}}}"  # sympy sets out to compute it, and hears nothing until it is done

@@ -29,8 +29,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megarl.algorithms.objective import objective  # noqa: E402
-from megarl.config.schema import Recipe  # noqa: E402
 from megarl.megatron.batch import MicroBatch  # noqa: E402
+from megarl.recipe.schema import Recipe  # noqa: E402
 
 
 def micro_batches(device: Any) -> list[MicroBatch]:
@@ -57,7 +57,7 @@ def bare_step(trainer: Any, batches: list[MicroBatch]) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megarl.megatron.heads import language_model
+    from megarl.megatron.output_heads import language_model
 
     chunk, config = trainer.model.chunks[0], trainer.model.config
 

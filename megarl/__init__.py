@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megarl.config import Recipe, RecipeError, load_recipe
+    from megarl.recipe import Recipe, RecipeError, load_recipe
 
 __version__ = "0.1.0"
 __all__ = ["Recipe", "RecipeError", "load_recipe", "train"]
@@ -21,13 +21,13 @@ def __getattr__(name: str) -> Any:
     """What is in `__all__` is imported when it is asked for: a command that is interrupted while it starts can then say so."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megarl import config
+    from megarl import recipe as config
 
     return getattr(config, name)
 
 
 def train(recipe: Recipe) -> Path:
-    """Train as `recipe` says and return the run's directory. See `megarl.run.train`."""
-    from megarl.run import train as run_training
+    """Train as `recipe` says and return the run's directory. See `megarl.assembly.train`."""
+    from megarl.assembly import train as run_training
 
     return run_training(recipe)

@@ -17,10 +17,10 @@ from typing import Annotated, Any, NoReturn, Optional
 
 import typer
 
-from megarl.commands import plan_options
-from megarl.config.errors import InputError, RecipeError, blaming_input
-from megarl.data.command import app as data_app
-from megarl.interruption import raise_again
+from megarl.commands.data.command import app as data_app
+from megarl.commands.plan import cli_options
+from megarl.errors import InputError, RecipeError, blaming_input
+from megarl.exit_status import raise_again
 
 app = typer.Typer(
     help="Reinforcement learning of large language models on Megatron: a recipe is one YAML file.",
@@ -51,17 +51,17 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 @app.command()
 def train(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train as the recipe says; everything it leaves is in runs/<name>/."""
-    from megarl import run
+    from megarl import assembly
 
-    run.train(run.load(recipe, overrides or []))
+    assembly.train(assembly.load(recipe, overrides or []))
 
 
 @app.command(name="eval")
 def evaluate(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Sample the recipe's data.eval_files with model.path: pass@k, maj@k and greedy accuracy as JSON."""
-    from megarl import run
+    from megarl import assembly
 
-    run.evaluate_model(run.load(recipe, overrides or []))
+    assembly.evaluate_model(assembly.load(recipe, overrides or []))
 
 
 @app.command()
@@ -73,9 +73,9 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face model, read it back and compare it."""
-    from megarl import run
+    from megarl import assembly
 
-    run.export(run_path, out, step, critic=critic)
+    assembly.export(run_path, out, step, critic=critic)
 
 
 @app.command()
@@ -83,7 +83,7 @@ def report(
     run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")], debug: Debug = False
 ) -> None:
     """Write RUN/report.html: curves, timeline and samples in one file that needs no network."""
-    from megarl.observe.command import report as write
+    from megarl.commands.report import report as write
 
     with blaming_input():
         path = write(run_path)
@@ -115,9 +115,9 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Hold RUN_A against RUN_B: reward or loss, and throughput. Exit status 0 within the rules, 1 outside, 2 bad input."""
-    from megarl.observe.compare_command import compare as run_compare
-    from megarl.observe.compare_command import percentage, step_range
-    from megarl.observe.compare_rules import Options
+    from megarl.commands.compare.command import compare as run_compare
+    from megarl.commands.compare.command import percentage, step_range
+    from megarl.commands.compare.rules import Options
 
     with blaming_input():
         first, last = step_range(steps)
@@ -142,7 +142,7 @@ def doctor(
     debug: Debug = False,
 ) -> int:
     """Look at this machine, or a Ray cluster's: versions, devices, network, limits. Exit status 1 where a check fails."""
-    from megarl.doctor.command import doctor as look
+    from megarl.commands.doctor.command import doctor as look
 
     return look(Path(recipe) if recipe else None, overrides or [], as_json=as_json, nodes=nodes)
 
@@ -195,7 +195,7 @@ def rehearse(
     debug: Debug = False,
 ) -> int:
     """Run the recipe on this machine's CPU with its model and batches shrunk: two steps, exchange, checkpoint, resume."""
-    from megarl.rehearsal.command import rehearse as run_rehearsal
+    from megarl.commands.rehearse.command import rehearse as run_rehearsal
 
     return run_rehearsal(recipe, overrides or [], out=out, processes=processes, shape=shape, resume=resume)
 
@@ -205,24 +205,24 @@ def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
     model: Model = None,
-    device: plan_options.DeviceName = None,
-    memory: plan_options.Memory = None,
-    host_memory: plan_options.HostMemory = None,
-    devices: plan_options.DevicesFile = None,
-    calibration: plan_options.CalibrationFile = None,
-    response: plan_options.Response = None,
-    calibrate: plan_options.CalibratedRun = None,
-    out: plan_options.FittedFile = None,
-    html: plan_options.Page = None,
-    as_json: plan_options.AsJson = False,
-    strict: plan_options.Strict = False,
-    search: plan_options.Search = False,
-    seconds: plan_options.Seconds = None,
+    device: cli_options.DeviceName = None,
+    memory: cli_options.Memory = None,
+    host_memory: cli_options.HostMemory = None,
+    devices: cli_options.DevicesFile = None,
+    calibration: cli_options.CalibrationFile = None,
+    response: cli_options.Response = None,
+    calibrate: cli_options.CalibratedRun = None,
+    out: cli_options.FittedFile = None,
+    html: cli_options.Page = None,
+    as_json: cli_options.AsJson = False,
+    strict: cli_options.Strict = False,
+    search: cli_options.Search = False,
+    seconds: cli_options.Seconds = None,
     debug: Debug = False,
 ) -> int:
     """What every device of the recipe holds in each phase of a step, and for how long, without any device. Exit status 1 where memory is too small."""
-    from megarl.planner.command import plan as count
-    from megarl.planner.options import Options
+    from megarl.commands.plan.command import plan as count
+    from megarl.commands.plan.options import Options
 
     options = Options(
         device=device,
@@ -255,7 +255,7 @@ def exchange(
     debug: Debug = False,
 ) -> int:
     """Show who sends which weights to whom in an update of the engines. Nothing is started or moved."""
-    from megarl.planner.exchange_command import exchange as show
+    from megarl.commands.plan.explain_command import exchange as show
 
     if explain:
         typer.echo("--explain is not needed any more: megarl exchange RECIPE", err=True)
@@ -274,7 +274,7 @@ def convert_weights(
     debug: Debug = False,
 ) -> None:
     """Write a model with FP8 block-scaled weights (DeepSeek-V3) in bfloat16, as the trainer reads it. A CPU is enough."""
-    from megarl.commands.convert_weights import convert
+    from megarl.commands.convert_weights.command import convert
 
     with blaming_input():
         convert(folder, out, workers)
@@ -295,7 +295,7 @@ def convert_config(
     debug: Debug = False,
 ) -> None:
     """Write the recipe of a verl script, which is read and not run; stderr says what was not carried over."""
-    from megarl.convert.command import convert_file
+    from megarl.commands.convert_verl.command import convert_file
 
     with blaming_input():
         convert_file(file, settings or [], out=out, rows=rows)

@@ -2,7 +2,7 @@
 
 The index law: every per-token vector has ``len(tokens)`` entries and index t describes token t.
 The shift by one between a logit and the token it predicts happens once, in
-megatron/heads.py and the PackedStream that it reads.
+megatron/output_heads.py and the PackedStream that it reads.
 
 Control and data are apart. A `Sample` is what the controller decides from (lengths, reward,
 version): a few hundred bytes. Its token vectors (`SampleTokens`) stay where they were made,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl import model_configs
-from megarl.config.schema import Recipe
+from megarl.hf import published
+from megarl.recipe.schema import Recipe
 
 SMALL = {
     "hidden_size": 256,
@@ -40,7 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]},
         "vision_config": {
-            **model_configs.read("Qwen2.5-VL-7B-Instruct")["vision_config"],
+            **published.read("Qwen2.5-VL-7B-Instruct")["vision_config"],
             "depth": 4,
             "hidden_size": 256,
             "num_heads": 4,
@@ -53,7 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def config_of(model: str) -> dict[str, Any]:
-    return {**model_configs.read(model), **MODELS[model]}
+    return {**published.read(model), **MODELS[model]}
 
 
 def recipe_of(case: dict[str, Any]) -> Recipe:

@@ -18,21 +18,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.platform import meta, select
+from megarl.commands.plan import meta_device
+from megarl.platform import select
 
 platform = select("cpu")
 platform.prepare()
-meta.fake_collectives()
+meta_device.fake_collectives()
 platform.holds_values = False  # a config.json is all there is of the models: weights stay as they are made
 
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
+from megarl.commands.plan.count import activations  # noqa: E402
+from megarl.commands.plan.count.workload import Workload  # noqa: E402
 from megarl.megatron import vocab  # noqa: E402
 from megarl.megatron.batch import MicroBatch  # noqa: E402
 from megarl.megatron.routing_replay import Routing  # noqa: E402
-from megarl.planner import activations  # noqa: E402
-from megarl.planner.workload import Workload  # noqa: E402
 from tests.activations_cases import recipe_of  # noqa: E402
 
 torch.set_num_threads(1)
@@ -54,7 +55,7 @@ def peak(of: Callable[[], Any]) -> int:
 def run(case: dict[str, Any], output: Path) -> None:
     from megarl.megatron.trainer import PolicyTrainer
 
-    meta.join(case["rank"], case["processes"])
+    meta_device.join(case["rank"], case["processes"])
     trainer = PolicyTrainer(recipe_of(case), platform, total_optimizer_steps=1)
     work = Workload(**case["work"])
     activations.assume(trainer, work)

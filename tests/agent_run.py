@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megarl.config.schema import Recipe
 from megarl.observe.log import RunLog
 from megarl.observe.samples import records_of
+from megarl.recipe.schema import Recipe
 from megarl.rollout.admission import TriedGroup
-from megarl.rollout.by_source import agent_figures, sampled_figures
 from megarl.rollout.evaluate import by_source, evaluation_metrics
+from megarl.rollout.metrics import agent_figures, sampled_figures
 from megarl.types import Group, InlineData, Sample, SampleFailure, SampleTokens, ToolUse, Turn
 
 

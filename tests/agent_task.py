@@ -9,8 +9,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from megarl.agents import find
 from megarl.data.rows import write_parquet
-from megarl.tools import find
 
 KEYS = "abcd"
 TOOL = "tests.agent_tools:find_digit"

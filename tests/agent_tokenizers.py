@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 
-from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
+from megarl.commands.data.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
 
 # As in Qwen3's tokenizer: tags are tokens of their own, but not special ones.

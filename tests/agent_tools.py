@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from megarl.tools import Answer, Context, ToolUnavailable, tool
+from megarl.agents import Answer, Context, ToolUnavailable, tool
 
 
 @tool

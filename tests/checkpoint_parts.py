@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config.schema import TrainConfig
-from megarl.durable import write_durably
-from megarl.manifest import file_sum
+from megarl.atomic_files import write_durably
+from megarl.checkpoint.manifest import file_sum
+from megarl.checkpoint.saver import Saver
+from megarl.recipe.schema import TrainConfig
 from megarl.rollout.admission import TriedGroup
-from megarl.saver import Saver
 from megarl.types import Group, InlineData, Sample, SampleTokens
 
 

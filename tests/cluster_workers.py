@@ -171,14 +171,16 @@ def wait_until(condition, seconds):
 
 def torchrun(scenario, logs):
     """Under torchrun: what a test needs of a good group, then one failure."""
-    from megarl.cluster import ClusterError, stopped, torchrun, torchrun_rank
+    from megarl.cluster import ClusterError, sigstop_watch
     from megarl.cluster.devices import LocalDevices
+    from megarl.cluster.torchrun import cluster as torchrun
+    from megarl.cluster.torchrun import rank as torchrun_rank
 
     if not torchrun_rank.is_controller():
         torchrun_rank.serve(logs)
         return
     devices = LocalDevices("TEST_VISIBLE_DEVICES", [2])
-    stopped.LOOK_SECONDS = 0.3  # what takes half a minute takes three seconds here
+    sigstop_watch.LOOK_SECONDS = 0.3  # what takes half a minute takes three seconds here
     with torchrun.TorchrunCluster(
         2, logs, devices, trainer_env={"ROLE": "trainer"}, service_env={"ROLE": "engine"}
     ) as cluster:
@@ -218,8 +220,8 @@ def torchrun(scenario, logs):
 def ray(_scenario, logs):
     """A private Ray cluster that waits to be interrupted or killed."""
     from megarl.cluster import connect
-    from megarl.config.schema import Recipe
     from megarl.platform import select
+    from megarl.recipe.schema import Recipe
 
     recipe = Recipe(name="run", runs_dir=str(logs))
     with connect(recipe, select("cpu")) as cluster:

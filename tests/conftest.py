@@ -15,7 +15,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(scope="session")
 def quickstart_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's folder: data/*.parquet and a random tiny model/ with its tokenizer."""
-    from megarl.data.prepare.quickstart import prepare_quickstart
+    from megarl.commands.data.quickstart import prepare_quickstart
 
     out = tmp_path_factory.mktemp("quickstart")
     prepare_quickstart(out, seed=0)

@@ -15,17 +15,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.platform.meta import META, MetaPlatform, join
+from megarl.commands.plan.meta_device import META, MetaPlatform, join
 
 platform = MetaPlatform()
 platform.prepare()
 
 import torch  # noqa: E402
 
+from megarl.commands.plan.count import activations, assumptions  # noqa: E402
+from megarl.commands.plan.count.live_tensors import Live  # noqa: E402
+from megarl.commands.plan.count.workload import Workload  # noqa: E402
 from megarl.megatron.trainer import PolicyTrainer  # noqa: E402
-from megarl.planner import activations, assumed  # noqa: E402
-from megarl.planner.live import Live  # noqa: E402
-from megarl.planner.workload import Workload  # noqa: E402
 from tests.activations_cases import recipe_of  # noqa: E402
 
 READS = ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__")
@@ -71,7 +71,7 @@ def run(case: dict[str, Any]) -> list[str]:
     work = Workload(**case["work"])
     activations.assume(trainer, work)
     compute = activations.passes(trainer, work)
-    ways = assumed.stand_ins(trainer.model.config)
+    ways = assumptions.stand_ins(trainer.model.config)
     reads.places, reads.on = set(), True
     with Live(META, ways, backwards=None, width=None):
         compute["forward"]()

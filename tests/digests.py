@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from megarl.engines.vllm_worker import WorkerExtension
+from megarl.engines.vllm.worker import WorkerExtension
 from tests import latent_attention
 from tests.without_fingerprints import set_fingerprints
 

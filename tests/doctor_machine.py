@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megarl.checks.machine import Machine, Output
+from megarl.commands.doctor.machine import Machine, Output
 
 GIB = 1 << 30
 

@@ -7,8 +7,8 @@ import json
 import sys
 
 from megarl.engines.base import EngineSpec
-from megarl.engines.vllm_args import build_engine_args, process_env
-from megarl.engines.vllm_worker import WorkerExtension
+from megarl.engines.vllm.args import build_engine_args, process_env
+from megarl.engines.vllm.worker import WorkerExtension
 
 
 class Counting(WorkerExtension):

@@ -18,8 +18,8 @@ import torch
 from megarl.engines import create, engine_env
 from megarl.engines.base import EngineSpec
 from megarl.engines.group import MeetingPlace
-from megarl.exchange.sender import WeightSender
 from megarl.types import GenerationRequest, Prompt, Sampling
+from megarl.weight_sync.full.sender import WeightSender
 
 VOCABULARY = 250  # not a multiple of vLLM's padding
 MAX_LENGTH = 128
@@ -87,15 +87,15 @@ def serve(connection):
 
 def with_digests(spec, device):
     """For `replace`: the engine's arguments, with workers that tell what their parameters are."""
-    from megarl.engines.vllm_args import build_engine_args
+    from megarl.engines.vllm.args import build_engine_args
 
     return build_engine_args(spec, device) | {"worker_extension_cls": "tests.digests.Extension"}
 
 
 def some_whole(model, tensors):
     """For `replace`: needs of an engine whose loader gives no box for the first layer's attention and the second's experts."""
-    from megarl.engines.vllm_needs import needs
-    from megarl.exchange.boxes import BOX, Describer
+    from megarl.engines.vllm.needed_slices import needs
+    from megarl.weight_sync.sharded.slices import BOX, Describer
 
     need = needs(model, tensors)
     layers = ("model.layers.0.self_attn.qkv_proj.", "model.layers.1.mlp.experts.")
@@ -126,7 +126,7 @@ class SwappingKeyAndValue:
 
 def flipping(_, memory):
     """For `replace`: a fingerprint, of bytes of which one bit flipped on its way."""
-    from megarl.exchange.fingerprint import Passing
+    from megarl.weight_sync.fingerprint import Passing
 
     changed = memory.clone()
     changed[len(changed) // 2] ^= 8

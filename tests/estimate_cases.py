@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from megarl.config.schema import Recipe
-from megarl.model_shape import Attention, ModelShape
-from megarl.planner.plan import EngineRank
+from megarl.commands.plan.count.types import EngineRank
+from megarl.hf.shape import Attention, ModelShape
 from megarl.platform.devices import Device
+from megarl.recipe.schema import Recipe
 
 DEVICE = Device(
     name="round",

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megarl.engines import sglang_worker
+from megarl.engines.sglang import worker
 
 VOCABULARY, END = 16, 15
 
@@ -159,6 +159,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
         module.__dict__.update(content, __spec__=ModuleSpec(name, None))
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("megarl.platform.select", lambda: SimpleNamespace(name="cuda"))
-    monkeypatch.setattr(sglang_worker, "_receivers", {})
+    monkeypatch.setattr(worker, "_receivers", {})
     Engine.made.clear()
     return Engine

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config.schema import Recipe
 from megarl.data import SFTDataset, load_tokenizer
 from megarl.data.preferences import PreferenceDataset
+from megarl.recipe.schema import Recipe
 
 STEPS = 2  # of training, where a case has "steps"
 ROWS = 7  # an odd number, in pieces of 3 and 4 for two data-parallel ranks

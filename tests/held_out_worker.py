@@ -18,11 +18,11 @@ select("cpu").prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megarl.actor_worker import ActorWorker  # noqa: E402
 from megarl.algorithms.objective import needs_reference  # noqa: E402
-from megarl.rollout.data_source import DataSource  # noqa: E402
-from megarl.rollout.held_out import HeldOut  # noqa: E402
-from megarl.shards import plan_step  # noqa: E402
+from megarl.batching.plan import plan_step  # noqa: E402
+from megarl.rollout.evaluate_loss import HeldOut  # noqa: E402
+from megarl.rollout.source_dataset import DataSource  # noqa: E402
+from megarl.trainer.actor import ActorWorker  # noqa: E402
 from tests.held_out import STEPS, recipe_of, rows  # noqa: E402
 from tests.trainer_processes import forget_last_model  # noqa: E402
 

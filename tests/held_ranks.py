@@ -7,15 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.config.schema import Recipe
-from megarl.planner.ask import Question, ask
+from megarl.commands.plan.count.ask import Question, ask
+from megarl.recipe.schema import Recipe
 
 
 def record(trainer: Any, held_by_kind: dict[str, int], case: dict[str, Any], output: Path) -> None:
     """In a trainer process: write what `held` counts of `trainer`. `held_by_kind`: the test's own count."""
     import torch.distributed as dist
 
-    from megarl.planner.held import held
+    from megarl.commands.plan.count.parameters import held
 
     own = asdict(held(trainer))
     for kind in ("weights", "gradients", "moments"):
@@ -31,7 +31,7 @@ def record(trainer: Any, held_by_kind: dict[str, int], case: dict[str, Any], out
 def check_saved(trainer: Any, part: Any) -> None:
     """In a trainer process: a rank's part of a checkpoint takes what `held` says, but for what other ranks write of the
     tensors that they hold as well. Buffers, which have no moments, come on top."""
-    from megarl.planner.held import held
+    from megarl.commands.plan.count.parameters import held
 
     own, megatron = held(trainer), trainer.recipe.megatron
     assert part.bytes <= own.saved + own.buffers, (part.bytes, own)

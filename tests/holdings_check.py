@@ -10,9 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.exchange.boxes import Description, as_matrix
-from megarl.exchange.plan import Hosts, plan
-from megarl.megatron.holdings import holdings, parameters
+from megarl.megatron.held_slices import holdings, parameters
+from megarl.weight_sync.sharded.plan import Hosts, plan
+from megarl.weight_sync.sharded.slices import Description, as_matrix
 from tests import held_ranks
 
 
@@ -44,8 +44,8 @@ def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None
 
 def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
     """In the test: without memory and other ranks, the planner says of every rank what that rank said."""
-    from megarl.planner.ask import Asker
-    from megarl.planner.stages import holdings
+    from megarl.commands.plan.count.ask import Asker
+    from megarl.commands.plan.count.stages import holdings
 
     said = json.loads((results / f"{case['name']}.holdings.json").read_text())
     with Asker() as asker:
@@ -55,7 +55,7 @@ def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
 
 def whole_model(exported: dict[str, torch.Tensor]) -> Description:
     """An engine rank that needs all of it."""
-    from megarl.exchange.boxes import Describer
+    from megarl.weight_sync.sharded.slices import Describer
 
     describer = Describer()
     for name, weight in exported.items():

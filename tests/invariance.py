@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from megarl.algorithms.correction import Mismatch, total_mismatch
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig, OverlongConfig
-from megarl.config.schema import Recipe
+from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig, OverlongConfig
+from megarl.recipe.schema import Recipe
 from megarl.types import Group, InlineData, Sample, SampleTokens, TokenScores
 from tests.megatron_models import write_model
 from tests.trainer_processes import CASES, run_ranks

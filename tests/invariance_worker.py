@@ -19,11 +19,11 @@ select("cpu").prepare()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from megarl.actor_worker import ActorWorker  # noqa: E402
 from megarl.algorithms.catalogue import ADVANTAGES  # noqa: E402
 from megarl.algorithms.moments import Moments, Whitening  # noqa: E402
-from megarl.controller import correction_scales  # noqa: E402
-from megarl.shards import plan_step  # noqa: E402
+from megarl.batching.plan import plan_step  # noqa: E402
+from megarl.train import correction_scales  # noqa: E402
+from megarl.trainer.actor import ActorWorker  # noqa: E402
 from tests.invariance import STEP, Case, Layout, Split, apply, batch, recipe_of  # noqa: E402
 from tests.trainer_processes import forget_last_model  # noqa: E402
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.algorithms.inputs import LossInputs, Outcomes
-from megarl.config.algorithm import AlgorithmConfig, CorrectionConfig
+from megarl.recipe.algorithm import AlgorithmConfig, CorrectionConfig
 
 
 def settings(**values: Any) -> AlgorithmConfig:

@@ -41,7 +41,7 @@ TIMEOUT = 1234.5
 
 
 def recipe_of(case: dict[str, Any]) -> Any:
-    from megarl.config.schema import Recipe
+    from megarl.recipe.schema import Recipe
 
     recipe = Recipe()
     recipe.model.path, recipe.model.dtype = case["model"], case.get("dtype", "float32")

@@ -20,8 +20,8 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megarl.algorithms.objective import objective  # noqa: E402
-from megarl.config.schema import Recipe  # noqa: E402
 from megarl.megatron.batch import MicroBatch  # noqa: E402
+from megarl.recipe.schema import Recipe  # noqa: E402
 from tests.megatron_models import LENGTHS  # noqa: E402
 from tests.trainer_processes import forget_last_model  # noqa: E402
 

@@ -1,7 +1,7 @@
 """Ranks of test_exchange_deaths.py in a process of their own, which dies or is stopped in the middle of an update.
 
 Usage: python -m tests.planned_member CASE, as JSON: trainers, engines (which are here), session (null where trainer 0 is
-here: it is told on stdout), shapes, and, of the second update: place (an attribute of megarl.exchange, as
+here: it is told on stdout), shapes, and, of the second update: place (an attribute of megarl.weight_sync, as
 "outbox.Outbox.send"), signal, before (that, or after it). Does the updates whose versions it is told on stdin.
 """
 
@@ -14,14 +14,14 @@ import sys
 import threading
 from typing import Any
 
-from megarl.exchange.session import PlannedSession
+from megarl.weight_sync.session import PlannedSession
 from tests.planned_ranks import SHAPES, Exchange, met
 
 
 def arm(place: str, signal: int, before: bool) -> None:
     """The process gets `signal`, once, where it comes to `place`."""
     module, owner, name = place.split(".")
-    cls = getattr(importlib.import_module(f"megarl.exchange.{module}"), owner)
+    cls = getattr(importlib.import_module(f"megarl.weight_sync.{module}"), owner)
     original = getattr(cls, name)
 
     armed = threading.Lock()

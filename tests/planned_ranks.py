@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megarl.exchange.boxes import Describer, Description
-from megarl.exchange.planned_receiver import PlannedReceiver
-from megarl.exchange.planned_sender import PlannedSender, meet
-from megarl.exchange.session import PlannedReport, PlannedSession, compare_planned, host_id, together
+from megarl.weight_sync.session import PlannedReport, PlannedSession, compare_planned, host_id, together
+from megarl.weight_sync.sharded.receiver import PlannedReceiver
+from megarl.weight_sync.sharded.sender import PlannedSender, meet
+from megarl.weight_sync.sharded.slices import Describer, Description
 
 SHAPES = {"embed": (64, 48), "norm": (48,), "experts.0": (16, 8), "experts.1": (16, 8), "odd": (7, 5)}
 

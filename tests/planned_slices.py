@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megarl.exchange.boxes import Describer, Description
-from megarl.exchange.planned_sender import PlannedSender, meet
-from megarl.exchange.session import PlannedReport, compare_planned, host_id, together
+from megarl.weight_sync.session import PlannedReport, compare_planned, host_id, together
+from megarl.weight_sync.sharded.sender import PlannedSender, meet
+from megarl.weight_sync.sharded.slices import Describer, Description
 from tests.engine_process import EngineProcess
 
 RANKS = 2

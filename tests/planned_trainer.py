@@ -41,8 +41,8 @@ class Trainer:
         self.trainer = build(self.case)
 
     def open_planned(self, receivers: list[Any], options: dict[str, Any]) -> Any:
-        from megarl.config.schema import ExchangeConfig
-        from megarl.megatron.planned_weights import open_sender
+        from megarl.megatron.weight_sender import open_sender
+        from megarl.recipe.schema import ExchangeConfig
 
         if self.planned is not None:
             self.planned.close()
@@ -61,7 +61,7 @@ class Trainer:
         return self.adapting and self.adapting.session
 
     def _sender(self, receivers: list[Any], adapter_alpha: float | None) -> Any:
-        from megarl.exchange.sender import WeightSender
+        from megarl.weight_sync.full.sender import WeightSender
 
         if self.rank != 0:
             return None

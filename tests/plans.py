@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.planner.counts import Activations, Held, phases
-from megarl.planner.plan import EngineRank, Estimate, Links, PhaseTime, Place, Plan, Proposal, Refusal, Use
-from megarl.planner.stages import Stage
+from megarl.commands.plan.count.counts import Activations, Held, phases
+from megarl.commands.plan.count.stages import Stage
+from megarl.commands.plan.count.types import EngineRank, Estimate, Links, PhaseTime, Place, Plan, Proposal, Refusal, Use
 from megarl.platform.devices import device_named
 
 GIB = 2**30

@@ -43,7 +43,7 @@ class Planted(KernelRank):
 
 
 def layer(trainer: Any, number: int = 1) -> Any:
-    from megarl.megatron.heads import language_model
+    from megarl.megatron.output_heads import language_model
 
     return language_model(trainer.model.chunks[0]).decoder.layers[number]
 

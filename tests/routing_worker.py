@@ -28,8 +28,8 @@ torch.set_num_threads(1)
 
 
 def build(case: dict[str, Any]) -> Any:
-    from megarl.config.schema import Recipe
     from megarl.megatron.trainer import PolicyTrainer
+    from megarl.recipe.schema import Recipe
 
     recipe = Recipe()
     recipe.model.path, recipe.model.dtype = case["model"], case.get("dtype", "float32")

@@ -11,7 +11,8 @@ import signal
 import time
 from typing import Any
 
-from megarl import checkpoint, saver
+from megarl.checkpoint import folder as checkpoint
+from megarl.checkpoint import saver
 from megarl.cli import main
 
 

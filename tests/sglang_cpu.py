@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.engines import sglang as adapter
-from megarl.engines import sglang_args
 from megarl.engines.base import EngineSpec
-from megarl.engines.sglang_args import build_engine_args
-from megarl.exchange.sender import WeightSender
-from megarl.exchange.session import compare_reports
+from megarl.engines.sglang import args as sglang_args
+from megarl.engines.sglang import engine as adapter
+from megarl.engines.sglang.args import build_engine_args
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
+from megarl.weight_sync.full.sender import WeightSender
+from megarl.weight_sync.session import compare_reports
 
 STOPS = (127, 9)
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checks.machine import Output
 from megarl.commands.accept import bundle, command, runner
 from megarl.commands.accept.catalogue import STAGES, shares, stage_numbers
 from megarl.commands.accept.result import (
@@ -30,7 +29,8 @@ from megarl.commands.accept.result import (
     verdict_of,
 )
 from megarl.commands.accept.settings import Settings, parse_stages, read_settings, write_settings
-from megarl.config.errors import InputError
+from megarl.commands.doctor.machine import Output
+from megarl.errors import InputError
 from megarl.platform.kinds import KINDS
 
 ROOT = Path(__file__).parent.parent

@@ -16,8 +16,8 @@ from megarl.commands.accept.context import Context
 from megarl.commands.accept.result import StageResult
 from megarl.commands.accept.settings import Settings, write_settings
 from megarl.commands.accept.stages import collectives, rl_step
-from megarl.data.prepare.tiny_model import make_tiny_model
-from megarl.planner.calibration import read_calibration
+from megarl.commands.data.tiny_model import make_tiny_model
+from megarl.commands.plan.time.calibration import read_calibration
 from tests.test_accept import plant
 
 STAGE = {stage.number: stage for stage in STAGES}
@@ -116,7 +116,7 @@ def test_fault_among_processes_is_named(tmp_path, monkeypatch, stage, module, fa
 @pytest.mark.stack
 @pytest.mark.slow
 def test_corrupted_bucket_is_named(tmp_path, monkeypatch):
-    plant(monkeypatch, "megarl.exchange.fingerprint", "faults_of_processes:corrupted_bucket")
+    plant(monkeypatch, "megarl.weight_sync.fingerprint", "faults_of_processes:corrupted_bucket")
     result = run(tmp_path, 5)
     assert result.verdict == "FAIL" and "planned by auto: two updates" in result.reason, result.reason
     assert "got other bytes than trainer" in result.reason, result.reason

@@ -19,12 +19,12 @@ from megarl.commands.accept import cut
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import engine, exchange, rl_step
-from megarl.config.schema import Recipe
-from megarl.config.training import MegatronConfig
-from megarl.data.prepare.tiny_model import make_tiny_model
-from megarl.data.prepare.tiny_weights import shapes
-from megarl.planner.plan import Place, Use
-from megarl.route import RouteRefused
+from megarl.commands.data.tiny_model import make_tiny_model
+from megarl.commands.data.tiny_weights import shapes
+from megarl.commands.plan.count.types import Place, Use
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig
+from megarl.weight_sync.connect import RouteRefused
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ class TestStep:
         update = Use("update_actor", {"weights": 2 * gib, "activations": gib, "KV cache": 9 * gib, "contexts": gib})
         places = [Place("actor 0 + engine", 1, [Use("gen", {"engine weights": 20 * gib}), update])]
         assert rl_step.planned_peak(places) == ("update_actor of actor 0 + engine", 3.0)
-        monkeypatch.setattr("megarl.planner.build.make_plan", lambda *_, **__: SimpleNamespace(places=places))
+        monkeypatch.setattr("megarl.commands.plan.build.make_plan", lambda *_, **__: SimpleNamespace(places=places))
         cut = SimpleNamespace(recipe=None, config={})
         for peak, wrong in ((3.2, 0), (3.4, 1)):
             rl_step._against_the_plan(context, cut, [{"perf/max_memory_allocated_gb": peak}])  # type: ignore[arg-type]

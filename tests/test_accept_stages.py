@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from megarl.checks.finding import Finding
 from megarl.commands.accept.collective_rank import Timing
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.kernel_rank import Outcome
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import collectives, environment, kernels
-from megarl.config.schema import Recipe
-from megarl.doctor.recipe import needs_of
+from megarl.commands.doctor.finding import Finding
+from megarl.commands.doctor.recipe import needs_of
 from megarl.platform.devices import devices
+from megarl.recipe.schema import Recipe
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ class TestEnvironment:
         assert not failed(context)
 
     def test_capabilities_have_the_fields_that_are_read(self):
-        from megarl.engines.vllm_compat import Capabilities
+        from megarl.engines.vllm.compat import Capabilities
 
         assert {"version", "device", "no_planned"} <= set(Capabilities.__dataclass_fields__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megarl.commands.plan.count.live_tensors import Live
 from megarl.megatron import adam
-from megarl.planner.live import Live
 
 SHAPES = [(3000,), (70, 50), (1,), (257,), (0,)]
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.errors import RecipeError
-from megarl.config.load import load_recipe
-from megarl.config.schema import Recipe
+from megarl.commands.plan.build import _links
 from megarl.engines import check_args, merged_because
 from megarl.engines.base import AdapterSpec, EngineSpec
 from megarl.engines.specs import policy_spec
-from megarl.engines.vllm_args import build_engine_args
-from megarl.linears import adapter_sizes, linears_of
-from megarl.planner.build import _links
+from megarl.engines.vllm.args import build_engine_args
+from megarl.errors import RecipeError
+from megarl.hf.linears import adapter_sizes, linears_of
 from megarl.platform.devices import device_named
-from megarl.preflight import check_device
+from megarl.preflight.run import check_device
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
 
 DENSE = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 32}
 DENSE |= {"num_key_value_heads": 2, "intermediate_size": 96}
@@ -131,7 +131,7 @@ def test_what_a_plan_says_of_them() -> None:
 
 def test_each_rank_holds_its_part() -> None:
     """Rows over four ranks; of two key/value heads each twice; of what is not cut all."""
-    from megarl.engines.vllm_adapters import _share
+    from megarl.engines.vllm.adapters import _share
 
     rows = torch.arange(8)[:, None]
     assert [_share(rows, 0, 2, rank, 4)[:, 0].tolist() for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]

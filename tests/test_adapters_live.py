@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.engines.base import AdapterSpec, EngineDead, EngineRefused
-from megarl.exchange.session import compare_reports
+from megarl.weight_sync.session import compare_reports
 from tests.engine_process import EngineProcess, build_model, gaps, load_model, make_requests, spec
 from tests.planned_live import Trainers, TrainersFailed
 

@@ -13,7 +13,7 @@ import pytest
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.token_advantages import TokenOutcomes
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.recipe.algorithm import AlgorithmConfig
 from tests.loss_cases import outcomes, settings
 
 OF_GROUPS = ["grpo", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "grpo_passk", "pass_at_k"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.agents.answers import AnswerTokens
-from megarl.agents.formats import DEEPSEEK, HERMES, Call, calls_in, format_of
+from megarl.agents.call_formats import DEEPSEEK, HERMES, Call, calls_in, format_of
+from megarl.agents.tool_responses import AnswerTokens
 from megarl.data.tokenizer import Tokenizer
 from tests.agent_tokenizers import DEEPSEEK_V3, QWEN3, deepseek_v3, qwen3
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.agents.build import AgentSetup
-from megarl.config.agent import AgentConfig
-from megarl.config.sandbox import SandboxConfig
-from megarl.config.schema import RewardConfig
+from megarl.agents.setup import AgentSetup
 from megarl.engines.base import EngineDead
+from megarl.recipe.agent import AgentConfig
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import RewardConfig
 from megarl.rewards import Scorer
 from megarl.rewards.weighted import Term
 from megarl.rollout import server as module

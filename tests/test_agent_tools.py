@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from megarl.agents.build import Agents, AgentSetup, check_tools
-from megarl.agents.formats import Call
+from megarl.agents import Context, ToolUnavailable, find, tool
+from megarl.agents.call_formats import Call
+from megarl.agents.code_interpreter import code_interpreter
 from megarl.agents.mcp_tools import McpTools
 from megarl.agents.python_tools import PythonTools
+from megarl.agents.setup import Agents, AgentSetup, check_tools
 from megarl.agents.toolbox import Toolbox
 from megarl.cluster.process import free_port
-from megarl.config.agent import AgentConfig, McpServer
-from megarl.config.sandbox import SandboxConfig
-from megarl.tools import Context, ToolUnavailable, find, tool
-from megarl.tools.code_interpreter import code_interpreter
+from megarl.recipe.agent import AgentConfig, McpServer
+from megarl.recipe.sandbox import SandboxConfig
 from megarl.types import Turn
 from tests.agent_tokenizers import qwen3
 from tests.sandbox_machine import needs_sandbox
@@ -119,7 +119,7 @@ def test_what_cannot_be_told_to_a_policy_is_refused(function: Callable[..., Any]
     [
         ("code_interpretr", "there is no tool 'code_interpretr'; did you mean 'code_interpreter'"),
         (f"{OWN}:ad", "ad of tests.agent_tools is not there; did you mean 'add'"),
-        (f"{OWN}:not_a_tool", "is not decorated with megarl.tools.tool"),
+        (f"{OWN}:not_a_tool", "is not decorated with megarl.agents.tool"),
         ("no_such_module:add", "importing 'no_such_module' failed with ModuleNotFoundError"),
     ],
 )

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.agents.answers import AnswerTokens
-from megarl.agents.formats import DEEPSEEK, HERMES, Call
+from megarl.agents import Answer, Context, ToolUnavailable
+from megarl.agents.call_formats import DEEPSEEK, HERMES, Call
+from megarl.agents.tool import describe
+from megarl.agents.tool_responses import AnswerTokens
 from megarl.agents.toolbox import Outcome, Toolbox
 from megarl.agents.trajectory import AgentLoop, Trajectory, turn_seed
-from megarl.config.agent import AgentConfig
 from megarl.data.tokenizer import Tokenizer
+from megarl.recipe.agent import AgentConfig
 from megarl.rewards import Score
 from megarl.rollout.assemble import control_data, question, steps_of, vectors
-from megarl.tools import Answer, Context, ToolUnavailable
-from megarl.tools.base import describe
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling, Turn
 from tests.agent_tokenizers import deepseek_v3, qwen3
 

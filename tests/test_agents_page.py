@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.agents.build import Agents, AgentSetup, check_tools
-from megarl.agents.formats import calls_in
-from megarl.config import load_recipe
+from megarl.agents import Context
+from megarl.agents.call_formats import calls_in
+from megarl.agents.setup import Agents, AgentSetup, check_tools
+from megarl.recipe import load_recipe
 from megarl.rewards import ScoreRequest, find, score
-from megarl.tools import Context
 from megarl.types import Turn
 from tests.agent_tokenizers import qwen3
 from tests.sandbox_machine import needs_sandbox

@@ -8,8 +8,8 @@ import pytest
 
 from megarl.observe.sources import SAMPLED, TOOLS
 from megarl.rollout.admission import TriedGroup
-from megarl.rollout.by_source import agent_figures, of_evaluated, of_sampled, sampled_figures, source_of
 from megarl.rollout.evaluate import by_source
+from megarl.rollout.metrics import agent_figures, of_evaluated, of_sampled, sampled_figures, source_of
 from megarl.types import Group, InlineData, Sample, SampleFailure, ToolUse
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from megarl.config.errors import InputError
-from megarl.config.load import to_yaml
-from megarl.config.schema import Recipe
-from megarl.flops import model_flops
-from megarl.planner.calibrate_command import calibrate_run
-from megarl.planner.calibration import read_calibration
-from megarl.planner.estimate import estimate, estimate_of
-from megarl.planner.lengths import Lengths
-from megarl.planner.plan import Estimate, Links
+from megarl.batching.flops import model_flops
+from megarl.commands.plan.count.types import Estimate, Links
+from megarl.commands.plan.time.calibrate_command import calibrate_run
+from megarl.commands.plan.time.calibration import read_calibration
+from megarl.commands.plan.time.estimate import estimate, estimate_of
+from megarl.commands.plan.time.lengths import Lengths
+from megarl.errors import InputError
 from megarl.platform.devices import Device, device_named
+from megarl.recipe.load import to_yaml
+from megarl.recipe.schema import Recipe
 from tests import plans
 from tests.estimate_cases import QWEN, rank, recipe
 
@@ -39,7 +39,7 @@ Change = Callable[[dict[str, float]], dict[str, float]]
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is: estimates stand on formulas alone."""
-    monkeypatch.setattr("megarl.planner.calibrate_command.make_plan", lambda *_, **__: COUNTED)
+    monkeypatch.setattr("megarl.commands.plan.time.calibrate_command.make_plan", lambda *_, **__: COUNTED)
 
 
 def write_run(path: Path, made: Recipe, found: Estimate, steps: int = 5, change: Change = lambda line: line) -> Path:
@@ -137,7 +137,7 @@ def test_a_run_is_held_against_what_plan_prints(tmp_path: Path, monkeypatch: pyt
     made = recipe(**ORDINARY, exchange__route="planned", algorithm__reference="teacher", teacher__path="t")
     made.rollout.engine_args = {"max_num_seqs": 64}
     plan = replace(COUNTED, engine=rank(cache=4 * 1000 * 280), exchange=Links("planned", 10**9, 10**9, 10**9, 0))
-    monkeypatch.setattr("megarl.planner.calibrate_command.make_plan", lambda *_, **__: plan)
+    monkeypatch.setattr("megarl.commands.plan.time.calibrate_command.make_plan", lambda *_, **__: plan)
     models = {"rollout": QWEN, "teacher": {**QWEN, "num_hidden_layers": 32}}
     told: dict[str, Any] = {"engine": plan.engine, "links": plan.exchange, "teacher_model": models["teacher"]}
     found = estimate(made, QWEN, QWEN, TRUE, lengths=LENGTHS, **told)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config.errors import InputError
-from megarl.planner.calibration import RATES, Calibration, Entry, Observation, read_calibration
-from megarl.planner.estimate import estimate
+from megarl.commands.plan.time.calibration import RATES, Calibration, Entry, Observation, read_calibration
+from megarl.commands.plan.time.estimate import estimate
+from megarl.errors import InputError
 from megarl.platform.devices import Device
 from tests.estimate_cases import DEVICE, QWEN, recipe
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.checkpoint import find_checkpoint, how_to_go_on, list_checkpoints, load_state, set_aside_later
-from megarl.config.errors import RecipeError
-from megarl.config.load import to_yaml
-from megarl.config.schema import Recipe
-from megarl.config.training import ModelConfig
-from megarl.identity import check_base, identity_of, weights_digest
-from megarl.manifest import MANIFEST, find_damage
-from megarl.preflight import open_run_directory
+from megarl.checkpoint.folder import find_checkpoint, how_to_go_on, list_checkpoints, load_state, set_aside_later
+from megarl.checkpoint.identity import check_base, identity_of, weights_digest
+from megarl.checkpoint.manifest import MANIFEST, find_damage
+from megarl.errors import RecipeError
+from megarl.preflight.run import open_run_directory
+from megarl.recipe.load import to_yaml
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import ModelConfig
 from megarl.rollout.admission import TriedGroup
 from megarl.types import InlineData, SampleFailure, SampleImages, ToolUse, Turn
 from tests.checkpoint_parts import Trainers, names, saver, spoil, state, tried

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.cluster import CallFailed, ServiceDied, host_name
 from megarl.cluster.devices import LocalDevices
-from megarl.cluster.local import LocalService
+from megarl.cluster.torchrun.local_service import LocalService
 from tests.cluster_workers import ROOT, alive, wait_until
 
 
@@ -102,7 +102,7 @@ def test_the_environment_is_the_roles_own(start, monkeypatch):
 CONTROLLER = """
 import sys
 from pathlib import Path
-from megarl.cluster.local import LocalService
+from megarl.cluster.torchrun.local_service import LocalService
 engine = LocalService("tests.cluster_workers:Engine", (3,), name="engine", log=Path(sys.argv[1]))
 print(*engine.call("child_pid").result(), flush=True)
 engine.call("child_pid").result()

@@ -6,9 +6,10 @@ import types
 
 import pytest
 
-from megarl.cluster import connect, ray_env
-from megarl.cluster.placement import Demand, FixedEngines, place, place_on_cpus
-from megarl.config.schema import Recipe
+from megarl.cluster import connect
+from megarl.cluster.device_map import Demand, FixedEngines, place, place_on_cpus
+from megarl.cluster.ray import env
+from megarl.recipe.schema import Recipe
 
 
 def machines_of(free, demand):
@@ -182,7 +183,7 @@ def test_a_missing_ray_is_told_with_the_remedy(recipe, monkeypatch):
 @pytest.fixture
 def ray_of_the_tests():
     """Ray reads its settings when it is imported, once a process: those of a private cluster, which later files start."""
-    ray_env.prepare(private=True)
+    env.prepare(private=True)
 
 
 @pytest.mark.stack
@@ -207,7 +208,7 @@ def test_a_ray_that_does_not_answer_is_told_with_the_remedy(recipe, tmp_path, ad
 @pytest.mark.usefixtures("ray_of_the_tests")
 def test_the_object_store_leaves_shared_memory_to_the_weight_exchange():
     pytest.importorskip("ray")
-    from megarl.cluster.ray_start import MIB, _free_shared_memory, _memory, object_store_bytes
+    from megarl.cluster.ray.start import MIB, _free_shared_memory, _memory, object_store_bytes
 
     assert object_store_bytes(1000 * MIB, 10000 * MIB) == 300 * MIB
     assert object_store_bytes(10000 * MIB, 1000 * MIB) == 300 * MIB

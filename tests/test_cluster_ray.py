@@ -17,7 +17,7 @@ THREADS = {"OMP_NUM_THREADS": "1"}
 
 @pytest.fixture(scope="module")
 def one_ray():
-    from megarl.cluster import ray_env
+    from megarl.cluster.ray import env as ray_env
 
     ray_env.prepare(private=True)
     import ray
@@ -38,9 +38,9 @@ def one_ray():
 
 @pytest.fixture
 def connect(one_ray, tmp_path):
-    from megarl.cluster.placement import Demand
-    from megarl.cluster.ray_cluster import RayCluster
-    from megarl.cluster.ray_devices import RayDevices
+    from megarl.cluster.device_map import Demand
+    from megarl.cluster.ray.cluster import RayCluster
+    from megarl.cluster.ray.devices import RayDevices
 
     clusters = []
 
@@ -93,11 +93,12 @@ def test_the_first_cause_is_told_within_seconds(connect, method, says):
 
 def test_a_trainer_that_is_stopped_is_named(connect, monkeypatch):
     """It closes no connection and answers nothing, and a collective of the others gives up after half an hour."""
-    from megarl.cluster import ray_watch, stopped
+    from megarl.cluster import sigstop_watch
+    from megarl.cluster.ray import watch
 
-    monkeypatch.setattr(stopped, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(sigstop_watch, "LOOK_SECONDS", 0.3)
     group = connect(2).start_trainers("tests.cluster_workers:Reducer", 2, (), {})
-    monkeypatch.setattr(ray_watch.ray, "remote", None)  # a function of its own for each look would stay in the cluster
+    monkeypatch.setattr(watch.ray, "remote", None)  # a function of its own for each look would stay in the cluster
     pids = [place[1] for place in group.call("identify")]
     began = time.monotonic()
     says = rf"trainer rank 1 on .* \(pid {pids[1]}\) failed: its process has been stopped for 3 s in stop_in_collective"
@@ -211,7 +212,8 @@ def test_processes_without_devices_never_wait_for_room(connect):
 
 def test_a_process_that_ray_does_not_start_is_named(connect, monkeypatch):
     """Ray would wait for room as long as it takes: here more is taken of a device than it has."""
-    from megarl.cluster import ray_cluster, ray_devices
+    from megarl.cluster.ray import cluster as ray_cluster
+    from megarl.cluster.ray import devices as ray_devices
 
     assert wait_until(lambda: _free_npus() == 4, 10)
     monkeypatch.setattr(ray_cluster, "START_SECONDS", 4.0)

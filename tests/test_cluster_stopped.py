@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from megarl.cluster import stopped
+from megarl.cluster import sigstop_watch
 from megarl.cluster.failures import Place, WorkerFailed
-from megarl.cluster.stopped import LOOKS, LocalWatch, Looks, stopped_of
+from megarl.cluster.sigstop_watch import LOOKS, LocalWatch, Looks, stopped_of
 from tests.cluster_workers import wait_until
 
 PLACES = [Place("trainer rank 0", "node7", 100), Place("trainer rank 1", "node7", 101)]
@@ -54,7 +54,7 @@ def test_a_pause_of_whoever_looks_is_one_look(busy, monkeypatch):
     watch = LocalWatch([Place("trainer rank 0", pid=busy.pid)], "update_actor")
     leap = [0.0]
     now = time.monotonic
-    monkeypatch.setattr(stopped.time, "monotonic", lambda: now() + leap[0])
+    monkeypatch.setattr(sigstop_watch.time, "monotonic", lambda: now() + leap[0])
     for _ in range(LOOKS - 1):
         leap[0] += 1000
         watch.check()

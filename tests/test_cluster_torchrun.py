@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megarl.config.schema import Recipe
+from megarl.recipe.schema import Recipe
 from tests.cluster_workers import ROOT, alive, wait_until
 
 pytestmark = pytest.mark.stack

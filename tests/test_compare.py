@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megarl import cli
-from megarl.observe.compare import NothingInCommon, accuracy, between, errors, spark, throughput
-from megarl.observe.compare_command import percentage, step_range
-from megarl.observe.compare_logs import Log, console_line, read_log
-from megarl.observe.compare_rules import Options, compare_logs
+from megarl.commands.compare.command import percentage, step_range
+from megarl.commands.compare.logs import Log, console_line, read_log
+from megarl.commands.compare.measures import NothingInCommon, accuracy, between, errors, spark, throughput
+from megarl.commands.compare.rules import Options, compare_logs
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import TensorBoardSink
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from megarl import cli
-from megarl.observe.compare_rules import LOSS, REWARD
+from megarl.commands.compare.rules import LOSS, REWARD
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "compare.md").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import RecipeError, load_recipe
+from megarl.recipe import RecipeError, load_recipe
 
 BASE = "model: {path: some/model}\n"
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
-from megarl.algorithms.trial import try_own_functions
-from megarl.config import RecipeError, load_recipe
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.preflight.user_functions import try_own_functions
+from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.algorithm import AlgorithmConfig
 from tests.loss_cases import inputs, outcomes
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import RecipeError, load_recipe
-from megarl.config.critic import critic_view
+from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.critic import critic_view
 
 GAE = ["algorithm.advantage=gae", "train.steps=10"]
 

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from megarl import engines
-from megarl.cluster.placement import Demand, place
-from megarl.config import RecipeError, load_recipe
-from megarl.config.schema import Recipe, RolloutConfig
+from megarl.cluster.calls import wait_for_all, watching
+from megarl.cluster.device_map import Demand, place
 from megarl.engines.base import EngineSpec, Seat
-from megarl.engines.vllm_args import build_engine_args, check_engine_args
-from megarl.preflight_engines import check_experts
-from megarl.rollout.calls import wait_for_all, watching
-from megarl.start_engines import load_engines
+from megarl.engines.vllm.args import build_engine_args, check_engine_args
+from megarl.preflight.engines import check_experts
+from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.schema import Recipe, RolloutConfig
+from megarl.rollout.start_engines import load_engines
 from tests.stack import ROOT
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -172,6 +172,6 @@ def test_a_group_may_span_machines_and_an_engine_may_not() -> None:
 
 def test_a_text_in_the_place_of_a_number_is_refused_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where vLLM is not installed nothing else knows of which type an argument is."""
-    monkeypatch.setattr("megarl.engines.vllm_args.fields", dict)
+    monkeypatch.setattr("megarl.engines.vllm.args.fields", dict)
     with pytest.raises(RecipeError, match="it must be a number"):
         check_engine_args({"gpu_memory_utilization": "0.9"})

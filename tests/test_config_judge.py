@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import RecipeError, load_recipe
-from megarl.preflight import prepare_evaluation, prepare_training
+from megarl.preflight.run import prepare_evaluation, prepare_training
+from megarl.recipe import RecipeError, load_recipe
 from tests.stack import ROOT
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
@@ -44,8 +44,8 @@ def test_demonstrations_are_not_judged() -> None:
 
 
 def test_the_base_recipe_lacks_a_model_alone() -> None:
-    from megarl.config.judge import JudgeConfig
-    from megarl.rollout.verdicts import Question
+    from megarl.recipe.judge import JudgeConfig
+    from megarl.rollout.judge.verdicts import Question
 
     recipe = load_recipe(ROOT / "recipes" / "base" / "judge.yaml", check=False)
     assert recipe.judge.prompt is not None

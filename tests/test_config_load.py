@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import RecipeError, load_recipe, to_yaml
-from megarl.config.load import all_keys
-from megarl.config.offload import offloads
-from megarl.config.schema import Recipe
+from megarl.recipe import RecipeError, load_recipe, to_yaml
+from megarl.recipe.load import all_keys
+from megarl.recipe.offload import offloads
+from megarl.recipe.schema import Recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 

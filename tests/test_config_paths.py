@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megarl.config.paths import with_absolute_paths
-from megarl.config.schema import Recipe
+from megarl.recipe.paths import with_absolute_paths
+from megarl.recipe.schema import Recipe
 
 
 def test_what_is_given_becomes_absolute_and_what_is_not_stays_away(monkeypatch, tmp_path: Path) -> None:

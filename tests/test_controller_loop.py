@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from megarl.checkpoint import checkpoint_name
-from megarl.config.schema import Recipe
-from megarl.controller import Controller, Layout
-from megarl.critic import Critic
+from megarl.checkpoint.folder import checkpoint_name
 from megarl.observe.log import RunLog
-from megarl.placement import TrainersOnly
-from megarl.profiling import Profiling
+from megarl.observe.profiling import Profiling
+from megarl.recipe.schema import Recipe
 from megarl.rollout.source import Batch
+from megarl.train import Controller, Layout
+from megarl.trainer.critic_group import Critic
 from megarl.types import Group, InlineData, Sample, SampleTokens, Shard, fetch
+from megarl.weight_sync.handover import TrainersOnly
 
 
 class Workers:
@@ -303,9 +303,9 @@ def test_only_an_adapted_weight_of_the_kl_outlives_its_recipe(
     assert saved == (None if target is None else pytest.approx(0.5 * 1.2))
     recipe.algorithm.kl_coef = 0.25
     monkeypatch.setattr(
-        "megarl.controller.load_state", lambda path: {"step": 1, "metrics": {}, "source": {}, "kl_weight": saved}
+        "megarl.train.load_state", lambda path: {"step": 1, "metrics": {}, "source": {}, "kl_weight": saved}
     )
-    monkeypatch.setattr("megarl.controller.set_aside_later", lambda folder, step: [])
+    monkeypatch.setattr("megarl.train.set_aside_later", lambda folder, step: [])
     with RunLog(recipe, tmp_path / "resumed", 2, 2) as log:
         second = controller(recipe, tmp_path, log, [1.0])
         second.source.restore = lambda state: None  # type: ignore[method-assign]

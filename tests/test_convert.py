@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import yaml
 
+from docs.generate.from_verl import PAGE, document
 from megarl import load_recipe
 from megarl.cli import app, guarded
-from megarl.config.errors import InputError
-from megarl.config.load import flat_settings, to_yaml
-from megarl.config.schema import Recipe
-from megarl.convert.command import convert
-from megarl.convert.document import PAGE, document
-from megarl.convert.sheet import value_of
-from megarl.convert.shell import read_command
-from megarl.convert.table import RL, SFT, TRAINER, Option
+from megarl.commands.convert_verl.command import convert
+from megarl.commands.convert_verl.parser import read_command
+from megarl.commands.convert_verl.sheet import value_of
+from megarl.commands.convert_verl.table import RL, SFT, TRAINER, Option
+from megarl.errors import InputError
+from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = (ROOT / "tests" / "fixtures" / "verl" / "dapo_megatron.sh").read_text()
@@ -256,7 +256,7 @@ class TestMeaning:
         assert not [key for option in options if option.to for key in option.to.split(", ") if not exists(key)]
 
     def test_page_is_up_to_date(self) -> None:
-        assert PAGE.read_text() == document(), "run python -m megarl.convert.document"
+        assert PAGE.read_text() == document(), "run python -m docs.generate.from_verl"
 
 
 class TestShell:

@@ -19,10 +19,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from megarl.commands import convert_weights
-from megarl.commands.convert_weights import convert
-from megarl.commands.fp8_shards import ShardJob, ShardResult, convert_shard
-from megarl.config.errors import InputError
+from megarl.commands.convert_weights import command as convert_weights
+from megarl.commands.convert_weights.command import convert
+from megarl.commands.convert_weights.fp8_shards import ShardJob, ShardResult, convert_shard
+from megarl.errors import InputError
 
 INDEX = "model.safetensors.index.json"
 BLOCK = 4
@@ -356,7 +356,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     del tensors, weight
     code = (
         "import resource, sys, torch; from pathlib import Path; import numpy\n"
-        "from megarl.commands.fp8_shards import ShardJob, convert_shard\n"
+        "from megarl.commands.convert_weights.fp8_shards import ShardJob, convert_shard\n"
         "torch.set_num_threads(1); torch.zeros(8).view(torch.uint8).view(torch.float8_e4m3fn).float()\n"
         "pages = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (pages + (200 << 20),) * 2)\n"

@@ -12,8 +12,8 @@ import torch
 from megarl.algorithms.correction import Mismatch, corrections, corrects, total_mismatch, weight_totals
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import objective
-from megarl.config.algorithm import CorrectionConfig
-from megarl.controller import correction_scales
+from megarl.recipe.algorithm import CorrectionConfig
+from megarl.train import correction_scales
 from tests.loss_cases import correcting, inputs, part_of, random_inputs, sequences_of, settings
 
 

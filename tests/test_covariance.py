@@ -9,7 +9,7 @@ import torch
 from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.covariance import TokenSums, covariances, threshold
 from megarl.algorithms.inputs import LossInputs
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.recipe.algorithm import AlgorithmConfig
 from tests.loss_cases import inputs, part_of, random_inputs, sequences_of, settings
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl import placement
-from megarl.config.schema import Recipe
-from megarl.placement import Colocated, Tenant
-from megarl.shards import plan_step, routes
+from megarl.batching.plan import plan_step, routes
+from megarl.recipe.schema import Recipe
 from megarl.types import Group, InlineData, Sample
+from megarl.weight_sync import handover
+from megarl.weight_sync.handover import Colocated, Tenant
 
 
 def batch(lengths: list[int], truncated: set[int]) -> list[Group]:
@@ -71,7 +71,7 @@ class Recorder:
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(placement, "publish", lambda *_: said.append("publish") or {})
+    monkeypatch.setattr(handover, "publish", lambda *_: said.append("publish") or {})
     return said
 
 

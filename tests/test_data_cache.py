@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.config.schema import DataConfig
+from megarl.commands.data.tiny_tokenizer import CHAT_TEMPLATE, make_tiny_tokenizer
 from megarl.data import PromptDataset, SFTDataset, Tokenizer, load_tokenizer
 from megarl.data import encode as encoding
 from megarl.data import prompts as prompt_rows
 from megarl.data.cache import Encoded
-from megarl.data.prepare.tiny_tokenizer import CHAT_TEMPLATE, make_tiny_tokenizer
 from megarl.data.rows import Row
+from megarl.recipe.schema import DataConfig
 
 ROWS = 1200  # more than encode.LEAST_CACHED
 

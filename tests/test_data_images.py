@@ -17,13 +17,13 @@ import pytest
 from PIL import Image
 
 from megarl import load_recipe
-from megarl.config.errors import RecipeError
-from megarl.config.schema import DataConfig
 from megarl.data import PromptDataset, SFTDataset, Tokenizer, load_tokenizer
 from megarl.data.images import LARGEST, ImageReader
 from megarl.data.rows import write_parquet
-from megarl.engines.vllm_images import check_images
-from megarl.preflight import prepare_training
+from megarl.engines.vllm.images import check_images
+from megarl.errors import RecipeError
+from megarl.preflight.run import prepare_training
+from megarl.recipe.schema import DataConfig
 from tests.vl_model import END, IMAGE, MERGE, PATCH_VALUES, START, config, write_processor
 
 

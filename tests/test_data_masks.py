@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.schema import DataConfig
+from megarl.commands.data.tiny_tokenizer import CHAT_TEMPLATE, make_tiny_tokenizer
 from megarl.data import Tokenizer, load_tokenizer
 from megarl.data.cache import Encoded
-from megarl.data.prepare.tiny_tokenizer import CHAT_TEMPLATE, make_tiny_tokenizer
 from megarl.data.prompts import encode_prompts
 from megarl.data.rows import Row
 from megarl.data.sft import encode_demonstrations
+from megarl.recipe.schema import DataConfig
 
 # Qwen2.5's habits: a system turn of its own where none is given, and roles and contents as they stand.
 WITH_SYSTEM = (

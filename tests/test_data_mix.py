@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config import load_recipe
-from megarl.config.data import MixedSet
-from megarl.config.errors import RecipeError
-from megarl.config.schema import DataConfig, Recipe
+from megarl.commands.data.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data import PromptDataset, Sampler, SFTDataset, load_tokenizer
 from megarl.data.dataset import sampler_of
-from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data.sampler import MixedSampler
-from megarl.rollout.data_source import DataSource
+from megarl.errors import RecipeError
+from megarl.recipe import load_recipe
+from megarl.recipe.data import MixedSet
+from megarl.recipe.schema import DataConfig, Recipe
+from megarl.rollout.source_dataset import DataSource
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "quickstart.yaml"
 

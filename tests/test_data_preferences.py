@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.config.schema import DataConfig, Recipe
 from megarl.data.preferences import PreferenceDataset
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.rollout.data_source import DataSource
+from megarl.recipe.schema import DataConfig, Recipe
+from megarl.rollout.source_dataset import DataSource
 
 PROMPT = [{"role": "user", "content": "2+2?"}]
 TALK = [*PROMPT, {"role": "assistant", "content": "5"}, {"role": "user", "content": "No."}]

@@ -12,12 +12,12 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from megarl.config.schema import DataConfig
+from megarl.commands.data import gsm8k, word_problems
+from megarl.commands.data.command import app
+from megarl.commands.data.quickstart import prepare_quickstart
 from megarl.data import PromptDataset, SFTDataset, load_tokenizer
-from megarl.data.command import app
-from megarl.data.prepare import gsm8k, word_problems
-from megarl.data.prepare.quickstart import prepare_quickstart
 from megarl.data.rows import read_rows, write_parquet
+from megarl.recipe.schema import DataConfig
 from megarl.rewards import ScoreRequest, resolve, score
 
 SAMPLE = Path(__file__).parent / "fixtures" / "gsm8k"

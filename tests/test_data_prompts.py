@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megarl.config.schema import DataConfig
+from megarl.commands.data.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data import PromptDataset, load_tokenizer
-from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
+from megarl.recipe.schema import DataConfig
 from megarl.rewards.weighted import needed_columns
 
 

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from megarl.config.schema import DataConfig
+from megarl.commands.data.tiny_tokenizer import CHAT_TEMPLATE, make_tiny_tokenizer
 from megarl.data import PromptDataset, SFTDataset, load_tokenizer
-from megarl.data.prepare.tiny_tokenizer import CHAT_TEMPLATE, make_tiny_tokenizer
+from megarl.recipe.schema import DataConfig
 
 TALK = [
     {"role": "system", "content": "Be brief."},

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megarl.config.schema import DataConfig
+from megarl.commands.data import aime, dapo_math, deepscaler, geo3k, math, retool_sft
+from megarl.commands.data.command import app
+from megarl.commands.data.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data import SFTDataset, load_tokenizer
-from megarl.data.command import app
-from megarl.data.prepare import aime, dapo_math, deepscaler, geo3k, math, retool_sft
-from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data.rows import read_rows, write_parquet
+from megarl.recipe.schema import DataConfig
 from megarl.rewards import ScoreRequest, resolve, score
 
 VERL = ("data_source", "prompt", "ability", "reward_model", "extra_info")

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from megarl.commands.data.tiny_model import KINDS, make_tiny_model
 from megarl.data import check_vocabulary, load_tokenizer
-from megarl.data.prepare.tiny_model import KINDS, make_tiny_model
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

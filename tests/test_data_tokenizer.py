@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from megarl.commands.data.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data import check_vocabulary, load_tokenizer
-from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
 
 MESSAGES = [{"role": "user", "content": "2+2?"}]
 

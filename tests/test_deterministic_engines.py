@@ -8,16 +8,17 @@ from typing import Any
 import pytest
 
 from megarl import load_recipe
-from megarl.engines import engine_env, vllm_ascend
+from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
 from megarl.engines.specs import first_specs
-from megarl.engines.vllm_args import build_engine_args, check_plan
+from megarl.engines.vllm import ascend
+from megarl.engines.vllm.args import build_engine_args, check_plan
 from megarl.platform.base import Platform
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.environment import notices, users_first
 from megarl.platform.npu import NPUPlatform
-from megarl.start_engines import environment_notices
+from megarl.rollout.start_engines import environment_notices
 
 GRPO = Path(__file__).parent.parent / "recipes" / "grpo_qwen3_8b.yaml"
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
@@ -67,8 +68,8 @@ def test_no_whole_graphs_on_an_npu(
 ) -> None:
     from packaging.version import Version
 
-    monkeypatch.setattr(vllm_ascend, "running", lambda: Version("0.23.0"))
-    monkeypatch.setattr(vllm_ascend, "installed", lambda: Version("0.23.0"))
+    monkeypatch.setattr(ascend, "running", lambda: Version("0.23.0"))
+    monkeypatch.setattr(ascend, "installed", lambda: Version("0.23.0"))
     spec = EngineSpec(
         "engine0", f"{quickstart_data}/model", "bfloat16", 64, engine_args=engine_args, deterministic=True
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.config.errors import InputError
+from megarl.errors import InputError
 from megarl.platform.devices import Device, device_named, devices, fields_of_file
 
 

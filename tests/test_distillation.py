@@ -19,11 +19,11 @@ from megarl.algorithms.distillation_losses import divergence, gkd, with_rest
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import needs_teacher, objective, runs_reference_pass, teacher_top_k
 from megarl.algorithms.token_advantages import TokenOutcomes
-from megarl.engines.vllm_outputs import completions
-from megarl.megatron.heads import IMPOSSIBLE
+from megarl.engines.vllm.outputs import completions
+from megarl.megatron.output_heads import IMPOSSIBLE
 from megarl.rollout import teacher_server
+from megarl.rollout.teacher import Teacher
 from megarl.rollout.teacher_server import TeacherServer
-from megarl.teacher import Teacher
 from megarl.types import Completion, GenerationRequest, Group, InlineData, Sample, SampleTokens, TokenScores
 from tests.loss_cases import assert_gradient, part_of, random_inputs, settings
 

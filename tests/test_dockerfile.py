@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from megarl.doctor.versions import SETS
+from megarl.commands.doctor.versions import SETS
 from tests.cluster_workers import ROOT
 
 BASH = shutil.which("bash")

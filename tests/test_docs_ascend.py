@@ -13,10 +13,10 @@ import pytest
 import typer
 
 from megarl.cli import app
-from megarl.config import load_recipe
-from megarl.doctor.catalogue import CHECKS, MORE
+from megarl.commands.doctor.catalogue import CHECKS, MORE
 from megarl.platform.environment import NEEDED
 from megarl.platform.npu import NPUPlatform
+from megarl.recipe import load_recipe
 from tests.test_dockerfile import FILES, NPU_SETS, PACKAGES, versions
 
 ROOT = Path(__file__).parent.parent
@@ -109,7 +109,7 @@ class TestPage:
 
 
 def test_engine_arguments_are_vllms() -> None:
-    from megarl.engines.vllm_args import check_engine_args
+    from megarl.engines.vllm.args import check_engine_args
 
     values = {
         "gpu_memory_utilization": 0.8,

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from megarl import load_recipe
-from megarl.data.command import app
+from megarl.commands.data.command import app
 from megarl.data.images import ImageReader
-from megarl.preflight import prepare_training
-from megarl.rollout.engines_source import EnginesSource
+from megarl.preflight.run import prepare_training
+from megarl.rollout.source_engines import EnginesSource
 from tests.vl_model import PATCH_VALUES, write_processor, write_vl_model
 
 ROOT = Path(__file__).parent.parent

@@ -15,20 +15,20 @@ from packaging.specifiers import SpecifierSet
 
 from megarl import load_recipe
 from megarl import platform as platforms
-from megarl.checks.finding import Finding, Needs, fail, ok, warning
-from megarl.checks.machine import Machine
-from megarl.checks.versions import nearest_set
-from megarl.cluster.topology import DEFAULT_PORT
-from megarl.config.paths import with_absolute_paths
-from megarl.config.schema import ExchangeConfig
-from megarl.doctor import command, network, system
-from megarl.doctor.nodes import NodeReport, compared
-from megarl.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
-from megarl.doctor.versions import PYTHON, SETS
+from megarl.cluster.launch.topology import DEFAULT_PORT
+from megarl.commands.doctor import command, network, system
+from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
+from megarl.commands.doctor.found import platform_of
+from megarl.commands.doctor.machine import Machine
+from megarl.commands.doctor.nodes import NodeReport, compared
+from megarl.commands.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
+from megarl.commands.doctor.versions import PYTHON, SETS
 from megarl.platform.device_kind import DeviceKind
-from megarl.platform.found import platform_of
 from megarl.platform.kinds import KINDS, NPU
 from megarl.platform.transformer_engine import WANTED as TRANSFORMER_ENGINE
+from megarl.platform.version_sets import nearest_set
+from megarl.recipe.paths import with_absolute_paths
+from megarl.recipe.schema import ExchangeConfig
 from tests.doctor_machine import FakeMachine, cpu_machine, npu_machine
 from tests.test_cluster_multinode import node  # noqa: F401 - a fixture
 
@@ -106,18 +106,18 @@ class TestFactsOfOthers:
         assert [platform_of(machine, Needs()).kind.name] == taken
 
     def test_of_the_exchange_and_of_ray(self) -> None:
-        from megarl.cluster import ray_start
-        from megarl.exchange import session
+        from megarl.cluster.ray import start
+        from megarl.weight_sync import session
 
         assert Needs().buckets == session.EXPORT_SLOTS
-        assert (system._STORE_LEAST, system._STORE_SHARE) == (ray_start.STORE_LEAST, ray_start.STORE_SHARE)
+        assert (system._STORE_LEAST, system._STORE_SHARE) == (start.STORE_LEAST, start.STORE_SHARE)
         assert Needs().bucket_bytes == ExchangeConfig().bucket_mb << 20
         assert DEFAULT_PORT == 6379
 
     def test_what_runs_programs_is_registered(self) -> None:
-        from megarl import rewards, tools
+        from megarl import agents, rewards
 
-        found = {tools.find(name).name if name == "code_interpreter" else rewards.find(name).name for name in _RUNS_PROGRAMS}  # fmt: skip
+        found = {agents.find(name).name if name == "code_interpreter" else rewards.find(name).name for name in _RUNS_PROGRAMS}  # fmt: skip
         assert found == set(_RUNS_PROGRAMS)
 
 
@@ -147,7 +147,7 @@ class TestLines:
 
 @dataclasses.dataclass
 class Answer:
-    """As megarl.cluster.everywhere.NodeAnswer, which needs Ray."""
+    """As megarl.cluster.run_on_all_nodes.NodeAnswer, which needs Ray."""
 
     host: str
     rank: int

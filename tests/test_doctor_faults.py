@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checks.check import check, run_check
-from megarl.checks.finding import Finding, Needs, ok
-from megarl.checks.machine import Output
-from megarl.doctor.catalogue import CHECKS
-from megarl.platform.npu_checks import Chip, chips
+from megarl.commands.doctor.catalogue import CHECKS
+from megarl.commands.doctor.check import check, run_check
+from megarl.commands.doctor.finding import Finding, Needs, ok
+from megarl.commands.doctor.machine import Output
+from megarl.commands.doctor.npu_checks import Chip, chips
 from tests.doctor_machine import A2, A3, GIB, INSTALL_INFO, MACHINES, MEMINFO, VERSION_CFG, FakeMachine, npu_machine
 
 RECIPE = Needs(recipe=True, processes=3)
@@ -159,7 +159,7 @@ def test_rows_of_npu_smi() -> None:
 
 def test_where_cann_says_its_version(tmp_path: Path) -> None:
     """version.cfg names the runtime's number first: 7.6.0.1.220 is no CANN."""
-    from megarl.platform.npu_checks import cann_version
+    from megarl.commands.doctor.npu_checks import cann_version
 
     machine = npu_machine(tmp_path)
     machine.write("/opt/a/version.cfg", VERSION_CFG)
@@ -175,7 +175,7 @@ def test_where_cann_says_its_version(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_the_newest_set_for_a_driver(tmp_path: Path, driver: str, name: str | None) -> None:
     """On a host with nothing but a driver, its line names the set to build; CANN is in the image."""
-    from megarl.platform.npu_checks import newest_set_for, set_of
+    from megarl.commands.doctor.npu_checks import newest_set_for, set_of
 
     chosen = newest_set_for(driver)
     assert (chosen and chosen.name) == name

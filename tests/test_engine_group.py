@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megarl.engines.base import EngineDead
-from megarl.exchange.sender import WeightSender
+from megarl.weight_sync.full.sender import WeightSender
 from tests.engine_process import (
     PATIENCE,
     EngineProcess,
@@ -29,7 +29,7 @@ class EngineGroup:
     def __init__(self, path, size=2, **changes):
         self.engines = [EngineProcess() for _ in range(size)]
         for engine in self.engines:
-            engine.replace("megarl.engines.vllm", "build_engine_args", "with_digests")
+            engine.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")
         seat = self.engines[0].open_meeting_place("127.0.0.1")
         changes = {"data_parallel": size, "expert_parallel": True, **changes}
         starting = [

@@ -18,7 +18,7 @@ import pytest
 from megarl.engines import group
 from megarl.engines.base import EngineDead, EngineRefused, EngineSpec
 from megarl.engines.loop import EngineLoop
-from megarl.engines.vllm import _VllmBackend
+from megarl.engines.vllm.engine import _VllmBackend
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
 
 SIZE = 3

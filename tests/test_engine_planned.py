@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def process() -> Iterator[EngineProcess]:
     process = EngineProcess()
-    process.replace("megarl.engines.vllm", "build_engine_args", "with_digests")
+    process.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")
     yield process
     process.close()
 

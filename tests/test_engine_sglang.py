@@ -20,14 +20,15 @@ import pytest
 import torch
 
 from megarl import load_recipe
-from megarl.config.errors import RecipeError
-from megarl.engines import check_args, check_plan, create, engine_env, sglang_args, sglang_worker
+from megarl.engines import check_args, check_plan, create, engine_env
 from megarl.engines.base import EngineDead, EngineRefused, EngineSpec, GenerationAborted
-from megarl.engines.sglang_args import LOADER, build_engine_args
-from megarl.exchange.sender import WeightSender
-from megarl.exchange.session import ExchangeError, compare_reports
-from megarl.preflight import check_device
+from megarl.engines.sglang import args, worker
+from megarl.engines.sglang.args import LOADER, build_engine_args
+from megarl.errors import RecipeError
+from megarl.preflight.run import check_device
 from megarl.types import GenerationRequest, Prompt, Sampling
+from megarl.weight_sync.full.sender import WeightSender
+from megarl.weight_sync.session import ExchangeError, compare_reports
 from tests import fake_sglang
 from tests.fake_sglang import END, VOCABULARY
 
@@ -223,7 +224,7 @@ def test_an_sglang_without_update_sessions_is_refused(fake, spec, monkeypatch) -
 
 
 def test_arguments(spec, monkeypatch) -> None:
-    monkeypatch.setattr(sglang_args, "fields", lambda: ["mem_fraction_static", "attention_backend"])
+    monkeypatch.setattr(args, "fields", lambda: ["mem_fraction_static", "attention_backend"])
     with pytest.raises(ValueError, match="did you mean 'mem_fraction_static'"):
         check_args("sglang", {"mem_fraction": 0.3}, "rollout")
     with pytest.raises(
@@ -236,7 +237,7 @@ def test_arguments(spec, monkeypatch) -> None:
         check_args("sglang", {"ep_size": 2}, "rollout")
     spread = build_engine_args(replace(spec, tensor_parallel=4, expert_parallel=True), "npu")
     assert (spread["tp_size"], spread["ep_size"]) == (4, 4), "rollout.expert_parallel was read and ignored"
-    monkeypatch.setattr(sglang_args, "fields", lambda: ["ep_size"])
+    monkeypatch.setattr(args, "fields", lambda: ["ep_size"])
     fixed = replace(spec, tensor_parallel=4, engine_args={"ep_size": 2}, recipe_section="judge")
     assert build_engine_args(fixed, "npu")["ep_size"] == 2, "a judge has no expert_parallel"
     made = build_engine_args(spec, "npu")
@@ -251,7 +252,7 @@ def test_arguments(spec, monkeypatch) -> None:
 
 
 def test_a_response_cut_short_names_the_section_of_its_engine() -> None:
-    from megarl.engines.sglang import _completion
+    from megarl.engines.sglang.engine import _completion
 
     output = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}}
     with pytest.raises(RuntimeError, match=r"raise judge\.engine_args\.mem_fraction_static"):
@@ -302,7 +303,7 @@ def test_the_recipe_is_refused_on_a_cpu_before_anything_starts() -> None:
 def test_answers_of_ranks(tmp_path) -> None:
     for rank in (0, 1):
         (tmp_path / f"{rank}.json").write_text(json.dumps({"error": f"of {rank}"}))
-    assert [one["error"] for one in sglang_worker.answers(str(tmp_path), 2)] == ["of 0", "of 1"]
+    assert [one["error"] for one in worker.answers(str(tmp_path), 2)] == ["of 0", "of 1"]
 
 
 # --- a real SGLang, on the CPU ------------------------------------------------------------------

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted
-from megarl.exchange.session import ExchangeError, compare_reports
 from megarl.types import GenerationRequest, Prompt, Sampling
+from megarl.weight_sync.session import ExchangeError, compare_reports
 from tests.engine_process import (
     MAX_LENGTH,
     VOCABULARY,
@@ -39,7 +39,7 @@ def path(tmp_path_factory):
 @pytest.fixture(scope="module")
 def process():
     process = EngineProcess()
-    process.replace("megarl.engines.vllm", "build_engine_args", "with_digests")
+    process.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")
     yield process
     process.close()
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from megarl.engines.base import AdapterSpec, EngineDead, EngineRefused, EngineSpec
-from megarl.engines.vllm import VllmEngine
-from megarl.engines.vllm_compat import Capabilities
-from megarl.exchange.session import ExchangeSession, PlannedSession
+from megarl.engines.vllm.compat import Capabilities
+from megarl.engines.vllm.engine import VllmEngine
 from megarl.types import GenerationRequest, Prompt, Sampling
+from megarl.weight_sync.session import ExchangeSession, PlannedSession
 
 
 class FakeVllm:
@@ -70,14 +70,14 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
         module = ModuleType(name)
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr("megarl.engines.vllm.build_engine_args", lambda spec, device: {})
+    monkeypatch.setattr("megarl.engines.vllm.engine.build_engine_args", lambda spec, device: {})
     return fake
 
 
 def engine(
     monkeypatch: pytest.MonkeyPatch, *, load_weights: bool = True, on: str | None = None, **changes: Any
 ) -> VllmEngine:
-    monkeypatch.setattr("megarl.engines.vllm_compat.capabilities", lambda: capabilities(**changes))
+    monkeypatch.setattr("megarl.engines.vllm.compat.capabilities", lambda: capabilities(**changes))
     return VllmEngine(EngineSpec("e0", "model", "float32", 64, sleep_mode=True, load_weights=load_weights, device=on))
 
 
@@ -110,8 +110,8 @@ def test_weights_that_no_update_brings_again_stay_on_the_host(
 ) -> None:
     """With adapters alone: from the first update on, weights are not dropped in sleep."""
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr("megarl.engines.vllm_adapters.request", lambda: "adapter")
-    monkeypatch.setattr("megarl.engines.vllm_compat.capabilities", capabilities)
+    monkeypatch.setattr("megarl.engines.vllm.adapters.request", lambda: "adapter")
+    monkeypatch.setattr("megarl.engines.vllm.compat.capabilities", capabilities)
     adapters = AdapterSpec(rank=8, targets=("q_proj",))
     spec = EngineSpec("e0", str(tmp_path), "float32", 64, sleep_mode=True, load_weights=False, adapters=adapters)
     sleeper = VllmEngine(spec)
@@ -184,7 +184,7 @@ def test_without_layerwise_reload_no_weights_are_taken(monkeypatch: pytest.Monke
 
 
 def test_an_engine_forgets_the_groups_and_embeddings_of_an_earlier_one(monkeypatch):
-    from megarl.engines.vllm_compat import forget_earlier_engine
+    from megarl.engines.vllm.compat import forget_earlier_engine
 
     done: list[str] = []
     groups = SimpleNamespace(

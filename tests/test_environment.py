@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from megarl.config.environment import variables
-from megarl.config.errors import RecipeError
-from megarl.config.load import load_recipe
 from megarl.engines.base import EngineSpec
 from megarl.engines.specs import policy_spec
-from megarl.engines.vllm_args import required_environment
-from megarl.engines.vllm_dispatch import dispatch_buffer
-from megarl.model_configs import read
+from megarl.engines.vllm.args import required_environment
+from megarl.engines.vllm.dispatch_buffers import dispatch_buffer
+from megarl.errors import RecipeError
+from megarl.hf.published import read
 from megarl.platform import environment
 from megarl.platform.environment import Requirement, RoleSettings, at_least
 from megarl.platform.npu import NPUPlatform
-from megarl.start_engines import environment_notices
+from megarl.preflight.recipe.environment import variables
+from megarl.recipe.load import load_recipe
+from megarl.rollout.start_engines import environment_notices
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 DEEPSEEK = RECIPES / "grpo_deepseek_v3.yaml"
@@ -111,7 +111,7 @@ def test_processes_start_with_the_recipes_variables(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setitem(environment._STARTED_WITH, "FROM_SHELL", "shell")
-    monkeypatch.setattr("megarl.cluster.torchrun.TorchrunCluster", lambda *_, **found: roles.update(found))
+    monkeypatch.setattr("megarl.cluster.torchrun.cluster.TorchrunCluster", lambda *_, **found: roles.update(found))
     recipe = of("all.FROM_SHELL=recipe", "trainers.ONE=1", "engines.TWO=2")
     cluster.connect(recipe, NPUPlatform())
     assert (roles["trainer_env"]["ONE"], roles["trainer_env"]["FROM_SHELL"]) == ("1", "shell")
@@ -182,8 +182,8 @@ def test_a_run_says_and_sets_the_buffer(tmp_path: Path) -> None:
 
 
 def test_plan_and_doctor_show_the_buffer(tmp_path: Path) -> None:
-    from megarl.doctor.recipe import environment as looked_at
-    from megarl.planner.environment import environment_of
+    from megarl.commands.doctor.recipe import environment as looked_at
+    from megarl.commands.plan.environment import environment_of
     from megarl.platform.devices import device_named
 
     recipe = load_recipe(DEEPSEEK, ["cluster.environment.trainers.ONE=1"])
@@ -207,8 +207,8 @@ def test_plan_and_doctor_show_the_buffer(tmp_path: Path) -> None:
 def test_plan_counts_the_buffers_that_a_run_inherits_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers have 400 MiB a communicator without the variable, 2 x 500 with it; engines that need 240 MB keep theirs if the
     shell has less."""
-    from megarl.planner.environment import OF_SHELL, environment_of
-    from megarl.planner.libraries import counted_libraries
+    from megarl.commands.plan.count.libraries import counted_libraries
+    from megarl.commands.plan.environment import OF_SHELL, environment_of
     from megarl.platform.devices import device_named
 
     recipe, models, device = load_recipe(DEEPSEEK, []), {"rollout": read("DeepSeek-V3")}, device_named("910C")
@@ -231,7 +231,7 @@ def test_plan_counts_the_buffers_that_a_run_inherits_from_the_shell(monkeypatch:
 
 
 def test_plan_refuses_the_same_variables_as_a_deterministic_run() -> None:
-    from megarl.planner.environment import environment_of
+    from megarl.commands.plan.environment import environment_of
     from megarl.platform.devices import device_named
 
     overrides = ["train.deterministic=true", "cluster.environment.engines.VLLM_BATCH_INVARIANT=0"]

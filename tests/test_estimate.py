@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from megarl import model_configs
-from megarl.config.load import load_recipe
-from megarl.planner.estimate import estimate
-from megarl.planner.estimate_table import seconds_columns
-from megarl.planner.plan import Links
+from megarl.commands.plan.count.types import Links
+from megarl.commands.plan.show.estimate_table import seconds_columns
+from megarl.commands.plan.time.estimate import estimate
+from megarl.hf import published
 from megarl.platform.devices import device_named
+from megarl.recipe.load import load_recipe
 from tests import plans
 from tests.estimate_cases import QWEN, rank, recipe
 
@@ -124,7 +124,7 @@ def test_recipes_of_each_kind_are_estimated(name: str) -> None:
     path = ROOT / "recipes" / f"{name}.yaml"
     shape = re.search(r"^# Shape: (.*)$", path.read_text(), re.MULTILINE)
     assert shape
-    model = model_configs.read(shape[1])
+    model = published.read(shape[1])
     found = estimate(load_recipe(path, []), model, model, device_named("910B"))
     assert 0 < found.seconds < 86_400 and found.tokens_per_micro_batch > 1
     assert all(phase.seconds > 0 and phase.bound and phase.assumed for phase in found.phases)

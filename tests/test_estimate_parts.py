@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.config.schema import Recipe
+from megarl.commands.plan.count.types import Links
+from megarl.commands.plan.time import trainers as training
+from megarl.commands.plan.time.cost import Cost, all_to_all_seconds, host_seconds, ring_seconds, send_seconds
+from megarl.commands.plan.time.engines import Engines, generate, read, room
+from megarl.commands.plan.time.estimate import estimate
+from megarl.commands.plan.time.lengths import Lengths, MicroBatches, micro_batches
+from megarl.commands.plan.time.trainers import Passes, Trainers, update_passes
+from megarl.commands.plan.time.weight_sync import exchange, export_host_seconds, moved, uncounted
 from megarl.engines.limits import Limits
-from megarl.planner import estimate_training as training
-from megarl.planner.cost import Cost, all_to_all_seconds, host_seconds, ring_seconds, send_seconds
-from megarl.planner.estimate import estimate
-from megarl.planner.estimate_engines import Engines, generate, read, room
-from megarl.planner.estimate_exchange import exchange, export_host_seconds, moved, uncounted
-from megarl.planner.estimate_training import Passes, Trainers, update_passes
-from megarl.planner.lengths import Lengths, MicroBatches, micro_batches
-from megarl.planner.plan import Links
 from megarl.platform.devices import device_named
+from megarl.recipe.schema import Recipe
 from tests.estimate_cases import DENSE, DEVICE, QWEN, SPARSE, rank, recipe
 
 BATCH = MicroBatches(count=3, tokens=1000, pairs=50_000)

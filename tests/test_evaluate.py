@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import Recipe
+from megarl.recipe.schema import Recipe
 from megarl.rollout.evaluate import accuracy_metrics, evaluate, majority_is_correct, pass_at_k
 from megarl.types import Group, InlineData, Prompt, Sample, SampleFailure
 

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.exchange.channel import Channel
-from megarl.exchange.collective import BroadcastGroup
-from megarl.exchange.fingerprint import Fingerprints, fingerprint
-from megarl.exchange.planned_sender import meet
-from megarl.exchange.session import ExchangeError
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.npu import NPUPlatform
+from megarl.weight_sync.fingerprint import Fingerprints, fingerprint
+from megarl.weight_sync.process_group import BroadcastGroup
+from megarl.weight_sync.session import ExchangeError
+from megarl.weight_sync.sharded.sender import meet
+from megarl.weight_sync.store import Channel
 from tests.upstream_sources import missing, torch_npu
 
 TORCH_NPU = torch_npu()

@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from megarl.cluster.failures import Failure, Place, Raised
-from megarl.exchange import vigil
-from megarl.exchange.planned_receiver import PlannedReceiver
-from megarl.exchange.session import PlannedSession
+from megarl.weight_sync import heartbeat
+from megarl.weight_sync.session import PlannedSession
+from megarl.weight_sync.sharded.receiver import PlannedReceiver
 from tests.planned_ranks import SHAPES, Exchange, exchange, met
 
 HERE, APART = ["here"] * 4, ["b", "b", "c", "c"]
@@ -168,7 +168,7 @@ def test_whoever_is_stopped_between_updates_is_not_lost(tmp_path):
 def test_a_pause_of_whoever_counts_is_nobodys_silence(tmp_path, monkeypatch):
     """As when trainer 0 was stopped with all others: its clock has moved on before anyone could beat."""
     leap = [0.0]
-    monkeypatch.setattr(vigil, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + leap[0]))
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + leap[0]))
     with exchange(tmp_path) as one:
         one.connect()
         one.update(1)

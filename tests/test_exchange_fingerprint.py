@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.exchange.fingerprint import PIECE, Passing, VersionFingerprint, fingerprint
+from megarl.weight_sync.fingerprint import PIECE, Passing, VersionFingerprint, fingerprint
 
 BLOCK = 1024  # bytes: what XXH3 mixes at a time, and more than its short forms take
 

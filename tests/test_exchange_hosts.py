@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.exchange.collective import BroadcastGroup
-from megarl.exchange.hops import Hop, export_hops
-from megarl.exchange.receiver import WeightReceiver
-from megarl.exchange.session import ExchangeError, ExchangeSession, compare_reports, host_id
+from megarl.weight_sync.full.receiver import WeightReceiver
+from megarl.weight_sync.process_group import BroadcastGroup
+from megarl.weight_sync.relay import Hop, export_hops
+from megarl.weight_sync.session import ExchangeError, ExchangeSession, compare_reports, host_id
 from tests.test_exchange_transfer import assert_same, exchange, make_weights, receive
 
 HOSTS = {"a0": "here", "b0": "b", "c0": "c", "a1": "here", "b1": "b", "c1": "c", "b2": "b", "d0": "d"}
@@ -137,7 +137,7 @@ def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest
 @pytest.mark.parametrize("reader", ["of its host", "behind it"])
 def test_other_bytes_are_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
     """A relay's memory that changes after it was checked: readers there and hosts behind it say so."""
-    from megarl.exchange.relay import Relay
+    from megarl.weight_sync.full.relay import Relay
 
     offer = Relay.offer
 
@@ -181,8 +181,8 @@ def test_a_silent_relay_is_found_by_the_one_before_it(tmp_path: Any) -> None:
 
 RELAY = """
 import sys, time
-from megarl.exchange.receiver import WeightReceiver
-from megarl.exchange.session import ExchangeSession
+from megarl.weight_sync.full.receiver import WeightReceiver
+from megarl.weight_sync.session import ExchangeSession
 receiver = WeightReceiver(ExchangeSession.from_json(sys.stdin.readline()), "b0")
 for count, _ in enumerate(receiver.weights(1)):
     if count == 20:

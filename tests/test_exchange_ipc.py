@@ -21,15 +21,16 @@ from megarl.cluster.failures import CallFailed
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import exchange as exchange_stage
-from megarl.exchange import fingerprint, planned_receiver
-from megarl.exchange.collective import BroadcastGroup
-from megarl.exchange.fingerprint import word_sums
-from megarl.exchange.inbox import Answers
-from megarl.exchange.outbox import Outbox
-from megarl.exchange.planned_receiver import PlannedReceiver
 from megarl.platform import select
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.ipc import DeviceMemory, HostMemory, open_device_memory, without_expandable_segments
+from megarl.weight_sync import fingerprint
+from megarl.weight_sync.fingerprint import word_sums
+from megarl.weight_sync.process_group import BroadcastGroup
+from megarl.weight_sync.sharded import receiver
+from megarl.weight_sync.sharded.buckets import Outbox
+from megarl.weight_sync.sharded.mailbox import Answers
+from megarl.weight_sync.sharded.receiver import PlannedReceiver
 from tests.planned_ranks import exchange
 from tests.upstream_sources import missing, torch_npu
 
@@ -148,7 +149,7 @@ def test_an_answer_comes_after_the_devices_copies(tmp_path, monkeypatch):
         tell(self, *arguments)
 
     monkeypatch.setattr(Answers, "tell", told)
-    monkeypatch.setattr(planned_receiver, "select", lambda name: Device())
+    monkeypatch.setattr(receiver, "select", lambda name: Device())
     with exchange(tmp_path, HERE, transport="ipc") as one:
         one.connect()
         one.update(1)

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from megarl.exchange import descriptions, outbox, planned_sender, vigil
-from megarl.exchange.channel import Channel
-from megarl.exchange.outbox import Outbox
-from megarl.exchange.planned_receiver import PlannedReceiver
-from megarl.exchange.planned_sender import PlannedSender
-from megarl.exchange.session import ExchangeError
+from megarl.weight_sync import heartbeat
+from megarl.weight_sync.session import ExchangeError
+from megarl.weight_sync.sharded import buckets, manifest
+from megarl.weight_sync.sharded import sender as planned_sender
+from megarl.weight_sync.sharded.buckets import Outbox
+from megarl.weight_sync.sharded.receiver import PlannedReceiver
+from megarl.weight_sync.sharded.sender import PlannedSender
+from megarl.weight_sync.store import Channel
 from tests.planned_ranks import exchange, met, trainers
 
 WATCH = ("megarl-pulse", "megarl-vigil", "megarl-fingerprint")
@@ -82,7 +84,7 @@ def test_a_sender_that_cannot_be_made(tmp_path, monkeypatch, fault):
     if fault == "pulse":
         monkeypatch.setattr(planned_sender, "Pulse", fail)
     elif fault == "description":
-        monkeypatch.setattr(descriptions, "tell", fail)
+        monkeypatch.setattr(manifest, "tell", fail)
     else:
         without_thread(monkeypatch, f"megarl-{fault.removesuffix(' thread')}")
     with pytest.raises((ExchangeError, RuntimeError), match=r"cannot be told|new thread") as caught:
@@ -101,7 +103,7 @@ def test_a_receiver_that_cannot_be_made(tmp_path, monkeypatch, fault):
     if fault == "thread":
         without_thread(monkeypatch, "megarl-pulse")
     else:
-        monkeypatch.setattr(vigil.socket, "gethostname", fail)
+        monkeypatch.setattr(heartbeat.socket, "gethostname", fail)
     with pytest.raises((ExchangeError, RuntimeError), match=r"cannot be told|new thread") as caught:
         PlannedReceiver(session, "e0/0")
     deadline = time.monotonic() + 3
@@ -124,7 +126,7 @@ def test_memory_of_buckets_that_cannot_be_offered(tmp_path, monkeypatch, place):
 
     with exchange(tmp_path) as one:
         one.connect()
-        monkeypatch.setattr(outbox, place, fail)
+        monkeypatch.setattr(buckets, place, fail)
         monkeypatch.setattr(Outbox, "__init__", created)
         sending, receiving = one.start(1)
         assert all("cannot be told" in str(rank.exception(20)) for rank in (*sending, *receiving))
@@ -143,9 +145,9 @@ def test_links_that_were_formed_before_one_that_could_not_be(tmp_path, monkeypat
             formed.append(name)
             self.close = lambda: closed.append(name)
 
-    monkeypatch.setattr(outbox, "BroadcastGroup", Group)
+    monkeypatch.setattr(buckets, "BroadcastGroup", Group)
     session, store = met(tmp_path)
-    wanted = [outbox.Hop(("trainer", 0), (), reader) for reader in (0, 1)]
+    wanted = [buckets.Hop(("trainer", 0), (), reader) for reader in (0, 1)]
     with pytest.raises(ExchangeError, match="the second could not form"):
-        outbox.form_links(Channel(session, store), session, ("trainer", 0), wanted)
+        buckets.form_links(Channel(session, store), session, ("trainer", 0), wanted)
     assert formed == closed == ["link/trainer0/0"]

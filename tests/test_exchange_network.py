@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.exchange.collective import BroadcastGroup
+from megarl.weight_sync.process_group import BroadcastGroup
 from tests.planned_ranks import SHAPES
 from tests.test_exchange_deaths import LARGE, TIMEOUT, split
 

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.exchange.boxes import ITEM_BYTES, Describer, Description
-from megarl.exchange.plan import ExchangePlan, Hosts, Stream, plan
+from megarl.weight_sync.sharded.plan import ExchangePlan, Hosts, Stream, plan
+from megarl.weight_sync.sharded.slices import ITEM_BYTES, Describer, Description
 
 NUMPY = {"float32": np.float32, "bfloat16": np.float16, "float16": np.float16}  # numpy has no bfloat16
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.exchange.boxes import Describer, Description, as_matrix
-from megarl.exchange.plan import ExchangePlan, Hosts, plan
+from megarl.weight_sync.sharded.plan import ExchangePlan, Hosts, plan
+from megarl.weight_sync.sharded.slices import Describer, Description, as_matrix
 
 MIB = 1 << 20
 

@@ -11,18 +11,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.config.errors import RecipeError
-from megarl.config.load import load_recipe
-from megarl.exchange import check, planned_receiver
-from megarl.exchange.boxes import Describer
-from megarl.exchange.channel import Channel
-from megarl.exchange.copying import Boxes
-from megarl.exchange.fingerprint import Fingerprints, fingerprint
-from megarl.exchange.hops import Hop, hops, most_connections, path
-from megarl.exchange.plan import Hosts, Stream
-from megarl.exchange.planned_receiver import PlannedReceiver
-from megarl.exchange.planned_sender import meet
-from megarl.exchange.session import ExchangeError, PlannedSession, compare_planned, host_id, session_of
+from megarl.errors import RecipeError
+from megarl.recipe.load import load_recipe
+from megarl.weight_sync.fingerprint import Fingerprints, fingerprint
+from megarl.weight_sync.relay import Hop, hops, most_connections, path
+from megarl.weight_sync.session import ExchangeError, PlannedSession, compare_planned, host_id, session_of
+from megarl.weight_sync.sharded import receiver as planned_receiver
+from megarl.weight_sync.sharded import verify
+from megarl.weight_sync.sharded.copy import Boxes
+from megarl.weight_sync.sharded.plan import Hosts, Stream
+from megarl.weight_sync.sharded.receiver import PlannedReceiver
+from megarl.weight_sync.sharded.sender import meet
+from megarl.weight_sync.sharded.slices import Describer
+from megarl.weight_sync.store import Channel
 from tests.planned_ranks import SHAPES, Exchange, exchange, replaced
 
 HERE = ["here"] * 4
@@ -96,9 +97,9 @@ def test_each_bucket_is_read_for_its_fingerprint_once_at_either_end(tmp_path, mo
 
 
 def test_rows_that_are_longer_than_a_cache_are_cut(monkeypatch):
-    from megarl.exchange import copying
+    from megarl.weight_sync.sharded import copy
 
-    monkeypatch.setattr(copying, "PIECE", 40)
+    monkeypatch.setattr(copy, "PIECE", 40)
     held, bucket = torch.arange(60.0), torch.zeros(55)
     copies = [[0, 0, 0, 25, 2, 25], [50, 0, 51, 0, 1, 5]]  # rows of 25 elements, and a short one
     ends = []
@@ -357,13 +358,13 @@ def test_fingerprints_of_boxes_see_each_element(tmp_path):
         need = one.engines[2].description
         one.weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
         one.engines[2].load(one.weights)
-        examined = check.Examined(need)
+        examined = verify.Examined(need)
         examined.examine(range(6), one.engines[2].tensor)
-        (wanted,) = check.expected(one.weights.items(), [need])
+        (wanted,) = verify.expected(one.weights.items(), [need])
         assert wanted == examined.fingerprints
         one.engines[2].view(5)[3, 2] += 1
         examined.examine([5], one.engines[2].tensor)
-        assert check.differing(need, examined.fingerprints, wanted) == ["odd"]
+        assert verify.differing(need, examined.fingerprints, wanted) == ["odd"]
 
 
 def test_the_dead_rank_is_named_and_not_whom_it_left_behind(tmp_path):

@@ -15,13 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.exchange import receiver as receiver_module
-from megarl.exchange.buckets import Entry
-from megarl.exchange.files import BucketFiles
-from megarl.exchange.receiver import WeightReceiver
-from megarl.exchange.sender import WeightSender
-from megarl.exchange.session import ExchangeError, ExchangeSession, compare_reports, host_id, resolve_transports
-from megarl.exchange.slots import SharedSlot, remove_stale_files
+from megarl.weight_sync.full import receiver as receiver_module
+from megarl.weight_sync.full.buckets import Entry
+from megarl.weight_sync.full.files import BucketFiles
+from megarl.weight_sync.full.receiver import WeightReceiver
+from megarl.weight_sync.full.sender import WeightSender
+from megarl.weight_sync.session import ExchangeError, ExchangeSession, compare_reports, host_id, resolve_transports
+from megarl.weight_sync.shared_memory import SharedSlot, remove_stale_files
 
 KIB = 1024
 
@@ -315,8 +315,8 @@ def test_killed_sender(tmp_path):
     """The sender's process is killed mid-version: the receiver notices at once, the next sender tidies up."""
     script = textwrap.dedent("""
         import sys, time, torch
-        from megarl.exchange.sender import WeightSender
-        from megarl.exchange.session import host_id
+        from megarl.weight_sync.full.sender import WeightSender
+        from megarl.weight_sync.session import host_id
         shm = sys.argv[1]
         sender = WeightSender.open("127.0.0.1", [("e", host_id(shm))], bucket_bytes=1024, timeout=60, shm_dir=shm)
         print(sender.session.to_json(), flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.checkpoint import checkpoint_step, list_checkpoints
+from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 from megarl.cluster.failures import HEADER
 from tests.stack import ROOT, command, environment, run
 from tests.test_train_stack import assert_ended, descendants, metrics_so_far, settings

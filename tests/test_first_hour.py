@@ -9,13 +9,13 @@ from typing import NoReturn
 
 import pytest
 
-from megarl.config import load_recipe
-from megarl.config.errors import RecipeError
-from megarl.config.schema import Recipe
+from megarl.commands.quickstart import RL_RECIPE, SFT_RECIPE
+from megarl.errors import RecipeError
 from megarl.observe.closing import after_interruption, after_training
 from megarl.observe.run_dir import RunDirectory
-from megarl.preflight_model import read_hf_config
-from megarl.quickstart import RL_RECIPE, SFT_RECIPE
+from megarl.preflight.models import read_hf_config
+from megarl.recipe import load_recipe
+from megarl.recipe.schema import Recipe
 from tests.checkpoint_parts import saver, state
 from tests.cluster_workers import ROOT
 
@@ -83,21 +83,21 @@ def test_a_run_that_kept_no_weights_says_so(recipe: Recipe, tmp_path: Path) -> N
 def test_a_machine_that_is_too_busy_for_ray_is_named(
     error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megarl.cluster import ray_start
-    from megarl.cluster.guard import Guard
+    from megarl.cluster.orphan_reaper import Guard
+    from megarl.cluster.ray import start
 
     def fails(**_: object) -> NoReturn:
         raise error  # in Ray's words
 
-    monkeypatch.setattr(ray_start.ray, "init", fails)
+    monkeypatch.setattr(start.ray, "init", fails)
     monkeypatch.setattr(Guard, "env", {}, raising=False)
     with pytest.raises(RuntimeError, match=words):
-        ray_start._start_private(Guard.__new__(Guard))
+        start._start_private(Guard.__new__(Guard))
 
 
 def test_the_quickstart_takes_debug() -> None:
     """Its errors offer it."""
-    command = [sys.executable, "-m", "megarl.quickstart", "--debug", "train.step=3"]
+    command = [sys.executable, "-m", "megarl.commands.quickstart", "--debug", "train.step=3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "train.steps" in done.stderr and "Traceback" in done.stderr
 

@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.controller import speed
-from megarl.flops import FORWARD_BACKWARD, ModelFlops, model_flops
-from megarl.model_shape import COUNTED
+from megarl.batching.flops import FORWARD_BACKWARD, ModelFlops, model_flops
+from megarl.hf.shape import COUNTED
 from megarl.platform.devices import peak_flops
+from megarl.train import speed
 from tests.megatron_models import COMMON, EXPERTS
 
 LENGTHS = [5, 24]

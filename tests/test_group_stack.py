@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.placement import Demand, place_on_cpus
+from megarl.cluster.device_map import Demand, place_on_cpus
 from megarl.cluster.process import free_port
 from tests.stack import ROOT, environment, metrics, run
 from tests.test_failures_stack import SMALL, Run

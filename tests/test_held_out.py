@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import held_out_metrics
-from megarl.config.schema import Recipe
 from megarl.data.sft import Example
-from megarl.rollout.held_out import HeldOut
+from megarl.recipe.schema import Recipe
+from megarl.rollout.evaluate_loss import HeldOut
 from megarl.types import Shard, fetch
 from tests.held_out import DPO, ROWS, SFT, rows
 from tests.loss_cases import settings

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.megatron.holdings import Forms
+from megarl.megatron.held_slices import Forms
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from megarl import model_configs
-from megarl.config.errors import RecipeError
-from megarl.config.optimizer_extra import DRIVEN, host_share, optimizer_notices, optimizer_settings
-from megarl.config.schema import Recipe
-from megarl.config.validate import validate
+from megarl.commands.plan.count.counts import Held, phases
+from megarl.commands.plan.search.lower_bound import held_at_least, largest_parts, parameters
+from megarl.errors import RecipeError
+from megarl.hf import published
+from megarl.hf.shape import model_shape
 from megarl.megatron.config_fields import check_extra_names
-from megarl.model_shape import model_shape
-from megarl.planner.counts import Held, phases
-from megarl.planner.floor import held_at_least, largest_parts, parameters
 from megarl.platform.device_kind import DeviceKind
+from megarl.preflight.recipe.general import validate
+from megarl.preflight.recipe.optimizer_extra import DRIVEN, host_share, optimizer_notices, optimizer_settings
+from megarl.recipe.schema import Recipe
 from tests.megatron_checkpoints import assembled, assert_same
 from tests.megatron_models import write_model
 from tests.trainer_processes import run_cases
@@ -165,7 +165,7 @@ def test_a_plan_moves_states_to_the_host() -> None:
 
 def test_the_planners_lower_bound_follows() -> None:
     recipe = recipe_of(OFFLOAD)
-    shape = model_shape(model_configs.read("Qwen3-8B"))
+    shape = model_shape(published.read("Qwen3-8B"))
     (part,) = largest_parts(recipe, shape)
     own = parameters(recipe, shape, part)
     assert held_at_least(recipe, shape, part) == pytest.approx(6 * (own.every + own.routed)), "weights and gradients"

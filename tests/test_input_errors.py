@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl import assembly as entries
 from megarl import cli
-from megarl import run as entries
 from tests.stack import ROOT, run
 from tests.test_train_stack import settings
 
@@ -184,4 +184,4 @@ def test_tools_that_cannot_be_had(megarl: CommandLine) -> None:
     dies = "agent.mcp.s.command=[python, -c, 'import sys; sys.exit(3)']"
     megarl.refuses_training("data.chat_template=true", dies, words=("MCP server 's' cannot be reached",))
     given = "agent.tools=['tests.agent_tools:not_a_tool']"
-    megarl.refuses_training("data.chat_template=true", given, words=("is not decorated with megarl.tools.tool",))
+    megarl.refuses_training("data.chat_template=true", given, words=("is not decorated with megarl.agents.tool",))

@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 
 from megarl.cluster.service import answer
-from megarl.config.judge import JudgeConfig
-from megarl.config.schema import Recipe
 from megarl.data.rows import text_of
 from megarl.data.tokenizer import load_tokenizer
+from megarl.recipe.judge import JudgeConfig
+from megarl.recipe.schema import Recipe
 from megarl.rewards import Score, find
 from megarl.rewards.weighted import Term, combine, terms_of, with_judgement
-from megarl.rollout import judge_server, judged
-from megarl.rollout.judge_server import Interrogation, JudgeServer, Verdict, judge_seed
-from megarl.rollout.judged import with_judge
-from megarl.rollout.verdicts import Question, number_in, shortened
+from megarl.rollout.judge import server as judge_server
+from megarl.rollout.judge import service as judged
+from megarl.rollout.judge.server import Interrogation, JudgeServer, Verdict, judge_seed
+from megarl.rollout.judge.service import with_judge
+from megarl.rollout.judge.verdicts import Question, number_in, shortened
 from megarl.types import (
     Completion,
     GenerationRequest,

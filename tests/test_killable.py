@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from megarl.killable.pool import ProcessPool
-from megarl.killable.work import Answered, Failed
+from megarl.subprocess_pool.job import Answered, Failed
+from megarl.subprocess_pool.pool import ProcessPool
 
 NAMES = ["told", "refuses", "size", "sleeps", "unreadable", "lock", "big", "fills"]
 

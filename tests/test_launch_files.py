@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megarl.cluster.launch.topology import read_topology
 from megarl.cluster.process import free_port
-from megarl.cluster.topology import read_topology
-from megarl.config import load_recipe
+from megarl.recipe import load_recipe
 from tests.cluster_workers import ROOT, alive, descendants, wait_until
 
 BASH = shutil.which("bash")

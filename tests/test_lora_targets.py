@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from megarl.config import load_recipe
-from megarl.config.errors import RecipeError
-from megarl.config.training import LoraConfig, MegatronConfig
-from megarl.linears import linears_of, matches
+from megarl.errors import RecipeError
+from megarl.hf.linears import linears_of, matches
 from megarl.megatron.layout import layers_of_chunks
 from megarl.megatron.lora.targets import check_lora
+from megarl.recipe import load_recipe
+from megarl.recipe.training import LoraConfig, MegatronConfig
 
 DENSE = {"model_type": "qwen3", "num_hidden_layers": 4}
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_hidden_layers": 4}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl import durable
+from megarl import atomic_files
 from megarl.megatron import export
 from megarl.megatron.export import Change, Comparison, compare_with_hf, save_hf
 
@@ -129,13 +129,13 @@ def test_an_export_that_fails_leaves_the_one_before_and_one_that_does_not_replac
         save_hf(out, source, trained(TRAINED[0]))
     assert names(tmp_path) == ["out", "source"] and names(out) == before
 
-    synced, sync = [], durable.sync
+    synced, sync = [], atomic_files.sync
 
     def record(path: Path) -> None:
         synced.append(path)
         sync(path)
 
-    monkeypatch.setattr(durable, "sync", record)
+    monkeypatch.setattr(atomic_files, "sync", record)
     save_hf(out, source, trained(*TRAINED), Change(config=lambda config: {**config, "architectures": ["Critic"]}))
     assert names(out) == ["config.json", "model.safetensors"] and names(tmp_path) == ["out", "source"]
     assert json.loads((out / "config.json").read_text())["architectures"] == ["Critic"]

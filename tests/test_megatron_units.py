@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.config.errors import RecipeError
-from megarl.config.schema import Recipe
-from megarl.config.training import MegatronConfig, OptimizerConfig
+from megarl.errors import RecipeError
+from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.published import read as published
+from megarl.hf.shape import COUNTED
 from megarl.megatron.batch import MicroBatch, pack
 from megarl.megatron.config_fields import check_extra, check_extra_names, fields_of_megatron
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
@@ -19,9 +20,8 @@ from megarl.megatron.model_checks import PROVEN, check_model
 from megarl.megatron.native_kernels import rms_norm, rotate_packed
 from megarl.megatron.optimizer import learning_rate
 from megarl.megatron.vocab import log_probs_and_entropy
-from megarl.model_config import number_of_experts, text_fields
-from megarl.model_configs import read as published
-from megarl.model_shape import COUNTED
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig, OptimizerConfig
 from tests.megatron_models import MODELS
 from tests.vl_model import config as vl_config
 

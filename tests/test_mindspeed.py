@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 
-from megarl import load_recipe, model_configs
-from megarl.config.errors import RecipeError
-from megarl.config.schema import Recipe
-from megarl.config.supported import rows
+from docs.generate.supported_recipes import rows
+from megarl import load_recipe
+from megarl.errors import RecipeError
+from megarl.hf import published
 from megarl.megatron.config_fields import adaptor_settings, check_extra
 from megarl.platform import mindspeed
 from megarl.platform.mindspeed_calls import RELIED, read_calls
 from megarl.platform.mindspeed_keys import TABLES, Table, read_source
 from megarl.platform.mindspeed_rules import RULES, contradiction
+from megarl.recipe.schema import Recipe
 from tests.mindspeed_checkout import WITH_SOURCES, checkout, source_of
 from tests.mindspeed_record import newest
 
@@ -78,9 +79,9 @@ def test_on_other_devices_nothing_reads_them(device: str) -> None:
 def test_recipes_for_ascend_are_read_without_mindspeed() -> None:
     """Those of its settings that a recipe of ours has."""
     path = ROOT / "recipes" / "grpo_deepseek_v3.yaml"
-    check_extra(load_recipe(path), model_configs.read("DeepSeek-V3"), "megatron")
+    check_extra(load_recipe(path), published.read("DeepSeek-V3"), "megatron")
     with pytest.raises(RecipeError, match="use_fused_rotary_pos_emb"):
-        check_extra(load_recipe(path, ["cluster.device=cuda"]), model_configs.read("DeepSeek-V3"), "megatron")
+        check_extra(load_recipe(path, ["cluster.device=cuda"]), published.read("DeepSeek-V3"), "megatron")
 
 
 # --- what excludes each other --------------------------------------------------------------------
@@ -338,7 +339,7 @@ def test_mindspeed_takes_our_recipes(tmp_path: Path) -> None:
     """What it is told of each published recipe goes through its features and its checks of the configuration."""
     cases = []
     for row in rows():
-        model = model_configs.read(row.shape)
+        model = published.read(row.shape)
         settings = adaptor_settings(load_recipe(row.path), model)
         cases.append({"settings": settings, "latent": settings["multi_latent_attention"]})
     errors = run_mindspeed(source_of("0.16.0", tmp_path), cases)["errors"]

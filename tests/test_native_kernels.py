@@ -16,7 +16,7 @@ from megarl.megatron import host_offsets, kernels, native_attention, native_expe
 from megarl.megatron.kernels import Kernel, description, grouped_gemm, packed_attention
 from megarl.megatron.native_attention import Attention, plan_chunks
 from megarl.megatron.native_experts import expert_linears, stacked
-from megarl.worker import kernel_notices
+from megarl.trainer.worker import kernel_notices
 
 CPU = torch.device("cpu")
 NONE = Kernel(None, "", "switched off")

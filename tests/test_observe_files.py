@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.data.prepare.tiny_weights import write_weights
+from megarl.commands.data.tiny_weights import write_weights
 from megarl.megatron.export import _Shards
 from megarl.observe.files import AppendFile, DiskFullError, json_line, write_whole
 from megarl.observe.log import RunLog

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import Recipe
 from megarl.observe.files import read_lines
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import Guarded, make_sinks
 from megarl.observe.trace import read_trace_tail
+from megarl.recipe.schema import Recipe
 
 
 def make_recipe(**observe: Any) -> Recipe:
@@ -166,7 +166,7 @@ def test_a_failed_start_lets_go_of_the_directory(tmp_path: Path) -> None:
 
 def test_reading_a_recipe_and_logging_need_no_torch() -> None:
     code = (
-        "import sys, megarl.observe.log, megarl.observe.command\n"
+        "import sys, megarl.observe.log, megarl.commands.report\n"
         "from megarl.observe.sinks import TensorBoardSink\n"
         "from megarl.observe.run_dir import RunDirectory\n"
         "import tempfile; TensorBoardSink(RunDirectory(tempfile.mkdtemp()), 1)\n"

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import Recipe
-from megarl.observe import report_data
-from megarl.observe.charts import present
-from megarl.observe.command import report
-from megarl.observe.curves import thin
+from megarl.commands.report import report
 from megarl.observe.log import RunLog
-from megarl.observe.report import script_json, write_report
-from megarl.observe.report_data import collect, phase_times, timeline
+from megarl.observe.report import data as report_data
+from megarl.observe.report.charts import present
+from megarl.observe.report.curves import thin
+from megarl.observe.report.data import collect, phase_times, timeline
+from megarl.observe.report.page import script_json, write_report
 from megarl.observe.run_dir import RunDirectory
+from megarl.recipe.schema import Recipe
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- </pre>"
 

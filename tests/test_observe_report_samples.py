@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megarl.observe.files import json_line
-from megarl.observe.report import write_report
-from megarl.observe.report_samples import MAX_TURNS, TURNS_BYTES, _fair_length, shortened
+from megarl.observe.report.page import write_report
+from megarl.observe.report.samples import MAX_TURNS, TURNS_BYTES, _fair_length, shortened
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import read_samples, records_of
 from megarl.types import Group, InlineData, Sample, SampleTokens

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from megarl.observe import sources
-from megarl.observe.charts import present
 from megarl.observe.console import LiveConsole, PlainConsole, figures
 from megarl.observe.metrics import read_metrics
-from megarl.observe.report_data import collect
+from megarl.observe.report.charts import present
+from megarl.observe.report.data import collect
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import mlflow_name
 from megarl.observe.sources import brief_table, drawn_curves, report_tables

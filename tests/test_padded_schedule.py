@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.padded_schedule import plan_padded_micro_batches
+from megarl.batching.padding import plan_padded_micro_batches
 
 
 @pytest.mark.parametrize("seed", range(30))

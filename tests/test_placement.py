@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import Recipe
-from megarl.placement import Tenant, publish
-from megarl.run import _placement
+from megarl.assembly import _placement
+from megarl.recipe.schema import Recipe
+from megarl.weight_sync.handover import Tenant, publish
 
 
 class Engine:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from megarl import hf_weights
-from megarl.config import rehearsed
-from megarl.config.load import load_recipe
-from megarl.config.shape import shape_of
+from docs.generate import rehearsed
+from megarl.commands.plan.preflight import Checked, checked
 from megarl.data.rows import sample_rows, write_parquet
-from megarl.declared import fields_of, problem
-from megarl.planner.checks import Checked, checked
+from megarl.hf import weights
+from megarl.recipe.header import shape_of
+from megarl.recipe.load import load_recipe
+from megarl.recipe.source_fields import fields_of, problem
 
 ROOT = Path(__file__).parent.parent
 COLUMNS = ("prompt", "data_source", "reward_model")
@@ -127,11 +127,9 @@ def test_a_large_file_is_sampled_in_seconds(tmp_path: Path) -> None:
 
 
 def test_whole_weights_have_no_fault(quickstart_data: Path, tmp_path: Path) -> None:
-    assert hf_weights.find_fault(quickstart_data / "model", 2) is None
-    assert (
-        hf_weights.find_fault(quickstart_data / "model", 4) == "its files have no weights of layer 2 and 1 others of 4"
-    )
-    assert sum(hf_weights.sizes(quickstart_data / "model")) > 100_000
+    assert weights.find_fault(quickstart_data / "model", 2) is None
+    assert weights.find_fault(quickstart_data / "model", 4) == "its files have no weights of layer 2 and 1 others of 4"
+    assert sum(weights.sizes(quickstart_data / "model")) > 100_000
 
 
 def test_what_a_declaration_says(tmp_path: Path) -> None:
@@ -172,7 +170,7 @@ def test_each_recipe_has_a_row_of_its_own_that_is_not_an_earlier_ones() -> None:
     record = rehearsed.read_record()
     now = {rehearsed.name_of(path): rehearsed.digest_of(path) for path in rehearsed.recipes()}
     assert {name: outcome.digest for name, outcome in record.items()} == now, (
-        "run python -m megarl.rehearsal.document, or with --page, which says of those that they were not run"
+        "run python -m docs.generate.rehearsals, or with --page, which says of those that they were not run"
     )
     assert all(outcome.seconds > 0 for outcome in record.values() if outcome.rehearsal != rehearsed.NOT_RUN)
     page = rehearsed.table(record)

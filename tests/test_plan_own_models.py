@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.load import load_recipe
-from megarl.model_configs import read
-from megarl.planner.checks import checked
-from megarl.planner.stages import stages
-from megarl.preflight_model import config_of
+from megarl.commands.plan.count.stages import stages
+from megarl.commands.plan.preflight import checked
+from megarl.hf.published import read
+from megarl.preflight.models import config_of
+from megarl.recipe.load import load_recipe
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megarl.engines.base import EngineDead
-from megarl.exchange.session import compare_planned, compare_reports, together
-from megarl.placement import publish
+from megarl.weight_sync.handover import publish
+from megarl.weight_sync.session import compare_planned, compare_reports, together
 from tests.engine_process import EngineProcess, build_model, make_requests, same, spec
 from tests.planned_live import Trainers, TrainersFailed
 
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, list[tuple[str, str]]]] = {
 @pytest.fixture(scope="module")
 def process():
     process = EngineProcess()
-    process.replace("megarl.engines.vllm", "build_engine_args", "with_digests")
+    process.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")
     yield process
     process.close()
 
@@ -123,14 +123,14 @@ def test_what_gives_no_box_goes_through_the_loader(process: EngineProcess, tmp_p
     path = build_model(tmp_path / "model")
     starting = process.begin("start", spec(path, load_weights=False))
     trainers = Trainers(tmp_path, path, {"expert_parallel": 2}, 2)
-    process.replace("megarl.engines.vllm_layers", "needs", "some_whole")
+    process.replace("megarl.engines.vllm.layers", "needs", "some_whole")
     try:
         info = starting.result(PATIENCE)
         process.rpc("watch_layers")
         three_updates(process, trainers, info, exact=True)
     finally:
         trainers.close()
-        process.replace("megarl.engines.vllm_layers", "needs", None)
+        process.replace("megarl.engines.vllm.layers", "needs", None)
         process.shutdown()
 
 
@@ -160,9 +160,9 @@ def test_faults(tmp_path: Path, fault: str) -> None:
         assert process.generate(make_requests(1))[1]
         send = "send_planned"
         if fault == "flipped bit":
-            process.replace("megarl.exchange.fingerprint:Fingerprints", "passing", "flipping")
+            process.replace("megarl.weight_sync.fingerprint:Fingerprints", "passing", "flipping")
         elif fault == "engine dies":
-            process.replace("megarl.exchange.fingerprint:Fingerprints", "passing", "dying")
+            process.replace("megarl.weight_sync.fingerprint:Fingerprints", "passing", "dying")
         elif fault == "other values":
             trainers.call("break_one")
         else:

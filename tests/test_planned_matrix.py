@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarl.exchange.session import compare_planned, compare_reports, together
+from megarl.weight_sync.session import compare_planned, compare_reports, together
 from tests.engine_process import VOCABULARY, EngineProcess, build_model, make_requests, spec
 from tests.megatron_layouts import LAYOUTS, PARITY
 from tests.planned_live import Trainers
@@ -38,7 +38,7 @@ class Engines:
     def __init__(self, path: str, kinds: list[tuple[dict[str, Any], str]]) -> None:
         self.path, self.processes, self.infos = path, [EngineProcess() for _ in kinds], []
         for number, (process, (layout, dtype)) in enumerate(zip(self.processes, kinds, strict=True)):
-            process.replace("megarl.engines.vllm", "build_engine_args", "with_digests")
+            process.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")
             own = spec(path, name=f"e{number}", load_weights=False, dtype=dtype, **layout)
             self.infos.append(process.begin("start", own).result(PATIENCE))  # in turn: two cores
         self.all("rpc", "watch_layers")

@@ -11,24 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from megarl import model_configs
 from megarl.cli import app, guarded
-from megarl.config.errors import InputError
-from megarl.config.load import load_recipe
-from megarl.config.schema import Recipe
-from megarl.planner import build
-from megarl.planner.ask import Asker, Question
-from megarl.planner.between import ends, may_be_alike, on_the_line
-from megarl.planner.command import plan
-from megarl.planner.counts import Activations, Held, Phase, phases
-from megarl.planner.libraries import NOT_COUNTED
-from megarl.planner.live import Live
-from megarl.planner.nearest import Nearest
-from megarl.planner.options import Options, device_of
-from megarl.planner.plan import Proposal
-from megarl.planner.stages import Counted, Stage, built_from, stages, stages_of
-from megarl.planner.workload import Workload, first_ranks, image_grid, image_tokens, largest
-from megarl.platform.meta import KnownValues
+from megarl.commands.plan import build
+from megarl.commands.plan.command import plan
+from megarl.commands.plan.count.ask import Asker, Question
+from megarl.commands.plan.count.counts import Activations, Held, Phase, phases
+from megarl.commands.plan.count.interpolate import ends, may_be_alike, on_the_line
+from megarl.commands.plan.count.libraries import NOT_COUNTED
+from megarl.commands.plan.count.live_tensors import Live
+from megarl.commands.plan.count.stages import Counted, Stage, built_from, stages, stages_of
+from megarl.commands.plan.count.types import Proposal
+from megarl.commands.plan.count.workload import Workload, first_ranks, image_grid, image_tokens, largest
+from megarl.commands.plan.meta_device import KnownValues
+from megarl.commands.plan.options import Options, device_of
+from megarl.commands.plan.search.suggest import Nearest
+from megarl.errors import InputError
+from megarl.hf import published
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parent.parent
 HELD = Held(parameters=10, trained=10, weights=20, buffers=1, gradients=40, masters=30, moments=60, reference=21)
@@ -48,10 +48,10 @@ def test_where_vllm_is_not_installed_nothing_is_said_of_the_route(monkeypatch: p
     """A run elsewhere may well send planned copies."""
     made = recipe(1000, 100, 300)
     counts = Counted([Stage("actor", 0, 0, HELD, BEYOND, None, {})], [])
-    monkeypatch.setattr("megarl.planner.exchange.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr("megarl.commands.plan.explain.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
-    plan = build.make_plan(made, {"rollout": model_configs.read("Qwen3-8B")}, None)
+    plan = build.make_plan(made, {"rollout": published.read("Qwen3-8B")}, None)
     assert plan.exchange is None and any("not known here: vLLM is not installed" in note for note in plan.notes)
 
 
@@ -68,7 +68,7 @@ def test_what_cannot_be_planned_goes_by_export_if_it_may(monkeypatch: pytest.Mon
     monkeypatch.setattr(build, "planned_from", refused)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
-    plan = build.make_plan(made, {"rollout": model_configs.read("Qwen3-8B")}, None)
+    plan = build.make_plan(made, {"rollout": published.read("Qwen3-8B")}, None)
     (note,) = (note for note in plan.notes if "layer 0 is no box" in note)
     if route == "auto":
         assert plan.exchange is not None and plan.exchange.route == "export" and "go by export" in note
@@ -141,8 +141,8 @@ def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.Mon
             future.set_result({"held": asdict(HELD), "largest": question.rank})
             return future
 
-    monkeypatch.setattr("megarl.planner.stages.Asker", Answers)
-    path, model = ROOT / "recipes" / "dapo_qwen3_30b.yaml", model_configs.read("Qwen3-30B-A3B")
+    monkeypatch.setattr("megarl.commands.plan.count.stages.Asker", Answers)
+    path, model = ROOT / "recipes" / "dapo_qwen3_30b.yaml", published.read("Qwen3-30B-A3B")
     extra = (
         "megatron.extra={moe_token_dispatcher_type: flex, moe_flex_dispatcher_backend: deepep, moe_grouped_gemm: true}"
     )
@@ -193,13 +193,13 @@ def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     """Colocated with what sleeps, a trainer alone has 151 GiB, and the optimizer's step 50 beside."""
     held, beyond = (type(one)(**{k: v << 30 for k, v in asdict(one).items()}) for one in (HELD, BEYOND))
     stage = Stage("actor", 0, 0, held, beyond, None, phases(held, beyond, reference=True, leaves=False))
-    monkeypatch.setattr("megarl.planner.build.counted", lambda *_, **__: Counted([stage]))
-    monkeypatch.setattr("megarl.planner.build.engines", lambda *_: [])
+    monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
+    monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
     monkeypatch.setattr(
-        "megarl.planner.build.proposals",
+        "megarl.commands.plan.build.proposals",
         lambda *_, **__: Nearest([Proposal("megatron.pipeline_parallel=2", 1.234)], stopped),
     )
-    monkeypatch.setattr("megarl.planner.build.counted_libraries", lambda *_: NOT_COUNTED)
+    monkeypatch.setattr("megarl.commands.plan.build.counted_libraries", lambda *_: NOT_COUNTED)
     stopped = True
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
     assert plan(path, [], Options(memory=151 + 50)) == 0
@@ -230,10 +230,10 @@ def test_what_was_not_counted_is_not_said_to_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage = Stage("actor", 0, 0, HELD, None, "images", phases(HELD, None, reference=True, leaves=False))
-    monkeypatch.setattr("megarl.planner.build.counted", lambda *_, **__: Counted([stage]))
-    monkeypatch.setattr("megarl.planner.build.engines", lambda *_: [])
-    monkeypatch.setattr("megarl.planner.build.counted_libraries", lambda *_: NOT_COUNTED)
-    monkeypatch.setattr("megarl.planner.build.hosts_of", lambda *_: [])
+    monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
+    monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
+    monkeypatch.setattr("megarl.commands.plan.build.counted_libraries", lambda *_: NOT_COUNTED)
+    monkeypatch.setattr("megarl.commands.plan.build.hosts_of", lambda *_: [])
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
     assert plan(path, [], Options(memory=3)) == 0
     printed = capsys.readouterr().out
@@ -293,7 +293,7 @@ def test_bad_input_is_said(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("megarl.planner.search_command.untried", lambda _: ["megarl.instead=1"])
+    monkeypatch.setattr("megarl.commands.plan.search.command.untried", lambda _: ["megarl.instead=1"])
     assert guarded(lambda: app(args=["plan", *arguments], standalone_mode=False), debug=False) == 2
     assert words in capsys.readouterr().err
 
@@ -302,7 +302,7 @@ def test_bad_input_is_said(
 @pytest.mark.stack
 def test_all_of_deepseek_v3_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """Summed over pipeline stages and expert-parallel ranks, the ranks hold the published 671 billion parameters."""
-    made, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), model_configs.read("DeepSeek-V3")
+    made, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
     found = stages(made, model, model)
     experts = 3 * model["hidden_size"] * model["moe_intermediate_size"] * model["n_routed_experts"]
     layers = model["num_hidden_layers"] - model["first_k_dense_replace"]
@@ -331,7 +331,7 @@ def test_what_lies_between_two_stages_is_what_they_would_count(model: str, tmp_p
     made = recipe(4096, 1024, 3072, pipeline_parallel=7, expert_parallel=2, recompute="selective")
     made.cluster.trainers = 14
     layers = {"num_hidden_layers": 14} | ({"first_k_dense_replace": 3} if model == "DeepSeek-V3" else {})
-    config = model_configs.read(model) | layers
+    config = published.read(model) | layers
     built = built_from(made, config, tmp_path / "model")
     with Asker() as asker:
         short = stages_of("actor", built, made.megatron, asker)

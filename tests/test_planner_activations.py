@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megarl.planner.ask import Question, ask
-from megarl.planner.workload import Workload
+from megarl.commands.plan.count.ask import Question, ask
+from megarl.commands.plan.count.workload import Workload
 from tests.activations_cases import CASES, MODELS, config_of, recipe_of
 from tests.trainer_processes import run_ranks
 

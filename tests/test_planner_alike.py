@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.exchange.boxes import Describer, Description
-from megarl.planner.alike import Sampled, Tensor
+from megarl.commands.plan.equal_layers import Sampled, Tensor
+from megarl.weight_sync.sharded.slices import Describer, Description
 
 LAYERS = 12
 EVERY: list[Tensor] = [("model.embed.weight", (8, 4), "bfloat16")]

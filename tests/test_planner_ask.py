@@ -8,9 +8,9 @@ from concurrent.futures import wait
 
 import pytest
 
-from megarl.config.schema import Recipe
-from megarl.planner import ask as module
-from megarl.planner.ask import Asker, Question
+from megarl.commands.plan.count import ask as module
+from megarl.commands.plan.count.ask import Asker, Question
+from megarl.recipe.schema import Recipe
 
 # A stand-in for child.py: what it answers says what it was asked; rank 7 fails, rank 8 ends it, rank 9 takes long.
 CHILD = """

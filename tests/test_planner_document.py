@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megarl import model_configs
-from megarl.config.schema import Recipe
-from megarl.model_shape import model_shape
-from megarl.planner.document import PAGE, document, estimated
-from megarl.planner.published import SIZES, STEPS, Published
-from megarl.planner.stages import stages
+from benchmarks.published import SIZES, STEPS, Published
+from docs.generate.planner import PAGE, document, estimated
+from megarl.commands.plan.count.stages import stages
+from megarl.hf import published as model_configs
+from megarl.hf.shape import model_shape
+from megarl.recipe.schema import Recipe
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert document(PAGE.read_text()) == PAGE.read_text(), "python -m megarl.planner.document writes it"
+    assert document(PAGE.read_text()) == PAGE.read_text(), "python -m docs.generate.planner writes it"
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size.model)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from megarl import model_configs
+from megarl.commands.plan.count.ask import ENGINES, EngineQuestion, ask
 from megarl.engines import limits_of
 from megarl.engines.base import EngineSpec
-from megarl.planner.ask import ENGINES, EngineQuestion, ask
+from megarl.hf import published
 from tests.megatron_models import write_model
 
 ROOT = Path(__file__).parent.parent
@@ -47,7 +47,7 @@ def test_published_models(tmp_path: Path) -> None:
     for name, tensor, data, experts, *_ in PUBLISHED:
         directory = tmp_path / name
         directory.mkdir(exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(model_configs.read(name)))
+        (directory / "config.json").write_text(json.dumps(published.read(name)))
         made = spec(directory, tensor_parallel=tensor, data_parallel=data, expert_parallel=experts)
         questions.append(asked("vllm", directory, made))
     answers = ask(questions, ENGINES)

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl import model_configs
 from megarl.cli import app, guarded
-from megarl.config.load import load_recipe
-from megarl.config.schema import Recipe
-from megarl.exchange.boxes import Describer, Description, tensors_held
-from megarl.exchange.flows import flows, totals
-from megarl.exchange.plan import ExchangePlan, Hosts, plan
-from megarl.model_shape import model_shape
-from megarl.planner import build, exchange, exchange_command
-from megarl.planner.plan import Links
+from megarl.commands.plan import build, explain, explain_command
+from megarl.commands.plan.count.types import Links
+from megarl.commands.plan.weight_flows import flows, totals
+from megarl.hf import published
+from megarl.hf.shape import model_shape
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
+from megarl.weight_sync.sharded.plan import ExchangePlan, Hosts, plan
+from megarl.weight_sync.sharded.slices import Describer, Description, tensors_held
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 HALF = 3 * 4 * 2  # bytes of half a tensor
@@ -69,7 +69,7 @@ def test_relays_are_named_after_the_transport(transport, way) -> None:
     """Ranks of a machine read the same memory only where the transport shares it."""
     recipe = Recipe()
     recipe.exchange.transport = transport
-    assert way in exchange_command._relays(recipe)
+    assert way in explain_command._relays(recipe)
 
 
 def test_buckets_of_rows_add_up_to_those_there_are() -> None:
@@ -82,20 +82,20 @@ def test_buckets_of_rows_add_up_to_those_there_are() -> None:
     ):
         found = flows(made, ["stage 0"] * len(made.hosts.trainers))
         assert ([flow.buckets for flow in found], totals(made).buckets) == (rows, there)
-        assert exchange_command._shared(found, totals(made)) == said
+        assert explain_command._shared(found, totals(made)) == said
 
 
 def test_where_ranks_are() -> None:
     recipe = Recipe()
     recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
-    assert exchange.hosts(recipe, 2).engines == ["node 0", "node 0", "node 1", "node 1"]
+    assert explain.hosts(recipe, 2).engines == ["node 0", "node 0", "node 1", "node 1"]
     recipe.cluster.placement = "disaggregated"
-    assert exchange.hosts(recipe, 2).engines == ["node 2", "node 2", "node 3", "node 3"]
-    assert set(exchange.hosts(recipe, None).engines) == {"node 0"}
+    assert explain.hosts(recipe, 2).engines == ["node 2", "node 2", "node 3", "node 3"]
+    assert set(explain.hosts(recipe, None).engines) == {"node 0"}
 
 
 def test_a_plan_says_what_it_does_not_count_of_connections() -> None:
-    recipe, model = Recipe(), model_configs.read("Qwen3-8B")
+    recipe, model = Recipe(), published.read("Qwen3-8B")
     assert build.OF_CONNECTIONS not in build._notes(recipe, [], [], model)
     recipe.exchange.transport = "device"
     assert build.OF_CONNECTIONS in build._notes(recipe, [], [], model)
@@ -105,18 +105,18 @@ def test_exported_every_engine_rank_reads_the_whole_model() -> None:
     recipe = Recipe()
     recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
     recipe.model.dtype = "bfloat16"
-    model = model_configs.read("Qwen3-8B")
+    model = published.read("Qwen3-8B")
     whole = 2 * model_shape(model).total
-    assert exchange.exported(recipe, model, 2) == Links("export", whole, whole, 4 * whole, whole)
+    assert explain.exported(recipe, model, 2) == Links("export", whole, whole, 4 * whole, whole)
     recipe.exchange.transport = "collective"
-    assert exchange.exported(recipe, model, 2).between_nodes == 2 * whole, "each rank of the other node gets its own"
+    assert explain.exported(recipe, model, 2).between_nodes == 2 * whole, "each rank of the other node gets its own"
     recipe.exchange.transport = "auto"
-    assert exchange.exported(recipe, model, None).between_nodes == 0
+    assert explain.exported(recipe, model, None).between_nodes == 0
 
 
 def test_experts_of_later_ranks_have_later_numbers() -> None:
     names = ("model.layers.1.mlp.experts.2.up", "model.layers.1.mlp.experts.3.up", "model.layers.1.mlp.gate")
-    later = exchange._later(description(*names), 3)
+    later = explain._later(description(*names), 3)
     assert later.tensors == ("model.layers.1.mlp.experts.8.up", "model.layers.1.mlp.experts.9.up", names[2])
 
 
@@ -129,8 +129,8 @@ def test_tensors_are_asked_about_layer_by_layer() -> None:
 
 def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     given = []
-    monkeypatch.setattr(exchange_command, "planned", lambda *asked: given.append(asked[2]) or small_plan())
-    monkeypatch.setattr(exchange_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
+    monkeypatch.setattr(explain_command, "planned", lambda *asked: given.append(asked[2]) or small_plan())
+    monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
     recipe = str(RECIPES / "dapo_qwen3_30b.yaml")
     assert run("exchange", recipe) == 0
     text = capsys.readouterr().out
@@ -149,8 +149,8 @@ def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys
 def test_the_old_form_still_works_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exchange_command, "planned", lambda *asked: small_plan())
-    monkeypatch.setattr(exchange_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
+    monkeypatch.setattr(explain_command, "planned", lambda *asked: small_plan())
+    monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
     assert run("exchange", "--explain", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=auto") == 0
     printed = capsys.readouterr()
     assert "Sent by 3 trainer ranks" in printed.out and "megarl exchange RECIPE" in printed.err
@@ -177,7 +177,7 @@ def test_training_without_engines_sends_nothing(capsys: pytest.CaptureFixture[st
 def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: list[str], received: float) -> None:
     """Figures of a trace of vLLM's loader with another script, and of the sizes of the tensors."""
     recipe = load_recipe(RECIPES / f"{name}.yaml", settings)
-    made = exchange.planned(recipe, model_configs.read(model), 16)
+    made = explain.planned(recipe, published.read(model), 16)
     assert totals(made).received_by_rank == pytest.approx(received, rel=1e-4)
     for rank in (0, len(made.hosts.engines) - 1):
         need = made.needs.descriptions[made.needs.class_of[rank]]
@@ -196,7 +196,7 @@ def test_what_a_run_refuses_is_not_explained(capsys: pytest.CaptureFixture[str])
 def test_an_exported_exchange_is_told_from_what_is_explained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exchange_command, "planned", lambda *_: small_plan())
-    monkeypatch.setattr(exchange_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
+    monkeypatch.setattr(explain_command, "planned", lambda *_: small_plan())
+    monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
     assert run("exchange", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=export") == 0
     assert "do not go this way: exchange.route=export" in " ".join(capsys.readouterr().out.split())

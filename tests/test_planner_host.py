@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.config.schema import Recipe
-from megarl.planner.counts import Held
-from megarl.planner.host import Tenants, host_refusals, host_uses
-from megarl.planner.plan import EngineRank, HostUse
-from megarl.planner.show import host_table
-from megarl.planner.stages import Stage
+from megarl.commands.plan.count.counts import Held
+from megarl.commands.plan.count.host import Tenants, host_refusals, host_uses
+from megarl.commands.plan.count.stages import Stage
+from megarl.commands.plan.count.types import EngineRank, HostUse
+from megarl.commands.plan.show.console import host_table
 from megarl.platform.devices import device_named
 from megarl.platform.memory import asleep, pinned
+from megarl.recipe.schema import Recipe
 
 GIB, MIB = 2**30, 2**20
 DEVICE = replace(device_named("910B"), per_node=4, host_memory=100.0, process_memory=1.0)

@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl import model_configs
-from megarl.config.load import load_recipe
-from megarl.config.schema import Recipe
-from megarl.megatron.layout import check_layout
-from megarl.model_shape import model_shape
-from megarl.planner.floor import Part, chunks_under_way, largest_parts
-from megarl.planner.layouts import (
+from megarl.commands.plan.search.layouts import (
     Choice,
     Engines,
     Layout,
@@ -27,6 +21,12 @@ from megarl.planner.layouts import (
     refusal,
     sizes_of_micro_batches,
 )
+from megarl.commands.plan.search.lower_bound import Part, chunks_under_way, largest_parts
+from megarl.hf import published
+from megarl.hf.shape import model_shape
+from megarl.megatron.layout import check_layout
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parent.parent
 DENSE: dict[str, Any] = {
@@ -87,7 +87,7 @@ def test_stages_are_as_even_as_they_can_be(stages: int, first_and_last: set[Any]
 
 
 def test_uneven_stages_of_deepseek_v3_are_those_of_the_published_layout() -> None:
-    made, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), model_configs.read("DeepSeek-V3")
+    made, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
     found = [one for one in layouts(made, model, 16) if one.pipeline_parallel == 8]
     assert {(one.first_stage_layers, one.last_stage_layers) for one in found} == {(6, 7), (7, 6)}
 
@@ -171,7 +171,7 @@ def test_demonstrations_need_no_engines() -> None:
 
 def test_a_run_would_refuse() -> None:
     made = load_recipe(ROOT / "recipes" / "dapo_qwen3_30b.yaml")
-    model = model_configs.read("Qwen3-30B-A3B")
+    model = published.read("Qwen3-30B-A3B")
     assert refusal(made, model) is None
     many = replace(made, rollout=replace(made.rollout, engines=5))
     assert "colocated engines have the trainers' alone" in str(refusal(many, model))

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from megarl.config.load import load_recipe
+from megarl.commands.plan.count.counts import Held
+from megarl.commands.plan.count.devices import places
+from megarl.commands.plan.count.engines import Engine
+from megarl.commands.plan.count.kv_cache import rank_of
+from megarl.commands.plan.count.libraries import Libraries, libraries_of, trainer_groups
+from megarl.commands.plan.count.refusals import too_large
+from megarl.commands.plan.count.stages import Stage
+from megarl.commands.plan.count.types import Variable
 from megarl.engines.limits import Limits
 from megarl.engines.specs import policy_spec
-from megarl.planner.cache import rank_of
-from megarl.planner.counts import Held
-from megarl.planner.engines import Engine
-from megarl.planner.libraries import Libraries, libraries_of, trainer_groups
-from megarl.planner.places import places
-from megarl.planner.plan import Variable
-from megarl.planner.refusals import too_large
-from megarl.planner.stages import Stage
 from megarl.platform.devices import device_named
+from megarl.recipe.load import load_recipe
 from tests.test_planner_places import ENGINE, HELD, recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"

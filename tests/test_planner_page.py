@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from megarl.commands.plan.count.types import HostUse, PhaseTime, Place, Plan, Proposal, Refusal, Use, Variable
+from megarl.commands.plan.show import drawing
+from megarl.commands.plan.show.console import host_columns
+from megarl.commands.plan.show.estimate_table import remarks, seconds_columns
+from megarl.commands.plan.show.page import render, verdict, write_page
+from megarl.commands.plan.show.units import GIB, Unit
+from megarl.commands.plan.time.spread import Ratios, spreads
 from megarl.engines.routes import Route
-from megarl.planner import drawing
-from megarl.planner.estimate_table import remarks, seconds_columns
-from megarl.planner.page import render, verdict, write_page
-from megarl.planner.plan import HostUse, PhaseTime, Place, Plan, Proposal, Refusal, Use, Variable
-from megarl.planner.show import host_columns
-from megarl.planner.spread import Ratios, spreads
-from megarl.planner.units import GIB, Unit
 from tests import plans
 from tests.test_observe_report import EVIL, Page
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.planner.pipeline import Pass, Slot, bubble, folded, order, schedule
+from megarl.commands.plan.time.pipeline import Pass, Slot, bubble, folded, order, schedule
 
 LAYOUTS = [
     (1, 1, 3),

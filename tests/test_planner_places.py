@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.config.schema import Recipe
+from megarl.commands.plan.count.counts import Activations, Held
+from megarl.commands.plan.count.devices import exchange_buffers, places
+from megarl.commands.plan.count.engines import Engine
+from megarl.commands.plan.count.kv_cache import not_counted, rank_of, too_small
+from megarl.commands.plan.count.refusals import too_large
+from megarl.commands.plan.count.stages import Stage
+from megarl.commands.plan.count.types import EngineRank, Place, Use
+from megarl.commands.plan.show.console import _places, show
+from megarl.commands.plan.show.units import Unit
 from megarl.engines.base import EngineSpec
 from megarl.engines.limits import Limits
 from megarl.engines.specs import policy_spec
-from megarl.planner.cache import not_counted, rank_of, too_small
-from megarl.planner.counts import Activations, Held
-from megarl.planner.engines import Engine
-from megarl.planner.places import exchange_buffers, places
-from megarl.planner.plan import EngineRank, Place, Use
-from megarl.planner.refusals import too_large
-from megarl.planner.show import _places, show
-from megarl.planner.stages import Stage
-from megarl.planner.units import Unit
+from megarl.recipe.schema import Recipe
 from tests import plans
 
 GIB = 2**30

@@ -11,26 +11,26 @@ from typing import Any
 
 import pytest
 
-from megarl.config.errors import InputError
-from megarl.config.load import load_recipe, to_yaml
-from megarl.config.schema import Recipe
-from megarl.planner import nearest
-from megarl.planner import search as module
-from megarl.planner.ask import Asker, Question
-from megarl.planner.build import make_plan
-from megarl.planner.clock import Clock
-from megarl.planner.counts import Activations, Held
-from megarl.planner.estimate import estimate
-from megarl.planner.floor import at_least, held_at_least, largest_parts
-from megarl.planner.forecast import Forecast
-from megarl.planner.host import Tenants
-from megarl.planner.judge import HostTooSmallError, Judge, Subject, too_large
-from megarl.planner.layouts import Choice, Engines, choice_of, chosen, overrides, refusal
-from megarl.planner.search import Found, families, search
-from megarl.planner.search_command import known
-from megarl.planner.search_table import name_of, said, show, why
-from megarl.planner.stages import Stage, built_from, stages_of
+from megarl.commands.plan.build import make_plan
+from megarl.commands.plan.count.ask import Asker, Question
+from megarl.commands.plan.count.counts import Activations, Held
+from megarl.commands.plan.count.host import Tenants
+from megarl.commands.plan.count.stages import Stage, built_from, stages_of
+from megarl.commands.plan.search import search as module
+from megarl.commands.plan.search import suggest
+from megarl.commands.plan.search.command import known
+from megarl.commands.plan.search.fits import HostTooSmallError, Judge, Subject, too_large
+from megarl.commands.plan.search.forecast import Forecast
+from megarl.commands.plan.search.layouts import Choice, Engines, choice_of, chosen, overrides, refusal
+from megarl.commands.plan.search.lower_bound import at_least, held_at_least, largest_parts
+from megarl.commands.plan.search.search import Found, families, search
+from megarl.commands.plan.search.step_time import Clock
+from megarl.commands.plan.show.search_console import name_of, said, show, why
+from megarl.commands.plan.time.estimate import estimate
+from megarl.errors import InputError
 from megarl.platform.devices import devices
+from megarl.recipe.load import load_recipe, to_yaml
+from megarl.recipe.schema import Recipe
 from tests.test_planner_layouts import DENSE, SPARSE, recipe
 
 ROOT = Path(__file__).parent.parent
@@ -137,10 +137,10 @@ def test_a_layout_that_hosts_cannot_hold_is_not_proposed(monkeypatch: pytest.Mon
     assert found.hosts_too_small > 0 and everything(found) == found.possible
     (line,) = (line for line in said(found) if line.startswith("Fit the devices, and not their hosts"))
     assert f": {found.hosts_too_small}; the first: the host of node 0 needs 99 GiB" in line
-    monkeypatch.setattr(nearest, "Judge", Hosts)
+    monkeypatch.setattr(suggest, "Judge", Hosts)
     asked = subject(recompute="none", offload=False)
     known = Engines(4, 1, 1, None), None
-    made = nearest.proposals(asked, NO_ASKER, engines=known, seconds=30.0)
+    made = suggest.proposals(asked, NO_ASKER, engines=known, seconds=30.0)
     assert made.found and not any("offload=true" in one.overrides for one in made.found)
 
 
@@ -169,7 +169,7 @@ def test_a_layout_that_fits_is_counted_on_its_hosts(monkeypatch: pytest.MonkeyPa
     judge._built, judge._shape = judge._subject.recipe, judge._subject.shape
     judge._chosen, judge._critic, judge._choices = chosen, critic, [Engines(1, 1, 1, None)]
     stages = [Stage("actor", number, 0, held(10), beyond, None, {}) for number in range(4)]
-    monkeypatch.setattr("megarl.planner.judge.stages_of", lambda *_: stages)
+    monkeypatch.setattr("megarl.commands.plan.search.fits.stages_of", lambda *_: stages)
     own = choice_of(judge._subject.recipe)
     with pytest.raises(HostTooSmallError, match="the host of node 0 needs 40"):
         judge.peak(own)
@@ -191,7 +191,7 @@ def test_hosts_of_a_searched_layout_are_those_of_its_plan(monkeypatch: pytest.Mo
         asked.append(numbers)
         return [Stage(role, number, 0, held(2), None, None, {}) for number in numbers]
 
-    monkeypatch.setattr("megarl.planner.judge.stages_of", rest)
+    monkeypatch.setattr("megarl.commands.plan.search.fits.stages_of", rest)
     Hosts(41.0).check([10, 2, 2, 2], counted=1)
     assert asked == []
     Hosts(39.0).check([10, 2, 2, 2], counted=1)
@@ -289,11 +289,11 @@ def test_proposals_end_with_their_time_in_the_middle_of_a_count(monkeypatch: pyt
             return 0
 
     asked = subject()
-    monkeypatch.setattr(nearest, "Judge", Slow)
-    monkeypatch.setattr(nearest, "_by_changes", lambda *_: iter([choice_of(asked.recipe)]))
-    assert nearest.proposals(asked, NO_ASKER, seconds=0.5) == ([], True), "it would fit, 1.5 s later"
-    monkeypatch.setattr(nearest, "_by_changes", lambda *_: iter([]))
-    assert nearest.proposals(asked, NO_ASKER, seconds=60) == ([], False), "nothing was left to look at"
+    monkeypatch.setattr(suggest, "Judge", Slow)
+    monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([choice_of(asked.recipe)]))
+    assert suggest.proposals(asked, NO_ASKER, seconds=0.5) == ([], True), "it would fit, 1.5 s later"
+    monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([]))
+    assert suggest.proposals(asked, NO_ASKER, seconds=60) == ([], False), "nothing was left to look at"
 
 
 def test_three_proposals_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,28 +310,28 @@ def test_three_proposals_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(3)
             return 0
 
-    monkeypatch.setattr(nearest, "Judge", One)
+    monkeypatch.setattr(suggest, "Judge", One)
     began = time.monotonic()
-    found, stopped = nearest.proposals(subject(), NO_ASKER, seconds=60)
+    found, stopped = suggest.proposals(subject(), NO_ASKER, seconds=60)
     assert len(found) == 3 and not stopped and time.monotonic() - began < 2.5
 
 
 def test_what_divides_is_found_without_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = subject(tensor_parallel=4)  # two key/value heads do not divide
-    found = nearest.untried(asked)
+    found = suggest.untried(asked)
     assert len(found) == 3 and all(line.count("=") <= 2 for line in found), found
     for line in found:
         sizes = {key.removeprefix("megatron."): plain for key, plain in (one.split("=") for one in line.split())}
         made = replace(asked.recipe, megatron=replace(asked.recipe.megatron, **{k: int(v) for k, v in sizes.items()}))
         assert refusal(made, asked.model) is None
     small = replace(asked, device=replace(asked.device, memory=1e-6))
-    assert nearest.untried(small) == []
+    assert suggest.untried(small) == []
 
 
 def test_proposals_change_as_little_as_they_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = subject(tensor_parallel=4)  # two key/value heads do not divide
-    monkeypatch.setattr(nearest, "Judge", Judges)
-    found, stopped = nearest.proposals(asked, NO_ASKER, seconds=60)
+    monkeypatch.setattr(suggest, "Judge", Judges)
+    found, stopped = suggest.proposals(asked, NO_ASKER, seconds=60)
     assert len(found) == 3 and not stopped
     assert all("megarl" not in one.overrides and "megatron.recompute=full" in one.overrides for one in found)
     assert all(len(one.overrides.split()) <= 3 for one in found), found
@@ -359,8 +359,8 @@ def test_what_is_proposed_is_more_than_one_way_of_the_same_shape(monkeypatch: py
 
     asked = subject(pipeline_parallel=2)
     asked.recipe.actor.max_tokens_per_micro_batch = 512
-    monkeypatch.setattr(nearest, "Judge", Small)
-    found, _ = nearest.proposals(asked, NO_ASKER, seconds=60)
+    monkeypatch.setattr(suggest, "Judge", Small)
+    found, _ = suggest.proposals(asked, NO_ASKER, seconds=60)
     lines = {one.overrides for one in found}
     assert "megatron.recompute=full" in lines and "actor.max_tokens_per_micro_batch=256" in lines, lines
     assert not any("recompute=full" in line and "tokens" in line for line in lines), lines

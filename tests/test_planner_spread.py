@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from megarl import model_configs
-from megarl.planner.document import ratios
-from megarl.planner.estimate import estimate
-from megarl.planner.estimate_table import remarks, seconds, seconds_columns
-from megarl.planner.plan import Estimate, PhaseTime, Plan
-from megarl.planner.spread import RATIOS, Ratios, published_ratios, ratios_of, spreads
-from megarl.planner.tables import transposed
-from megarl.planner.timed import with_estimate
+from docs.generate.planner import ratios
+from megarl.commands.plan.count.types import Estimate, PhaseTime, Plan
+from megarl.commands.plan.show.estimate_table import remarks, seconds, seconds_columns
+from megarl.commands.plan.show.tables import transposed
+from megarl.commands.plan.time.estimate import estimate
+from megarl.commands.plan.time.spread import RATIOS, Ratios, published_ratios, ratios_of, spreads
+from megarl.commands.plan.time.timed import with_estimate
+from megarl.hf import published
 from tests import plans
 from tests.estimate_cases import DEVICE, QWEN, recipe
 
@@ -58,7 +58,7 @@ def test_phases_beside_each_other_do_not_add_up() -> None:
 
 
 def test_the_package_has_the_ratios_of_the_published_runs() -> None:
-    """`python -m megarl.planner.document` writes them anew."""
+    """`python -m docs.generate.planner` writes them anew."""
     assert yaml.safe_load(RATIOS.read_text()) == ratios()
     (deepseek,) = [one for one in published_ratios() if "910C" in one.run]
     assert deepseek.experts and deepseek.of["gen"] == pytest.approx(482.2 / 94.1, rel=0.01)
@@ -88,7 +88,7 @@ def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once()
     made = recipe()
     dense = with_estimate(plans.BARE, made, {"rollout": QWEN}, DEVICE, DEVICE, None)
     assert table(dense)["gen"]["range"] == "–" and table(dense)["gen"]["runs"] == "1" and dense.without_own is None
-    deepseek = model_configs.read("DeepSeek-V3")
+    deepseek = published.read("DeepSeek-V3")
     plan = with_estimate(plans.BARE, made, {"rollout": deepseek}, DEVICE, DEVICE, None)
     assert plan.own_runs == [run for run in plan.compared if run.startswith("DeepSeek-V3")] and len(plan.own_runs) == 2
     assert plan.without_own is not None and plan.without_own.high < plan.spread[-1].high

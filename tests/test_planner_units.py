@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.planner.plan import EngineRank, Links, Place, Use
-from megarl.planner.refusals import too_large
-from megarl.planner.show import show
-from megarl.planner.units import GIB, MIB, Unit, decimal, sized
-from megarl.words import several
+from megarl.commands.plan.count.refusals import too_large
+from megarl.commands.plan.count.types import EngineRank, Links, Place, Use
+from megarl.commands.plan.show.console import show
+from megarl.commands.plan.show.units import GIB, MIB, Unit, decimal, sized
+from megarl.text import several
 from tests import plans
 
 

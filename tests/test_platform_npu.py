@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from megarl import load_recipe, platform
-from megarl.config.schema import Recipe
 from megarl.engines import engine_env, rollout_env
 from megarl.megatron import model as models
 from megarl.platform import environment
@@ -27,7 +26,8 @@ from megarl.platform.device_kind import DeviceKind
 from megarl.platform.environment import NEEDED, notices, users_first
 from megarl.platform.npu import NPUPlatform
 from megarl.platform.npu_kind import NPU
-from megarl.start_engines import environment_notices
+from megarl.recipe.schema import Recipe
+from megarl.rollout.start_engines import environment_notices
 from tests.upstream_sources import missing, torch_npu
 
 ROOT = Path(__file__).parent.parent
@@ -236,7 +236,7 @@ def test_a_deterministic_run_asks_the_devices_libraries_too() -> None:
 
 
 def test_engines_are_told_which_device_they_are_to_run_on() -> None:
-    from megarl.start_engines import start_engines
+    from megarl.rollout.start_engines import start_engines
 
     specs: list[Any] = []
     cluster = SimpleNamespace(start_service=lambda server, args, **_: specs.append(args[1]))
@@ -253,7 +253,7 @@ def test_processes_start_in_their_roles_environment(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setitem(environment._STARTED_WITH, "HCCL_EXEC_TIMEOUT", "77")
-    monkeypatch.setattr("megarl.cluster.torchrun.TorchrunCluster", lambda *_, **roles: given.update(roles))
+    monkeypatch.setattr("megarl.cluster.torchrun.cluster.TorchrunCluster", lambda *_, **roles: given.update(roles))
     recipe = Recipe()
     recipe.train.deterministic = True
     cluster.connect(recipe, NPUPlatform())

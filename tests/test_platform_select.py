@@ -11,13 +11,13 @@ from typing import get_args
 import pytest
 
 from megarl import platform
-from megarl.config.schema import Recipe
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.cuda_kind import installation_notices
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS, DeviceName
-from megarl.start_engines import environment_notices
+from megarl.recipe.schema import Recipe
+from megarl.rollout.start_engines import environment_notices
 
 
 def _here(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from megarl.algorithms.catalogue import LOSSES
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import objective
-from megarl.config.algorithm import AlgorithmConfig
+from megarl.recipe.algorithm import AlgorithmConfig
 from tests.loss_cases import assert_gradient, inputs, part_of, random_inputs, sequences_of, settings
 
 OF_TOKENS = [name for name in LOSSES.names() if not LOSSES[name].whole_groups and not LOSSES[name].needs_top]

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.actor_worker import ActorWorker
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.moments import Whitening
 from megarl.algorithms.process_advantages import placed, up_to
 from megarl.algorithms.returns import gae, returns_to_go
-from megarl.config.schema import Recipe
-from megarl.critic_worker import CriticWorker
-from megarl.shards import plan_step
+from megarl.batching.plan import plan_step
+from megarl.recipe.schema import Recipe
+from megarl.trainer.actor import ActorWorker
+from megarl.trainer.critic import CriticWorker
 from megarl.types import Group, InlineData, Sample, SampleTokens, Steps
 from tests.loss_cases import settings
 

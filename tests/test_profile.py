@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from megarl import load_recipe, platform, worker
-from megarl.config.errors import RecipeError
-from megarl.config.observe import check_traces, traces_notice
+from megarl import load_recipe, platform
+from megarl.commands.plan.preflight import Checked, _check_run
 from megarl.engines.base import EngineTraces
-from megarl.engines.vllm_args import _profiler_config
-from megarl.planner.checks import Checked, _check_run
+from megarl.engines.vllm.args import _profiler_config
+from megarl.errors import RecipeError
+from megarl.observe.profiling import Profiling
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.kinds import kind_of
 from megarl.platform.tracing import TraceOptions
-from megarl.profiling import Profiling
-from megarl.start_engines import environment_notices
+from megarl.recipe.observe import check_traces, traces_notice
+from megarl.rollout.start_engines import environment_notices
+from megarl.trainer import worker
 from tests import stack
 from tests.test_train_stack import settings
 

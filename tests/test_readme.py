@@ -13,9 +13,9 @@ import typer
 
 from megarl import load_recipe
 from megarl.cli import app
-from megarl.config.schema import Recipe
 from megarl.observe.log import RunLog
 from megarl.observe.run_dir import RunDirectory
+from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md"]

@@ -16,24 +16,25 @@ from types import SimpleNamespace
 import pytest
 from safetensors.numpy import load_file
 
-from megarl import load_recipe, model_configs
+from docs.generate.supported_recipes import Row, rows
+from megarl import load_recipe
 from megarl.algorithms.advantages import uses_critic
-from megarl.config.errors import RecipeError
-from megarl.config.supported import Row, rows
-from megarl.config.training import MegatronConfig
-from megarl.data.prepare.tiny_weights import KINDS, write_weights
+from megarl.commands.data.tiny_weights import KINDS, write_weights
+from megarl.commands.rehearse import command
+from megarl.commands.rehearse.changes import Changes, settings_of
+from megarl.commands.rehearse.command import faults, rehearse, table
+from megarl.commands.rehearse.data import columns_of
+from megarl.commands.rehearse.layout import layers_for, shrink_layout
+from megarl.commands.rehearse.model import shrink_model
+from megarl.commands.rehearse.settings import shrink_settings
+from megarl.commands.rehearse.tiny_copy import Twin, make_twin
+from megarl.errors import RecipeError
+from megarl.hf import published
+from megarl.hf.config import number_of_experts
 from megarl.megatron.layout import check_layout
 from megarl.megatron.model_checks import PROVEN
-from megarl.model_config import number_of_experts
-from megarl.preflight import prepare_training
-from megarl.rehearsal import command
-from megarl.rehearsal.changes import Changes, settings_of
-from megarl.rehearsal.command import faults, rehearse, table
-from megarl.rehearsal.data import columns_of
-from megarl.rehearsal.layout import layers_for, shrink_layout
-from megarl.rehearsal.model import shrink_model
-from megarl.rehearsal.settings import shrink_settings
-from megarl.rehearsal.twin import Twin, make_twin
+from megarl.preflight.run import prepare_training
+from megarl.recipe.training import MegatronConfig
 from tests.megatron_models import MODELS
 from tests.megatron_models import write_model as write_hf_model
 from tests.stack import run
@@ -81,7 +82,7 @@ def test_what_a_layout_cuts_is_still_cut(row: Row) -> None:
         for processes in (1, 2, 3, 4, 16):
             small, count = shrink_layout(given, trainers, processes)
             assert count <= processes
-            check_layout(shrink_model(model_configs.read(row.shape), layers_for(small), Changes()), small, count)
+            check_layout(shrink_model(published.read(row.shape), layers_for(small), Changes()), small, count)
             cut = [name for name in vars(given) if name.endswith("_parallel") and (getattr(given, name) or 1) > 1]
             kept = [name for name in cut if (getattr(small, name) or 1) > 1]
             assert kept == cut or processes < 16
@@ -97,10 +98,10 @@ def test_stages_are_uneven_where_the_recipes_are() -> None:
     check_layout({"num_attention_heads": 2, "vocab_size": 8, "num_hidden_layers": layers_for(virtual)}, virtual, 2)
 
 
-@pytest.mark.parametrize("name", model_configs.names())
+@pytest.mark.parametrize("name", published.names())
 def test_a_models_structure_is_kept(name: str) -> None:
     """Heads in their ratio, dense layers before experts, what is tied, how positions are scaled, how experts are chosen."""
-    given, changes = model_configs.read(name), Changes()
+    given, changes = published.read(name), Changes()
     small = shrink_model(given, 2, changes)
     for field in ("model_type", "tie_word_embeddings", "rope_theta", "n_shared_experts", "num_nextn_predict_layers"):
         assert small.get(field) == given.get(field)

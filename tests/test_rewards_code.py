@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from megarl import rewards, sandbox
-from megarl.config.sandbox import SandboxConfig
-from megarl.config.schema import RewardConfig
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import RewardConfig
 from megarl.rewards.base import ScoreRequest
 from megarl.rewards.code import grade, same_output, same_value
+from megarl.rewards.scoring import Scoring
 from megarl.rewards.weighted import terms_of
-from megarl.scoring.scoring import Scoring
 from tests.sandbox_machine import needs_sandbox
 
 SUMS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n", "10 20\n"], "outputs": ["3\n", "7\n", "0\n", "30\n"]}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.prepare.gsm8k import prepare
+from megarl.commands.data.gsm8k import prepare
 from megarl.data.rows import read_rows
 from megarl.rewards import RewardError, ScoreRequest, resolve, score
 

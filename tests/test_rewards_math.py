@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from megarl.config.schema import RewardConfig
-from megarl.killable.work import Answered, Failed
+from megarl.recipe.schema import RewardConfig
 from megarl.rewards import RewardError, Score, ScoreRequest, resolve, score
-from megarl.rewards.boxes import last_boxed
+from megarl.rewards.latex_boxed import last_boxed
 from megarl.rewards.math_dapo import normalize
-from megarl.scoring.scoring import scorer_pool
+from megarl.rewards.scoring import scorer_pool
+from megarl.subprocess_pool.job import Answered, Failed
 
 SOURCES = {
     "lighteval/MATH": "math",

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.process import free_port
-from megarl.config import load_recipe
-from megarl.config.schema import RewardConfig
+from megarl.recipe import load_recipe
+from megarl.recipe.schema import RewardConfig
 from megarl.rewards import Score, ScoreRequest, base, score
+from megarl.rewards.scoring import Outcome, Scoring
 from megarl.rewards.weighted import combine, terms_of, with_judgement
-from megarl.rollout.verdicts import Question, number_in
-from megarl.scoring.scoring import Outcome, Scoring
+from megarl.rollout.judge.verdicts import Question, number_in
 from megarl.types import Prompt, SampleFailure
 
 ROOT = Path(__file__).parent.parent

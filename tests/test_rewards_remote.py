@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.config import RecipeError, load_recipe
-from megarl.config.remote import RemoteConfig, remote_notices
-from megarl.config.schema import RewardConfig
-from megarl.preflight import Prepared, _with_rewards
+from megarl.preflight.run import Prepared, _with_rewards
+from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.remote import RemoteConfig, remote_notices
+from megarl.recipe.schema import RewardConfig
 from megarl.rewards import RewardError, Score, ScoreRequest, ScorerSettings, find, score_awaited
+from megarl.rewards.scoring import Scoring
 from megarl.rewards.weighted import terms_of
-from megarl.scoring.scoring import Scoring
 from megarl.types import SampleFailure, Turn
 
 SECRET = "Bearer s3cr3t"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import RecipeError, load_recipe
-from megarl.config.schema import Recipe
-from megarl.preflight import Prepared, _with_rewards
+from megarl.preflight.run import Prepared, _with_rewards
+from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe.schema import Recipe
 from megarl.rewards import Score, Scorer, find
 from megarl.rewards.weighted import Term, combine, terms_of
 

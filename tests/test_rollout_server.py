@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megarl.config.sandbox import SandboxConfig
-from megarl.config.schema import RewardConfig
 from megarl.data.images import ImageReader
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import RewardConfig
 from megarl.rewards.weighted import Term
 from megarl.rollout import server as module
 from megarl.rollout.server import RolloutServer

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from megarl.config.schema import Recipe
-from megarl.rollout.engines_source import EnginesSource
+from megarl.recipe.schema import Recipe
+from megarl.rollout.source_engines import EnginesSource
 from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, SampleFailure
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megarl.config.load import load_recipe
-from megarl.config.schema import Recipe
-from megarl.route import open_exchange
+from megarl.recipe.load import load_recipe
+from megarl.recipe.schema import Recipe
+from megarl.weight_sync.connect import open_exchange
 
 
 class Trainers:

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from megarl.config.errors import RecipeError
+from megarl.commands.plan.count.types import Links
+from megarl.commands.plan.routes import as_expected, expected_routes
+from megarl.commands.plan.show.console import route_lines
+from megarl.commands.plan.time.estimate import estimate
 from megarl.engines.routes import Route, check_route, route_of, routes_of_sets
-from megarl.engines.vllm_reload import RouteSupport, support_of
-from megarl.model_configs import read
-from megarl.planner.estimate import estimate
-from megarl.planner.plan import Links
-from megarl.planner.routes import as_expected, expected_routes
-from megarl.planner.show import route_lines
+from megarl.engines.vllm.reload import RouteSupport, support_of
+from megarl.errors import RecipeError
+from megarl.hf.published import read
 from megarl.platform.devices import device_named
 from megarl.platform.kinds import kind_of
 from tests import plans
@@ -62,19 +62,19 @@ def test_a_route_that_engines_cannot_take_is_refused_before_the_start() -> None:
 
 
 def test_train_says_a_fallback_with_what_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl import preflight
+    from megarl.preflight import run
 
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
     made = recipe(rollout__engines=4, rollout__tensor_parallel=2, model__dtype="bfloat16")
-    (notice,) = preflight.route_notices(made, read("Qwen3-8B"))
+    (notice,) = run.route_notices(made, read("Qwen3-8B"))
     assert "export on vLLM 9.9.9, installed here" in notice and "each of 8 engine ranks receives" in notice
     assert "15.3 GiB an update" in notice
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: support_of("0.23.0"))
-    assert preflight.route_notices(made, read("Qwen3-8B")) == []
+    assert run.route_notices(made, read("Qwen3-8B")) == []
 
 
 def test_doctor_warns_of_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megarl.doctor.recipe import weights
+    from megarl.commands.doctor.recipe import weights
 
     made = recipe(data__train_files=["x"])
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
@@ -85,7 +85,7 @@ def test_doctor_warns_of_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_counts_the_expected_route(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.planner.routes.routes_of_sets", lambda *_: [route_of(recipe(), UNKNOWN, "a set")])
+    monkeypatch.setattr("megarl.commands.plan.routes.routes_of_sets", lambda *_: [route_of(recipe(), UNKNOWN, "a set")])
     made = recipe(cluster__device="npu")
     routes = expected_routes(made, device_named("910B"))
     assert [route.name for route in routes] == ["export"]

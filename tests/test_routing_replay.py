@@ -12,10 +12,10 @@ import pytest
 import torch
 import transformers
 
-from megarl.config.errors import RecipeError
-from megarl.config.schema import Recipe
-from megarl.config.validate import validate
-from megarl.preflight import check_device
+from megarl.errors import RecipeError
+from megarl.preflight.recipe.general import validate
+from megarl.preflight.run import check_device
+from megarl.recipe.schema import Recipe
 from tests.megatron_models import LENGTHS, write_model
 from tests.trainer_processes import run_cases
 
@@ -162,8 +162,8 @@ def test_engine_is_asked_for_experts_and_what_it_says_is_matched_with_tokens(tmp
     from types import SimpleNamespace
 
     from megarl.engines.base import EngineSpec
-    from megarl.engines.vllm_args import build_engine_args
-    from megarl.engines.vllm_outputs import completions
+    from megarl.engines.vllm.args import build_engine_args
+    from megarl.engines.vllm.outputs import completions
 
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
     spec = EngineSpec("e0", str(tmp_path), "bfloat16", 64, return_routed_experts=True)

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 import pytest
 
+from megarl import assembly as entries
 from megarl import cli
-from megarl import run as entries
-from megarl.config.errors import InputError
+from megarl.errors import InputError
 from megarl.observe import closing
 from megarl.observe.files import DiskFullError
 from tests.checkpoint_parts import saver, state

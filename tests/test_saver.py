@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from megarl import checkpoint
-from megarl.checkpoint import check_whole, find_checkpoint, list_checkpoints
-from megarl.config.schema import TrainConfig
-from megarl.manifest import find_damage
-from megarl.saver import Saver
+from megarl.checkpoint import folder as checkpoint
+from megarl.checkpoint.folder import check_whole, find_checkpoint, list_checkpoints
+from megarl.checkpoint.manifest import find_damage
+from megarl.checkpoint.saver import Saver
+from megarl.recipe.schema import TrainConfig
 from tests.checkpoint_parts import Trainers, names, saver, state
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.config.schema import Recipe
-from megarl.flops import ModelFlops
-from megarl.schedule import EVEN, FULL, imbalance, plan_micro_batches, share, split_evenly
-from megarl.shards import held_out_weights, plan_held_out, plan_step
+from megarl.batching.flops import ModelFlops
+from megarl.batching.packing import EVEN, FULL, imbalance, plan_micro_batches, share, split_evenly
+from megarl.batching.plan import held_out_weights, plan_held_out, plan_step
+from megarl.recipe.schema import Recipe
 from megarl.types import Group, InlineData, Sample
 
 
@@ -62,7 +62,7 @@ def test_invariants_where_swaps_are_many() -> None:
         check_invariants(lengths, ranks, max_tokens, multiple_of, costs)
 
 
-# Of one forward pass, as megarl.flops counts them: attention costs as much as the rest at 17 k tokens, and at 55 k.
+# Of one forward pass, as megarl.batching.flops counts them: attention costs as much as the rest at 17 k tokens, and at 55 k.
 QWEN3_30B_A3B = ModelFlops(6_666_000_000, 48 * 2 * 32 * 2 * 128)
 QWEN3_8B = ModelFlops(15_137_000_000, 36 * 2 * 32 * 2 * 128)
 

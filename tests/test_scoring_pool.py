@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from megarl.config.schema import RewardConfig
-from megarl.killable.pool import ProcessPool
-from megarl.killable.work import Answered, Failed, Outcome
+from megarl.recipe.schema import RewardConfig
 from megarl.rewards import Score, ScoreRequest
+from megarl.rewards.scoring import Scoring, scorer_pool
 from megarl.rewards.weighted import terms_of
-from megarl.scoring.scoring import Scoring, scorer_pool
+from megarl.subprocess_pool.job import Answered, Failed, Outcome
+from megarl.subprocess_pool.pool import ProcessPool
 from megarl.types import SampleFailure
 
 ROOT = Path(__file__).parent.parent
@@ -134,8 +134,8 @@ def test_nothing_is_left_after_close(make: Callable[..., ProcessPool]) -> None:
 OWNER = """
 import sys, time
 from megarl.rewards import ScoreRequest
-from megarl.config.schema import RewardConfig
-from megarl.scoring.scoring import scorer_pool
+from megarl.recipe.schema import RewardConfig
+from megarl.rewards.scoring import scorer_pool
 pool = scorer_pool(["tests.scorers:faulty"], RewardConfig(processes=2, timeout=100.0))
 pool.start()
 pool.submit("tests.scorers:faulty", ScoreRequest("", "", "", {"what": ""})).result()

@@ -9,15 +9,15 @@ import pytest
 
 from megarl import load_recipe
 from megarl.agents.trajectory import turn_seed
-from megarl.config.errors import RecipeError
-from megarl.config.schema import Recipe
-from megarl.config.seeded import samples_are_seeded, seeds_notice
 from megarl.engines.specs import policy_spec
+from megarl.errors import RecipeError
 from megarl.platform.cpu import CPUPlatform
-from megarl.rollout import judge_server
-from megarl.rollout.engines_source import EnginesSource
+from megarl.recipe.schema import Recipe
+from megarl.recipe.seeded import samples_are_seeded, seeds_notice
+from megarl.rollout.judge import server as judge_server
 from megarl.rollout.server import _one_by_one
-from megarl.start_engines import environment_notices
+from megarl.rollout.source_engines import EnginesSource
+from megarl.rollout.start_engines import environment_notices
 from megarl.types import GenerationRequest, Prompt, Sampling
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from megarl import load_recipe
-from megarl.engines import sglang_args
 from megarl.engines.base import EngineSpec
-from megarl.engines.sglang_args import build_engine_args
+from megarl.engines.sglang import args
+from megarl.engines.sglang.args import build_engine_args
 from megarl.types import Sampling
 from tests import fake_sglang
 
@@ -63,13 +63,13 @@ def test_arguments_are_sglangs(tmp_path: Path) -> None:
     assert SOURCES is not None
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": fake_sglang.END}))
     spec = EngineSpec("e0", str(tmp_path), "bfloat16", 40, load_weights=False, sleep_mode=True)
-    fields = sglang_args.fields_in(Path(SOURCES, "sglang/srt/arg_groups/field_order.py").read_text())
-    assert len(fields) > 300 and {*sglang_args._OWNED, *build_engine_args(spec, "npu")} <= set(fields)
+    fields = args.fields_in(Path(SOURCES, "sglang/srt/arg_groups/field_order.py").read_text())
+    assert len(fields) > 300 and {*args._OWNED, *build_engine_args(spec, "npu")} <= set(fields)
     recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b_sglang.yaml")
     assert set(recipe.rollout.engine_args) <= set(fields)
     params = [node for node in ast.walk(tree("sampling/sampling_params.py")) if isinstance(node, ast.AnnAssign)]
     known = {getattr(node.target, "id", "") for node in params}
-    from megarl.engines.sglang import _sampling_params
+    from megarl.engines.sglang.engine import _sampling_params
 
     assert set(_sampling_params(Sampling(1, 1), 0)) <= known
     for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT"):

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.data.prepare.tiny_tokenizer import make_tiny_tokenizer
+from megarl.commands.data.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data.tokenizer import Tokenizer, load_tokenizer
-from megarl.rollout.step_places import tokens_at
+from megarl.rollout.step_rewards import tokens_at
 
 
 def byte_pairs(folder: Path) -> None:

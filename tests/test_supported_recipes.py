@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from megarl import load_recipe, model_configs
+from docs.generate.supported_recipes import PAGE, Row, document, rows
+from megarl import load_recipe
 from megarl.algorithms.advantages import uses_critic
-from megarl.cluster.placement import Demand, place
-from megarl.config.critic import critic_view
-from megarl.config.supported import PAGE, Row, document, rows
-from megarl.flops import model_flops
+from megarl.batching.flops import model_flops
+from megarl.cluster.device_map import Demand, place
+from megarl.hf import published
+from megarl.hf.config import number_of_experts, text_fields
 from megarl.megatron.config_fields import check_extra
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
-from megarl.model_config import number_of_experts, text_fields
-from megarl.preflight_engines import check_engines, check_experts
+from megarl.preflight.engines import check_engines, check_experts
+from megarl.recipe.critic import critic_view
 
 ROOT = Path(__file__).parent.parent
 ROWS = {row.path.name: row for row in rows()}
@@ -58,7 +59,7 @@ def test_every_recipe_loads(path: Path) -> None:
 @EACH
 def test_the_layout_divides_the_real_model(row: Row) -> None:
     """TP 8 of a model with 4 key/value heads, pipeline stages that leave layers over, experts that do not divide."""
-    recipe, model = load_recipe(row.path), model_configs.read(row.shape)
+    recipe, model = load_recipe(row.path), published.read(row.shape)
     check_model(model)
     check_layout(model, recipe.megatron, recipe.cluster.trainers)
     check_lora(model, recipe.lora, recipe.megatron)
@@ -72,7 +73,7 @@ def test_the_layout_divides_the_real_model(row: Row) -> None:
 @EACH
 def test_engines_can_cut_the_model(row: Row) -> None:
     """vLLM refuses heads that do not divide; of fewer key/value heads than devices it keeps copies."""
-    recipe, model = load_recipe(row.path), text_fields(model_configs.read(row.shape))
+    recipe, model = load_recipe(row.path), text_fields(published.read(row.shape))
     if recipe.train.source == "rollout":
         size = recipe.rollout.tensor_parallel
         assert model["num_attention_heads"] % size == 0
@@ -85,7 +86,7 @@ def test_engines_can_cut_the_model(row: Row) -> None:
 @EACH
 def test_weights_of_an_engines_rank_fit_its_device(row: Row) -> None:
     """671 billion parameters on 16 devices: the run would end when its engines load."""
-    recipe, model = load_recipe(row.path), text_fields(model_configs.read(row.shape))
+    recipe, model = load_recipe(row.path), text_fields(published.read(row.shape))
     if recipe.train.source != "rollout":
         return
     rollout = recipe.rollout
@@ -127,22 +128,22 @@ def test_batches_divide(row: Row) -> None:
 @EACH
 def test_extra_names_real_settings(row: Row) -> None:
     """A field of neither Megatron nor MindSpeed, which MindSpeed would take silently; settings that exclude each other."""
-    recipe, model = load_recipe(row.path), model_configs.read(row.shape)
+    recipe, model = load_recipe(row.path), published.read(row.shape)
     check_extra(recipe, model, "megatron")
     if uses_critic(recipe.algorithm):
         check_extra(critic_view(recipe), model, "critic.megatron")
 
 
-@pytest.mark.parametrize("name", sorted({*model_configs.names()} - {"quickstart"}))
+@pytest.mark.parametrize("name", sorted({*published.names()} - {"quickstart"}))
 def test_config_has_the_published_size(name: str) -> None:
     """A field copied wrongly: the parameters that follow from it are then not the published ones."""
-    assert parameters(model_configs.read(name)) / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
+    assert parameters(published.read(name)) / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
 
 
 def test_the_quickstarts_model_is_the_one_that_is_made(quickstart_data: Path) -> None:
     """Recipes that begin with it are planned and rehearsed by the copy."""
     made = json.loads((quickstart_data / "model" / "config.json").read_text())
-    assert model_configs.read("quickstart") == made
+    assert published.read("quickstart") == made
 
 
 def parameters(config: dict[str, int]) -> float:
@@ -173,13 +174,13 @@ def expert_parameters(config: dict[str, int]) -> float:
 
 def test_flops_are_known_of_each() -> None:
     """A model of which perf/mfu could not be told."""
-    assert all(model_flops(model_configs.read(name)) is not None for name in model_configs.names())
+    assert all(model_flops(published.read(name)) is not None for name in published.names())
 
 
 def test_an_unknown_model_is_named_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'Qwen3-8b'.*Nearest: Qwen3-8B"):
-        model_configs.read("Qwen3-8b")
+        published.read("Qwen3-8b")
 
 
 def test_page_is_up_to_date() -> None:
-    assert PAGE.read_text() == document(), "run python -m megarl.config.supported"
+    assert PAGE.read_text() == document(), "run python -m docs.generate.supported_recipes"

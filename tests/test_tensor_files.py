@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from megarl.manifest import file_sum
+from megarl.checkpoint.manifest import file_sum
 from megarl.megatron.tensor_files import Piece, boxes, write
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.data.prepare.tiny_model import make_tiny_model
-from megarl.linears import adapter_sizes
+from megarl.commands.data.tiny_model import make_tiny_model
+from megarl.hf.linears import adapter_sizes
 from tests.stack import metrics, run, without_times
 from tests.test_train_stack import train
 

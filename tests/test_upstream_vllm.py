@@ -25,7 +25,7 @@ from tests.engine_process import (
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 BOUND = 5e-5  # of a log-prob in float32, where all is well
-COMPAT, ARGS = "megarl.engines.vllm_compat", "megarl.engines.vllm_args"
+COMPAT, ARGS = "megarl.engines.vllm.compat", "megarl.engines.vllm.args"
 
 
 @pytest.fixture(scope="module")

@@ -17,11 +17,12 @@ import pytest
 from packaging.version import Version
 
 from megarl import load_recipe
-from megarl.config.errors import RecipeError
-from megarl.engines import check_args, engine_env, vllm_ascend
+from megarl.engines import check_args, engine_env
 from megarl.engines.base import EngineSpec
-from megarl.engines.vllm_args import build_engine_args, check_plan
-from megarl.preflight import check_device
+from megarl.engines.vllm import ascend
+from megarl.engines.vllm.args import build_engine_args, check_plan
+from megarl.errors import RecipeError
+from megarl.preflight.run import check_device
 from tests.upstream_sources import missing, torch_npu, unpacked
 
 ROOT = Path(__file__).parent.parent
@@ -38,7 +39,7 @@ EACH = pytest.mark.parametrize(
                 else "MEGARL_VLLM_ASCEND names no git directory of vllm-ascend, and CI has the wheels of two versions",
             ),
         )
-        for version in vllm_ascend.SOURCES
+        for version in ascend.SOURCES
     ],
 )
 
@@ -61,7 +62,7 @@ def files_of(version: str) -> dict[str, str]:
         assert wheel is not None
         package = wheel / "vllm_ascend"
         return {str(path.relative_to(package)): path.read_text() for path in package.rglob("*.py")}
-    ref = vllm_ascend.SOURCES[version]
+    ref = ascend.SOURCES[version]
     paths = [
         path for path in git("ls-tree", "-r", "--name-only", ref, "--", "vllm_ascend").split() if path[-3:] == ".py"
     ]
@@ -83,13 +84,13 @@ def method(text: str, name: str) -> str:
 def test_keys_are_those_that_the_version_reads(version: str) -> None:
     """A key refused that the version knows, or let through that it would ignore without a word."""
     texts = [text for text in files_of(version).values() if "additional_config" in text]
-    assert vllm_ascend.keys_in(texts) == vllm_ascend.keys_of(Version(version))
+    assert ascend.keys_in(texts) == ascend.keys_of(Version(version))
 
 
 @EACH
 def test_features_are_those_of_the_version(version: str) -> None:
     """Weights left in NZ, graphs that read old weights of MLA, experts that nobody tells."""
-    has = vllm_ascend.features(Version(version))
+    has = ascend.features(Version(version))
     assert "VLLM_ASCEND_ENABLE_NZ" in source(version, "envs.py")
     wake = method(source(version, "worker/worker_v1.py", "worker/worker.py"), "wake_up")
     assert ("weight_nz_mode" in wake) == has.weight_nz_key
@@ -141,9 +142,9 @@ def running(monkeypatch):
     """Makes vllm-ascend of some version the installed one, with the keys of the table."""
 
     def set_version(version: str | None) -> None:
-        monkeypatch.setattr(vllm_ascend, "installed", lambda: Version(version) if version else None)
-        keys = vllm_ascend.keys_of(Version(version)) if version else frozenset()
-        monkeypatch.setattr(vllm_ascend, "_keys_installed", lambda: keys)
+        monkeypatch.setattr(ascend, "installed", lambda: Version(version) if version else None)
+        keys = ascend.keys_of(Version(version)) if version else frozenset()
+        monkeypatch.setattr(ascend, "_keys_installed", lambda: keys)
 
     return set_version
 
@@ -166,7 +167,7 @@ def test_keys_of_a_version(running) -> None:
     )
     assert "compilation_config.cudagraph_mode" in said
     assert "scheduler is the only one" in refusal({"ascend_scheduler_config": {"enabled": True}})
-    assert "from 0.13.0 until before 0.14.0rc1 and from 0.19.1rc1 on" in vllm_ascend._unknown(
+    assert "from 0.13.0 until before 0.14.0rc1 and from 0.19.1rc1 on" in ascend._unknown(
         "mix_placement", "x", Version("0.18.0"), frozenset()
     )
     assert "did you mean 'enable_cpu_binding'" in refusal({"enable_cpu_bindings": True})
@@ -195,14 +196,14 @@ def test_keys_are_read_from_the_installed_source(tmp_path, monkeypatch) -> None:
         'config.get("not_it")'
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(vllm_ascend, "installed", lambda: Version("9.0"))
-    vllm_ascend._keys_installed.cache_clear()
+    monkeypatch.setattr(ascend, "installed", lambda: Version("9.0"))
+    ascend._keys_installed.cache_clear()
     for key in ("first", "second", "third", "fourth", "fifth"):
-        vllm_ascend.check_additional_config({key: 1}, "x")
+        ascend.check_additional_config({key: 1}, "x")
     with pytest.raises(ValueError, match=r"vllm-ascend 9\.0 reads no such key"):
-        vllm_ascend.check_additional_config({"not_it": 1}, "x")
-    vllm_ascend.check_additional_config({"refresh": True}, "x")  # known, though these sources are not seen to read it
-    vllm_ascend._keys_installed.cache_clear()
+        ascend.check_additional_config({"not_it": 1}, "x")
+    ascend.check_additional_config({"refresh": True}, "x")  # known, though these sources are not seen to read it
+    ascend._keys_installed.cache_clear()
 
 
 def test_external_launcher_is_refused() -> None:

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.engines import engine_env, vllm_ascend
+from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
-from megarl.engines.vllm import _VllmBackend
+from megarl.engines.vllm import ascend
+from megarl.engines.vllm.engine import _VllmBackend
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,14 +43,14 @@ def wake_up(model: torch.nn.Module, hidden: int = 4) -> None:
 def test_parameters_that_waking_up_replaced_are_put_back() -> None:
     model = torch.nn.Sequential(Experts(), torch.nn.Linear(4, 4))
     before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
-    held = vllm_ascend.hold_parameters(model)
+    held = ascend.hold_parameters(model)
     wake_up(model)
     assert model[0].w13_weight.shape == (2, 6, 4)
-    assert vllm_ascend.put_back(held) == 2
+    assert ascend.put_back(held) == 2
     for name, parameter in model.named_parameters():
         assert parameter is before[name][0] and torch.equal(parameter, before[name][1])
-    held = vllm_ascend.hold_parameters(model)
-    assert vllm_ascend.put_back(held) == 0
+    held = ascend.hold_parameters(model)
+    assert ascend.put_back(held) == 0
 
 
 def test_an_engine_on_an_npu_wakes_between_the_two() -> None:
@@ -79,7 +80,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 from megarl.engines import vllm_ascend
-from megarl.engines.vllm_worker import load
+from megarl.engines.vllm.worker import load
 from tests.test_vllm_ascend_wake import wake_up
 
 HIDDEN, WIDTH = {hidden}, {width}

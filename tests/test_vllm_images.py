@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.engines import vllm_images
+from megarl.engines.vllm import images
 
 PLACES = {"0.18": ("vllm.multimodal.inputs", "mm_inputs"), "0.32": ("vllm.inputs.engine", "mm_input"), "older": None}
 
@@ -25,5 +25,5 @@ def test_prepared_inputs_of_each_version(monkeypatch: pytest.MonkeyPatch, versio
         module = ModuleType(place[0])
         setattr(module, place[1], wrap)
         monkeypatch.setitem(sys.modules, place[0], module)
-    assert vllm_images.has_prepared_inputs() is (place is not None)
-    assert vllm_images._prepared_input() is (wrap if place else None)
+    assert images.has_prepared_inputs() is (place is not None)
+    assert images._prepared_input() is (wrap if place else None)

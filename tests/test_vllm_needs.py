@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from megarl.engines.vllm_needs import needs
+from megarl.engines.vllm.needed_slices import needs
 
 
 class Model(torch.nn.Module):

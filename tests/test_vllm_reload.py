@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.engines import vllm_compat
-from megarl.engines.vllm_reload import LAST, installed_support, read_support, support_of
+from megarl.engines.vllm import compat
+from megarl.engines.vllm.reload import LAST, installed_support, read_support, support_of
 from megarl.platform.kinds import KINDS
 
 # vllm_reload.py's names as the sources of three forms have them, bodies left out.
@@ -139,7 +139,7 @@ def test_the_vllm_of_each_set_of_versions_takes_weights_as_its_remark_says() -> 
 def test_the_installed_vllm_is_read_without_importing_it() -> None:
     pytest.importorskip("vllm", reason="no vLLM is installed")
     code = (
-        "import sys; from megarl.engines.vllm_reload import installed_support as i; s = i();"
+        "import sys; from megarl.engines.vllm.reload import installed_support as i; s = i();"
         "assert not {'vllm', 'torch'} & set(sys.modules); print(s.source, s.version, s.no_planned)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
@@ -178,16 +178,16 @@ def test_a_filled_layer_keeps_its_values_while_it_is_finished(
 ) -> None:
     layerwise = Layerwise(takes_info)
     original = layerwise.materialize_layer
-    monkeypatch.setattr(vllm_compat, "_layerwise", lambda: layerwise)
+    monkeypatch.setattr(compat, "_layerwise", lambda: layerwise)
     layer: Any = {}
-    vllm_compat.materialize_layer(layer)
+    compat.materialize_layer(layer)
     assert layer == {"weight": "uninitialized"}
     layer["weight"] = "sent"
-    vllm_compat.process_layer(layer)
+    compat.process_layer(layer)
     assert layer["live"] == "sent"
     layer["weight"] = "broken"
     with pytest.raises(ValueError, match="a kernel refused it"):
-        vllm_compat.process_layer(layer)
+        compat.process_layer(layer)
     assert layerwise.materialize_layer is original, "a whole tensor's load allocates with it"
 
 
@@ -197,12 +197,12 @@ def test_deferred_attention_and_loading_of_each_form(monkeypatch: pytest.MonkeyP
         SimpleNamespace(Attention=list, MLAAttention=tuple),
         SimpleNamespace(is_deferred_attention_layer=lambda layer: not isinstance(layer, dict)),
     ):
-        monkeypatch.setattr(vllm_compat, "_layerwise", lambda one=layerwise: one)
-        deferred = {name for name, layer in layers.items() if vllm_compat.is_deferred_attention(layer)}
+        monkeypatch.setattr(compat, "_layerwise", lambda one=layerwise: one)
+        deferred = {name for name, layer in layers.items() if compat.is_deferred_attention(layer)}
         assert deferred == {"attention", "latent"}
     for name in ("can_load", "can_process"):
         for loading in (True, False):
-            assert vllm_compat.is_loading(SimpleNamespace(**{name: lambda one=loading: one})) is loading
+            assert compat.is_loading(SimpleNamespace(**{name: lambda one=loading: one})) is loading
 
 
 def test_a_list_under_another_name_that_has_the_router_bias_is_enough(tmp_path: Path) -> None:
@@ -224,17 +224,17 @@ def test_whole_tensors_need_no_private_name_of_a_later_reload(monkeypatch: pytes
     started: list[Any] = []
     reload = SimpleNamespace(initialize_layerwise_reload=started.append, meta=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
-    monkeypatch.setattr(vllm_compat, "_layerwise", SimpleNamespace)
+    monkeypatch.setattr(compat, "_layerwise", SimpleNamespace)
     plain, biased = torch.nn.Linear(2, 2), Biased()
-    vllm_compat.start_reload(plain)
+    compat.start_reload(plain)
     assert started == [plain]
     with pytest.raises(
         RuntimeError, match=r"unwritten gate\.e_score_correction_bias could replace the live one; use vLLM"
     ):
-        vllm_compat.start_reload(biased)
+        compat.start_reload(biased)
     assert started == [plain], "refused before anything is laid out anew"
     reload.meta.KEPT = frozenset({"e_score_correction_bias"})
-    vllm_compat.start_reload(biased)
+    compat.start_reload(biased)
     assert started == [plain, biased]
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.exchange import fingerprint
-from megarl.exchange.copying import Boxes
-from megarl.exchange.fingerprint import Fingerprints, WordSums, word_sums
-from megarl.exchange.plan import COPY
+from megarl.weight_sync import fingerprint
+from megarl.weight_sync.fingerprint import Fingerprints, WordSums, word_sums
+from megarl.weight_sync.sharded.copy import Boxes
+from megarl.weight_sync.sharded.plan import COPY
 
 
 def plain(data: bytes) -> list[int]:

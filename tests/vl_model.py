@@ -162,9 +162,9 @@ def check_upstream(path: str) -> None:
     assert (rotary.bfloat16()(60) - exact).abs().max() > 0.05, "_angles"
     assert "vp_stage" not in inspect.signature(Qwen2_5VLModel.__init__).parameters, "layout.py refuses virtual stages"
 
-    from megarl.megatron import mbridge_fixes
+    from megarl.megatron import upstream_fixes
 
-    mbridge_fixes.install()
+    upstream_fixes.install()
     assert torch.equal(rotary(60), exact), "mended, the angles do not depend on the model's dtype"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.exchange import fingerprint as module
+from megarl.weight_sync import fingerprint as module
 
 
 class _Length(module.Passing):

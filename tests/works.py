@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.killable.work import CallError, Work
+from megarl.subprocess_pool.job import CallError, Work
 
 
 def find(name: str, settings: dict[str, Any]) -> Work:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.data.prepare.tiny_model import make_tiny_model
+from megarl.commands.data.tiny_model import make_tiny_model
 from megarl.rewards import ScoreRequest
 from tests.trainer_processes import run_ranks
 

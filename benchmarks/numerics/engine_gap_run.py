@@ -18,19 +18,19 @@ import numpy as np
 
 from benchmarks.numerics.engine_gap import Case, Gap, score
 from megarl import platform as platforms
-from megarl.actor_worker import ActorWorker
 from megarl.algorithms.correction import total_mismatch
+from megarl.batching.plan import plan_step
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
-from megarl.config.schema import Recipe, RewardConfig
+from megarl.cluster.calls import attach, wait
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
-from megarl.exchange.session import ExchangeSession
-from megarl.placement import publish
-from megarl.rollout.calls import attach, wait
-from megarl.shards import plan_step
-from megarl.start_engines import ROLLOUT_SERVER
+from megarl.recipe.schema import Recipe, RewardConfig
+from megarl.rollout.start_engines import ROLLOUT_SERVER
+from megarl.trainer.actor import ActorWorker
 from megarl.types import GenerationRequest, Group, Prompt, Sampling
+from megarl.weight_sync.handover import publish
+from megarl.weight_sync.session import ExchangeSession
 
 SOURCE = "benchmark"
 PROMPTS = 6

@@ -11,10 +11,10 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from megarl.agents import Answer, Context, Tool, ToolUnavailable
 from megarl.agents.toolbox import Failure, Outcome
-from megarl.cluster import guard
-from megarl.config.agent import McpServer
-from megarl.tools import Answer, Context, Tool, ToolUnavailable
+from megarl.cluster import orphan_reaper
+from megarl.recipe.agent import McpServer
 
 CONNECT_SECONDS = 60.0  # until a server that does not answer is given up
 LOOK_SECONDS = 10.0  # for a server that may be lost to say what it offers
@@ -176,8 +176,8 @@ async def _connection(server: McpServer) -> AsyncIterator[Any]:
             yield client
         return
     program, *arguments = server.command
-    # With the mark of those that end with us, however we end (cluster/guard.py).
-    mark = {name: os.environ[name] for name in (guard.VARIABLE,) if name in os.environ}
+    # With the mark of those that end with us, however we end (cluster/orphan_reaper.py).
+    mark = {name: os.environ[name] for name in (orphan_reaper.VARIABLE,) if name in os.environ}
     passed = {name: _variable(name, "pass_env") for name in server.pass_env}
     parameters = StdioServerParameters(command=program, args=arguments, env={**server.env, **passed, **mark})
     # What it says on stderr goes where this process's own descriptor does, whatever sys.stderr is now.

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.agents import Answer, Context, ToolUnavailable, find
 from megarl.agents.toolbox import Outcome
-from megarl.agents.work import Raised, ToolRequest, Unavailable, caller_of
-from megarl.killable.pool import Failed, ProcessPool
-from megarl.killable.work import Work
-from megarl.tools import Answer, Context, ToolUnavailable, find
+from megarl.agents.worker import Raised, ToolRequest, Unavailable, caller_of
+from megarl.subprocess_pool.job import Work
+from megarl.subprocess_pool.pool import Failed, ProcessPool
 
 WORK = "megarl.agents.python_tools:tool_work"
 

@@ -12,8 +12,8 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.validators import extend
 
-from megarl.agents.formats import Call
-from megarl.tools import Answer, Context, Tool, ToolUnavailable
+from megarl.agents import Answer, Context, Tool, ToolUnavailable
+from megarl.agents.call_formats import Call
 from megarl.types import Turn
 
 _MOST_PROBLEM = 300  # characters of what is wrong with arguments

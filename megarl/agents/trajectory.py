@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from megarl.agents.answers import AnswerTokens
-from megarl.agents.formats import Call, calls_in
+from megarl.agents import Context, ToolUnavailable
+from megarl.agents.call_formats import Call, calls_in
+from megarl.agents.tool_responses import AnswerTokens
 from megarl.agents.toolbox import Toolbox, refused
-from megarl.config.agent import AgentConfig
 from megarl.data.tokenizer import Tokenizer
-from megarl.tools import Context, ToolUnavailable
+from megarl.recipe.agent import AgentConfig
 from megarl.types import Completion, GenerationRequest, Prompt, SampleFailure, ToolUse, Turn
 
 _HEAD = 16  # tokens before a turn in which a template may have begun a thought

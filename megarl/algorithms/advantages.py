@@ -17,11 +17,11 @@ import numpy as np
 
 from megarl.algorithms.inputs import Outcomes
 from megarl.algorithms.moments import Moments, Whitening
-from megarl.config.algorithm import check_settings
+from megarl.recipe.algorithm import check_settings
 from megarl.registry import Registry
 
 if TYPE_CHECKING:
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.recipe.algorithm import AlgorithmConfig
 
 Estimator = Callable[[Outcomes, "AlgorithmConfig"], np.ndarray]
 

@@ -22,7 +22,7 @@ from megarl.algorithms.losses import LOSSES
 from megarl.registry import import_own
 
 if TYPE_CHECKING:
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.recipe.algorithm import AlgorithmConfig
 
 __all__ = ["ADVANTAGES", "AGGREGATIONS", "KL_ESTIMATORS", "LOSSES", "import_modules"]
 

@@ -19,7 +19,7 @@ from megarl.algorithms.kl import LOG_RATIO_LIMIT
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.config.algorithm import CorrectionConfig
+    from megarl.recipe.algorithm import CorrectionConfig
 
 
 def corrects(settings: CorrectionConfig) -> bool:

@@ -20,7 +20,7 @@ from megarl.algorithms.losses import CLIP, Metrics, advantages_of, clipped_surro
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.recipe.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from megarl.algorithms.losses import Metrics, policy_loss
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.recipe.algorithm import AlgorithmConfig
 
 _LEAST_REST = (
     1e-6  # probability of all other tokens together: float32 sums of probabilities are no more exact than that

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.algorithms.inputs import LossInputs, kept, with_slope
 from megarl.algorithms.kl import limited
-from megarl.config.algorithm import check_settings
+from megarl.recipe.algorithm import check_settings
 from megarl.registry import Registry
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.algorithms.covariance import TokenSums
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.recipe.algorithm import AlgorithmConfig
 
 Metrics = dict[str, "Tensor"]
 TokenLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, Metrics]"]

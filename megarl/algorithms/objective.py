@@ -13,7 +13,7 @@ from megarl.algorithms.kl import mse
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.recipe.algorithm import AlgorithmConfig
 
 
 def runs_old_log_prob_pass(settings: AlgorithmConfig) -> bool:

@@ -10,7 +10,7 @@ from megarl.algorithms.losses import Metrics, policy_loss
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.recipe.algorithm import AlgorithmConfig
 
 
 @policy_loss(

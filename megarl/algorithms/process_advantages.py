@@ -15,7 +15,7 @@ from megarl.algorithms.advantages import STD_EPS, GroupStatistics, advantage, gr
 from megarl.algorithms.inputs import Outcomes
 
 if TYPE_CHECKING:
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.recipe.algorithm import AlgorithmConfig
     from megarl.types import Steps
 
 

@@ -21,7 +21,7 @@ from megarl.algorithms.losses import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.recipe.algorithm import AlgorithmConfig
 
 
 @policy_loss("gspo", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))

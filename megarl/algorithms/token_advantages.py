@@ -14,10 +14,10 @@ import numpy as np
 
 from megarl.algorithms.advantages import ADVANTAGES, AdvantageEstimator
 from megarl.algorithms.returns import returns_to_go
-from megarl.config.algorithm import check_settings
+from megarl.recipe.algorithm import check_settings
 
 if TYPE_CHECKING:
-    from megarl.config.algorithm import AlgorithmConfig
+    from megarl.recipe.algorithm import AlgorithmConfig
 
 
 @dataclass(frozen=True)

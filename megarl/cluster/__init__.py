@@ -2,7 +2,7 @@
 
 >>> if cluster.is_controller(recipe):
 ...     with cluster.connect(recipe, platform) as processes:
-...         trainers = processes.start_trainers("megarl.actor_worker:ActorWorker", 2, (recipe, 100), env={})
+...         trainers = processes.start_trainers("megarl.trainer.actor:ActorWorker", 2, (recipe, 100), env={})
 ... else:
 ...     cluster.serve(recipe)
 
@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.cluster.base import Cluster, Service, WorkerGroup, host_name
+from megarl.cluster.device_map import Demand
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
-from megarl.cluster.placement import Demand
-from megarl.config.environment import variables
-from megarl.config.schema import Recipe
 from megarl.platform.environment import RoleSettings
+from megarl.preflight.recipe.environment import variables
+from megarl.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from megarl.platform.base import Platform
@@ -60,9 +60,9 @@ def transport(recipe: Recipe) -> str:
 
 def is_controller(recipe: Recipe) -> bool:
     """False in torchrun's ranks other than 0: these `serve`."""
-    from megarl.cluster import torchrun_rank
+    from megarl.cluster.torchrun import rank
 
-    return transport(recipe) == "ray" or torchrun_rank.is_controller()
+    return transport(recipe) == "ray" or rank.is_controller()
 
 
 def log_dir(recipe: Recipe) -> Path:
@@ -72,9 +72,9 @@ def log_dir(recipe: Recipe) -> Path:
 
 def serve(recipe: Recipe) -> None:
     """Answer the controller's calls until it is done."""
-    from megarl.cluster import torchrun_rank
+    from megarl.cluster.torchrun import rank
 
-    torchrun_rank.serve(log_dir(recipe))
+    rank.serve(log_dir(recipe))
 
 
 def trainer_settings(recipe: Recipe, platform: Platform) -> RoleSettings:
@@ -127,7 +127,7 @@ def connect(
     }
     if transport(recipe) == "torchrun":
         from megarl.cluster.devices import LocalDevices
-        from megarl.cluster.torchrun import TorchrunCluster
+        from megarl.cluster.torchrun.cluster import TorchrunCluster
 
         engines_first = 0 if demand.shared else demand.trainers
         fixed_first = demand.trainers if demand.shared else demand.trainers + demand.engine_devices
@@ -140,12 +140,12 @@ def connect(
             f"cluster.transport is {recipe.cluster.transport}, which here means Ray, and Ray is not installed: pip install "
             f"ray, or start with torchrun --nproc-per-node {recipe.cluster.trainers} -m megarl ... on one machine."
         )
-    from megarl.cluster import ray_env
+    from megarl.cluster.ray import env
 
     address = recipe.cluster.ray_address or os.environ.get("RAY_ADDRESS")
-    ray_env.prepare(private=not address)
-    from megarl.cluster.ray_cluster import RayCluster
-    from megarl.cluster.ray_devices import RayDevices
+    env.prepare(private=not address)
+    from megarl.cluster.ray.cluster import RayCluster
+    from megarl.cluster.ray.devices import RayDevices
 
     devices = RayDevices(platform.ray_resource, platform.visible_devices_env, demand)
     return RayCluster(address, devices, log_dir(recipe), **role_env)

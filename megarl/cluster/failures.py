@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.cluster.base import host_name
 from megarl.platform.kinds import KINDS
-from megarl.words import several
+from megarl.text import several
 
 GRACE = 0.3  # seconds left to other ranks once a cause is known, so that the message can count them
 COMMUNICATION_GRACE = 2.0  # seconds left for a cause to show after a broken connection

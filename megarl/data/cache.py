@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config.schema import DataConfig
+from megarl.atomic_files import write_durably
 from megarl.data.tokenizer import Tokenizer
-from megarl.durable import write_durably
+from megarl.recipe.schema import DataConfig
 
 _PACKAGES = ("transformers", "tokenizers", "sentencepiece", "jinja2", "safetensors")
 _DIGEST = hashlib.sha256().digest_size

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import numpy as np
 
-from megarl.config.schema import DataConfig
 from megarl.data.cache import Encoded
 from megarl.data.encode import Encode, encode_files
 from megarl.data.rows import Row, iterate_rows, sample_rows, unique_uids
 from megarl.data.sampler import MixedSampler, Sampler
 from megarl.data.tokenizer import Tokenizer
+from megarl.recipe.schema import DataConfig
 
 Item = TypeVar("Item")
 _PICTURES = ("images", "videos")  # columns

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from megarl.config.schema import DataConfig
 from megarl.data.cache import Encoded, TokenCache, key_of
 from megarl.data.rows import Row
 from megarl.data.tokenizer import Tokenizer
+from megarl.recipe.schema import DataConfig
 
 Encode = Callable[[Sequence[Row], Tokenizer, DataConfig], list[Encoded]]
 """Renders and tokenises rows: the same number of texts from each. A function of a module, or a partial of one, which a process can import."""

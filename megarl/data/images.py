@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.config.data import DataConfig
 from megarl.data.cache import Encoded
 from megarl.data.rows import Row
+from megarl.recipe.data import DataConfig
 from megarl.types import Prompt, PromptImage, SampleImages
 
 if TYPE_CHECKING:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.config.schema import DataConfig
 from megarl.data.cache import Encoded
 from megarl.data.dataset import RowDataset
 from megarl.data.encode import Encode
 from megarl.data.rows import Row, messages_of
 from megarl.data.sft import Conversation, Example, encode_conversations, example_of
 from megarl.data.tokenizer import Tokenizer
+from megarl.recipe.schema import DataConfig
 
 Pair = tuple[Example, Example]
 """The chosen answer and the rejected one, each after the prompt."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config.schema import DataConfig
 from megarl.data.cache import Encoded
 from megarl.data.dataset import Files, RowDataset
 from megarl.data.encode import Encode
 from megarl.data.images import ImageReader, expanded, images_of, with_image_parts
 from megarl.data.rows import Row, messages_of, text_of
 from megarl.data.tokenizer import Tokenizer
+from megarl.recipe.schema import DataConfig
 from megarl.types import Prompt, PromptImage
 
 COLUMNS = ("data_source", "reward_model", "extra_info", "images", "videos")  # besides the prompt

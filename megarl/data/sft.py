@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from megarl.config.schema import DataConfig
 from megarl.data.cache import Encoded
 from megarl.data.dataset import RowDataset
 from megarl.data.encode import Encode
 from megarl.data.rows import Row, messages_of
 from megarl.data.tokenizer import Tokenizer
+from megarl.recipe.schema import DataConfig
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from megarl.model_config import text_fields
+from megarl.hf.config import text_fields
 
 Messages = Sequence[dict[str, Any]]
 Tools = Sequence[dict[str, Any]]

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from megarl.engines.base import EngineSpec, RolloutEngine
     from megarl.engines.limits import Limits
 
-_ENGINES = {"vllm": "megarl.engines.vllm:VllmEngine", "sglang": "megarl.engines.sglang:SglangEngine"}
-_ARGUMENTS = {"vllm": "megarl.engines.vllm_args", "sglang": "megarl.engines.sglang_args"}
+_ENGINES = {"vllm": "megarl.engines.vllm.engine:VllmEngine", "sglang": "megarl.engines.sglang.engine:SglangEngine"}
+_ARGUMENTS = {"vllm": "megarl.engines.vllm.args", "sglang": "megarl.engines.sglang.args"}
 _GROUPS = ("vllm",)  # whose experts can be spread over several engines
 
 

@@ -7,8 +7,8 @@ from typing import Protocol
 
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
 from megarl.engines.loop import Backend, EngineLoop
-from megarl.exchange.session import ExchangeError, PlannedReport, Report, Session, UpdateReport, together
 from megarl.types import GenerationRequest
+from megarl.weight_sync.session import ExchangeError, PlannedReport, Report, Session, UpdateReport, together
 
 TAGS = ("weights", "kv_cache")  # what sleeps, by the names that vLLM and SGLang both have
 

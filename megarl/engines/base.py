@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megarl.exchange.session import Report, Session
 from megarl.platform.tracing import TraceOptions
 from megarl.types import Completion, GenerationRequest
+from megarl.weight_sync.session import Report, Session
 
 OnFinished = Callable[[int, list[Completion]], None]  # group number, its completions in seed order
 

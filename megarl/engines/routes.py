@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megarl.checks.versions import VersionSet
-from megarl.config.errors import RecipeError
-from megarl.config.exchange import never_planned, planned_by_recipe, wants_adapters
-from megarl.config.schema import Recipe
-from megarl.engines.vllm_reload import RouteSupport, installed_support, support_of
+from megarl.engines.vllm.reload import RouteSupport, installed_support, support_of
+from megarl.errors import RecipeError
+from megarl.platform.version_sets import VersionSet
+from megarl.recipe.exchange import never_planned, planned_by_recipe, wants_adapters
+from megarl.recipe.schema import Recipe
 
 _ENGINE = "vllm"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import zlib
 
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
-from megarl.config.exchange import wants_adapters
-from megarl.config.judge import JUDGE, uses_judge
-from megarl.config.schema import Recipe
-from megarl.config.seeded import samples_are_seeded
 from megarl.engines.base import AdapterSpec, EngineSpec
+from megarl.recipe.exchange import wants_adapters
+from megarl.recipe.judge import JUDGE, uses_judge
+from megarl.recipe.schema import Recipe
+from megarl.recipe.seeded import samples_are_seeded
 
 
 def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
-from megarl.durable import sync, write_durably
-from megarl.manifest import FileSum, file_sum
+from megarl.atomic_files import sync, write_durably
+from megarl.checkpoint.manifest import FileSum, file_sum
+from megarl.megatron.checkpoint_shards import pieces_to_load, pieces_to_save, set_updates, updates
 from megarl.megatron.model import Model, seed_everything
-from megarl.megatron.pieces import pieces_to_load, pieces_to_save, set_updates, updates
 from megarl.megatron.tensor_files import Piece, TensorFiles, write
 
 _STATE_FILE = "trainer_state.json"

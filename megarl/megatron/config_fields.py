@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from megarl import platform
-from megarl.config.ddp import ddp_settings
-from megarl.config.errors import RecipeError
-from megarl.config.schema import Recipe
-from megarl.config.training import MegatronConfig
-from megarl.declared import Fields, fields_of, problem
+from megarl.errors import RecipeError
+from megarl.hf.config import number_of_experts, text_fields
 from megarl.megatron.layout import uses_sequence_parallel
 from megarl.megatron.model_checks import rotary_scaling, yarn_fields
-from megarl.model_config import number_of_experts, text_fields
 from megarl.platform import transformer_engine
 from megarl.platform.adaptor import Adaptor, adaptor
 from megarl.platform.kinds import kind_of
+from megarl.preflight.recipe.megatron_ddp import ddp_settings
+from megarl.recipe.schema import Recipe
+from megarl.recipe.source_fields import Fields, fields_of, problem
+from megarl.recipe.training import MegatronConfig
 from megarl.registry import nearest
 
 _CLASSES = {

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from megarl.algorithms.values import ValueInputs
-from megarl.config.schema import Recipe
 from megarl.megatron import export
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.step import StepMetrics
 from megarl.megatron.trainer import Trainer
 from megarl.megatron.value_head import BIAS, WEIGHT, ValueHead
 from megarl.platform import Platform
+from megarl.recipe.schema import Recipe
 
 ValueObjective = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """From loss inputs to a loss (scalar, already normalised over everything) and metrics (scalars to be summed)."""
@@ -36,7 +36,7 @@ _CHANGE = export.Change(without=("lm_head.weight",), beyond=(WEIGHT, BIAS), conf
 
 
 class CriticTrainer(Trainer):
-    """A model with a value head. `recipe` is the critic's view of the recipe: see config/critic.py."""
+    """A model with a value head. `recipe` is the critic's view of the recipe: see recipe/critic.py."""
 
     names = StepMetrics(
         "critic/grad_norm",

@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megarl.durable import give_default_mode, written_whole
-from megarl.hf_weights import CONVERSION
+from megarl.atomic_files import give_default_mode, written_whole
+from megarl.hf.weights import CONVERSION
 
 _SHARD_BYTES = 4 * 2**30
 _SHOWN = 5  # names in an error

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from megarl.config.training import MegatronConfig
-from megarl.model_config import number_of_experts, text_fields
+from megarl.hf.config import number_of_experts, text_fields
+from megarl.recipe.training import MegatronConfig
 
 _MOST_NAMED = 64  # of sizes that an error proposes
 

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.config.ddp import ddp_settings
-from megarl.config.schema import Recipe
-from megarl.config.training import MegatronConfig
+from megarl.hf.config import number_of_experts, text_fields
 from megarl.megatron.config_fields import adaptor_settings, check_names, recompute_settings
 from megarl.megatron.images import ImageLayout
 from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
 from megarl.megatron.lora.targets import check_lora
-from megarl.model_config import number_of_experts, text_fields
 from megarl.platform import Platform
 from megarl.platform.adaptor import adaptor
+from megarl.preflight.recipe.megatron_ddp import ddp_settings
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,8 @@ def _install_native_layers(recipe: Recipe, platform: Platform, hf_config: Any) -
 def _hook(chunks: list[Any], recipe: Recipe) -> None:
     """Have chunks read packed streams, replay routing where the recipe asks for it, and return hidden states for the heads."""
     from megarl.megatron import routing_replay
-    from megarl.megatron.heads import hidden_states_out, language_model
-    from megarl.megatron.stream_context import watch
+    from megarl.megatron.current_batch import watch
+    from megarl.megatron.output_heads import hidden_states_out, language_model
 
     for chunk in chunks:
         watch(chunk)
@@ -218,10 +218,10 @@ def _mark_duplicates(chunk: Any, **_: Any) -> None:
 def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
     from mbridge import AutoBridge
 
-    from megarl.megatron import mbridge_fixes
+    from megarl.megatron import upstream_fixes
 
-    mbridge_fixes.install()
-    mbridge_fixes.mend_config(hf_config)
+    upstream_fixes.install()
+    upstream_fixes.mend_config(hf_config)
     bridge = AutoBridge.from_config(
         hf_config,
         dtype=DTYPES[recipe.model.dtype],
@@ -236,7 +236,7 @@ def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
 
 def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) -> dict[str, Any]:
     """Fields of Megatron's TransformerConfig beyond what mbridge sets from the model; `megatron.extra` wins."""
-    from megarl.megatron import mbridge_fixes
+    from megarl.megatron import upstream_fixes
 
     megatron = recipe.megatron
     settings: dict[str, Any] = {
@@ -250,7 +250,7 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         "deterministic_mode": recipe.train.deterministic,
         "num_layers_in_first_pipeline_stage": megatron.first_stage_layers,
         "num_layers_in_last_pipeline_stage": megatron.last_stage_layers,
-        **mbridge_fixes.config_overrides(hf_config),
+        **upstream_fixes.config_overrides(hf_config),
     }
     if platform.uses_native_layers:
         # Megatron's fused activation gains by being compiled, which it is not here.

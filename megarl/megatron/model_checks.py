@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.model_config import text_fields
+from megarl.hf.config import text_fields
 
 PROVEN = ("deepseek_v3", "glm4_moe", "llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_moe")
 """`model_type` of the models whose log-probs and gradients tests hold to transformers'."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megarl.config.optimizer_extra import optimizer_settings
-from megarl.config.training import OptimizerConfig
+from megarl.preflight.recipe.optimizer_extra import optimizer_settings
+from megarl.recipe.training import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:

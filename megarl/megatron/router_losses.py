@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_a
 from megatron.core.transformer.moe.router import TopKRouter
 
 from megarl.megatron.batch import MicroBatch, PackedStream
-from megarl.megatron.stream_context import current
+from megarl.megatron.current_batch import current
 
 _BALANCE, _Z, _LOAD = 0, 1, slice(2, None)  # columns of the statistics
 

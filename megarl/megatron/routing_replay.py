@@ -17,7 +17,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megarl.megatron import stream_context
+from megarl.megatron import current_batch
 
 UNKNOWN = -1
 """Stands for an expert that nobody recorded (padding, or the last token, which an engine never reads): the router
@@ -66,7 +66,7 @@ class RouterReplay:
         """Scores [rows, topk] and numbers [rows, topk] of the experts that each row of `scores` [rows, experts] goes to."""
         assert default_compute_topk is not None
         values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        stream = stream_context.current()
+        stream = current_batch.current()
         if stream.routing is None:
             return values, chosen
         if stream.routing.recording:

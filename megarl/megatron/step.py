@@ -16,10 +16,10 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megarl.megatron.batch import MicroBatch, PackedStream, pack
-from megarl.megatron.heads import Head, language_model
+from megarl.megatron.current_batch import stream_params
 from megarl.megatron.images import ImageLayout
+from megarl.megatron.output_heads import Head, language_model
 from megarl.megatron.overlap import drive
-from megarl.megatron.stream_context import stream_params
 
 Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """From loss inputs to a loss (scalar, already normalised over everything) and metrics (scalars to be summed)."""
@@ -70,7 +70,7 @@ def run(
     `loss(batch, *what head returns)` is called on the last stage and returns the loss to be differentiated and
     anything to be returned. On the last stage returns these, one a micro batch;
     elsewhere None. Under interleaving (several chunks) the number of micro batches must be a multiple of
-    the pipeline stages, which megarl.schedule sees to.
+    the pipeline stages, which megarl.batching.packing sees to.
     """
     assert micro_batches, "a step needs at least one micro batch"
     if len(chunks) > 1:

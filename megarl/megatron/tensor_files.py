@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from megarl.manifest import FileSum
-from megarl.safetensors_header import lay_out
+from megarl.checkpoint.manifest import FileSum
+from megarl.hf.safetensors_header import lay_out
 
 _BLOCK = 1 << 24
 _OPEN_FILES = 64

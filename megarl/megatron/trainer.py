@@ -13,22 +13,22 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.inputs import LossInputs
-from megarl.config.schema import Recipe
 from megarl.megatron import checkpoint, export
 from megarl.megatron.batch import MicroBatch
-from megarl.megatron.heads import Head, PolicyHead
 from megarl.megatron.kernels import description
 from megarl.megatron.lora.peft import gathered, save_adapter
-from megarl.megatron.lora.proof import hold_to_merged
+from megarl.megatron.lora.verify_merge import hold_to_merged
 from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader, copy_to_host, swap
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
+from megarl.megatron.output_heads import Head, PolicyHead
 from megarl.megatron.overlap import settle
 from megarl.megatron.ranks import coordinates, gather, highest, sum_metrics
 from megarl.megatron.router_losses import RouterLosses
 from megarl.megatron.routing_replay import Routing
 from megarl.megatron.step import Objective, StepMetrics, configure, run
 from megarl.platform import Platform
+from megarl.recipe.schema import Recipe
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ class Trainer:
         )
         self.optimizer: Any = None
         if not weights_only:
-            config = recipe.actor.optimizer  # without values, planner/held.py accounts for states on the host
+            config = (
+                recipe.actor.optimizer
+            )  # without values, commands/plan/count/parameters.py accounts for states on the host
             config = config if platform.holds_values else dataclasses.replace(config, extra={})
             distributed = recipe.megatron.distributed_optimizer
             self.optimizer = build_optimizer(config, self.model.chunks, dtype=self.model.dtype, distributed=distributed)

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from safetensors import safe_open
 
 from megarl.megatron.batch import PackedStream
-from megarl.megatron.heads import at_predicted_tokens, language_model
+from megarl.megatron.output_heads import at_predicted_tokens, language_model
 
 WEIGHT, BIAS = "score.weight", "score.bias"  # names of a token classification model's head
 _LAYER = "output_layer.weight"  # Megatron's name of the parameter

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.checkpoint import how_to_go_on, list_checkpoints
-from megarl.config.errors import InputError, RecipeError
-from megarl.config.schema import Recipe
+from megarl.checkpoint.folder import how_to_go_on, list_checkpoints
+from megarl.errors import InputError, RecipeError
 from megarl.observe.run_dir import RunDirectory
+from megarl.recipe.schema import Recipe
 
 _COMMAND = "python -m megarl"
 

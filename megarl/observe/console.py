@@ -19,10 +19,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megarl.config.schema import Recipe
 from megarl.observe.sources import brief_table, deserves_lines, has_trouble
-from megarl.rollout.by_source import source_of
-from megarl.words import several
+from megarl.recipe.schema import Recipe
+from megarl.rollout.metrics import source_of
+from megarl.text import several
 
 _SOURCES_SHOWN = 8
 _NOT_PHASES = ("timing_s/step",)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.durable import sync
+from megarl.atomic_files import sync
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)

@@ -15,16 +15,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megarl.config import Recipe, to_yaml
 from megarl.observe.console import Console, make_console
 from megarl.observe.files import AppendFile, Reserve, drop_torn_line, json_line, strict, write_whole
 from megarl.observe.metrics import MetricsLog, read_metrics
-from megarl.observe.report import write_report
+from megarl.observe.report.page import write_report
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import discard_samples_after, write_samples
 from megarl.observe.sinks import make_sinks
 from megarl.observe.summary import summarise
 from megarl.observe.trace import Trace
+from megarl.recipe import Recipe, to_yaml
 
 _open_phases: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("open_phases", default=())
 

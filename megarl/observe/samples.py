@@ -7,9 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from megarl.batching.packing import split_evenly
 from megarl.observe.files import disk_errors, json_line, read_lines, write_whole
 from megarl.observe.run_dir import RunDirectory
-from megarl.schedule import split_evenly
 from megarl.types import Group, Sample, SampleTokens, Turn
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
-from megarl.config.schema import Recipe
 from megarl.observe.files import disk_errors, write_whole
 from megarl.observe.run_dir import RunDirectory
+from megarl.recipe.schema import Recipe
 
 
 class Sink(Protocol):

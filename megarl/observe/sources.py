@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.observe.curves import thin
-from megarl.rollout.by_source import of_evaluated, of_sampled, source_of
+from megarl.observe.report.curves import thin
+from megarl.rollout.metrics import of_evaluated, of_sampled, source_of
 
 MAX_STEPS = 200  # whose tables are in the report
 MAX_ROWS = 100  # of one of them

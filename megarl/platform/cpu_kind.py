@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.checks.versions import VersionSet
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.tracing import Tracing
+from megarl.platform.version_sets import VersionSet
 
 CPU = DeviceKind(
     name="cpu",

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import importlib.metadata
 
-from megarl.checks.versions import VersionSet, meets
 from megarl.platform import transformer_engine
 from megarl.platform.device_kind import DeviceKind
+from megarl.platform.version_sets import VersionSet, meets
 
 WITHOUT_TRANSFORMER_ENGINE = (
     "Transformer Engine is not installed: trainers compute with megarl's native layers on torch's kernels. Their passes are "
@@ -28,7 +28,7 @@ CUDA = DeviceKind(
     present="torch.cuda.is_available()",
     absent="torch.cuda.is_available() is False",
     install="install a CUDA build of torch",
-    checks="megarl.platform.cuda_checks",
+    checks="megarl.commands.doctor.cuda_checks",
     interface_variables={"NCCL_SOCKET_IFNAME": False},
     status_command="nvidia-smi",
     status_commands=(

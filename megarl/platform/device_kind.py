@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.checks.versions import BuiltAgainst, Displaced, VersionSet
 from megarl.platform.tracing import Tracing
+from megarl.platform.version_sets import BuiltAgainst, Displaced, VersionSet
 
 if TYPE_CHECKING:
-    from megarl.checks.check import Check
+    from megarl.commands.doctor.check import Check
     from megarl.platform.base import Platform
 
 
@@ -60,7 +60,9 @@ class DeviceKind:
     port_ranges: tuple[PortRange, ...] = ()
     port_error: str = ""  # the library's code for a port that is taken
     buffer_variable: str = ""  # environment variable of a communicator's buffer in MiB, which takes twice as much
-    sleep_keeps_weights: bool = False  # engines that sleep copy their weights to the host (engines/vllm.py: level 1)
+    sleep_keeps_weights: bool = (
+        False  # engines that sleep copy their weights to the host (engines/vllm/engine.py: level 1)
+    )
     many_files: bool = False  # it opens so many files that the usual limit is low
     status_command: str = ""  # shows devices and who holds them
     status_commands: tuple[tuple[str, ...], ...] = ()  # what `megarl accept` keeps the output of

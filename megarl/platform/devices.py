@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from megarl.config.errors import InputError
+from megarl.errors import InputError
 from megarl.registry import nearest
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from megarl.config.errors import RecipeError
+from megarl.errors import RecipeError
 
 # Before this process is made a trainer too, as rank 0 under torchrun is, whose settings are then in os.environ.
 _STARTED_WITH = dict(os.environ)

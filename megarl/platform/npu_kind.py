@@ -12,9 +12,9 @@ later (canncommercial/850, releasenote_0000), and 8.5.1 with the drivers of 8.5.
 
 from __future__ import annotations
 
-from megarl.checks.versions import BuiltAgainst, Displaced, VersionSet
 from megarl.platform.device_kind import DeviceKind, PortRange
 from megarl.platform.tracing import CONTENTS, Tracing
+from megarl.platform.version_sets import BuiltAgainst, Displaced, VersionSet
 
 # Names in a set's `system`: CANN's version, the oldest driver that this CANN works with, and the driver it was released with.
 CANN, DRIVER, RELEASED_WITH = "CANN", "driver (HDK), at least", "driver (HDK), released with"
@@ -146,7 +146,7 @@ NPU = DeviceKind(
     present="torch_npu is installed",
     absent="torch_npu is not installed",
     install="install torch_npu (Dockerfile.npu)",
-    checks="megarl.platform.npu_checks",
+    checks="megarl.commands.doctor.npu_checks",
     built_against=(
         BuiltAgainst(
             "torch-npu",

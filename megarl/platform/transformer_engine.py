@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from packaging.version import InvalidVersion, Version
 
-from megarl.checks.versions import meets
+from megarl.platform.version_sets import meets
 
 WANTED = ">=2.9,<2.12"
 """Versions that megatron-core 0.16.1 asks for: its metadata, extra `dev`."""

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from megarl.rewards.base import ScoreRequest, scorer
-from megarl.rewards.boxes import last_boxed
+from megarl.rewards.latex_boxed import last_boxed
 
 LONGEST = 1000  # characters of an answer that is still read; those of MATH have 159 at most
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from megarl.rewards.base import ScoreRequest, scorer
-from megarl.rewards.boxes import last_boxed
+from megarl.rewards.latex_boxed import last_boxed
 
 ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
 TAIL = 300  # characters at the end of the response in which an answer counts

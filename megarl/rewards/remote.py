@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.config.remote import RemoteConfig
+from megarl.recipe.remote import RemoteConfig
 from megarl.rewards.base import ScoreRequest, scorer
 from megarl.rewards.settings import ScorerSettings
 

@@ -3,7 +3,7 @@ r"""ReTool's reward (Feng et al. 2025, arXiv 2504.11536, as in verl's recipe): a
 from __future__ import annotations
 
 from megarl.rewards.base import ScoreRequest, scorer
-from megarl.rewards.boxes import last_boxed
+from megarl.rewards.latex_boxed import last_boxed
 
 TAIL = 100  # characters at the end of the response in which a box counts
 BONUS = 0.1  # for each turn that tools answered, of a wrong response

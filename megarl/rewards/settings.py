@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megarl.config.remote import RemoteConfig
-from megarl.config.sandbox import SandboxConfig
+from megarl.recipe.remote import RemoteConfig
+from megarl.recipe.sandbox import SandboxConfig
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.config.judge import JUDGE
+from megarl.recipe.judge import JUDGE
 from megarl.rewards.base import Score, Scorer, demands_ground_truth, find, resolve
 from megarl.rewards.settings import ScorerSettings
 

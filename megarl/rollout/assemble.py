@@ -9,7 +9,7 @@ import numpy as np
 
 from megarl.agents.trajectory import Trajectory
 from megarl.rewards import Score, ScoreRequest
-from megarl.rollout.step_places import Decode, tokens_at
+from megarl.rollout.step_rewards import Decode, tokens_at
 from megarl.types import GenerationRequest, InlineData, Prompt, Sample, SampleFailure, SampleTokens, Steps
 
 

@@ -9,11 +9,11 @@ from math import comb
 
 import numpy as np
 
-from megarl.config.schema import EvaluationConfig, Recipe
-from megarl.rollout.by_source import agent_figures, groups_by_source
-from megarl.rollout.calls import Service, Silence, attach, wait
-from megarl.rollout.engines_source import group_seed
-from megarl.rollout.unscored import ScoringCounts, check_evaluation, scoring_notice
+from megarl.cluster.calls import Service, Silence, attach, wait
+from megarl.recipe.schema import EvaluationConfig, Recipe
+from megarl.rollout.failures import ScoringCounts, check_evaluation, scoring_notice
+from megarl.rollout.metrics import agent_figures, groups_by_source
+from megarl.rollout.source_engines import group_seed
 from megarl.types import GenerationRequest, Group, Metrics, Prompt, Sample, Sampling
 
 EVALUATION_SEED = 0x5EED  # apart from training's seeds, the same at every evaluation

@@ -14,19 +14,19 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from megarl import engines, rewards
-from megarl.agents.build import Agents, AgentSetup
+from megarl.agents.setup import Agents, AgentSetup
 from megarl.agents.trajectory import AgentLoop, Trajectory
-from megarl.config.sandbox import SandboxConfig
-from megarl.config.schema import RewardConfig
 from megarl.data.images import ImageReader
 from megarl.data.tokenizer import load_tokenizer
 from megarl.engines.base import EngineSpec, Seat
-from megarl.exchange.session import Session
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import RewardConfig
+from megarl.rewards.scoring import Outcome, Scoring
 from megarl.rewards.settings import ScorerSettings
 from megarl.rewards.weighted import terms_of
 from megarl.rollout.assemble import control_data, question, said, vectors
-from megarl.scoring.scoring import Outcome, Scoring
 from megarl.types import Completion, GenerationRequest, Group, SampleFailure, SampleTokens
+from megarl.weight_sync.session import Session
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from megarl.sandbox.packages import folders_of
 from megarl.sandbox.run import run_unchecked
 
 if TYPE_CHECKING:
-    from megarl.config.sandbox import SandboxConfig
+    from megarl.recipe.sandbox import SandboxConfig
 
 __all__ = ["Limits", "Result", "SandboxError", "SandboxUnavailable", "check", "limits_of", "missing", "require", "run"]
 

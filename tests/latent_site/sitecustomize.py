@@ -11,7 +11,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-_WORKER = "megarl.engines.vllm_worker"
+_WORKER = "megarl.engines.vllm.worker"
 
 
 class _Loader(importlib.abc.Loader):

@@ -12,9 +12,9 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megarl.checks.machine import run
 from megarl.commands.accept.result import FAIL, StageResult, shown, verdict_of
 from megarl.commands.accept.settings import Settings
+from megarl.commands.doctor.machine import run
 from megarl.platform.kinds import KINDS, kind_of
 
 VERDICT = "verdict.md"

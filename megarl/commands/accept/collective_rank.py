@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.commands.accept.rank import Rank
-from megarl.config.training import MegatronConfig
+from megarl.recipe.training import MegatronConfig
 
 REPEATS = 5
 GROUPS = {

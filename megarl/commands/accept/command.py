@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl import platform as platforms
-from megarl.checks.machine import Machine
 from megarl.commands.accept.bundle import VERDICT, write_bundle
 from megarl.commands.accept.catalogue import BUNDLE, BUNDLE_MINUTES, STAGES, Stage, shares, stage_numbers
 from megarl.commands.accept.result import FAIL, PASS, to_json, verdict_of
 from megarl.commands.accept.runner import RESULTS, read_results, run_stages
 from megarl.commands.accept.settings import FILE, Settings, parse_stages, read_settings, write_settings
-from megarl.config.errors import InputError, blaming_input
+from megarl.commands.doctor.found import torch_sees
+from megarl.commands.doctor.machine import Machine
+from megarl.errors import InputError, blaming_input
 from megarl.observe.files import write_whole
-from megarl.platform.found import torch_sees
 from megarl.platform.kinds import kind_of
 
 CPU_PROCESSES = 2  # ranks that a CPU stands for
@@ -141,7 +141,7 @@ def _devices(device: str) -> int:
 
 def _load(recipe: Path, overrides: Sequence[str]) -> None:
     """Raises RecipeError where the recipe does not load."""
-    from megarl.run import load
+    from megarl.assembly import load
 
     load(recipe, list(overrides))
 

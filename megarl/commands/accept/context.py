@@ -11,7 +11,7 @@ from pathlib import Path
 from megarl.commands.accept import result
 from megarl.commands.accept.result import Check, Value
 from megarl.commands.accept.settings import Settings
-from megarl.config.schema import Recipe
+from megarl.recipe.schema import Recipe
 
 CHECKS, DOING = "checks.jsonl", "doing.txt"
 
@@ -48,8 +48,8 @@ class Context:
     @cached_property
     def recipe(self) -> Recipe | None:
         """The recipe of the command line; None: none was named. Raises RecipeError where it does not load."""
-        from megarl.config.load import load_recipe
-        from megarl.config.paths import with_absolute_paths
+        from megarl.recipe.load import load_recipe
+        from megarl.recipe.paths import with_absolute_paths
 
         if not self.settings.recipe:
             return None

@@ -12,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
-from megarl.config.load import load_recipe, to_yaml
-from megarl.config.paths import with_absolute_paths
-from megarl.config.schema import Recipe
-from megarl.config.training import MegatronConfig
-from megarl.data.prepare.tiny_weights import shapes
+from megarl.commands.data.tiny_weights import shapes
+from megarl.commands.rehearse.changes import Changes
+from megarl.commands.rehearse.data import write_data
+from megarl.commands.rehearse.layout import layers_for, stage_layers
+from megarl.commands.rehearse.settings import shrink_settings
 from megarl.engines.specs import fixed_models, longest_sample
-from megarl.model_config import number_of_experts, text_fields
-from megarl.preflight_model import read_hf_config
-from megarl.rehearsal.changes import Changes
-from megarl.rehearsal.data import write_data
-from megarl.rehearsal.layout import layers_for, stage_layers
-from megarl.rehearsal.settings import shrink_settings
+from megarl.hf.config import number_of_experts, text_fields
+from megarl.preflight.models import read_hf_config
+from megarl.recipe.load import load_recipe, to_yaml
+from megarl.recipe.paths import with_absolute_paths
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig
 
 RECIPE = "cut.yaml"
 PROMPT, RESPONSE = 256, 512  # tokens at most

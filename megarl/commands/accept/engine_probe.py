@@ -13,12 +13,12 @@ from typing import Any
 
 from megarl import engines
 from megarl import platform as platforms
-from megarl.actor_worker import ActorWorker
-from megarl.cluster.local import LocalService
+from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.families import batch
-from megarl.config.schema import Recipe
 from megarl.engines.base import EngineSpec, Seat
+from megarl.recipe.schema import Recipe
+from megarl.trainer.actor import ActorWorker
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
 
 PROBE = "megarl.commands.accept.engine_probe:EngineProbe"

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.prepare.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, PAD_ID, VOCAB_LIMIT, make_tiny_tokenizer
-from megarl.data.prepare.tiny_weights import shapes
+from megarl.commands.data.tiny_tokenizer import EOS_ID, FIRST_IMAGE_ID, PAD_ID, VOCAB_LIMIT, make_tiny_tokenizer
+from megarl.commands.data.tiny_weights import shapes
 
 Config = dict[str, Any]
 

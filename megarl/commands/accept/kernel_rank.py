@@ -76,7 +76,7 @@ class KernelRank(ParityRank):
         self.errors: list[Error] = []
         self.outcomes: list[Outcome] = []
         self.trainer = self._build(Case(family, model, dtype))
-        from megarl.megatron.heads import language_model
+        from megarl.megatron.output_heads import language_model
 
         self.model = language_model(self.trainer.model.chunks[0])
         self.config = FAMILIES[family]
@@ -138,7 +138,7 @@ class KernelRank(ParityRank):
         import torch
 
         from megarl.megatron.batch import MicroBatch, pack
-        from megarl.megatron.stream_context import stream_params
+        from megarl.megatron.current_batch import stream_params
 
         batch = MicroBatch(torch.zeros(sum(LENGTHS), dtype=torch.int64), list(LENGTHS))
         device = self.platform.device()

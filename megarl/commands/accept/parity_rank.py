@@ -49,8 +49,8 @@ class ParityRank(Rank):
             forget_model()
 
     def _build(self, case: Case) -> Any:
-        from megarl.config.schema import Recipe
         from megarl.megatron.trainer import PolicyTrainer
+        from megarl.recipe.schema import Recipe
 
         recipe = Recipe()
         recipe.model.path, recipe.model.dtype = case.model, case.dtype  # type: ignore[assignment]
@@ -208,7 +208,7 @@ class Sketches:
     """Projections of each decoder layer's output, summed over the tokens of the batch, while it is computed."""
 
     def __init__(self, trainer: Any, batches: list[Any], numbers: list[list[int]]) -> None:
-        from megarl.megatron.heads import language_model
+        from megarl.megatron.output_heads import language_model
 
         self.trainer = trainer
         self.hooks: list[Any] = []
@@ -236,7 +236,7 @@ class Sketches:
         """Every layer sees the micro batches in their order."""
         from megatron.core import parallel_state
 
-        from megarl.megatron.stream_context import current
+        from megarl.megatron.current_batch import current
 
         number = layer.layer_number
         tokens = self.order[self.seen.get(number, 0)]

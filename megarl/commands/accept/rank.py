@@ -11,7 +11,7 @@ from megarl.commands.accept.ranks import COLLECTIVE_SECONDS
 
 
 class Rank:
-    """As `megarl.worker.Worker` starts: the platform is prepared before Megatron is imported."""
+    """As `megarl.trainer.worker.Worker` starts: the platform is prepared before Megatron is imported."""
 
     def __init__(self, device: str, deterministic: bool = False) -> None:
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from megarl import platform as platforms
 from megarl.cluster.base import WorkerGroup
-from megarl.cluster.local import LocalService
 from megarl.cluster.process import free_port
+from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import Context
 from megarl.platform.environment import users_first
 
@@ -138,7 +138,7 @@ def all_ranks(context: Context, class_path: str, *args: Any, name: str = "ranks"
             yield ranks
         return
     from megarl.cluster import connect
-    from megarl.config.schema import Recipe
+    from megarl.recipe.schema import Recipe
 
     recipe = Recipe()
     recipe.cluster.device, recipe.cluster.transport = context.device, "ray"  # type: ignore[assignment]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megarl.cluster.guard import Guard
+from megarl.cluster.orphan_reaper import Guard
 from megarl.commands.accept.catalogue import Stage
 from megarl.commands.accept.context import CHECKS, DOING
 from megarl.commands.accept.result import (
@@ -25,7 +25,7 @@ from megarl.commands.accept.result import (
     to_json,
 )
 from megarl.commands.accept.stage_main import ERROR
-from megarl.config.errors import InputError
+from megarl.errors import InputError
 from megarl.observe.files import write_whole
 
 RESULTS, LOG = "results.json", "log.txt"

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megarl.config.errors import InputError
+from megarl.errors import InputError
 from megarl.observe.files import write_whole
 
 FILE = "settings.json"

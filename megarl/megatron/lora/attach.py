@@ -10,10 +10,10 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 
-from megarl.config.training import LoraConfig
-from megarl.linears import matches, without_expert
+from megarl.hf.linears import matches, without_expert
 from megarl.megatron.lora.layers import Adapter, Adapters, Cut, Part, Site
 from megarl.megatron.native_kernels import rms_norm
+from megarl.recipe.training import LoraConfig
 
 CHILD = "lora"
 """Name of the module that holds a chunk's adapters, and so the beginning of their parameters' names."""

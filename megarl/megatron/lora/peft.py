@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megarl.config.training import LoraConfig
-from megarl.durable import give_default_mode, written_whole
+from megarl.atomic_files import give_default_mode, written_whole
 from megarl.megatron.lora.attach import Lora, matrices, trained_modules
+from megarl.recipe.training import LoraConfig
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.config.errors import RecipeError
-from megarl.config.training import LoraConfig, MegatronConfig
-from megarl.linears import ALL, linears_of, linears_of_layer, matches
+from megarl.errors import RecipeError
+from megarl.hf.linears import ALL, linears_of, linears_of_layer, matches
 from megarl.megatron.layout import layers_of_chunks
+from megarl.recipe.training import LoraConfig, MegatronConfig
 from megarl.registry import nearest
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3")

@@ -11,8 +11,8 @@ from typing import Any
 from megarl.commands.accept.collective_rank import Timing
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.ranks import COLLECTIVE_SECONDS, Ranks, all_ranks, local_ranks
-from megarl.config.training import MegatronConfig
 from megarl.platform.devices import Device, device_of
+from megarl.recipe.training import MegatronConfig
 
 RANK = "megarl.commands.accept.collective_rank:CollectiveRank"
 SHARE = 0.6  # of the link's rate in the table of devices that a collective must reach

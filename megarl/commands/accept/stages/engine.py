@@ -14,7 +14,7 @@ import numpy as np
 from megarl import engines
 from megarl import platform as platforms
 from megarl.cluster.failures import CallFailed
-from megarl.cluster.local import LocalService
+from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.cut import fewer_experts, fit
 from megarl.commands.accept.engine_probe import (
@@ -33,12 +33,12 @@ from megarl.commands.accept.engine_probe import (
 )
 from megarl.commands.accept.families import write_family
 from megarl.commands.accept.ranks import LocalRanks, rank_environment
-from megarl.config.environment import variables
-from megarl.config.errors import RecipeError
-from megarl.config.schema import Recipe
 from megarl.engines.specs import policy_spec
-from megarl.model_config import text_fields
-from megarl.preflight_model import config_of, read_hf_config
+from megarl.errors import RecipeError
+from megarl.hf.config import text_fields
+from megarl.preflight.models import config_of, read_hf_config
+from megarl.preflight.recipe.environment import variables
+from megarl.recipe.schema import Recipe
 from megarl.types import Completion, GenerationRequest
 
 GAP = 0.02  # nats, mean

@@ -10,24 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megarl import platform as platforms
-from megarl.checks.check import AT_LIMIT, run_check, within
-from megarl.checks.finding import Finding, Needs
-from megarl.checks.machine import Machine, Output
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.result import FAIL, PASS, REPORT, Check
-from megarl.config.exchange import never_planned
-from megarl.config.schema import Recipe
-from megarl.doctor.catalogue import CHECKS
-from megarl.doctor.nodes import look_everywhere
-from megarl.doctor.recipe import demand_of, device_demand, environment, needs_of, stages, weights
+from megarl.commands.doctor.catalogue import CHECKS
+from megarl.commands.doctor.check import AT_LIMIT, run_check, within
+from megarl.commands.doctor.finding import Finding, Needs
+from megarl.commands.doctor.machine import Machine, Output
+from megarl.commands.doctor.nodes import look_everywhere
+from megarl.commands.doctor.recipe import demand_of, device_demand, environment, needs_of, stages, weights
 from megarl.platform.kinds import kind_of
+from megarl.recipe.exchange import never_planned
+from megarl.recipe.schema import Recipe
 
 _SECONDS = 120.0
 _READING, _RESERVE = 300.0, 60.0  # seconds to read a recipe's model and data; left to the rest of the stage
 _VERDICTS = {"ok": PASS, "warning": REPORT, "FAIL": FAIL}
 # As the processes of a run import them. Each prints one JSON object in its last line.
 _ENGINE = (
-    "import dataclasses, json; from megarl.engines.vllm_compat import capabilities;"
+    "import dataclasses, json; from megarl.engines.vllm.compat import capabilities;"
     "print('\\n' + json.dumps(dataclasses.asdict(capabilities())))"
 )
 _TRAINER = (

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from megarl.cluster.failures import CallFailed
-from megarl.cluster.local import LocalService
+from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.engine_probe import (
     START_SECONDS,
@@ -22,9 +22,9 @@ from megarl.commands.accept.engine_probe import (
 )
 from megarl.commands.accept.families import write_family
 from megarl.commands.accept.ranks import LocalRanks, rank_environment
-from megarl.config.schema import Recipe
-from megarl.placement import publish
-from megarl.route import RouteRefused, open_exchange
+from megarl.recipe.schema import Recipe
+from megarl.weight_sync.connect import RouteRefused, open_exchange
+from megarl.weight_sync.handover import publish
 
 GAP = 0.02  # nats, mean
 PROBED = 256  # bytes

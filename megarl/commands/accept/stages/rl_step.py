@@ -17,11 +17,11 @@ import yaml
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.cut import CannotCut, Cut, make_cut
 from megarl.commands.accept.families import write_family
-from megarl.data.prepare import word_problems
+from megarl.commands.data import word_problems
+from megarl.commands.plan.count.types import Place
+from megarl.commands.rehearse.scorer import NAME as SCORER
 from megarl.observe.metrics import read_metrics
-from megarl.planner.plan import Place
 from megarl.platform.kinds import kind_of
-from megarl.rehearsal.scorer import NAME as SCORER
 
 STEPS, TINY_STEPS = 3, 2
 TRACED = 2  # the step that is traced for the bundle: the first compiles and warms up
@@ -248,7 +248,7 @@ def _against_the_plan(context: Context, cut: Cut, lines: list[dict[str, Any]]) -
         context.not_run(f"{name}, of the plan's", "no step was trained")
         return
     context.doing("planning the recipe with few layers")
-    from megarl.planner.build import make_plan
+    from megarl.commands.plan.build import make_plan
 
     try:
         plan = make_plan(cut.recipe, {"rollout": cut.config, "critic": cut.config}, None, advise=False)
@@ -280,7 +280,7 @@ def planned_peak(places: Sequence[Place]) -> tuple[str, float]:
 
 def _twin(context: Context) -> None:
     """Train the recipe's twin: its settings, its layout as far as these devices go, its model shrunk."""
-    from megarl.rehearsal.twin import make_twin
+    from megarl.commands.rehearse.tiny_copy import make_twin
 
     context.doing("making the recipe's twin")
     folder = context.folder / "twin"

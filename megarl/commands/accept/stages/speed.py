@@ -22,7 +22,7 @@ from megarl.commands.accept.engine_probe import (
 from megarl.commands.accept.families import LENGTHS, write_family
 from megarl.commands.accept.ranks import LocalRanks, local_ranks, rank_environment
 from megarl.commands.accept.speed_rank import REPEATS, middle
-from megarl.planner.calibration import Calibration, Entry, Observation
+from megarl.commands.plan.time.calibration import Calibration, Entry, Observation
 from megarl.platform.devices import Device, device_of, devices
 from megarl.platform.kinds import KINDS
 

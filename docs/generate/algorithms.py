@@ -1,0 +1,143 @@
+"""Writes the tables of docs/algorithms.md from the registries: ``python -m docs.generate.algorithms``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
+from megarl.algorithms.returns import gae
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = ROOT / "docs" / "algorithms.md"
+LEARNED = ROOT / "docs" / "learned.json"
+_SHOWN_APART = ("advantage", "loss", "aggregation", "kl_coef", "kl_in_reward")
+
+
+def tables() -> dict[str, str]:
+    """Each table of the page, by the word its markers hold."""
+    return {
+        "recipes": _recipes(),
+        "advantages": _table(
+            (name, ADVANTAGES[name].function or ADVANTAGES[name].of_tokens or gae, ADVANTAGES[name].settings)
+            for name in ADVANTAGES.names()
+        ),
+        "losses": _table((name, LOSSES[name].function, LOSSES[name].settings) for name in LOSSES.names()),
+        "aggregations": _table((name, AGGREGATIONS[name], ()) for name in AGGREGATIONS.names()),
+        "kl": _table((name, KL_ESTIMATORS[name], ()) for name in KL_ESTIMATORS.names()),
+    }
+
+
+def document(page: str) -> str:
+    """`page` with its tables made anew: what stands between ``<!-- NAME -->`` and ``<!-- end -->``."""
+    for name, table in tables().items():
+        before, found, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert found and end, f"{PAGE} has no place for the table '{name}'"
+        page = f"{before}{found}{table}\n{end}{after}"
+    return page
+
+
+def proven_in(name: str) -> str:
+    """The file in tests/ that proves the function `name`."""
+    if name in ADVANTAGES:
+        apart = {
+            "gae": "test_algorithms_values.py",
+            "grpo_process": "test_process_rewards.py",
+            "on_policy_distillation": "test_distillation.py",
+        }
+        return apart.get(name, "test_advantages.py")
+    loss = LOSSES[name]
+    if loss.needs_top:
+        return "test_distillation.py"
+    return "test_preference_losses.py" if loss.whole_groups else "test_policy_losses.py"
+
+
+def _recipes() -> str:
+    """The algorithms' recipes over the base ones: a file's first line names the algorithm and its paper."""
+    from omegaconf import OmegaConf
+
+    learned = json.loads(LEARNED.read_text())
+    lines = [
+        "| algorithm | paper | `recipes/base/` | advantage | loss | aggregation | KL to the reference | further keys of `algorithm` | proven in `tests/` | learned, in `recipes/tiny/` |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for file in sorted((ROOT / "recipes" / "base").glob("*.yaml")):
+        content = OmegaConf.to_container(OmegaConf.load(file))
+        assert isinstance(content, dict)
+        algorithm = _algorithm_of(file)
+        if not algorithm:
+            continue
+        name, paper = _title(file)
+        chosen = [algorithm[key] for key in ("advantage", "loss", "aggregation")]
+        proofs = sorted({proven_in(function) for function in chosen[:2] if function != "none"})
+        cells = [
+            name,
+            paper,
+            f"`{file.name}`",
+            *(f"`{function}`" for function in chosen),
+            _kl(algorithm),
+            "<br>".join(f"`{key}: {_plain(value)}`" for key, value in algorithm.items() if key not in _SHOWN_APART),
+            ", ".join(f"`{proof}`" for proof in proofs),
+            _learned(learned.get(file.stem)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _algorithm_of(file: Path) -> dict[str, Any]:
+    """The section `algorithm` of a recipe, that of its bases included."""
+    from omegaconf import OmegaConf
+
+    content = OmegaConf.to_container(OmegaConf.load(file))
+    assert isinstance(content, dict)
+    bases = content.get("base", [])
+    merged: dict[str, Any] = {}
+    for base in [bases] if isinstance(bases, str) else bases:
+        merged |= _algorithm_of(file.parent / base)
+    return merged | content.get("algorithm", {})
+
+
+def _title(file: Path) -> tuple[str, str]:
+    """From ``# Name (paper): ...``."""
+    head = file.read_text().partition("\n")[0].lstrip("# ")
+    name = re.split(r" \(|[:,]", head)[0]
+    paper = re.search(r"\((.*?arXiv [\d.]+|.*?)\)", head)
+    return name, paper.group(1) if paper else ""
+
+
+def _kl(algorithm: dict[str, Any]) -> str:
+    loss = LOSSES[algorithm["loss"]]
+    if loss.needs_reference:
+        return "in the loss itself"
+    if not algorithm.get("kl_coef"):
+        return "none"
+    return f"{_plain(algorithm['kl_coef'])} in the {'reward' if algorithm.get('kl_in_reward') else 'loss'}"
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value).replace("|", "\\|") if isinstance(value, (dict, list, bool)) else str(value)
+
+
+def _learned(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "not run"
+    before, after = (f"{result[when]:.2f}" for when in ("before", "after"))
+    return f"`{result['measure']}` {before} -> {after}, {result['steps']} steps"
+
+
+def _table(rows: Iterable[tuple[str, Callable[..., Any], tuple[str, ...]]]) -> str:
+    lines = ["| name | what it is | settings | where |", "|---|---|---|---|"]
+    for name, function, settings in rows:
+        text = " ".join((function.__doc__ or "").split()).replace("|", "\\|").replace("``", "`")
+        where = f"{function.__module__.rpartition('.')[2]}.py"
+        lines.append(f"| `{name}` | {text} | {', '.join(f'`{one}`' for one in settings)} | `{where}` |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(PAGE.read_text()))
+    print(f"wrote {PAGE}")

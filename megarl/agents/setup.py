@@ -1,0 +1,137 @@
+"""The agent loop that a recipe asks for: first looked at, before anything starts, then put together in a rollout process."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megarl import agents
+from megarl.agents import Tool, ToolUnavailable
+from megarl.agents.call_formats import format_of
+from megarl.agents.mcp_tools import McpTools
+from megarl.agents.python_tools import PythonTools
+from megarl.agents.tool_responses import AnswerTokens
+from megarl.agents.toolbox import Caller, Toolbox
+from megarl.agents.trajectory import AgentLoop
+from megarl.data.tokenizer import Tokenizer
+from megarl.errors import NotHereError, blaming
+from megarl.recipe.agent import AgentConfig, uses_tools
+from megarl.recipe.schema import Recipe
+
+
+@dataclass(frozen=True)
+class AgentSetup:
+    """All that a rollout process needs to know to put an agent loop together, in plain values."""
+
+    agent: AgentConfig
+    template_args: dict[str, Any]  # of the chat template
+    settings: dict[str, Any]  # that tools are prepared with
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> AgentSetup | None:
+        """None where the recipe names no tool."""
+        if not uses_tools(recipe):
+            return None
+        return cls(recipe.agent, dict(recipe.data.chat_template_args), {"sandbox": asdict(recipe.sandbox)})
+
+
+class Agents:
+    """An agent loop with the processes and connections that its tools need. Belongs to one event loop."""
+
+    def __init__(self, setup: AgentSetup, tokenizer: Tokenizer) -> None:
+        self._setup, self._tokenizer = setup, tokenizer
+        self._paths = {agents.find(path).name: path for path in setup.agent.tools}
+        self._python: PythonTools | None = None
+        self._servers: list[McpTools] = []
+
+    async def start(self) -> AgentLoop:
+        """Wait until tools can be called. Raises RuntimeError where one cannot be."""
+        agent = self._setup.agent
+        callers: dict[str, Caller] = {}
+        found = [agents.find(path) for path in agent.tools]
+        if self._paths:
+            self._python = PythonTools(
+                self._paths, self._setup.settings, processes=agent.processes, timeout=agent.tool_timeout
+            )
+            await asyncio.get_running_loop().run_in_executor(None, self._python.start)
+            callers.update(dict.fromkeys(self._paths, self._python))
+        for name, server in agent.mcp.items():
+            connection = McpTools(name, server)
+            self._servers.append(connection)
+            offered = await connection.tools()
+            callers.update({tool.name: connection for tool in offered})
+            found += offered
+        answers = AnswerTokens(self._tokenizer, self._setup.template_args, agent.max_answer_tokens)
+        toolbox = Toolbox(found, callers, agent.tool_timeout, agent.retries)
+        return AgentLoop(agent, chosen_format(agent, self._tokenizer), self._tokenizer, answers, toolbox)
+
+    async def close(self) -> None:
+        """End every process and connection."""
+        for server in self._servers:
+            await server.close()
+        if self._python is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._python.close)
+
+
+def chosen_format(agent: AgentConfig, tokenizer: Tokenizer) -> str:
+    """How the model writes calls: as the recipe says, else as its chat template shows.
+
+    Raises:
+        ValueError: neither says it.
+    """
+    found = agent.format or format_of(str(tokenizer.chat_template or ""))
+    if found is None:
+        raise ValueError(
+            f"the chat template in {tokenizer.directory} shows its model neither how Qwen nor how DeepSeek write calls of "
+            "tools: set agent.format to hermes or deepseek, or use a template for tools"
+        )
+    return found
+
+
+def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Look at everything that an agent loop needs, MCP servers included, and return the tools' schemas, as the chat
+    template shows them to the policy.
+
+    Raises:
+        ValueError: a tool is not there, two have one name, or the chat template cannot write answers.
+    """
+    agent = setup.agent
+    chosen_format(agent, tokenizer)
+    found: dict[str, tuple[str, Tool]] = {}
+    try:
+        offered = asyncio.run(_offered(agent)) if agent.mcp else {}
+    except ToolUnavailable as error:
+        raise NotHereError("agent.mcp", str(error), "start the server, or leave it out") from error
+    with blaming("agent.tools", "name tools that there are", agent.tools):
+        own = [("agent.tools", agents.find(path)) for path in agent.tools]
+    for origin, tool in [*own, *((f"agent.mcp.{name}", tool) for name, more in offered.items() for tool in more)]:
+        if tool.name in found:
+            raise ValueError(
+                f"{origin} and {found[tool.name][0]} both have a tool {tool.name!r}: leave one of them out"
+            )
+        found[tool.name] = (origin, tool)
+    everything = [tool for _, tool in found.values()]
+    Toolbox(everything, {}, agent.tool_timeout, agent.retries)
+    AnswerTokens(tokenizer, setup.template_args, agent.max_answer_tokens)
+    _prepare(everything, setup.settings)
+    return [tool.schema for tool in everything]
+
+
+def _prepare(found: list[Tool], settings: dict[str, Any]) -> None:
+    for tool in found:
+        if tool.prepare is not None:
+            try:
+                tool.prepare(settings)
+            except Exception as error:
+                what = f"tool {tool.name!r} cannot be used here: {error}"
+                raise NotHereError("agent.tools", what, "install what it needs, or leave the tool out") from error
+
+
+async def _offered(agent: AgentConfig) -> dict[str, list[Tool]]:
+    servers = [McpTools(name, server) for name, server in agent.mcp.items()]
+    try:
+        return {server.name: await server.tools() for server in servers}
+    finally:
+        for server in servers:
+            await server.close()

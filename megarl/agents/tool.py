@@ -1,0 +1,200 @@
+"""Tools as decorated functions: the JSON schema of one comes from its signature and docstring, and so do its checks."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from megarl.registry import Registry, import_own, nearest
+
+Prepare = Callable[[dict[str, Any]], Any]
+
+
+class ToolUnavailable(RuntimeError):
+    """A tool cannot be used now, which is nobody's fault who calls it: the call is made again, and in the end the sample
+    is given up. Anything else that a tool raises is told to the policy."""
+
+    tool = ""  # its name, once that is known
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a tool may know of the sample that it is called for, by a parameter annotated with this class; the policy
+    does not see that parameter."""
+
+    uid: str  # of the row
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a tool may return instead of text, to give the turn that called it a reward."""
+
+    text: str
+    reward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the policy may call.
+
+    Attributes:
+        name: what the policy calls it.
+        description: what it is told of it.
+        parameters: JSON schema of the arguments, an object.
+        function: returns text, an `Answer`, or anything else, which is written as text. May be `async def`.
+        context: the parameter that is given a `Context`; None: it asks for none.
+        prepare: called once, before any call, with the recipe's settings for tools (`sandbox`), before anything starts and
+            in the process that calls; raises where something is not installed.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    function: Callable[..., Any]
+    context: str | None = None
+    prepare: Prepare | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """As chat templates are given it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+TOOLS: Registry[Tool] = Registry("tool")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+@typing.overload
+def tool(function: Callable[..., Any]) -> Callable[..., Any]: ...
+@typing.overload
+def tool(
+    *, name: str | None = None, prepare: Prepare | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]: ...
+def tool(
+    function: Callable[..., Any] | None = None, *, name: str | None = None, prepare: Prepare | None = None
+) -> Callable[..., Any]:
+    """Let the policy call a function: ``@tool``, or ``@tool(name="search")``. The function itself is returned unchanged.
+
+    Parameters are annotated with str, int, float, bool, list[...], dict[str, ...], Literal[...] or one of these
+    ``| None``, and described in the docstring's section ``Args:`` (``name: what it is``). What stands before that section
+    describes the tool. A parameter annotated with `Context` is filled in by megarl.
+
+    Raises:
+        ValueError: the signature cannot be told to a policy.
+    """
+
+    def declare(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__megarl_tool__ = describe(function, name, prepare)  # type: ignore[attr-defined]
+        return function
+
+    return declare if function is None else declare(function)
+
+
+def describe(function: Callable[..., Any], name: str | None = None, prepare: Prepare | None = None) -> Tool:
+    """The tool that a function is, from its signature and docstring. Raises ValueError as `tool`."""
+    name = name or function.__name__
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"tool {name!r}: a name is letters, digits, _ and -, at most 64, and begins with no digit")
+    description, told = _docstring(function)
+    if not description:
+        raise ValueError(f"tool {name!r}: its docstring is what the policy is told of it, and there is none")
+    hints = typing.get_type_hints(function)
+    properties: dict[str, Any] = {}
+    required, context = [], None
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"tool {name!r}: parameter {parameter} cannot be called by name")
+        hint = hints.get(parameter.name)
+        if hint is Context:
+            context = parameter.name
+            continue
+        schema = _schema_of(hint, f"tool {name!r}: parameter {parameter.name!r}")
+        if parameter.name in told:
+            schema["description"] = told.pop(parameter.name)
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+        elif parameter.default is not None:
+            schema["default"] = parameter.default
+        properties[parameter.name] = schema
+    if told:
+        raise ValueError(f"tool {name!r}: its docstring describes {', '.join(told)}, which it has no parameter for")
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return Tool(name, description, parameters, function, context, prepare)
+
+
+def find(name: str) -> Tool:
+    """The tool registered as `name`, or that ``module:function`` names, decorated with `tool`. Raises ValueError."""
+    if ":" not in name:
+        if name not in TOOLS:
+            raise ValueError(f"{TOOLS.unknown(name)} Your own is given as module:function")
+        return TOOLS[name]
+    module_name, _, function_name = name.partition(":")
+    try:
+        module = import_own(module_name)
+    except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.split(".")[0]
+        where = f". It is looked for in {Path.cwd()} and on PYTHONPATH" if absent else ""
+        raise ValueError(
+            f"tool {name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}{where}"
+        ) from error
+    found = getattr(getattr(module, function_name, None), "__megarl_tool__", None)
+    if found is None:
+        tools = [key for key, value in vars(module).items() if hasattr(value, "__megarl_tool__")]
+        close = nearest(function_name, tools)
+        hint = f"; did you mean {close!r}?" if close else ""
+        what = "not decorated with megarl.agents.tool" if hasattr(module, function_name) else "not there"
+        raise ValueError(
+            f"tool {name!r}: {function_name} of {module_name} is {what}{hint} Its tools: {', '.join(tools) or 'none'}"
+        )
+    return typing.cast(Tool, found)
+
+
+def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """What stands before the section Args, and what that says of each parameter."""
+    text = inspect.getdoc(function) or ""
+    before, _, section = text.partition("\nArgs:\n")
+    before = before.partition("\nReturns:\n")[0].partition("\nRaises:\n")[0]
+    told: dict[str, str] = {}
+    last = None
+    for line in section.splitlines():
+        if line and not line[0].isspace():  # the next section
+            break
+        match = re.match(r"\s{2,4}(\w+)(?:\s*\([^)]*\))?:\s*(.*)", line)
+        if match:
+            last = match[1]
+            told[last] = match[2].strip()
+        elif last is not None and line.strip():
+            told[last] = f"{told[last]} {line.strip()}"
+    return " ".join(before.split()), told
+
+
+def _schema_of(hint: Any, what: str) -> dict[str, Any]:
+    """JSON schema of an annotation."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint in _JSON_TYPES:
+        return {"type": _JSON_TYPES[hint]}
+    if origin in (Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
+        (kind,) = [argument for argument in arguments if argument is not type(None)]
+        return _schema_of(kind, what)
+    if origin is Literal and arguments and all(type(value) is type(arguments[0]) for value in arguments):
+        return {**_schema_of(type(arguments[0]), what), "enum": list(arguments)}
+    if origin is list and arguments:
+        return {"type": "array", "items": _schema_of(arguments[0], what)}
+    if hint in (list, dict):
+        return {"type": "array" if hint is list else "object"}
+    if origin is dict and arguments[0] is str:
+        return {"type": "object", "additionalProperties": _schema_of(arguments[1], what)}
+    told = "has no annotation" if hint is None else f"is annotated with {hint}"
+    raise ValueError(
+        f"{what} {told}: give it str, int, float, bool, list[...], dict[str, ...], Literal[...] or one of these | None"
+    )

@@ -1,0 +1,1 @@
+"""From a batch of groups to each rank's micro batches: pure functions."""

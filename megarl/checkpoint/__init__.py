@@ -1,0 +1,1 @@
+"""Checkpoints of a run: written whole or not at all, found, verified, resumed."""

@@ -1,0 +1,1 @@
+"""Trainers and engines as Ray actors."""

@@ -1,0 +1,396 @@
+"""Trainers and engines as Ray actors, on this machine or on many. Call `ray_env.prepare` before importing this."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+from megarl.cluster.failures import (
+    CallFailed,
+    ClusterError,
+    Failure,
+    Place,
+    Raised,
+    Returned,
+    ServiceDied,
+    WorkerFailed,
+    collect,
+    worker_failed,
+)
+from megarl.cluster.orphan_reaper import VARIABLE, Guard
+from megarl.cluster.ray.actors import ServiceActor, TrainerActor, Unborn
+from megarl.cluster.ray.devices import Device, RayDevices
+from megarl.cluster.ray.failures import death_cause, not_started
+from megarl.cluster.ray.signals import ray_get, ray_wait
+from megarl.cluster.ray.start import start
+from megarl.cluster.ray.watch import RayWatch
+from megarl.types import DataRef
+
+PING_SECONDS = 0.1  # left to an idle trainer to say that it lives; one that does not is asked again later
+START_SECONDS = 300.0  # left to Ray to start a process on a device that is reserved for it
+STOP_SECONDS = 5.0  # left to an object's shutdown() before its process is killed
+CONCURRENT_CALLS = 100_000  # one service answers at once; the engine behind it has its own limit
+
+
+@dataclass(frozen=True)
+class RayData:
+    """A DataRef into Ray's object store."""
+
+    ref: Any  # ray.ObjectRef, owned by the controller
+
+    def get(self) -> Any:
+        """The samples' vectors, fetched from where they were made."""
+        return ray_get(self.ref)
+
+
+class RayGroup:
+    """See `megarl.cluster.base.WorkerGroup`."""
+
+    def __init__(self, cluster: RayCluster, actors: list[Any], places: list[Place], nodes: list[str]) -> None:
+        self._cluster, self._actors, self._places, self._nodes = cluster, actors, places, nodes
+        self._has_shutdown = False
+        self._pings: list[Any] = []  # not all answered yet
+
+    @property
+    def size(self) -> int:
+        return len(self._actors)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self._watched([actor.call.remote(method, args) for actor in self._actors], method)
+
+    def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
+        assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
+        asked = [actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)]
+        return self._watched(asked, method)
+
+    def scatter_with_data(
+        self, method: str, per_rank: list[tuple[Any, ...]], parts: int
+    ) -> list[tuple[Any, list[DataRef]]]:
+        assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
+        calls = [actor.call_with_data.options(num_returns=1 + parts) for actor in self._actors]
+        asked = [call.remote(method, args, parts) for call, args in zip(calls, per_rank, strict=True)]
+        controls = self._watched([refs[0] for refs in asked], method)
+        return [(control, [RayData(ref) for ref in refs[1:]]) for control, refs in zip(controls, asked, strict=True)]
+
+    def shutdown(self) -> None:
+        if self._has_shutdown:
+            self._has_shutdown = False
+            self.call("shutdown")
+        self.kill()
+
+    def kill(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors, self._pings = [], []
+
+    def construct(self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]]) -> None:
+        asked = [actor.construct.remote(class_path, args, own) for actor, own in zip(self._actors, env, strict=True)]
+        self._has_shutdown = all(self._watched(asked, "its start"))
+
+    def check(self) -> None:
+        """Raise WorkerFailed where a rank has died while it was not called."""
+        if not self._actors:
+            return
+        if not self._pings:
+            self._pings = [actor.ping.remote() for actor in self._actors]
+        answers = self._poll(self._pings, set(range(self.size)), PING_SECONDS)
+        failures = [answer for _, answer in answers if isinstance(answer, Failure)]
+        if failures:
+            raise worker_failed(failures)
+        if len(answers) == self.size:
+            self._pings = []
+
+    def wait_for_start(self, refs: list[Any]) -> list[Any]:
+        """`wait` for the first call of each rank. Raises WorkerFailed where Ray has not started one in time."""
+        deadline = time.monotonic() + START_SECONDS
+
+        def check() -> None:
+            self._cluster.check_services()
+            if time.monotonic() > deadline:
+                _, late = ray_wait(refs, num_returns=len(refs), timeout=0)
+                ranks = [rank for rank, ref in enumerate(refs) if ref in late]
+                note = f"\n{len(ranks)} of {len(refs)} processes were not started." if len(ranks) > 1 else ""
+                raise WorkerFailed(not_started(self._places[ranks[0] if ranks else 0], START_SECONDS), note)
+
+        return self.wait(refs, check)
+
+    def _watched(self, refs: list[Any], doing: str) -> list[Any]:
+        """`wait`, which also ends where a rank's process is stopped meanwhile."""
+        watch = RayWatch(self._places, self._nodes, doing)
+
+        def check() -> None:
+            self._cluster.check_services()
+            watch.check()
+
+        return self.wait(refs, check)
+
+    def wait(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
+        """The results behind `refs`, one a rank."""
+        check = check or self._cluster.check_services
+        try:
+            return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), check)
+        except ClusterError:
+            self._cluster.shutdown()
+            raise
+
+    def _poll(self, refs: list[Any], pending: set[int], seconds: float) -> list[tuple[int, Returned | Failure]]:
+        rank_of = {refs[rank]: rank for rank in pending}
+        ready, _ = ray_wait(list(rank_of), num_returns=len(rank_of), timeout=seconds)
+        return [(rank_of[ref], self._outcome(self._places[rank_of[ref]], ref)) for ref in ready]
+
+    @staticmethod
+    def _outcome(place: Place, ref: Any) -> Returned | Failure:
+        try:
+            outcome = ray_get(ref)
+        except RayActorError as error:
+            return Failure.death(place, death_cause(error))
+        except RayError as error:
+            return Failure.raised(place, Raised.of(error))
+        return outcome if isinstance(outcome, Returned) else Failure.raised(place, outcome)
+
+
+class RayService:
+    """See `megarl.cluster.base.Service`."""
+
+    def __init__(
+        self, actor: Any, place: Place, name: str, address: str, class_path: str, args: tuple[Any, ...]
+    ) -> None:
+        self.name, self.address = name, address
+        self._actor, self._place = actor, place
+        self.stopping = False
+        self._deadline = time.monotonic() + START_SECONDS
+        self._where = actor.where.remote(place.who, place.log)
+        actor.construct.remote(class_path, args, place.who, place.log)
+        self._lifetime = actor.lifetime.remote()
+        self._constructed = actor.constructed.remote()
+
+    @property
+    def host(self) -> str:
+        return self.place().host
+
+    def place(self) -> Place:
+        """Where it runs. Waits until its process has started, or raises ServiceDied."""
+        if not self._place.pid:
+            try:
+                self._place = ray_get(self._where, timeout=max(0.0, self._deadline - time.monotonic()))
+            except RayActorError as error:
+                raise ServiceDied(Failure.death(self._place, death_cause(error))) from error
+            except GetTimeoutError as error:
+                raise ServiceDied(not_started(self._place, START_SECONDS)) from error
+        return self._place
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        return self._chain(self._actor.call.remote(method, args), lambda value: value)
+
+    def call_with_data(self, method: str, *args: Any) -> Future[Any]:
+        control, data = self._actor.call_with_data.options(num_returns=2).remote(method, args)
+        return self._chain(control, lambda value: (value, RayData(data)))
+
+    def alive(self) -> bool:
+        return self.failure() is None
+
+    def failure(self) -> Failure | None:
+        """Why the service is no more; None while it lives."""
+        ready, _ = ray_wait([self._lifetime, self._constructed], num_returns=2, timeout=0)
+        for ref in ready:
+            try:
+                outcome = ray_get(ref)
+            except RayActorError as error:
+                return self._death(error)
+            if isinstance(outcome, Raised):
+                return Failure.raised(self.place(), outcome)
+        if not self._place.pid and time.monotonic() > self._deadline and not ray_wait([self._where], timeout=0)[0]:
+            return not_started(self._place, START_SECONDS)
+        return None
+
+    def stop(self) -> None:
+        self.finish_stop(self.begin_stop())
+
+    def begin_stop(self) -> list[Any]:
+        """Ask for the end without waiting; what to wait for."""
+        if self.stopping or not self.alive():
+            return []
+        self.stopping = True
+        return [self._actor.stop.remote()]
+
+    def finish_stop(self, asked: list[Any]) -> None:
+        if asked:
+            ray_wait(asked, timeout=STOP_SECONDS)
+        ray.kill(self._actor)
+
+    def _death(self, error: RayActorError) -> Failure:
+        # The place is known unless the process died before it had told.
+        if not self._place.pid and ray_wait([self._where], timeout=0)[0]:
+            try:
+                self._place = ray_get(self._where)
+            except RayActorError:
+                return Failure.death(self._place, death_cause(error))
+        return Failure.death(self._place, "it was stopped" if self.stopping else death_cause(error))
+
+    def _chain(self, ref: Any, convert: Any) -> Future[Any]:
+        result: Future[Any] = Future()
+        result.set_running_or_notify_cancel()  # an answer will come: it cannot be cancelled
+
+        def settle(done: Future[Any]) -> None:
+            error = done.exception()
+            if error is None and isinstance(done.result(), Returned):
+                result.set_result(convert(done.result().value))
+            else:
+                # Asking Ray for more needs a thread that may wait; this one delivers Ray's answers.
+                threading.Thread(target=self._fail, args=(result, done), daemon=True).start()
+
+        ref.future().add_done_callback(settle)
+        return result
+
+    def _fail(self, result: Future[Any], done: Future[Any]) -> None:
+        error = done.exception()
+        if error is None:
+            kind = ServiceDied if isinstance(done.result(), Unborn) else CallFailed
+            result.set_exception(kind(Failure.raised(self.place(), done.result())))
+            return
+        failure = self.failure()
+        if failure is None and isinstance(error, RayActorError):
+            failure = self._death(error)
+        if failure is None:
+            result.set_exception(CallFailed(Failure.raised(self.place(), Raised.of(error))))
+        else:
+            result.set_exception(ServiceDied(failure))
+
+
+class RayCluster:
+    """See `megarl.cluster.base.Cluster`.
+
+    address: a running cluster's ("auto", host:port); None starts a private one on this machine,
+    whose ports are open to this machine alone. A Ray that this process is connected to already is
+    used, and left running.
+    log_dir: where processes write their output, on the machine that each runs on.
+    trainer_env, service_env: added to the environment of each, before what the caller gives.
+    """
+
+    def __init__(
+        self,
+        address: str | None,
+        devices: RayDevices,
+        log_dir: Path,
+        *,
+        trainer_env: dict[str, str],
+        service_env: dict[str, str],
+    ) -> None:
+        self._devices, self._log_dir = devices, log_dir
+        self._guard = Guard()
+        self._trainer_env, self._service_env = trainer_env | self._guard.env, service_env | self._guard.env
+        self._groups: list[RayGroup] = []
+        self._services: list[RayService] = []
+        self._owns_ray = not ray.is_initialized()
+        try:
+            if self._owns_ray:
+                start(address, self._guard)
+            devices.reserve()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def start_trainers(
+        self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str], name: str = "trainer"
+    ) -> RayGroup:
+        devices = self._devices.of_group(name)
+        assert size == len(devices), f"{size} {name} processes, connected for {len(devices)}"
+        by_node = {device.node_id: [d for d in devices if d.node_id == device.node_id] for device in devices}
+        role_env = self._trainer_env | env
+        actors, places = [], []
+        for rank, device in enumerate(devices):
+            places.append(Place(f"{name} rank {rank}", device.node_ip))  # until it says more
+            visible = self._devices.visible(by_node[device.node_id])
+            options = self._devices.options(device) | _environment(role_env | visible)
+            log = str(self._log_dir / f"{name}-{rank}.log")
+            actors.append(ray.remote(TrainerActor).options(**options).remote(places[rank].who, log))
+        nodes = [device.node_id for device in devices]
+        group = RayGroup(self, actors, places, nodes)
+        self._groups.append(group)
+        where = group.wait_for_start([actor.where.remote() for actor in actors])
+        group = self._groups[-1] = RayGroup(self, actors, [place for place, _ in where], nodes)
+        group.construct(class_path, args, _rank_environments(devices, master_port=where[0][1]))
+        return group
+
+    def start_service(
+        self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
+    ) -> RayService:
+        claimed = self._devices.next_engine(devices)
+        role_env = self._service_env | env | self._devices.visible(claimed)
+        options = self._devices.options(claimed[0]) | _environment(role_env)
+        actor = ray.remote(ServiceActor).options(max_concurrency=CONCURRENT_CALLS, **options).remote()
+        place = Place(f"service {name}", claimed[0].node_ip, log=str(self._log_dir / f"{name}.log"))
+        service = RayService(actor, place, name, claimed[0].node_ip, class_path, args)
+        self._services.append(service)
+        return service
+
+    def check(self) -> None:
+        try:
+            self.check_services()
+            for group in self._groups:
+                group.check()
+        except ClusterError:
+            self.shutdown()
+            raise
+
+    def check_services(self) -> None:
+        """Raise where a service that was not told to stop has ended."""
+        for service in self._services:
+            failure = None if service.stopping else service.failure()
+            if failure is not None:
+                raise ServiceDied(failure)
+
+    def shutdown(self) -> None:
+        services, self._services = self._services, []
+        groups, self._groups = self._groups, []
+        for group in groups:
+            group.kill()
+        asked = [(service, service.begin_stop()) for service in services]
+        for service, refs in asked:
+            service.finish_stop(refs)
+        self._devices.release()
+        if self._owns_ray:
+            ray.shutdown()
+            self._owns_ray = False
+            os.environ.pop(VARIABLE, None)
+        self._guard.close()
+
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _environment(env: dict[str, str]) -> dict[str, Any]:
+    return {"runtime_env": {"env_vars": env}}
+
+
+def _rank_environments(devices: list[Device], master_port: int) -> list[dict[str, str]]:
+    """What torchrun would set for each rank; rank 0's machine is the meeting point."""
+    per_node = Counter(device.node_id for device in devices)
+    seen: Counter[str] = Counter()
+    environments = []
+    for rank, device in enumerate(devices):
+        environments.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(devices)),
+                "LOCAL_RANK": str(seen[device.node_id]),
+                "LOCAL_WORLD_SIZE": str(per_node[device.node_id]),
+                "MASTER_ADDR": devices[0].node_ip,
+                "MASTER_PORT": str(master_port),
+            }
+        )
+        seen[device.node_id] += 1
+    return environments

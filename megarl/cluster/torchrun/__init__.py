@@ -1,0 +1,1 @@
+"""One machine under torchrun: rank 0 is the controller, without Ray."""

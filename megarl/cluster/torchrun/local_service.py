@@ -1,0 +1,153 @@
+"""A service as a child process on this machine, reached over an inherited socket pair."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.base import host_name
+from megarl.cluster.failures import (
+    CallFailed,
+    Failure,
+    Place,
+    Raised,
+    Returned,
+    ServiceDied,
+    exit_cause,
+)
+from megarl.cluster.orphan_reaper import Guard
+from megarl.cluster.process import without_torchrun
+from megarl.cluster.service import CONSTRUCTED, Call, Start, Stop
+from megarl.cluster.torchrun.wire import Wire
+from megarl.types import InlineData
+
+STOP_SECONDS = 5.0  # left to an object's shutdown() before its process is killed
+
+
+class LocalService:
+    """See `megarl.cluster.base.Service`. The object's token data comes back over the socket, as `InlineData`.
+
+    class_path: "package.module:Class"; args: its arguments, pickled.
+    log: file that the process writes its output to.
+    env: added to this process's environment, less what torchrun put there.
+    """
+
+    def __init__(
+        self, class_path: str, args: tuple[Any, ...], *, name: str, log: Path, env: dict[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self.host = host_name()
+        self.address = "127.0.0.1"  # all of this cluster is on this machine
+        self._guard = Guard()
+        ours, theirs = socket.socketpair()
+        environment = without_torchrun(dict(os.environ)) | (env or {}) | self._guard.env
+        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megarl.cluster.torchrun.service_main", str(theirs.fileno())],
+            env=environment,
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # a group of its own: it ends with its children, and Ctrl-C is not meant for it
+        )
+        theirs.close()
+        self.place = Place(f"service {name}", self.host, self._process.pid, str(log))
+        self._wire = Wire(ours)
+        self._numbers = itertools.count(CONSTRUCTED + 1)
+        self._lock = threading.Lock()  # over the two below
+        self._waiting: dict[int, tuple[Future[Any], bool]] = {}
+        self.failure: Failure | None = None
+        self.stopping = False
+        self._reader = threading.Thread(target=self._read, name=f"service-{name}", daemon=True)
+        self._send(Start(class_path, args, self.place.who, str(log)))
+        self._reader.start()
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        return self._call(method, args, with_data=False)
+
+    def call_with_data(self, method: str, *args: Any) -> Future[Any]:
+        return self._call(method, args, with_data=True)
+
+    def alive(self) -> bool:
+        return self.failure is None
+
+    def stop(self) -> None:
+        self.begin_stop()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._guard.close()
+        self._reader.join()
+        self._wire.close()
+
+    def begin_stop(self) -> None:
+        """Ask the process to end, without waiting: several services end together."""
+        if not self.stopping:
+            self.stopping = True
+            self._send(Stop())
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._wire.send(message)
+        except OSError:
+            return  # the process is gone, and the reading thread says so to every caller
+
+    def _call(self, method: str, args: tuple[Any, ...], with_data: bool) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()  # an answer will come: it cannot be cancelled
+        with self._lock:
+            if self.failure is not None:
+                future.set_exception(ServiceDied(self.failure))
+                return future
+            number = next(self._numbers)
+            self._waiting[number] = future, with_data
+        try:
+            self._send(Call(number, method, args))
+        except BaseException:  # the arguments do not pickle: no answer will come
+            with self._lock:
+                self._waiting.pop(number, None)
+            raise
+        return future
+
+    def _read(self) -> None:
+        unborn = None
+        while True:
+            try:
+                number, outcome = self._wire.receive()
+            except EOFError:
+                break
+            if number == CONSTRUCTED:
+                unborn = outcome if isinstance(outcome, Raised) else None
+                continue
+            with self._lock:
+                future, with_data = self._waiting.pop(number)
+            if isinstance(outcome, Returned):
+                future.set_result(_with_data(outcome.value) if with_data else outcome.value)
+            else:
+                future.set_exception(CallFailed(Failure.raised(self.place, outcome)))
+        self._end(unborn)
+
+    def _end(self, unborn: Raised | None) -> None:
+        """The process is gone: say so to everyone who waits."""
+        returncode = self._process.wait()
+        if unborn is not None:
+            failure = Failure.raised(self.place, unborn)
+        else:
+            failure = Failure.death(self.place, "it was stopped" if self.stopping else exit_cause(returncode))
+        with self._lock:
+            self.failure = failure
+            waiting, self._waiting = self._waiting, {}
+        for future, _ in waiting.values():
+            future.set_exception(ServiceDied(failure))
+
+
+def _with_data(value: Any) -> tuple[Any, InlineData]:
+    control, samples = value
+    return control, InlineData(samples)

@@ -1,0 +1,126 @@
+"""The ranks of a torchrun other than 0: they serve the controller's calls. And what passes between them and rank 0."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.base import load_class
+from megarl.cluster.failures import Place, Raised, Returned, run
+from megarl.cluster.process import die_with_parent, ignore_interrupt, redirect_output
+from megarl.cluster.torchrun.wire import Wire
+
+JOIN_SECONDS = 300.0  # left to the ranks to import their modules and call
+
+
+@dataclass(frozen=True)
+class Construct:
+    class_path: str
+    args: tuple[Any, ...]
+    env: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Call:
+    method: str
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End: after the present call, or ``now``, because that call may never end."""
+
+    now: bool
+
+
+class Rank:
+    """One rank's worker object."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+
+    def answer(self, message: Construct | Call) -> Returned | Raised:
+        if isinstance(message, Call):
+            return run(lambda: getattr(self._worker, message.method)(*message.args))
+        return run(self._construct, message)
+
+    def _construct(self, message: Construct) -> None:
+        os.environ.update(message.env)
+        self._worker = load_class(message.class_path)(*message.args)
+
+
+def is_controller() -> bool:
+    """True in the one process that runs the controller; the others call `serve`."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def socket_path() -> Path:
+    """Where the ranks of one torchrun meet: torchrun is the parent of all of them."""
+    return Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}-{os.getppid()}" / "control"
+
+
+def serve(log_dir: Path) -> None:
+    """Answer the controller's calls until it says to stop; for ranks other than 0.
+
+    Ends the process, with a line on stderr, when the controller is gone. Output goes to
+    ``log_dir/trainer-<rank>.log``.
+    """
+    ignore_interrupt()
+    die_with_parent(signal.SIGKILL)
+    rank = int(os.environ["RANK"])
+    place = Place(f"trainer rank {rank}", pid=os.getpid(), log=str(log_dir / f"trainer-{rank}.log"))
+    wire = _connect(place)
+    # torchrun tells every rank of a dead one; which that was is the controller's to say, and it ends this one.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    console = os.dup(2)
+    redirect_output(place.log, place.who)
+    wire.send((rank, place))
+    messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read_calls, args=(wire, messages, place.who, console), daemon=True).start()
+    worker = Rank()
+    while not isinstance(message := messages.get(), Stop):
+        outcome = worker.answer(message)
+        if isinstance(outcome, Raised):
+            print(outcome.traceback, file=sys.stderr)
+        try:
+            wire.send(outcome)
+        except OSError:
+            continue  # the controller is gone: the reading thread ends this process
+        except Exception as error:  # noqa: BLE001 -- what was returned does not pickle
+            wire.send(Raised.of(error))
+
+
+def _read_calls(wire: Wire, messages: queue.SimpleQueue[Any], who: str, console: int) -> None:
+    message = None
+    while not isinstance(message, Stop):
+        try:
+            message = wire.receive()
+        except EOFError:
+            os.write(console, f"megarl: {who} ends: the controller (rank 0) is gone.\n".encode())
+            os._exit(1)  # the main thread may be in a collective that no one will finish
+        if isinstance(message, Stop) and message.now:
+            os._exit(0)  # what went wrong is the controller's to tell, and its exit status
+        messages.put(message)
+
+
+def _connect(place: Place) -> Wire:
+    path, deadline = socket_path(), time.monotonic() + JOIN_SECONDS
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(path))
+            return Wire(connection)
+        except (FileNotFoundError, ConnectionRefusedError) as error:  # rank 0 is still importing
+            connection.close()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{place.who}: the controller (rank 0) did not appear at {path}.") from error
+            time.sleep(0.05)

@@ -1,0 +1,18 @@
+"""The process behind a `LocalService`: ``python -m megarl.cluster.torchrun.service_main <descriptor of its socket>``."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+
+from megarl.cluster.process import ignore_interrupt, redirect_output
+from megarl.cluster.service import Start, serve
+from megarl.cluster.torchrun.wire import Wire
+
+if __name__ == "__main__":
+    ignore_interrupt()
+    wire = Wire(socket.socket(fileno=int(sys.argv[1])))
+    start: Start = wire.receive()
+    redirect_output(start.log, start.name)
+    asyncio.run(serve(wire, start))

@@ -1,0 +1,1 @@
+"""`megarl compare A B`: curves and speed of two runs."""

@@ -1,0 +1,56 @@
+"""What ``python -m megarl compare A B`` does."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from megarl.commands.compare.logs import read_log
+from megarl.commands.compare.rules import Options, compare_logs
+from megarl.observe.files import check_target, disk_errors, strict, write_whole
+
+
+def compare(run_a: Path, run_b: Path, options: Options, *, html: Path | None, as_json: bool) -> bool:
+    """Print how A stands to B and write the page if asked for; returns whether it is within the rules.
+
+    ValueError where the logs or what is asked of them cannot be used.
+    """
+    if html is not None:
+        check_target("--html", html)
+    result = compare_logs(read_log(run_a), read_log(run_b), options)
+    if html is not None:
+        from megarl.commands.compare.show import render
+
+        with disk_errors(html):
+            write_whole(html, render(result).encode("utf-8", "backslashreplace"))
+    if as_json:
+        print(json.dumps(strict(result.as_json()), indent=2, ensure_ascii=False, allow_nan=False))
+    else:
+        from rich.console import Console
+
+        from megarl.commands.compare.show import show
+
+        show(result, Console())
+        if html is not None:
+            print(html)
+    return result.within
+
+
+def percentage(text: str) -> float:
+    """``"4"`` and ``"4%"`` are 0.04. ValueError on anything else, and below 0."""
+    number = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%?\s*", text)
+    if not number:
+        raise ValueError(f"--max-error {text}: give a percentage, 4 or 4% for a mean absolute error of 0.04")
+    return float(number[1]) / 100
+
+
+def step_range(text: str) -> tuple[int | None, int | None]:
+    """``"5:40"`` is (5, 40), ``"5:"`` (5, None), ``":40"`` (None, 40). ValueError on anything else."""
+    parts = re.fullmatch(r"(\d*):(\d*)", text.strip())
+    if not parts:
+        raise ValueError(f"--steps {text}: give FROM:TO, both included, as in 1:100, 1: or :100")
+    first, last = (int(part) if part else None for part in parts.groups())
+    if first is not None and last is not None and first > last:
+        raise ValueError(f"--steps {text}: {first} lies after {last}")
+    return first, last

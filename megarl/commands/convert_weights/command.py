@@ -1,0 +1,366 @@
+"""`megarl convert-weights`: a Hugging Face model with FP8 weights as one in bfloat16. Needs a CPU alone.
+
+The output folder gets its shards one by one, each under its final name once it is whole, and config.json last: an
+unfinished folder does not load as a model. `conversion.megarl.json` lists the finished shards with a fingerprint of their
+source: the same command resumes an interrupted conversion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from megarl.atomic_files import give_default_mode, sync, write_durably
+from megarl.commands.convert_weights.fp8_shards import (
+    FP8,
+    SCALE,
+    ShardJob,
+    ShardResult,
+    check_source,
+    convert_shard,
+    converted_layout,
+    fingerprint,
+    partial_path,
+)
+from megarl.commands.convert_weights.layout import Entry, Layout, read_layout
+from megarl.errors import InputError
+from megarl.hf.weights import CONVERSION, INDEX, read_index
+from megarl.observe.console import clock
+from megarl.observe.files import disk_errors
+from megarl.text import several
+
+MOST_WORKERS = 4  # by default
+_PATIENCE = 5.0  # seconds for processes to end
+_SLACK = 64 << 20  # bytes that the small files may need
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", INDEX)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Source:
+    """A checked folder of FP8 weights. `config`: its config.json; `block`: rows and columns of a scale."""
+
+    folder: Path
+    config: dict[str, Any]
+    block: tuple[int, int]
+    layouts: dict[str, Layout]  # of each file, by name
+    places: dict[str, str] = field(default_factory=dict)  # the file of each scale, by the scale's name
+
+
+def convert(folder: Path, out: Path, workers: int | None = None) -> None:
+    """Write `folder`'s model to `out` in bfloat16, or go on where an earlier call was interrupted.
+
+    workers: processes, each with a file at a time (1: this process alone); None: `MOST_WORKERS`, or the number of CPU cores if that is less.
+    Raises InputError (ValueError) before anything is written for a source that is not in this format, an output folder
+    that holds something else, a source that changed in between, or a disk that is too small.
+    """
+    source = read_source(folder)
+    if out.resolve() == folder.resolve():
+        raise InputError(f"--out {out} is the source itself: name another folder")
+    _read_manifest(out, folder)  # refuses a folder of something else before it gets a lock
+    with _locked(out), _saying_how_to_resume(source, out):
+        done = _read_manifest(out, folder)  # another call may have finished meanwhile
+        prints = {name: fingerprint(folder / name) for name in source.layouts}
+        _check_unchanged(folder, done, prints)
+        kept = {name: record for name, record in done.items() if _is_whole(out / name, source.layouts[name], record)}
+        todo = [name for name in source.layouts if name not in kept]
+        _check_room(out, source, todo)
+        count = min(workers or min(MOST_WORKERS, os.cpu_count() or 1), max(len(todo), 1))
+        _say(
+            f"{folder}: {several(len(source.layouts), 'file')}, FP8 in blocks of {source.block[0]} x {source.block[1]}"
+        )
+        if kept:
+            _say(f"{several(len(kept), 'file')} of them {'is' if len(kept) == 1 else 'are'} in {out} already, whole")
+        _write_manifest(source, out, kept)
+        _convert_files(source, out, todo, kept, prints, count)
+        _write_small_files(source, out)
+    _say(f"{out}: a model in bfloat16. Name it in a recipe: model.path={out}")
+
+
+def read_source(folder: Path) -> Source:
+    """Read config.json and the header of every file. Raises InputError where it is not FP8 with block scales, whole."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} holds no config.json: name the folder of a Hugging Face model")
+    config = json.loads((folder / "config.json").read_text())
+    block = _block_of(folder, config)
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names:
+        raise InputError(f"{folder} holds no *.safetensors")
+    try:
+        source = Source(folder, config, block, {name: read_layout(folder / name) for name in names})
+        _check_index(source)
+        scales: dict[str, Entry] = {}
+        for name, layout in source.layouts.items():
+            found = {entry.name: entry for entry in layout.entries.values() if entry.name.endswith(SCALE)}
+            scales |= found
+            source.places |= dict.fromkeys(found, name)
+        for name, layout in source.layouts.items():
+            check_source(name, layout, block, scales)
+    except ValueError as error:
+        raise InputError(f"{folder}: {error}") from error
+    if not any(entry.dtype == FP8 for layout in source.layouts.values() for entry in layout.entries.values()):
+        raise InputError(f"{folder} has quantization_config in its config.json, and no tensor in float8")
+    return source
+
+
+def _block_of(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
+    """The block of `quantization_config`. Other methods are refused by name."""
+    quantisation = config.get("quantization_config")
+    if not quantisation:
+        raise InputError(f"{folder}: its config.json has no quantization_config: there is nothing to convert")
+    method = str(quantisation.get("quant_method"))
+    if method != "fp8":
+        raise InputError(
+            f"{folder} is quantised by {method!r}. convert-weights reads FP8 with block scales ('fp8', as DeepSeek-V3 and "
+            "Qwen3's FP8 models are published). Take the unquantised model of the same name"
+        )
+    if quantisation.get("fmt", "e4m3") != "e4m3":
+        raise InputError(f"{folder}: the FP8 format is {quantisation['fmt']!r}, and e4m3 is known here")
+    block = quantisation.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
+        raise InputError(
+            f"{folder}: weight_block_size in quantization_config is {block!r}, not [rows, columns] as in [128, 128]: FP8 with "
+            "a scale for a whole tensor is another format"
+        )
+    return block[0], block[1]
+
+
+def _check_index(source: Source) -> None:
+    """Every file of the index must be there, and every tensor where the index says."""
+    placed = read_index(source.folder, source.layouts.keys())
+    if not placed and len(source.layouts) > 1:
+        raise ValueError(f"there are {len(source.layouts)} files and no {INDEX}, or an empty one")
+    for tensor, name in placed.items():
+        if tensor not in source.layouts[name].entries:
+            raise ValueError(f"{INDEX} says that {tensor} is in {name}, which has no such tensor")
+
+
+def _read_manifest(out: Path, folder: Path) -> dict[str, dict[str, Any]]:
+    """Read the records of an earlier call: fingerprint of the source, size and CRC of each finished file."""
+    if out.is_file():
+        raise InputError(f"--out {out} is a file")
+    if (out / CONVERSION).is_file():
+        return _recorded(out)
+    if out.is_dir() and any(item.name != f".{CONVERSION}.lock" for item in out.iterdir()):
+        raise InputError(
+            f"--out {out} is not empty, and no conversion of {folder} was begun there: name another folder"
+        )
+    return {}
+
+
+def _recorded(out: Path) -> dict[str, dict[str, Any]]:
+    path = out / CONVERSION
+    return dict(json.loads(path.read_text())["files"]) if path.is_file() else {}
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keep a second conversion out of the folder. Raises InputError where one has the lock."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f".{CONVERSION}.lock"
+    while True:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"another convert-weights is writing to {out}") from None
+            if not _is_at(file, path):  # its holder removed it after it was opened here: the next call makes a new one
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+@contextlib.contextmanager
+def _saying_how_to_resume(source: Source, out: Path) -> Iterator[None]:
+    """After Ctrl-C or SIGTERM, print the number of whole files and how to resume."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException:
+        count = len(_recorded(out))
+        _say(
+            f"{count} of {several(len(source.layouts), 'file')} are whole in {out}; the same command goes on from there"
+        )
+        raise
+
+
+def _check_unchanged(folder: Path, done: dict[str, dict[str, Any]], prints: dict[str, str]) -> None:
+    changed = sorted(name for name, record in done.items() if prints.get(name) != record["source"])
+    if changed:
+        raise InputError(
+            f"{folder} is not what the conversion was begun with: {changed[0]} differs ({several(len(changed), 'file')} in "
+            "all). Delete the output folder, or name another"
+        )
+
+
+def _is_whole(path: Path, source: Layout, record: dict[str, Any]) -> bool:
+    """Check that a converted file exists with the recorded size and the expected header."""
+    if not path.is_file() or path.stat().st_size != record["size"]:
+        return False
+    try:
+        return read_layout(path) == converted_layout(source)[1]
+    except ValueError:
+        return False
+
+
+def _check_room(out: Path, source: Source, todo: list[str]) -> None:
+    sizes = {name: converted_layout(source.layouts[name])[1].size for name in source.layouts}
+    needed = sum(sizes[name] for name in todo) + _SLACK
+    partial = sum(path.stat().st_size for path in map(partial_path, map(out.joinpath, todo)) if path.exists())
+    free = shutil.disk_usage(out).free + partial  # what an interruption left is overwritten
+    if todo and free < needed:
+        there = sum(sizes.values()) - sum(sizes[name] for name in todo)
+        raise InputError(
+            f"the disk of {out} is too small: the model in bfloat16 is {_gb(sum(sizes.values()))}, {_gb(there)} of it are "
+            f"there already, so {_gb(needed)} are needed, and {_gb(free)} are free"
+        )
+
+
+def _convert_files(
+    source: Source, out: Path, todo: list[str], done: dict[str, Any], prints: dict[str, str], workers: int
+) -> None:
+    """Convert the files `todo` in processes; the manifest names each as soon as it is whole."""
+    began, written = time.monotonic(), 0
+    total = sum(converted_layout(source.layouts[name])[1].size for name in todo)
+    for number, result in enumerate(_results(source, out, todo, workers), start=1):
+        give_default_mode(out / result.name)
+        done[result.name] = {"source": prints[result.name], "size": result.size, "crc": result.crc}
+        _write_manifest(source, out, done)
+        written += result.size
+        seconds = max(time.monotonic() - began, 1e-6)
+        left = (total - written) * seconds / written
+        _say(
+            f"{len(done)}/{len(source.layouts)} {result.name} | {_gb(result.size)} | {written / seconds / 1e9:.2f} GB/s"
+            f" | {number} in {clock(seconds)}, left {clock(left)}"
+        )
+
+
+def _results(source: Source, out: Path, todo: list[str], workers: int) -> Iterator[ShardResult]:
+    if not todo:
+        return
+    jobs = [
+        ShardJob(source.folder / name, out / name, source.block, _scales_of(source, source.layouts[name]))
+        for name in todo
+    ]
+    if workers == 1:
+        for job in jobs:
+            with disk_errors(out):
+                yield convert_shard(job)
+        return
+    context, before = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with, initargs=(os.getpid(),))
+    running: dict[Future[ShardResult], str] = {}
+    try:
+        running = {pool.submit(convert_shard, job): job.source.name for job in jobs}
+        for future in as_completed(running):
+            with disk_errors(out):
+                yield future.result()
+    except BrokenProcessPool as error:
+        raise RuntimeError(
+            f"a process that converts was killed from outside (out of memory? each of {workers} needs about 0.5 GB). Finished "
+            f"files stay in {out}: the same command resumes, with fewer --workers where memory is short"
+        ) from error
+    finally:
+        if (
+            sys.exc_info()[0] is not None
+        ):  # no file is worth waiting for; the next call must not meet a process of this one
+            _end_processes(set(multiprocessing.active_children()) - before)
+        pool.shutdown(wait=sys.exc_info()[0] is None, cancel_futures=True)
+
+
+def _end_processes(processes: set[Any]) -> None:
+    """Terminate processes, and kill those that still run after some seconds."""
+    for process in processes:
+        process.terminate()
+    until = time.monotonic() + _PATIENCE
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+
+
+def _end_with(parent: int) -> None:
+    """In a process that converts: end when the command does, leave Ctrl-C to it, and use one core."""
+    import torch
+
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _scales_of(source: Source, layout: Layout) -> dict[str, Path]:
+    return {
+        entry.name: source.folder / source.places[entry.name + SCALE]
+        for entry in layout.entries.values()
+        if entry.dtype == FP8
+    }
+
+
+def _write_manifest(source: Source, out: Path, done: dict[str, Any]) -> None:
+    content = {"source": str(source.folder.absolute()), "block": source.block, "files": dict(sorted(done.items()))}
+    part = partial_path(out / CONVERSION)
+    with disk_errors(out):
+        write_durably(part, json.dumps(content, indent=1).encode())
+        part.replace(out / CONVERSION)
+        sync(out)
+
+
+def _write_small_files(source: Source, out: Path) -> None:
+    """Copy tokenizer and the like; write the index, and config.json last of all."""
+    left_out = []
+    for path in sorted(source.folder.iterdir()):
+        if path.name in ("config.json", INDEX, CONVERSION) or path.name.startswith("."):
+            continue
+        if path.is_file() and not path.name.endswith((*_OTHER_WEIGHTS, ".py")):
+            shutil.copyfile(path, out / path.name)
+        elif not path.name.endswith(".safetensors"):
+            left_out.append(f"{path.name}{'/' if path.is_dir() else ''}")
+    if left_out:
+        _say(f"left out, since no engine or trainer of megarl reads them: {', '.join(left_out)}")
+    layouts = {name: converted_layout(layout)[1] for name, layout in source.layouts.items()}
+    if (source.folder / INDEX).is_file():
+        places = {tensor: name for name, layout in layouts.items() for tensor in layout.entries}
+        total = sum(entry.size for layout in layouts.values() for entry in layout.entries.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+        write_durably(out / INDEX, json.dumps(index, indent=2).encode())
+    removed = ("quantization_config", "auto_map")  # auto_map names Python files, which are left out
+    config = {name: value for name, value in source.config.items() if name not in removed}
+    config |= dict.fromkeys(({"dtype", "torch_dtype"} & config.keys()) or {"torch_dtype"}, "bfloat16")
+    write_durably(partial_path(out / "config.json"), json.dumps(config, indent=2).encode() + b"\n")
+    partial_path(out / "config.json").replace(out / "config.json")
+    sync(out)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,203 @@
+"""FP8 weights with block scales to bfloat16, one safetensors file at a time, in bounded memory.
+
+Format: README_WEIGHTS.md of deepseek-ai/DeepSeek-V3. A matrix is stored in float8_e4m3fn, and beside it
+`NAME_scale_inv`, a factor for each block of rows and columns. Blocks at the edges are smaller. The value of an element
+is element * factor in float32, rounded to bfloat16 (nearest, ties to even).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from megarl.atomic_files import sync
+from megarl.commands.convert_weights.layout import Entry, Layout, lay_out, read_layout
+
+FP8 = "F8_E4M3"
+SCALE = "_scale_inv"
+SCALE_DTYPES = ("F32", "BF16")
+KEPT = ("F64", "F32", "BF16", "F16")  # dtypes that are copied as they are
+CHUNK = 8 << 20  # elements that are float32 at a time
+_SAMPLES, _SAMPLE = 64, 4096  # blocks of a file's data that its fingerprint reads, and bytes of each
+_EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF << 52)}
+
+
+@dataclass(frozen=True)
+class ShardJob:
+    """One file to convert. `scales`: the file that holds the scales of each quantised tensor, by the tensor's name."""
+
+    source: Path
+    target: Path
+    block: tuple[int, int]
+    scales: Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class ShardResult:
+    """`crc`: CRC-32 of the whole file, written and read back. `tensors`: bytes of its tensors."""
+
+    name: str
+    size: int
+    crc: int
+    tensors: int
+
+
+def converted_layout(source: Layout) -> tuple[bytes, Layout]:
+    """Return (header, layout) of the bfloat16 file of `source`: without scales, everything else under its name."""
+    ordered = sorted(source.entries.values(), key=lambda entry: entry.begin)
+    kept = [entry for entry in ordered if not entry.name.endswith(SCALE)]
+    return lay_out((entry.name, "BF16" if entry.dtype == FP8 else entry.dtype, entry.shape) for entry in kept)
+
+
+def check_source(name: str, layout: Layout, block: tuple[int, int], scales: Mapping[str, Entry]) -> None:
+    """Refuse tensors that are not part of this format. `scales`: the scales of all files, by name.
+
+    Raises ValueError naming the file and the tensor.
+    """
+    for entry in layout.entries.values():
+        where = f"{name}: {entry.name}"
+        if entry.name.endswith(SCALE):
+            weight = layout.entries.get(entry.name.removesuffix(SCALE))
+            if entry.dtype not in SCALE_DTYPES:
+                raise ValueError(f"{where} holds scales in {entry.dtype}; {' and '.join(SCALE_DTYPES)} are known")
+            if weight is not None and weight.dtype != FP8:
+                raise ValueError(f"{where} holds scales of a tensor in {weight.dtype}, which has none in this format")
+        elif entry.dtype == FP8:
+            scale = scales.get(entry.name + SCALE)
+            if scale is None:
+                raise ValueError(f"{where} is in float8, and no file holds its scales, {entry.name}{SCALE}")
+            expected = tuple(-(-size // part) for size, part in zip(entry.shape, block, strict=False))
+            if len(entry.shape) != 2 or scale.shape != expected:
+                shapes = f"{list(entry.shape)}, its scales {list(scale.shape)}"
+                raise ValueError(f"{where} is {shapes}; blocks of {block[0]} x {block[1]} ask for {list(expected)}")
+        elif entry.dtype not in KEPT:
+            raise ValueError(f"{where} is in {entry.dtype}, which this format does not have (packed integers?)")
+
+
+def convert_shard(job: ShardJob) -> ShardResult:
+    """Write `job.target`, read it back, and give it its name: it is there whole, or not at all.
+
+    Until then the file is `.NAME.partial`. Raises ValueError where a value is not finite, RuntimeError where the disk
+    returns other bytes than were written, OSError where writing fails.
+    """
+    source = read_layout(job.source)
+    header, target = converted_layout(source)
+    partial = partial_path(job.target)
+    crc = 0
+    with job.source.open("rb", buffering=0) as data, partial.open("wb", buffering=0) as out:
+        for part in itertools.chain([memoryview(header)], _converted(job, source, target, data)):
+            _write_all(out, part)
+            crc = zlib.crc32(part, crc)
+        os.fsync(out.fileno())
+        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the check reads the disk
+    _check_written(partial, job.target.name, target, crc)
+    partial.rename(job.target)
+    sync(job.target.parent)
+    return ShardResult(job.target.name, target.size, crc, sum(entry.size for entry in target.entries.values()))
+
+
+def partial_path(target: Path) -> Path:
+    return target.with_name(f".{target.name}.partial")
+
+
+def fingerprint(path: Path) -> str:
+    """Return a digest of the file's size, its header and 64 samples of its data. It does not depend on times."""
+    layout = read_layout(path)
+    digest = hashlib.sha256(str(layout.size).encode())
+    with path.open("rb") as file:
+        digest.update(file.read(layout.data))
+        room = max(layout.size - layout.data - _SAMPLE, 0)
+        for number in range(_SAMPLES):
+            file.seek(layout.data + room * number // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def _converted(job: ShardJob, source: Layout, target: Layout, data: BinaryIO) -> Iterator[memoryview]:
+    """The bytes of each tensor of `target`, in order."""
+    layouts = {job.source: source}
+    for name in target.entries:
+        entry = source.entries[name]
+        if entry.dtype != FP8 or not entry.size:
+            yield from _read(data, source.data + entry.begin, entry.size)
+            continue
+        place = job.scales[name]
+        if place not in layouts:
+            layouts[place] = read_layout(place)
+        scales = _read_scales(place, layouts[place], name + SCALE)
+        rows, columns = entry.shape
+        each = max(CHUNK // max(columns, 1) // job.block[0], 1) * job.block[0]  # rows at a time: whole blocks
+        for first in range(0, rows, each):
+            count = min(each, rows - first)
+            raw = _read_whole(data, source.data + entry.begin + first * columns, count * columns)
+            part = scales[first // job.block[0] : -(-(first + count) // job.block[0])]
+            yield _to_bfloat16(raw, (count, columns), part, job.block)
+
+
+def _to_bfloat16(raw: bytearray, shape: tuple[int, int], scales: np.ndarray, block: tuple[int, int]) -> memoryview:
+    """Convert float8_e4m3fn bytes to bfloat16 bytes. `shape`: rows and columns; the first row begins a block."""
+    import torch
+
+    values = torch.frombuffer(raw, dtype=torch.float8_e4m3fn).to(torch.float32).view(shape)
+    factors = torch.from_numpy(scales).repeat_interleave(block[1], dim=1)[:, : shape[1]]
+    for number, row in enumerate(factors):
+        values[number * block[0] : (number + 1) * block[0]] *= row
+    return values.to(torch.bfloat16).view(torch.uint8).numpy().reshape(-1).data
+
+
+def _read_scales(path: Path, layout: Layout, name: str) -> np.ndarray:
+    """The scales `name` of a file, in float32."""
+    entry = layout.entries[name]
+    with path.open("rb", buffering=0) as file:
+        raw = _read_whole(file, layout.data + entry.begin, entry.size)
+    if entry.dtype == "BF16":
+        return (np.frombuffer(raw, dtype="<u2").astype("<u4") << 16).view("<f4").reshape(entry.shape)
+    return np.frombuffer(raw, dtype="<f4").reshape(entry.shape).copy()
+
+
+def _check_written(path: Path, name: str, expected: Layout, crc: int) -> None:
+    if read_layout(path) != expected:
+        raise RuntimeError(f"{path}: the header read back differs from the header written: the disk is at fault")
+    with path.open("rb", buffering=0) as file:
+        read = zlib.crc32(_read_whole(file, 0, expected.data))
+        for entry in expected.entries.values():
+            for part in _read(file, expected.data + entry.begin, entry.size):
+                read = zlib.crc32(part, read)
+                width, exponent = _EXPONENTS[entry.dtype]
+                bits = np.frombuffer(part, dtype=width)
+                if ((bits & np.array(exponent, dtype=width)) == exponent).any():
+                    raise ValueError(f"{name}: {entry.name} has a value that is not finite (NaN or infinity)")
+    if read != crc:
+        raise RuntimeError(f"{path}: the bytes read back differ from the bytes written: the disk is at fault")
+
+
+def _read(file: BinaryIO, begin: int, size: int) -> Iterator[memoryview]:
+    """Bytes [begin, begin + size) in pieces of whole elements."""
+    step = CHUNK * 2
+    for place in range(begin, begin + size, step):
+        yield memoryview(_read_whole(file, place, min(step, begin + size - place)))
+
+
+def _read_whole(file: BinaryIO, begin: int, size: int) -> bytearray:
+    buffer = bytearray(size)
+    file.seek(begin)
+    view = memoryview(buffer)
+    while view:
+        count = file.readinto(view)  # type: ignore[attr-defined]
+        if not count:
+            raise ValueError(f"{file.name} is cut short")
+        view = view[count:]
+    return buffer
+
+
+def _write_all(file: BinaryIO, view: memoryview) -> None:
+    while view:
+        view = view[file.write(view) :]

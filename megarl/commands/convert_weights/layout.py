@@ -1,0 +1,67 @@
+"""The layout of safetensors files, read and laid out without reading a tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.hf import safetensors_header
+from megarl.hf.safetensors_header import BYTES
+from megarl.hf.weights import tensors_of
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file. `begin`: its first byte, counted from the start of the file's data."""
+
+    name: str
+    dtype: str  # as safetensors writes it: "BF16"
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The header of a file. `data`: where its data starts; `size`: bytes of the whole file."""
+
+    entries: dict[str, Entry]
+    data: int
+    size: int
+
+
+def read_layout(path: Path) -> Layout:
+    """Read the header of `path`. Raises ValueError where the file is cut short, damaged, or holds an unknown dtype."""
+    tensors_of(path)  # refuses damage
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header: dict[str, Any] = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    entries = {}
+    for name, entry in header.items():
+        if entry["dtype"] not in BYTES:
+            raise ValueError(f"{path.name}: {name} has the dtype {entry['dtype']}, which is not known here")
+        begin, end = entry["data_offsets"]
+        entries[name] = Entry(name, entry["dtype"], tuple(entry["shape"]), begin)
+        if entries[name].size != end - begin:
+            raise ValueError(
+                f"{path.name}: {name} has {end - begin} bytes, and its shape asks for {entries[name].size}"
+            )
+    return Layout(entries, 8 + length, path.stat().st_size)
+
+
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, Layout]:
+    """Return (header bytes, layout) of a file of `tensors`: (name, dtype, shape). Order: `safetensors_header.lay_out`."""
+    given = {name: (dtype, shape) for name, dtype, shape in tensors}
+    header, places = safetensors_header.lay_out(((name, *one) for name, one in given.items()), {"format": "pt"})
+    entries = {name: Entry(name, *given[name], begin) for name, (begin, _) in places.items()}
+    end = max((end for _, end in places.values()), default=0)
+    return header, Layout(entries, len(header), len(header) + end)

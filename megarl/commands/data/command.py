@@ -1,0 +1,152 @@
+"""``python -m megarl data``: data sets and the quickstart's model made ready for recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+from megarl.errors import blaming_input
+
+app = typer.Typer(
+    help="Make data sets ready: parquet files in the columns that recipes read.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+@app.command()
+def gsm8k(
+    source: Annotated[
+        str,
+        typer.Option(help="Folder with train and test (.jsonl or .parquet of question, answer), or a hub name."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
+) -> None:
+    """GSM8K's grade-school mathematics, 7,473 problems to train on and 1,319 to test."""
+    from megarl.commands.data.gsm8k import prepare
+
+    with blaming_input():
+        prepared = prepare(source, out)
+    _tell(prepared, [])
+
+
+@app.command()
+def math(
+    source: Annotated[
+        str,
+        typer.Option(
+            help="Folder with train and test (.jsonl or .parquet of problem, solution, level), or a hub name."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
+) -> None:
+    """MATH's competition problems with their levels (DigitalLearningGmbH/MATH-lighteval)."""
+    from megarl.commands.data.math import prepare
+
+    with blaming_input():
+        prepared = prepare(source, out)
+    _tell(prepared, [])
+
+
+@app.command(name="dapo_math")
+def dapo_math(
+    source: Annotated[str, typer.Option(help="The published file, a folder that holds it, or a hub name.")],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
+) -> None:
+    """DAPO-Math-17k (BytedTsinghua-SIA/DAPO-Math-17k), each row once."""
+    from megarl.commands.data.dapo_math import prepare
+
+    with blaming_input():
+        prepared, notices = prepare(source, out)
+    _tell(prepared, notices)
+
+
+@app.command()
+def deepscaler(
+    source: Annotated[str, typer.Option(help="File or folder of problem and answer, or a hub name.")],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
+) -> None:
+    """DeepScaleR's competition problems (agentica-org/DeepScaleR-Preview-Dataset), each once."""
+    from megarl.commands.data.deepscaler import prepare
+
+    with blaming_input():
+        prepared, notices = prepare(source, out)
+    _tell(prepared, notices)
+
+
+@app.command()
+def aime(
+    source: Annotated[
+        str, typer.Option(help="File or folder of problem and answer (or verl's columns), or a hub name.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write test.parquet to.")],
+    year: Annotated[
+        Optional[int], typer.Option(help="The rows' data source becomes aime_YEAR; aime without it.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Split of a folder or a hub's data set.")] = "train",
+    config: Annotated[Optional[str], typer.Option(help="Configuration of a hub's data set, where it has some.")] = None,
+) -> None:
+    """AIME's problems to evaluate on (Maxwell-Jia/AIME_2024, BytedTsinghua-SIA/AIME-2024, math-ai/aime25, ...)."""
+    from megarl.commands.data.aime import prepare
+
+    with blaming_input():
+        prepared, notices = prepare(source, out, year, split, config)
+    _tell(prepared, notices)
+
+
+@app.command()
+def geo3k(
+    source: Annotated[
+        str,
+        typer.Option(help="Folder with train and test (.jsonl or .parquet of images, problem, answer), or a hub name."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
+) -> None:
+    """Geometry3K's problems with their drawings (hiyouga/geometry3k), for vision-language models."""
+    from megarl.commands.data.geo3k import prepare
+
+    with blaming_input():
+        prepared = prepare(source, out)
+    _tell(prepared, [])
+
+
+@app.command(name="retool_sft")
+def retool_sft(
+    source: Annotated[str, typer.Option(help="File or folder of messages, or a hub name.")],
+    out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
+) -> None:
+    """ReTool's demonstrations (JoeYing/ReTool-SFT) as conversations with tool calls."""
+    from megarl.commands.data.retool_sft import prepare
+
+    with blaming_input():
+        prepared, notices = prepare(source, out)
+    _tell(prepared, notices)
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option(help="Folder to make data/ and model/ in.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problems and the weights.")] = 0,
+) -> None:
+    """Word problems, demonstrations and a random 0.2 M-parameter Qwen3-MoE: all that a CPU run needs."""
+    from megarl.commands.data.quickstart import prepare_quickstart
+
+    with blaming_input():
+        prepared = prepare_quickstart(out, seed)
+    for path, size in prepared.files.items():
+        typer.echo(_line(path, size, prepared.rows.get(path)))
+    typer.echo(f"made: {prepared.reason}" if prepared.made else "kept: all files are whole and made with this seed")
+
+
+def _tell(rows: dict[Path, int], notices: list[str]) -> None:
+    for path, count in rows.items():
+        typer.echo(_line(path, path.stat().st_size, count))
+    for notice in notices:
+        typer.echo(notice)
+
+
+def _line(path: Path, size: int, rows: int | None) -> str:
+    count = "" if rows is None else f"  {rows:,} rows"
+    return f"{path}  {size / 1024:,.0f} KiB{count}"

@@ -1,0 +1,31 @@
+"""DeepScaleR's problems (Luo et al., 2025) as prompt rows: https://huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.commands.data.math import INSTRUCTION
+from megarl.commands.data.source import Distinct, problem_row, rows_of
+from megarl.data.rows import write_parquet
+
+DATA_SOURCE = "agentica-org/DeepScaleR-Preview-Dataset"
+
+
+def prepare(source: str, out: Path) -> tuple[dict[Path, int], list[str]]:
+    """Write out/train.parquet in verl's columns; returns its rows, and what was left out, in words.
+
+    `source` is a file or a folder with train, of ``problem`` and ``answer``, or a hub name.
+
+    Raises:
+        ValueError: the source is neither, a file or column is missing, or an answer is empty.
+    """
+    distinct = Distinct()
+    for index, row in enumerate(rows_of(source, "train", ("problem", "answer"))):
+        problem, answer = row.need("problem", str), row.need("answer", str).strip()
+        if not answer:
+            raise ValueError(f"{row.where}: the answer is empty")
+        distinct.add(problem_row(DATA_SOURCE, f"{problem} {INSTRUCTION}", answer, "train", index, question=problem))
+    path = Path(out) / "train.parquet"
+    rows = distinct.rows()
+    write_parquet(path, rows)
+    return {path: len(rows)}, distinct.notices()

@@ -1,0 +1,58 @@
+"""MATH (Hendrycks et al., 2021) as prompt rows: https://huggingface.co/datasets/DigitalLearningGmbH/MATH-lighteval."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from megarl.commands.data.source import problem_row, rows_of
+from megarl.data.rows import Row, write_parquet
+from megarl.rewards.latex_boxed import in_braces
+
+INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
+
+
+def prepare(source: str, out: Path) -> dict[Path, int]:
+    """Write out/train.parquet and out/test.parquet in verl's columns; returns the rows of each.
+
+    `source` is a folder with both splits, in files of ``problem``, ``solution`` and, where there, ``level`` ("Level 3")
+    and ``type``, or a hub name. The answer is what the solution's last box holds. `extra_info.level` is the level as a
+    number, for a curriculum; null where the authors gave none ("Level ?").
+
+    Raises:
+        ValueError: the source is neither, a file or column is missing, or a solution has no box.
+    """
+    written = {}
+    for split in ("train", "test"):
+        found = rows_of(source, split, ("problem", "solution"), optional=("level", "type"))
+        rows = [_prompt_row(row, split, index) for index, row in enumerate(found)]
+        written[Path(out) / f"{split}.parquet"] = rows
+    for path, rows in written.items():  # only once both splits are known to be good
+        write_parquet(path, rows)
+    return {path: len(rows) for path, rows in written.items()}
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last ``\boxed{...}`` (or ``\fbox{...}``, or ``\boxed 3``) of `text` holds; None where it has none."""
+    starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]
+    if not starts:
+        return None
+    if text.startswith("{", starts[-1]):
+        return in_braces(text, starts[-1] + 1)
+    word = re.match(r"[^\s$]+", text[starts[-1] :])
+    return word.group() if word else None
+
+
+def _prompt_row(row: Row, split: str, index: int) -> dict[str, Any]:
+    problem, solution = row.need("problem", str), row.need("solution", str)
+    answer = boxed(solution)
+    if not answer:
+        raise ValueError(f"{row.where}: the solution has no \\boxed answer: ...{solution[-60:]!r}")
+    number = re.fullmatch(r"Level (\d+)", row.get("level", str) or "")
+    level, subject = int(number.group(1)) if number else None, row.get("type", str)
+    content = f"{problem} {INSTRUCTION}"
+    return problem_row(
+        DATA_SOURCE, content, answer, split, index, level=level, type=subject, question=problem, answer=solution
+    )

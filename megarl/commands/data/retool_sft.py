@@ -1,0 +1,87 @@
+"""ReTool's demonstrations (Feng et al., 2025) as conversations with tool calls: https://huggingface.co/datasets/JoeYing/ReTool-SFT.
+
+The published assistant turn is one text, in which <code> is what the model runs, <interpreter> what came back and
+<answer> the end. Here each of these is a message of its own, so that the chat template writes calls as its model does,
+and the loss does not count what the interpreter said.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from megarl.agents import find
+from megarl.commands.data.source import rows_of
+from megarl.data.rows import Row, messages_of, write_parquet
+
+DATA_SOURCE = "JoeYing/ReTool-SFT"
+QUESTION = "*user question:*"
+_PARTS = re.compile(r"<(code|interpreter|answer)>(.*?)</\1>", re.DOTALL)
+_FENCE = re.compile(r"```(?:python)?\n?(.*?)```", re.DOTALL)
+
+
+def prepare(source: str, out: Path) -> tuple[dict[Path, int], list[str]]:
+    """Write out/train.parquet with ``messages`` and ``tools``; returns its rows, and what was left out, in words.
+
+    `source` is a file or a folder with train, of ``messages`` (a question, and the assistant's one text), or a hub name.
+
+    Raises:
+        ValueError: the source is neither, a file or column is missing, or no row can be taken apart.
+    """
+    rows, unlike, first = [], 0, ""
+    for index, row in enumerate(rows_of(source, "train", ("messages",))):
+        try:
+            rows.append(_conversation_row(row, index))
+        except ValueError as error:
+            unlike, first = unlike + 1, first or str(error)
+    if not rows:
+        raise ValueError(first or f"{source} has no rows")
+    path = Path(out) / "train.parquet"
+    write_parquet(path, rows)
+    return {path: len(rows)}, [f"{unlike:,} rows were left out; the first: {first}"] if unlike else []
+
+
+def _conversation_row(row: Row, index: int) -> dict[str, Any]:
+    messages = messages_of(row, "messages")
+    if [message["role"] for message in messages] != ["user", "assistant"]:
+        raise ValueError(f"{row.where}: not a question and one answer, but {[message['role'] for message in messages]}")
+    if not all(isinstance(message["content"], str) for message in messages):
+        raise ValueError(f"{row.where}: a message's content is not text")
+    question = messages[0]["content"].rpartition(QUESTION)[2].replace("<answer>", "").replace("</answer>", "").strip()
+    turns = conversation(messages[1]["content"], row.where)
+    return {
+        "data_source": DATA_SOURCE,
+        "messages": [{"role": "user", "content": question}, *turns],
+        "tools": [find("code_interpreter").schema],
+        "extra_info": {"split": "train", "index": index},
+    }
+
+
+def conversation(text: str, where: str) -> list[dict[str, Any]]:
+    """The messages of one published answer: the assistant's and the tool's in turn, the assistant's last.
+
+    Raises:
+        ValueError: a call without a result or the other way round, or no answer at the end. `where` names the row.
+    """
+    messages: list[dict[str, Any]] = []
+    place, called = 0, False
+    for part in _PARTS.finditer(text):
+        before, kind, content = text[place : part.start()].strip(), part[1], part[2].strip()
+        place = part.end()
+        if (kind == "interpreter") != called or (called and before):
+            raise ValueError(f"{where}: <{kind}> does not follow from what stands before it")
+        called = kind == "code"
+        if kind == "interpreter":
+            messages.append({"role": "tool", "content": content})
+        elif kind == "answer":
+            messages.append({"role": "assistant", "content": f"{before}\n{content}".strip()})
+            break
+        else:
+            fenced = _FENCE.search(content)
+            call = {"name": "code_interpreter", "arguments": {"code": fenced[1].strip() if fenced else content}}
+            calls = [{"type": "function", "function": call}]
+            messages.append({"role": "assistant", "content": before, "tool_calls": calls})
+    if not messages or messages[-1]["role"] != "assistant" or "tool_calls" in messages[-1]:
+        raise ValueError(f"{where}: the demonstration has no <answer>")
+    return messages

@@ -1,0 +1,120 @@
+"""Random models of real architectures, small enough for a CPU, as Hugging Face directories.
+
+A directory is the same to the byte wherever and with whatever version of transformers it is made, and neither
+transformers nor torch has to be imported.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from megarl.commands.data.tiny_tokenizer import EOS_ID, PAD_ID, VOCAB_LIMIT, make_tiny_tokenizer
+from megarl.commands.data.tiny_weights import Config, write_weights
+
+Kind = Literal["qwen3_moe", "qwen3", "qwen2", "deepseek_v3"]
+
+COMMON: Config = {
+    "vocab_size": VOCAB_LIMIT,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_dropout": 0.0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.05,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+    "use_cache": True,
+    "torch_dtype": "float32",
+}
+
+# Head sizes are those that vLLM has CPU kernels for.
+KINDS: dict[str, Config] = {
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 128, "use_sliding_window": False},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "attention_bias": False},
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "head_dim": 32,
+        "attention_bias": False,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.001,
+        "output_router_logits": False,
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "q_lora_rank": 32,
+        "kv_lora_rank": 512,  # vLLM's MLA kernel on CPU has this size only, and 64 for the rotary part
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+        "rope_interleave": True,
+        "rope_scaling": None,
+    },
+}
+
+
+def make_tiny_model(kind: Kind, out: Path | str, seed: int, norm_spread: float = 0.1, **sizes: Any) -> Path:
+    """Write a random float32 model with its tokenizer; returns the directory.
+
+    Args:
+        kind: the architecture, by its `model_type`.
+        seed: of the weights.
+        norm_spread: standard deviation of norm weights about 1, and of biases about 0. 0 gives the
+            usual start of training; anything else lets a test see two norms exchanged.
+        sizes: fields of config.json in place of the tiny ones, e.g. ``num_hidden_layers=4``.
+
+    Raises:
+        ValueError: the kind or a size is unknown, or the vocabulary is smaller than the tokenizer's.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"there is no tiny {kind!r} model, only {', '.join(get_args(Kind))}")
+    config = {"model_type": kind, **COMMON, **KINDS[kind]}
+    unknown = sorted(sizes.keys() - config.keys())
+    if unknown:
+        raise ValueError(f"{kind} has no size {', '.join(unknown)}; there are {', '.join(config)}")
+    config |= sizes
+    out = Path(out)
+    ids = make_tiny_tokenizer(out)
+    if config["vocab_size"] < ids:
+        raise ValueError(f"vocab_size {config['vocab_size']} is below the tiny tokenizer's {ids} ids")
+    write_model(out, config, seed, norm_spread)
+    return out
+
+
+def write_model(out: Path, config: Config, seed: int, norm_spread: float) -> None:
+    """Write the random model that `config` describes, without its tokenizer. Raises ValueError for a kind of model whose
+    tensors are not known."""
+    write_weights(out / "model.safetensors", config, seed, norm_spread)
+    _write_json(out / "config.json", config)
+    _write_json(out / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})
+
+
+def _write_json(path: Path, content: Config) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,60 @@
+"""A few rows in the columns of real data sets, short enough for a tiny model: what a rehearsal reads."""
+
+from __future__ import annotations
+
+import io
+import random
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from megarl.agents import find
+from megarl.commands.data.source import problem_row
+from megarl.data.rows import write_parquet
+
+Layout = Literal["problems", "pictures", "answers", "conversations", "pairs"]
+PICTURE = (60, 60)  # pixels: few, and more than a vision tower's least
+
+
+def write_tiny_rows(path: Path, layout: Layout, data_source: str, count: int, seed: int) -> Path:
+    """Write `count` rows to the parquet file `path`, and return it.
+
+    problems, pictures: prompts of RL with an answer, the latter with an image each; answers: prompt and response;
+    conversations: messages in which a tool is called; pairs: prompt, chosen, rejected. data_source: of each row.
+    """
+    rng = random.Random(seed)
+    write_parquet(path, [_row(layout, data_source, index, rng) for index in range(count)])
+    return path
+
+
+def _row(layout: Layout, data_source: str, index: int, rng: random.Random) -> dict[str, Any]:
+    a, b = rng.randint(2, 9), rng.randint(2, 9)
+    question, answer = f"{a} + {b} = ?", str(a + b)
+    if layout == "problems":
+        return problem_row(data_source, question, answer, "train", index)
+    if layout == "pictures":
+        made = problem_row(data_source, f"<image>{question}", answer, "train", index)
+        return {**made, "images": [{"bytes": _picture(rng), "path": None}]}
+    named = {"data_source": data_source, "extra_info": {"split": "train", "index": index}}
+    if layout == "answers":
+        return {**named, "prompt": question, "response": f"#### {answer}"}
+    if layout == "pairs":
+        return {**named, "prompt": question, "chosen": f"#### {answer}", "rejected": f"#### {a + b + 1}"}
+    call = {"name": "code_interpreter", "arguments": {"code": f"print({a}+{b})"}}
+    turns = [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": answer},
+        {"role": "assistant", "content": answer},
+    ]
+    return {**named, "messages": turns, "tools": [find("code_interpreter").schema]}
+
+
+def _picture(rng: random.Random) -> bytes:
+    from PIL import Image
+
+    values = np.random.default_rng(rng.randrange(1 << 30)).integers(0, 256, (*PICTURE, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, format="PNG")
+    return file.getvalue()

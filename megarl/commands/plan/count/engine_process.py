@@ -1,0 +1,43 @@
+"""The process that is any rank of any engine: see serve.py. Started by `ask.py`."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.commands.plan import vllm_rank
+from megarl.engines import limits_of
+from megarl.engines.base import EngineSpec
+
+vllm_rank.prepare()  # before vLLM is imported, below
+
+from megarl.commands.plan.count.serve import serve  # noqa: E402
+from megarl.commands.plan.vllm_memory import counted  # noqa: E402
+from megarl.engines.vllm.needed_slices import needs  # noqa: E402
+
+
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Of one rank: what it holds; or, with a file of `tensors`, which boxes of them it needs (`description`).
+
+    `error`: there is no such rank, or its needs cannot be told.
+    """
+    spec = EngineSpec(**question["spec"])
+    bounds = limits_of(question["engine"], spec)
+    if question["engine"] != "vllm":
+        spec = dataclasses.replace(spec, engine_args={})
+    try:
+        built = vllm_rank.build(spec, question["rank"])
+        if question["tensors"] is None:
+            return dataclasses.asdict(counted(built, spec, bounds))
+        tensors = json.loads(Path(question["tensors"]).read_text(encoding="utf-8"))
+        return {"description": base64.b64encode(needs(built.model, tensors).to_bytes()).decode()}
+    except (ValueError, RuntimeError, AssertionError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    serve(answer, int(sys.argv[1]), "vllm.model_executor.model_loader.utils")

@@ -1,0 +1,109 @@
+"""Device memory that libraries take beside tensors: communicators, processes' contexts, captured graphs. Pure.
+
+Figures of a device are in devices.yaml, each with its source or "assumed". Groups are counted from the layout; a group of one
+rank has no communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megarl.commands.plan.count.stages import Stage
+from megarl.commands.plan.count.types import EngineRank, Variable
+from megarl.commands.plan.environment import device_kind, environment_of
+from megarl.platform.devices import Device
+from megarl.platform.kinds import kind_of
+from megarl.recipe.critic import critic_view
+from megarl.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from megarl.recipe.training import MegatronConfig
+
+MIB, GIB = 2**20, 2**30
+COMMUNICATORS, CONTEXTS, GRAPHS, REMADE = "communicators", "contexts", "graphs", "re-made weights"
+LEGEND = (
+    "Beside tensors are counted: communicators (groups of the layout x device.communicator), contexts (of each process), graphs "
+    "of engines that capture them, and weights that latent attention makes anew at the first update. None of it was measured "
+    "on a device."
+)
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """Bytes on a device, the same in every phase. Roles: "actor", "critic", "rollout"."""
+
+    communicators: Mapping[str, int] = field(default_factory=dict)
+    context: int = 0  # of one process
+    graphs: int = 0  # of an engine
+
+    def of(self, tenants: Iterable[Stage | EngineRank]) -> dict[str, int]:
+        """Memory of what lies together on a device; nothing if libraries are not counted."""
+        parts = {COMMUNICATORS: 0, CONTEXTS: 0, GRAPHS: 0, REMADE: 0}
+        for one in tenants:
+            role = one.role if isinstance(one, Stage) else "rollout"
+            parts[COMMUNICATORS] += self.communicators.get(role, 0)
+            parts[CONTEXTS] += self.context
+            if isinstance(one, EngineRank):
+                parts[GRAPHS] += self.graphs
+                parts[REMADE] += one.remade
+        return {name: size for name, size in parts.items() if size}
+
+
+NOT_COUNTED = Libraries()
+
+
+def libraries_of(
+    recipe: Recipe, device: Device | None, variables: Iterable[Variable] = (), buffer: str = ""
+) -> Libraries:
+    """Libraries' memory on `device`. `buffer`: the environment variable of a communicator's buffer in MiB, of which
+    `variables` may have values."""
+    if device is None:
+        return NOT_COUNTED
+    sizes = {
+        one.role: 2 * int(one.value) for one in variables if buffer and one.name == buffer and one.value.isdecimal()
+    }
+    of_trainers = sizes.get("trainers", device.communicator)
+    critic = critic_view(recipe)
+    groups = {
+        "actor": trainer_groups(recipe.megatron, recipe.cluster.trainers) * of_trainers,
+        "critic": trainer_groups(critic.megatron, critic.cluster.trainers) * of_trainers,
+        "rollout": _of_engines(recipe, device.communicator, sizes.get("engines", device.communicator)),
+    }
+    communicators = {role: round(size * MIB) for role, size in groups.items()}
+    graphs = 0.0 if recipe.rollout.engine_args.get("enforce_eager") else device.graphs
+    return Libraries(communicators, round(device.context * GIB), round(graphs * GIB))
+
+
+def counted_libraries(recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device | None) -> Libraries:
+    """Libraries' memory with the buffers that the recipe, its layout and this shell ask for; nothing on a CPU and without a
+    device. `models`: sections -> config.json."""
+    name = device_kind(recipe, device)
+    if device is None or name is None or kind_of(name).ray_resource is None:
+        return NOT_COUNTED
+    return libraries_of(recipe, device, environment_of(recipe, models, device), kind_of(name).buffer_variable)
+
+
+def trainer_groups(megatron: MegatronConfig, world: int) -> int:
+    """Groups of more than one rank whose collectives a trainer uses (megatron/core/parallel_state.py).
+
+    Everyone; tensor, context, pipeline, data (with context) and model parallel, the last for the norm of gradients; for
+    experts: expert, expert tensor, expert data, and their model parallel.
+    """
+    tensor, pipeline, context = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.context_parallel
+    experts, cut = megatron.expert_parallel, megatron.expert_tensor_parallel or 1
+    sizes = [world, tensor, context, pipeline, world // (tensor * pipeline), tensor * pipeline]
+    if experts > 1 or cut > 1:
+        sizes += [experts, cut, world // (experts * cut * pipeline), experts * cut * pipeline]
+    return sum(size > 1 for size in sizes)
+
+
+def _of_engines(recipe: Recipe, each: float, of_dispatch: float) -> float:
+    """MiB of an engine rank's communicators: everyone, tensor and data parallel; where experts are spread, those of experts and of
+    their dispatch, which alone has the size of the environment."""
+    rollout = recipe.rollout
+    ranks = rollout.tensor_parallel * rollout.data_parallel
+    sizes = [ranks, rollout.tensor_parallel, rollout.data_parallel]
+    spread = rollout.spreads_experts and ranks > 1
+    return each * (sum(size > 1 for size in sizes) + spread) + of_dispatch * spread

@@ -1,0 +1,33 @@
+"""The route of a recipe's weights on the versions of the device that a plan is for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.commands.plan.environment import device_kind
+from megarl.engines.routes import Route, route_here, route_of, routes_of_sets
+from megarl.engines.vllm.reload import installed_support
+from megarl.platform.devices import Device
+from megarl.platform.kinds import kind_of
+from megarl.recipe.exchange import planned_by_recipe
+from megarl.recipe.schema import Recipe
+
+
+def expected_routes(recipe: Recipe, device: Device | None) -> list[Route]:
+    """The expected route first, then that of other sets of versions of the device. Where this machine has such a device and
+    a vLLM, its version comes first. Empty for a recipe without engines."""
+    if recipe.train.source != "rollout":
+        return []
+    name = device_kind(recipe, device)
+    if name is None:
+        return [route_of(recipe, None)]
+    kind = kind_of(name)
+    here = [route_here(recipe)] if kind.is_here() and installed_support() is not None else []
+    return [*here, *routes_of_sets(recipe, kind.sets)] or [route_of(recipe, None)]
+
+
+def as_expected(recipe: Recipe, routes: list[Route]) -> Recipe:
+    """`recipe` with exchange.route=export where that is the expected route of a recipe that leaves it open."""
+    if not routes or routes[0].name != "export" or not planned_by_recipe(recipe) or recipe.exchange.route != "auto":
+        return recipe
+    return replace(recipe, exchange=replace(recipe.exchange, route="export"))

@@ -1,0 +1,1 @@
+"""Layouts that fit, the fastest first."""

@@ -1,0 +1,314 @@
+"""The layouts that a model, a number of devices and their machines allow: what `plan --search` chooses from. Pure.
+
+Nothing is decided here that is decided elsewhere: each layout has been asked of the checks that a run asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal
+
+from megarl.cluster.device_map import Demand
+from megarl.engines import check_groups
+from megarl.errors import plain
+from megarl.hf.config import number_of_experts, text_fields
+from megarl.megatron.config_fields import check_extra
+from megarl.megatron.layout import check_layout
+from megarl.megatron.lora.targets import check_lora
+from megarl.preflight.engines import check_experts, check_heads
+from megarl.preflight.recipe.general import check_parallel_sizes, validate
+from megarl.recipe.offload import offloads
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig
+
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from fast and large to slow and small
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How trainers are laid out, by the recipe's names."""
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    context_parallel: int
+    expert_parallel: int
+    expert_tensor_parallel: int
+    virtual_pipeline: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What of it cannot be had by shifting layers between stages."""
+        return (
+            self.tensor_parallel,
+            self.pipeline_parallel,
+            self.context_parallel,
+            self.expert_parallel,
+            self.expert_tensor_parallel,
+        )
+
+
+@dataclass(frozen=True)
+class Engines:
+    """How the policy's engines are laid out, by the recipe's names."""
+
+    engines: int
+    tensor_parallel: int
+    data_parallel: int
+    expert_parallel: bool | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All that a search varies of a recipe."""
+
+    layout: Layout
+    recompute: Recompute
+    offload: bool
+    tokens: int  # actor.max_tokens_per_micro_batch
+    engines: Engines
+
+
+VARIED = (
+    "megatron.tensor_parallel",
+    "megatron.sequence_parallel",
+    "megatron.pipeline_parallel",
+    "megatron.virtual_pipeline",
+    "megatron.first_stage_layers",
+    "megatron.last_stage_layers",
+    "megatron.context_parallel",
+    "megatron.expert_parallel",
+    "megatron.expert_tensor_parallel",
+    "megatron.recompute",
+    "megatron.offload",
+    "actor.max_tokens_per_micro_batch",
+    "rollout.engines",
+    "rollout.tensor_parallel",
+    "rollout.data_parallel",
+    "rollout.expert_parallel",
+)
+"""The recipe's keys that a search may change."""
+
+
+def choice_of(recipe: Recipe) -> Choice:
+    megatron, rollout = recipe.megatron, recipe.rollout
+    layout = Layout(
+        megatron.tensor_parallel,
+        megatron.pipeline_parallel,
+        megatron.context_parallel,
+        megatron.expert_parallel,
+        megatron.expert_tensor_parallel or 1,
+        megatron.virtual_pipeline,
+        megatron.first_stage_layers,
+        megatron.last_stage_layers,
+    )
+    engines = Engines(rollout.engines, rollout.tensor_parallel, rollout.data_parallel, rollout.expert_parallel)
+    return Choice(layout, megatron.recompute, offloads(recipe), recipe.actor.max_tokens_per_micro_batch, engines)
+
+
+def chosen(recipe: Recipe, choice: Choice) -> Recipe:
+    """`recipe`, laid out as `choice` says."""
+    # An unset key stays unset where its default is the choice.
+    offload = recipe.megatron.offload if choice.offload == offloads(recipe) else choice.offload
+    megatron = replace(_laid_out(recipe.megatron, choice.layout), recompute=choice.recompute, offload=offload)
+    return replace(
+        recipe,
+        megatron=megatron,
+        actor=replace(recipe.actor, max_tokens_per_micro_batch=choice.tokens),
+        rollout=_with_engines(recipe, choice.engines).rollout,
+    )
+
+
+def overrides(recipe: Recipe, changed: Recipe) -> list[str]:
+    """What to write on the command line to make `changed` of `recipe`."""
+    return [
+        f"{key}={plain(_value(changed, key))}".replace("'", "")
+        for key in VARIED
+        if _value(changed, key) != _value(recipe, key)
+    ]
+
+
+def refusal(recipe: Recipe, model: dict[str, Any]) -> str | None:
+    """Why a run would refuse how `recipe` is laid out; None: it would not. `model`: its config.json."""
+    try:
+        validate(recipe)
+        check_layout(model, recipe.megatron, recipe.cluster.trainers)
+        check_lora(model, recipe.lora, recipe.megatron)
+        check_extra(recipe, model, "megatron")
+        if recipe.train.source == "rollout":
+            _check_engines(recipe, model)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# --- trainers ------------------------------------------------------------------------------------
+
+
+def layouts(recipe: Recipe, model: dict[str, Any], per_node: int) -> Iterator[Layout]:
+    """Every layout of `recipe.cluster.trainers` processes that `model` (config.json) divides into. `per_node`: devices of
+    a machine, in which a tensor-parallel group lies.
+
+    Pipeline stages are as even as they can be; where layers do not divide, the first and the last have fewer.
+    """
+    trainers, text = recipe.cluster.trainers, text_fields(model)
+    layers = text["num_hidden_layers"]
+    for tensor, pipeline, context in _three(trainers, per_node, layers):
+        stage = trainers // pipeline
+        cuts = list(_pipelines(recipe, layers, pipeline))
+        if not any(_divides(recipe, model, Layout(tensor, pipeline, context, 1, 1, *cut)) for cut in cuts):
+            continue
+        for expert, expert_tensor in _experts(number_of_experts(text), stage):
+            for cut in cuts:
+                layout = Layout(tensor, pipeline, context, expert, expert_tensor, *cut)
+                if _divides(recipe, model, layout):
+                    yield layout
+
+
+def _three(trainers: int, per_node: int, layers: int) -> Iterator[tuple[int, int, int]]:
+    for pipeline in divisors(trainers):
+        if pipeline <= layers:
+            for tensor in divisors(trainers // pipeline):
+                if tensor <= per_node:
+                    for context in divisors(trainers // pipeline // tensor):
+                        yield tensor, pipeline, context
+
+
+def _pipelines(recipe: Recipe, layers: int, stages: int) -> Iterator[tuple[int | None, int | None, int | None]]:
+    """(virtual_pipeline, first_stage_layers, last_stage_layers) of so many stages; the recipe's own among them."""
+    own = recipe.megatron.virtual_pipeline, recipe.megatron.first_stage_layers, recipe.megatron.last_stage_layers
+    found = [own] if stages == recipe.megatron.pipeline_parallel else []
+    if stages == 1:
+        found.append((None, None, None))
+    else:
+        for chunks in divisors(layers):
+            if layers // chunks >= stages:
+                found += [
+                    (chunks if chunks > 1 else None, first and first * chunks, last and last * chunks)
+                    for first, last in _uneven(layers // chunks, stages)
+                ]
+    yield from dict.fromkeys(found)
+
+
+def _uneven(units: int, stages: int) -> list[tuple[int | None, int | None]]:
+    """First and last of `stages` stages that together have `units`, where the others have equally many: those ways that
+    make the largest stage smallest. (None, None): all have equally many."""
+    if units % stages == 0:
+        return [(None, None)]
+    ways = []
+    for each in (units // stages, units // stages + 1):
+        ends = units - each * (stages - 2)
+        for first in {ends // 2, ends - ends // 2}:
+            if first >= 1 and ends - first >= 1:
+                ways.append((max(each if stages > 2 else 0, first, ends - first), first, ends - first))
+    least = min((most for most, _, _ in ways), default=0)
+    return [(first, last) for most, first, last in ways if most == least]
+
+
+def _experts(experts: int, stage: int) -> Iterator[tuple[int, int]]:
+    """(expert_parallel, expert_tensor_parallel) in a pipeline stage of so many processes."""
+    for expert in divisors(stage) if experts else [1]:
+        for tensor in divisors(stage // expert) if experts else [1]:
+            yield expert, tensor
+
+
+def _divides(recipe: Recipe, model: dict[str, Any], layout: Layout) -> bool:
+    megatron = _laid_out(recipe.megatron, layout)
+    try:
+        check_parallel_sizes("cluster.trainers", recipe.cluster.trainers, "megatron", megatron)
+        check_layout(model, megatron, recipe.cluster.trainers)
+    except ValueError:
+        return False
+    return True
+
+
+def _laid_out(megatron: MegatronConfig, layout: Layout) -> MegatronConfig:
+    alone = layout.tensor_parallel == 1
+    experts = layout.expert_tensor_parallel
+    return replace(
+        megatron,
+        tensor_parallel=layout.tensor_parallel,
+        sequence_parallel=None if alone and megatron.sequence_parallel else megatron.sequence_parallel,
+        pipeline_parallel=layout.pipeline_parallel,
+        virtual_pipeline=layout.virtual_pipeline,
+        first_stage_layers=layout.first_stage_layers,
+        last_stage_layers=layout.last_stage_layers,
+        context_parallel=layout.context_parallel,
+        expert_parallel=layout.expert_parallel,
+        expert_tensor_parallel=megatron.expert_tensor_parallel
+        if (megatron.expert_tensor_parallel or 1) == experts
+        else experts,
+    )
+
+
+def sizes_of_micro_batches(recipe: Recipe, layout: Layout) -> list[int]:
+    """Tokens of a micro batch that are worth looking at, a device's: the recipe's own, and one, two, four and eight
+    sequences of the longest length. Less than one changes nothing: a longer sequence goes alone."""
+    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    part = -(-longest // layout.context_parallel)
+    own = recipe.actor.max_tokens_per_micro_batch
+    return sorted({*(part << doubling for doubling in range(4)), *([own] if own >= part else [])})
+
+
+# --- engines -------------------------------------------------------------------------------------
+
+
+def engine_layouts(recipe: Recipe, model: dict[str, Any], per_node: int) -> Iterator[Engines]:
+    """Every way to make engines of the devices that they have; the recipe's own alone where nothing is sampled."""
+    own = choice_of(recipe).engines
+    if recipe.train.source != "rollout":
+        yield own
+        return
+    text = text_fields(model)
+    colocated = recipe.cluster.placement == "colocated"
+    devices = recipe.cluster.trainers if colocated else own.engines * own.tensor_parallel
+    found = [own]
+    for tensor in divisors(devices):
+        if tensor > per_node:
+            continue
+        for group in divisors(devices // tensor):
+            spread = (None, True) if group == 1 and number_of_experts(text) else (None,)
+            found += [Engines(devices // tensor, tensor, group, experts) for experts in spread]
+    yield from (one for one in dict.fromkeys(found) if _can_be(recipe, model, one))
+
+
+def _can_be(recipe: Recipe, model: dict[str, Any], engines: Engines) -> bool:
+    try:
+        _check_engines(_with_engines(recipe, engines), model)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_engines(recipe: Recipe, model: dict[str, Any]) -> None:
+    """ValueError where a run would refuse the recipe's engines."""
+    rollout = recipe.rollout
+    check_groups(rollout.engine, rollout.data_parallel)
+    check_experts(rollout, model)
+    check_heads("rollout", rollout, model, spread=rollout.spreads_experts)
+    Demand.of(recipe, trainers=True, engines=True).require_trainers_devices_suffice()
+
+
+def _with_engines(recipe: Recipe, engines: Engines) -> Recipe:
+    rollout = replace(
+        recipe.rollout,
+        engines=engines.engines,
+        tensor_parallel=engines.tensor_parallel,
+        data_parallel=engines.data_parallel,
+        expert_parallel=engines.expert_parallel,
+    )
+    return replace(recipe, rollout=rollout)
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(one for one in range(1, number + 1) if number % one == 0)
+
+
+def _value(recipe: Recipe, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(recipe, section), name)

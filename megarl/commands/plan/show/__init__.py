@@ -1,0 +1,1 @@
+"""Plans on the console and as an HTML page."""

@@ -1,0 +1,226 @@
+"""A plan as one HTML page that needs no network: what fits where, the pipeline's schedule, the phases of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megarl.commands.plan.count.stages import Stage
+from megarl.commands.plan.count.types import EngineRank, Place, Plan
+from megarl.commands.plan.show import drawing
+from megarl.commands.plan.show.console import host_columns
+from megarl.commands.plan.show.estimate_table import STEP, remarks, seconds_columns
+from megarl.commands.plan.show.estimate_table import seconds as in_seconds
+from megarl.commands.plan.show.tables import transposed
+from megarl.commands.plan.show.units import GIB, Unit, sized
+from megarl.observe.console import clock, short
+from megarl.observe.files import disk_errors, write_whole
+from megarl.observe.report.page import page
+from megarl.text import several
+
+
+def write_page(plan: Plan, path: Path) -> None:
+    """Write the page; `path` is the old file or the new one, never a part of it."""
+    with disk_errors(path):
+        write_whole(path, render(plan).encode("utf-8", "backslashreplace"))
+
+
+def render(plan: Plan) -> str:
+    """The page, as text."""
+    unit = Unit.of(plan.most)
+    text, kind = verdict(plan)
+    return page(
+        "plan.html.j2",
+        plan=plan,
+        verdict={"text": text, "kind": kind},
+        facts=_facts(plan),
+        figures=_figures(plan, unit),
+        unit=unit,
+        colours=drawing.COLOURS,
+        places=list(zip((place for place in plan.places if place.uses), drawing.memory(plan, unit), strict=True)),
+        phase_names=_phase_names(plan.places),
+        totals=_totals(plan, unit),
+        parts=drawing.parts_of(plan.places),
+        pipelines=[drawing.schedule(plan, role) for role in drawing.pipelines(plan)],
+        hosts=_hosts(plan),
+        weights=_weights(plan),
+        time=drawing.time(plan.estimate) if plan.estimate else None,
+        seconds=_rows(seconds_columns(plan)) if plan.estimate else None,
+        remarks=remarks(plan) if plan.estimate else [],
+        spent=drawing.spent_on(plan.estimate) if plan.estimate else [],
+        stages=[_stage(stage, unit) for stage in plan.stages],
+        engines=[_engine(section, rank, unit) for section, rank in _engines(plan)],
+    )
+
+
+def verdict(plan: Plan) -> tuple[str, str]:
+    """(in words, good, bad or warn)."""
+    if plan.refusals:
+        return "cannot work", "bad"
+    if plan.memory is None:
+        return "no device given: what fits is not known", "warn"
+    if any(stage.not_counted for stage in plan.stages):
+        return "not known: activations are not counted", "warn"
+    if plan.not_counted:
+        return f"not known: what engines hold ({', '.join(plan.not_counted)})", "warn"
+    if any(place.uses and place.peak.total > plan.memory * GIB for place in plan.places):
+        return "does not fit", "bad"
+    return "fits", "good"
+
+
+def _facts(plan: Plan) -> list[tuple[str, str]]:
+    known = [plan.device.name if plan.device else None, f"{plan.memory:g} GiB" if plan.memory is not None else None]
+    facts = [("Device", ", ".join(word for word in known if word) or "none given")]
+    for role in dict.fromkeys(stage.role for stage in plan.stages):
+        own = [stage for stage in plan.stages if stage.role == role]
+        stages = several(len(own), "pipeline stage")
+        chunks = f" of {own[0].chunks} chunks" if own[0].chunks > 1 else ""
+        facts.append((role.capitalize(), stages + chunks))
+    return facts
+
+
+def _figures(plan: Plan, unit: Unit) -> list[dict[str, str]]:
+    """The few numbers one asks for first."""
+    figures = []
+
+    def figure(label: str, value: str, detail: str) -> None:
+        figures.append({"label": label, "value": value, "detail": detail})
+
+    places = [place for place in plan.places if place.uses]
+    if places:
+        fullest = max(places, key=lambda place: place.peak.total)
+        detail = f"{fullest.name}, {fullest.peak.phase}"
+        if plan.memory:
+            detail += f"; {fullest.peak.total / (plan.memory * GIB):.0%} of the device"
+        figure("Fullest device", f"{unit.show(fullest.peak.total)} {unit.name}", detail)
+    if estimate := plan.estimate:
+        length = f"responses of {estimate.response:,.0f} tokens in the mean"
+        if (expected := next((one for one in plan.spread if one.name == STEP), None)) is not None:
+            scaled = f"raw {clock(estimate.seconds)}; published runs: {clock(expected.low)} to {clock(expected.high)}"
+            figure("Step, expected", clock(expected.typical), f"{scaled}; {length}")
+            speed = short(estimate.tokens / expected.typical)
+            figure(
+                "Tokens/s, expected", speed, f"raw {short(estimate.tokens_per_second)}; {short(estimate.tokens)} a step"
+            )
+        else:
+            figure("Step, estimated", clock(estimate.seconds), length)
+            speed = short(estimate.tokens_per_second)
+            figure("Tokens/s, estimated", speed, f"{short(estimate.tokens)} tokens a step")
+        figure(
+            "Micro batches",
+            f"{estimate.micro_batches:,}",
+            f"of a mini batch and rank; {estimate.tokens_per_micro_batch:,.0f} tokens each",
+        )
+        if drawing.pipelines(plan):
+            figure("Pipeline's bubble", f"{estimate.bubble:.1%}", "of the update, in which a stage waits")
+    if plan.engine and plan.engine.sequences is not None:
+        figure("Room in an engine", f"{plan.engine.sequences:,.0f}", "sequences of the longest length")
+    if plan.exchange:
+        total = Unit.for_size(plan.exchange.total)
+        figure(
+            f"Weight exchange, {plan.exchange.route}",
+            sized(plan.exchange.total),
+            f"{total.show(plan.exchange.between_nodes)} of it between nodes; a trainer sends up to "
+            f"{sized(plan.exchange.sent)}, an engine's device receives up to {sized(plan.exchange.received)}",
+        )
+    return figures
+
+
+# ---- memory
+
+
+def _phase_names(places: list[Place]) -> list[str]:
+    return list(dict.fromkeys(use.phase for place in places for use in place.uses))
+
+
+def _totals(plan: Plan, unit: Unit) -> list[tuple[str, list[tuple[str, str]]]]:
+    """(place, (what it needs, how it is marked) in each of `_phase_names`)."""
+    limit = plan.memory * GIB if plan.memory is not None else None
+
+    def cell(place: Place, phase: str) -> tuple[str, str]:
+        total = next((use.total for use in place.uses if use.phase == phase), None)
+        if total is None:
+            return "–", ""
+        too_much = limit is not None and total > limit
+        return unit.show(total), "fault" if too_much else "most" if total == place.peak.total else ""
+
+    names = _phase_names(plan.places)
+    return [(place.name, [cell(place, name) for name in names]) for place in plan.places if place.uses]
+
+
+def _hosts(plan: Plan) -> dict[str, Any] | None:
+    """The table of machines' hosts: its head, and rows of (machines, (size, how it is marked) of each part, sum and rest)."""
+    if not plan.hosts or plan.device is None:
+        return None
+    head, *rows = transposed(host_columns(plan.hosts, plan.device.host_memory))
+    marked = []
+    for host, (name, *cells) in zip(plan.hosts, rows, strict=True):
+        too_much = host.total > plan.device.host_memory * GIB
+        marked.append((name, [*((cell, "") for cell in cells[:-1]), (cells[-1], "fault" if too_much else "")]))
+    return {"head": head, "rows": marked}
+
+
+# ---- seconds and the weights' way
+
+
+def _rows(columns: list[list[str]]) -> dict[str, Any]:
+    head, *rows = transposed(columns)
+    return {"head": head, "rows": rows}
+
+
+def _weights(plan: Plan) -> dict[str, Any] | None:
+    """The expected route, seconds of each one, and the routes on other versions."""
+    if not plan.routes:
+        return None
+    expected, *others = plan.routes
+    each = plan.estimate.weights if plan.estimate else {}
+    return {
+        "expected": expected,
+        "seconds": [(name, in_seconds(value)) for name, value in sorted(each.items())],
+        "others": [other for other in others if other.name != expected.name],
+        "network": f"{plan.device.host_network / 1e9:.3g} GB/s" if plan.device else "",
+    }
+
+
+# ---- the stages and the engines
+
+
+def _engines(plan: Plan) -> list[tuple[str, EngineRank]]:
+    return [*([("rollout", plan.engine)] if plan.engine else []), *plan.readers.items()]
+
+
+def _engine(section: str, rank: EngineRank, unit: Unit) -> dict[str, Any]:
+    return {
+        "name": section,
+        "cells": [
+            f"{rank.devices:,}",
+            f"{rank.parameters:,}",
+            unit.show(rank.weights),
+            unit.show(rank.working),
+            f"{rank.cache_per_token:,.0f}",
+            unit.show(rank.cache),
+            "–" if rank.sequences is None else f"{rank.sequences:,.1f}",
+        ],
+    }
+
+
+def _stage(stage: Stage, unit: Unit) -> dict[str, Any]:
+    """A row of the table: what the stage holds, what passes take beyond, what its host holds."""
+    held, beyond = stage.held, stage.activations
+    host = max((phase.host for phase in stage.phases.values()), default=0)
+    return {
+        "name": f"{stage.role} {stage.number}",
+        "rank": stage.rank,
+        "parameters": f"{held.parameters:,}",
+        "trained": f"{held.trained:,}",
+        "held": [unit.show(size) for size in (held.weights, held.gradients, held.masters + held.moments)],
+        "beyond": [
+            unit.show(size)
+            for size in (
+                (beyond.forward, beyond.update, beyond.kept, beyond.update_logits, beyond.optimizer)
+                if beyond
+                else (None,) * 5
+            )
+        ],
+        "host": unit.show(host),
+    }

@@ -1,0 +1,198 @@
+"""`plan --calibrate RUN`: fits a device's shares and factors to the seconds that a run measured. Pure.
+
+A share is fitted to all phases that it decides together; what then remains of a phase becomes its factor.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megarl.commands.plan.count.types import Estimate
+from megarl.commands.plan.time.calibration import Calibration, Entry
+from megarl.commands.plan.time.measured import Measured
+from megarl.platform.devices import Device
+from megarl.text import several
+
+_TRAINED = ("old_log_prob", "reference", "values", "update_critic", "update_actor")
+_LEAST_LINK_SHARE = 0.05  # a smaller one says that something else than the links took the time
+_HALVINGS = 24  # of a range of 60, in logarithms: to 4e-6
+_COLUMNS = 100
+_TOLD = 0.0005  # seconds: shorter phases that are not estimated are left out of the table
+_NEAR = 0.01  # a factor this close to 1 is none
+
+
+@dataclass(frozen=True)
+class Row:
+    """A phase's seconds: as measured, and as estimated with the device as it was and as fitted. None: there are none."""
+
+    name: str
+    measured: float | None
+    before: float | None
+    after: float | None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A device before and after fitting, and both estimates beside the measurements."""
+
+    before: Device
+    after: Device
+    rows: list[Row]
+    notes: list[str]
+
+
+def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], Estimate]) -> Fit:
+    """`estimate`: of the run's recipe, at its own lengths, with a device."""
+    seconds, notes = _comparable(measured, estimate(device)), []
+
+    def fit(names: tuple[str, ...], now: Device, scaled: Callable[[Device, float], Device]) -> Device:
+        """`now` with its shares multiplied by what brings the sum of the phases to what was measured."""
+        goal = sum(seconds.get(name, 0.0) for name in names)
+        return _fitted(goal, now, scaled, lambda one: _sum(estimate(one), names, seconds)) if goal else now
+
+    fitted = replace(device, factors={})
+    fitted = fit(("gen", "teacher"), fitted, _scale_engines)
+    fitted = fit(_TRAINED, fitted, _scale_training)
+    linked = fit(("weight_exchange",), fitted, _scale_links)
+    if linked.link_share >= _LEAST_LINK_SHARE or linked.link_share == fitted.link_share:
+        fitted = fit(_TRAINED, linked, _scale_training)
+    else:
+        notes.append(
+            f"link_share is left as it was: the exchange would ask for {linked.link_share:.1g}, so it is not the links that "
+            "it waits for. It has a factor of its own."
+        )
+    if "gen" in {phase.name for phase in estimate(fitted).phases} and "gen" not in seconds:
+        notes.append("gen is not fitted: the trainers never waited for it, so no timing contains its seconds.")
+    factors = _factors(estimate(fitted), seconds)
+    after = replace(fitted, factors=factors, source=f"fitted to {measured.run.name}; the rest as {device.name}")
+    return Fit(device, after, _rows(measured, seconds, estimate(device), estimate(after)), notes)
+
+
+def calibration_of(fit: Fit, measured: Measured) -> Calibration:
+    """The calibration file's content: reached rates for the shares that were fitted, and factors."""
+    before, after = fit.before, fit.after
+    how = f"{several(measured.steps, 'step')} of {measured.run.name}"
+
+    def entry(value: float) -> Entry:
+        return Entry(value, "fitted", how)
+
+    rates = {
+        name: entry(getattr(after, peak) * getattr(after, share))
+        for name, peak, share in (
+            ("train_flops", "flops", "train_share"),
+            ("prefill_flops", "flops", "prefill_share"),
+            ("decode_bandwidth", "bandwidth", "decode_share"),
+            ("link", "link", "link_share"),
+            ("network", "network", "link_share"),
+            ("host_link", "host_link", "link_share"),
+            ("host_network", "host_network", "link_share"),
+        )
+        if getattr(after, share) != getattr(before, share)
+    }
+    if "host_link" in rates and after.offload_link is not None:
+        rates["offload_link"] = entry(after.offload_rate)
+    factors = {name: Entry(value, "measured", how) for name, value in after.factors.items()}
+    return Calibration(before.name, f"fitted to {how}", rates, factors)
+
+
+_SHARES = ("train_share", "prefill_share", "decode_share", "link_share")
+
+
+def calibration_lines(calibration: Fit, measured: Measured) -> list[str]:
+    """The phases' seconds side by side, and what was fitted."""
+    before, after = calibration.before, calibration.after
+    lines = [
+        str(measured.run),
+        f"  medians of {several(measured.steps, 'step')}; {measured.lengths.assumed}",
+        "",
+        f"  {'phase':<16} {'measured':>11} {'estimated':>11} {'off':>8}   {'fitted':>11} {'off':>8}",
+    ]
+    for row in calibration.rows:
+        lines.append(
+            f"  {row.name:<16} {_told(row.measured)} {_told(row.before)} {_off(row.before, row.measured)}   "
+            f"{_told(row.after)} {_off(row.after, row.measured)}"
+        )
+    changed = [f"{name} {getattr(before, name):.3g} -> {getattr(after, name):.3g}" for name in _SHARES]
+    said = [f"{after.name}: {', '.join(changed)}"]
+    if after.factors:
+        said.append(f"factors: {', '.join(f'{name} {factor:.3g}' for name, factor in after.factors.items())}")
+    wrapped = [line for text in [*said, *calibration.notes] for line in textwrap.wrap(text, _COLUMNS - 2)]
+    return [line.rstrip() for line in [*lines, "", *(f"  {line}" for line in wrapped)]]
+
+
+def _comparable(measured: Measured, estimate: Estimate) -> dict[str, float]:
+    """What was measured of phases that are estimated. Sampling that runs beside the trainers is known only where they
+    waited for it: it then took what they did and the wait, which lies in `drain`."""
+    names = {phase.name for phase in estimate.phases}
+    found = {name: value for name, value in measured.seconds.items() if name in names and value > 0}
+    if "gen" in names and len(estimate.phases) > 1 and estimate.phases[1].begin == 0.0:
+        beside = sum(value for name, value in found.items() if name not in ("gen", "weight_exchange"))
+        waited = measured.seconds.get("gen", 0.0) + measured.seconds.get("drain", 0.0)
+        found.pop("gen", None)
+        if waited > _NEAR * measured.step:
+            found["gen"] = beside + waited
+    return found
+
+
+def _sum(estimate: Estimate, names: tuple[str, ...], seconds: dict[str, float]) -> float:
+    return sum(phase.seconds for phase in estimate.phases if phase.name in names and phase.name in seconds)
+
+
+def _fitted(
+    goal: float, now: Device, scaled: Callable[[Device, float], Device], total: Callable[[Device], float]
+) -> Device:
+    """Seconds fall where shares rise: halve the range of multiples, in logarithms, until it is a point."""
+    low, high = -30.0, 30.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if total(scaled(now, math.exp(middle))) > goal:
+            low = middle
+        else:
+            high = middle
+    return scaled(now, math.exp((low + high) / 2))
+
+
+def _scale_engines(device: Device, times: float) -> Device:
+    prefill, decode = min(1.0, device.prefill_share * times), min(1.0, device.decode_share * times)
+    return replace(device, prefill_share=prefill, decode_share=decode)
+
+
+def _scale_training(device: Device, times: float) -> Device:
+    return replace(device, train_share=min(1.0, device.train_share * times))
+
+
+def _scale_links(device: Device, times: float) -> Device:
+    return replace(device, link_share=min(1.0, device.link_share * times))
+
+
+def _factors(estimate: Estimate, seconds: dict[str, float]) -> dict[str, float]:
+    found = {phase.name: seconds[phase.name] / phase.seconds for phase in estimate.phases if phase.name in seconds}
+    return {name: float(f"{factor:.4g}") for name, factor in found.items() if abs(factor - 1) > _NEAR}
+
+
+def _rows(measured: Measured, seconds: dict[str, float], before: Estimate, after: Estimate) -> list[Row]:
+    fitted = {phase.name: phase.seconds for phase in after.phases}
+    rows = [Row(phase.name, seconds.get(phase.name), phase.seconds, fitted[phase.name]) for phase in before.phases]
+    known = {row.name for row in rows}
+    told = {name: value for name, value in measured.seconds.items() if name not in known and value >= _TOLD}
+    others = [Row(name, value, None, None) for name, value in told.items()]
+    rest = Row("between phases", measured.rest, None, None)
+    return [
+        *rows,
+        *sorted(others, key=lambda row: row.name),
+        rest,
+        Row("step", measured.step, before.seconds, after.seconds),
+    ]
+
+
+def _told(value: float | None) -> str:
+    return f"{value:>9.3f} s" if value is not None else f"{'-':>11}"
+
+
+def _off(estimated: float | None, measured: float | None) -> str:
+    if not estimated or not measured:
+        return f"{'':>8}"
+    return f"{estimated / measured - 1:>+8.0%}"

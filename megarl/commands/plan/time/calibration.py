@@ -1,0 +1,289 @@
+"""Calibration files: rates and factors that a device reached, which `plan --calibration FILE` applies to estimates.
+
+A file is YAML (`Calibration.to_yaml`, `read_calibration`):
+
+    schema: 1
+    device: 910C
+    source: "acceptance on node-1, 2026-11-22"
+    rates:
+      train_flops: {value: 1.06e14, origin: measured, how: "Qwen3-8B, 8 layers, micro batches of 8,192 tokens"}
+      host_link: {value: 2.7e10, origin: measured, how: "page-locked copy of 1 GiB, median of 20"}
+    factors:
+      gen: {value: 2.1, origin: measured, how: "steps 3 to 10 of runs/mine", low: 1.9, high: 2.4}
+    observations:
+      - {name: "decode, 32 sequences", value: 1850, unit: tokens/s, how: "Qwen3-8B, TP 1, graphs"}
+    versions: {torch: 2.10.0}
+
+All sections but `schema`, `device` and `source` may be absent. Rates are reached ones, not those of a data sheet. A factor
+is measured seconds / estimated seconds of a phase of `timing_s/...`, after the rates have been applied. Observations are
+kept and shown; no estimate uses them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.errors import InputError
+from megarl.observe.files import write_whole
+from megarl.platform.devices import Device
+from megarl.registry import nearest
+
+SCHEMA = 1
+ORIGINS = ("measured", "fitted", "assumed")
+"""How an entry came about: timed by itself, fitted to the phases of whole steps, or neither."""
+
+RATES: dict[str, tuple[str, str]] = {
+    "matmul_flops": (
+        "FLOP/s",
+        "large dense bfloat16 matrix products; an upper bound of train_flops and prefill_flops where these are absent",
+    ),
+    "train_flops": ("FLOP/s", "model FLOPs of a device in trainers' forward and backward passes"),
+    "prefill_flops": ("FLOP/s", "model FLOPs of a device as engines read prompts"),
+    "memory_bandwidth": (
+        "bytes/s",
+        "large copies on the device, read plus written; an upper bound of decode_bandwidth and adam_bandwidth where these "
+        "are absent",
+    ),
+    "decode_bandwidth": ("bytes/s", "weights and KV cache that an engine's device reads as it decodes"),
+    "adam_bandwidth": ("bytes/s", "read and written by the optimizer's step on the device"),
+    "link": ("bytes/s", "to another device of the machine, in one direction"),
+    "network": ("bytes/s", "of one device to another machine, in one direction"),
+    "host_link": ("bytes/s", "between the device and page-locked host memory, in one direction, all devices at once"),
+    "offload_link": ("bytes/s", "trainers' offloading to the host; host_link where it is absent"),
+    "host_network": ("bytes/s", "of a machine's host to another host, over the interface that gloo uses"),
+    "layer_seconds": ("seconds", "a decoder layer takes at least, however few tokens there are"),
+}
+"""Names that `rates` may have: (unit, meaning)."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One rate or factor. `low` and `high` bound the values seen, where there were several."""
+
+    value: float
+    origin: str  # of ORIGINS
+    how: str  # workload, repetitions; for `assumed`, the reason
+    low: float | None = None
+    high: float | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The entry as a file has it, without bounds that are absent."""
+        bounds = {"low": self.low, "high": self.high}
+        numbers = {"value": self.value, **{name: bound for name, bound in bounds.items() if bound is not None}}
+        rounded = {name: float(f"{number:.4g}") for name, number in numbers.items()}
+        return rounded | {"origin": self.origin, "how": self.how}
+
+
+@dataclass(frozen=True)
+class Observation:
+    """A measurement that no estimate uses, such as decode tokens/s of one model."""
+
+    name: str
+    value: float
+    unit: str
+    how: str = ""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """One device's reached rates (names of `RATES`) and factors (phases of `timing_s/...`)."""
+
+    device: str  # name in the table of devices
+    source: str
+    rates: Mapping[str, Entry] = field(default_factory=dict)
+    factors: Mapping[str, Entry] = field(default_factory=dict)
+    observations: tuple[Observation, ...] = ()
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise InputError with every fault."""
+        faults = [f"{name}: {fault}" for name, value in self._texts() if (fault := _text_fault(value))]
+        for section, entries in (("rates", self.rates), ("factors", self.factors)):
+            for name, entry in entries.items():
+                faults += [f"{section}.{name}.{fault}" for fault in _faults(entry)]
+        for name in self.rates:
+            if name not in RATES:
+                near = nearest(name, RATES)
+                faults.append(f"rates has no {name!r}. " + (f"Nearest: {near}." if near else f"There are {_NAMES}."))
+        for one in self.observations:
+            if not _is_number(one.value):
+                faults.append(f"observations: {one.name} is {one.value!r}; give a number.")
+        if faults:
+            raise InputError("a calibration is wrong:\n  " + "\n  ".join(faults))
+
+    def _texts(self) -> list[tuple[str, object]]:
+        return [("device", self.device), ("source", self.source)]
+
+    def apply(self, device: Device) -> Device:
+        """`device` with these rates and factors. Raises InputError for another device.
+
+        Shares are reached rate / data sheet's rate, at most 1: a rate above the data sheet's raises that one instead. Bounds
+        (matmul_flops, memory_bandwidth) lower a share that was not measured itself, and never raise it. Factors replace
+        those of `device`, since they were measured against these rates.
+        """
+        if device.name.lower() != self.device.lower():
+            raise InputError(
+                f"the calibration is of {self.device}, the plan for {device.name}. Give --device {self.device}, or a "
+                "calibration of this device."
+            )
+        changed = device
+        for bound, peak, shares in _BOUNDS:
+            if bound in self.rates:
+                most = self.rates[bound].value / getattr(device, peak)
+                for share in shares:
+                    changed = _with(changed, share, min(getattr(changed, share), most))
+        for name, peak, share in _SHARES:
+            if name in self.rates:
+                rate = self.rates[name].value
+                if rate > getattr(changed, peak):
+                    changed = _raised(changed, peak, rate)
+                changed = _with(changed, share, rate / getattr(changed, peak))
+        for name in _LINKS:
+            if name in self.rates:
+                changed = _with(changed, name, self.rates[name].value / changed.link_share)
+        for name in ("adam_bandwidth", "layer_seconds"):
+            if name in self.rates:
+                changed = _with(changed, name, self.rates[name].value)
+        factors = {phase: entry.value for phase, entry in self.factors.items()}
+        return replace(changed, factors=factors, source=f"{device.source}; calibrated: {self.source}")
+
+    def to_yaml(self) -> str:
+        """The file's text."""
+        plain: dict[str, Any] = {"schema": SCHEMA, "device": self.device, "source": self.source}
+        plain["rates"] = {name: entry.plain() for name, entry in self.rates.items()}
+        plain["factors"] = {name: entry.plain() for name, entry in self.factors.items()}
+        plain["observations"] = [vars(one) for one in self.observations]
+        plain["versions"] = dict(self.versions)
+        return yaml.safe_dump(
+            {key: value for key, value in plain.items() if value}, sort_keys=False, allow_unicode=True
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the file; `path` is the old file or the whole new one."""
+        write_whole(path, f"# `megarl plan RECIPE --calibration` reads this file.\n{self.to_yaml()}".encode())
+
+
+def read_calibration(path: Path) -> Calibration:
+    """The calibration in a YAML file. Raises InputError, with the path, for anything that is not a whole one."""
+    if not path.is_file():
+        raise InputError(f"{path}: there is no such file. `megarl accept` writes DIR/7-speed/calibration.yaml.")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"{path}: cannot be read as YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path}: is not a calibration. `megarl plan --calibrate RUN --out FILE` writes one.")
+    try:
+        return _parsed(content)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def _parsed(content: dict[Any, Any]) -> Calibration:
+    if content.get("schema") != SCHEMA:
+        raise InputError(f"schema is {content.get('schema')!r}; this version of megarl reads schema {SCHEMA}.")
+    sections = ("schema", "device", "source", "rates", "factors", "observations", "versions")
+    unknown = sorted(str(key) for key in content if key not in sections)
+    if unknown:
+        raise InputError(f"has no section {', '.join(unknown)}. There are {', '.join(sections)}.")
+    missing = [key for key in ("device", "source") if key not in content]
+    if missing:
+        raise InputError(f"lacks {', '.join(missing)}.")
+    observations = content.get("observations") or []
+    if not isinstance(observations, list):
+        raise InputError("observations is no list.")
+    versions = _mapping(content, "versions")
+    return Calibration(
+        device=str(content["device"]),
+        source=content["source"],
+        rates={name: _entry("rates", name, value) for name, value in _mapping(content, "rates").items()},
+        factors={name: _entry("factors", name, value) for name, value in _mapping(content, "factors").items()},
+        observations=tuple(_observation(one) for one in observations),
+        versions={name: str(value) for name, value in versions.items()},
+    )
+
+
+def _mapping(content: dict[Any, Any], section: str) -> dict[str, Any]:
+    value = content.get(section) or {}
+    if not isinstance(value, dict):
+        raise InputError(f"{section} is {value!r}. Give a mapping.")
+    return {str(name): entry for name, entry in value.items()}
+
+
+def _entry(section: str, name: str, value: Any) -> Entry:
+    keys = ("value", "origin", "how", "low", "high")
+    if not isinstance(value, dict) or not set(value) <= set(keys) or not {"value", "origin", "how"} <= set(value):
+        raise InputError(
+            f"{section}.{name} is {value!r}. Give {{value: NUMBER, origin: {'|'.join(ORIGINS)}, how: TEXT}}, and low and high "
+            "where there were several measurements."
+        )
+    numbers = {key: _number(value.get(key)) for key in ("value", "low", "high")}
+    return Entry(origin=value["origin"], how=value["how"], **numbers)
+
+
+def _observation(value: Any) -> Observation:
+    if not isinstance(value, dict) or not {"name", "value", "unit"} <= set(value) <= {"name", "value", "unit", "how"}:
+        raise InputError(f"observations has {value!r}. Give {{name: TEXT, value: NUMBER, unit: TEXT, how: TEXT}}.")
+    return Observation(str(value["name"]), _number(value["value"]), str(value["unit"]), str(value.get("how", "")))
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads 1e12 as text; anything that is no number is returned as it is, for `_faults`."""
+    try:
+        return float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else value
+    except ValueError:
+        return value
+
+
+def _faults(entry: Entry) -> list[str]:
+    faults = []
+    for name in ("value", "low", "high"):
+        number = getattr(entry, name)
+        if (number is not None or name == "value") and not (_is_number(number) and number > 0):
+            faults.append(f"{name} is {number!r}; give a number above 0.")
+    if not faults and not (entry.low or entry.value) <= entry.value <= (entry.high or entry.value):
+        faults.append(f"value is {entry.value:g}, not between low {entry.low} and high {entry.high}.")
+    if entry.origin not in ORIGINS:
+        faults.append(f"origin is {entry.origin!r}; there are {', '.join(ORIGINS)}.")
+    if fault := _text_fault(entry.how):
+        faults.append(f"how {fault}")
+    return faults
+
+
+def _text_fault(value: object) -> str | None:
+    return None if isinstance(value, str) and value.strip() else f"is {value!r}; give a text."
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _with(device: Device, name: str, value: float) -> Device:
+    changed: dict[str, Any] = {name: value}
+    return replace(device, **changed)
+
+
+def _raised(device: Device, peak: str, rate: float) -> Device:
+    """`device` with a higher peak, whose other shares of it stay the same rates."""
+    times = rate / getattr(device, peak)
+    others: dict[str, Any] = {share: getattr(device, share) / times for _, of, share in _SHARES if of == peak}
+    return replace(device, **{peak: rate, **others})
+
+
+_NAMES = ", ".join(RATES)
+_SHARES = (
+    ("train_flops", "flops", "train_share"),
+    ("prefill_flops", "flops", "prefill_share"),
+    ("decode_bandwidth", "bandwidth", "decode_share"),
+)
+_BOUNDS = (
+    ("matmul_flops", "flops", ("train_share", "prefill_share")),
+    ("memory_bandwidth", "bandwidth", ("decode_share",)),
+)
+_LINKS = ("link", "network", "host_link", "offload_link", "host_network")

@@ -1,0 +1,306 @@
+"""What a step takes, phase by phase, from FLOPs, bytes and the table of devices. Pure: milliseconds, and no device.
+
+Every number of it is estimated. What it stands on is said with each phase, and in docs/planner.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+from megarl.algorithms.objective import needs_teacher, runs_old_log_prob_pass, runs_reference_pass
+from megarl.commands.plan.count.engines import limits_of_policy
+from megarl.commands.plan.count.types import EngineRank, Estimate, Links, PhaseTime, Plan
+from megarl.commands.plan.time import trainers as training
+from megarl.commands.plan.time.cost import Cost, host_seconds
+from megarl.commands.plan.time.engines import Engines, generate, read, room
+from megarl.commands.plan.time.lengths import Lengths, MicroBatches, micro_batches
+from megarl.commands.plan.time.trainers import Trainers
+from megarl.commands.plan.time.weight_sync import exchange, moved, uncounted
+from megarl.hf.shape import ModelShape, model_shape
+from megarl.platform.devices import Device
+from megarl.recipe.critic import critic_view
+from megarl.recipe.exchange import planned_by_recipe
+from megarl.recipe.schema import Recipe
+from megarl.text import several
+
+HAND_OVER = "hand_over"
+"""The phase in which trainers come back to the devices: no timing_s/... is its own, it is in timing_s/step alone."""
+
+_VECTORS = "a few vectors of a number a token"
+
+
+def estimate(
+    recipe: Recipe,
+    model: dict[str, Any],
+    critic_model: dict[str, Any] | None,
+    device: Device,
+    *,
+    response: float | None = None,
+    lengths: Lengths | None = None,
+    engine: EngineRank | None = None,
+    links: Links | None = None,
+    teacher_model: dict[str, Any] | None = None,
+    tried: float = 1.0,
+) -> Estimate:
+    """Of one step of `recipe`, past the critic's warm-up, without evaluation and checkpoints.
+
+    `..._model`: config.json of each. `response`: mean tokens of one (`Lengths.of`); `lengths` in its place says all of
+    them. `engine`: what was counted of an engine's rank, `links`: of the weight exchange; None: formulas of their own.
+    `teacher_model`: None: as large as the policy. `tried`: prompts that are sampled for each that is trained on. Raises ValueError for a model whose FLOPs are not counted.
+    """
+    step = Step(
+        recipe,
+        device,
+        lengths or Lengths.of(recipe, response),
+        model_shape(model),
+        model_shape(critic_model) if critic_model else None,
+        model_shape(teacher_model) if teacher_model else None,
+        engine,
+        links,
+        tried,
+    )
+    found = step.phases()
+    batches = step.batches
+    return Estimate(
+        phases=found,
+        seconds=max(end for _, end in spans(found)),
+        tokens=step.samples * step.lengths.tokens,
+        micro_batches=batches.count,
+        tokens_per_micro_batch=batches.tokens,
+        bubble=training.bubble(step.actor, batches),
+        response=step.lengths.response,
+        weights=step.seconds_by_route() if recipe.train.source == "rollout" else {},
+    )
+
+
+def estimate_of(
+    plan: Plan,
+    recipe: Recipe,
+    models: Mapping[str, dict[str, Any]],
+    device: Device,
+    *,
+    response: float | None = None,
+    lengths: Lengths | None = None,
+    tried: float = 1.0,
+) -> Estimate:
+    """Of `plan`, with what was counted in it: what the command prints, and what a run is held against. `models`: of
+    `make_plan`; all else as of `estimate`."""
+    policy = models["rollout"]
+    return estimate(
+        recipe,
+        policy,
+        models.get("critic", policy),
+        device,
+        response=response,
+        lengths=lengths,
+        engine=plan.engine,
+        links=plan.exchange,
+        teacher_model=models.get("teacher"),
+        tried=tried,
+    )
+
+
+def spans(phases: list[PhaseTime]) -> list[tuple[float, float]]:
+    """Begin and end of each, in seconds since the step began."""
+    found, now = [], 0.0
+    for phase in phases:
+        begin = now if phase.begin is None else phase.begin
+        now = begin + phase.seconds
+        found.append((begin, now))
+    return found
+
+
+@dataclass
+class Step:
+    """One step of a recipe, and what each of its phases costs."""
+
+    recipe: Recipe
+    device: Device
+    lengths: Lengths
+    shape: ModelShape
+    critic_shape: ModelShape | None = None
+    teacher_shape: ModelShape | None = None
+    engine: EngineRank | None = None
+    links: Links | None = None
+    tried: float = 1.0
+    _found: list[PhaseTime] = field(default_factory=list)
+    _begin: float | None = None  # when the next phase begins, where that is not at the end of the one before
+
+    @property
+    def samples(self) -> int:
+        """That are trained on."""
+        return self.recipe.data.prompts_per_step * self._siblings
+
+    @property
+    def _siblings(self) -> int:
+        """Samples of a group."""
+        return {"rollout": self.recipe.rollout.samples_per_prompt, "preferences": 2, "sft": 1}[self.recipe.train.source]
+
+    @property
+    def actor(self) -> Trainers:
+        return Trainers(self.recipe, self.shape, self.device)
+
+    @property
+    def critic(self) -> Trainers:
+        return Trainers(critic_view(self.recipe), self.critic_shape or self.shape, self.device, output=False)
+
+    @cached_property
+    def batches(self) -> MicroBatches:
+        return self._batches(self.actor)
+
+    def _batches(self, trainers: Trainers) -> MicroBatches:
+        each = self.samples / trainers.recipe.actor.mini_batches
+        together = self._siblings if LOSSES[trainers.recipe.algorithm.loss].whole_groups else 1
+        return micro_batches(trainers.recipe, trainers.shape, self.lengths, each, trainers.data_parallel, together)
+
+    @cached_property
+    def engines(self) -> Engines:
+        rollout = self.recipe.rollout
+        dtype = rollout.dtype or self.recipe.model.dtype
+        engines = Engines(
+            self.shape,
+            self.device,
+            count=rollout.engines,
+            tensor=rollout.tensor_parallel,
+            number=4 if dtype == "float32" else 2,
+            group=rollout.data_parallel,
+            spread=rollout.spreads_experts and bool(self.shape.experts),
+            prefix=rollout.engine_args.get("enable_prefix_caching", True) is not False,
+        )
+        return replace(engines, sequences=room(engines, self.lengths, limits_of_policy(self.recipe), self.engine))
+
+    def phases(self) -> list[PhaseTime]:
+        """In the order of controller.py. Engines that may run ahead write beside what the trainers do."""
+        recipe, settings = self.recipe, self.recipe.algorithm
+        rolls = recipe.train.source == "rollout"
+        beside = rolls and recipe.rollout.max_staleness > 0
+        self._found, self._begin = [], None
+        if rolls:
+            self._add("gen", self._generate(), self._of_engines())
+            self._begin = 0.0 if beside else None
+        if needs_teacher(settings):
+            self._add("teacher", self._teach(), self._of_teacher())
+        critic_first = uses_critic(settings) and not settings.kl_in_reward
+        if critic_first:
+            self._consult_critic()
+        self._add(HAND_OVER, self._hand_over(), "in no timing_s/... but timing_s/step; host memory is page-locked")
+        passed = training.forward(self.actor, self.batches, recipe.actor.mini_batches)
+        if runs_old_log_prob_pass(settings):
+            self._add("old_log_prob", passed, self._of_trainers())
+        if runs_reference_pass(settings):
+            self._add("reference", passed + training.reference_swap(self.actor), self._of_trainers())
+        if uses_critic(settings) and not critic_first:
+            self._consult_critic()
+        elif ADVANTAGES[settings.advantage].of_tokens:
+            self._add("adv", self._vectors(), _VECTORS)
+        learned = training.update(self.actor, self.batches, recipe.actor.mini_batches)
+        self._add("update_actor", learned, self._of_trainers())
+        if rolls:
+            if beside:
+                self._begin = max(end for _, end in spans(self._found))
+            planned = self._planned()
+            sent = exchange(self.actor, self.engines, planned) + moved(self.actor)
+            self._add("weight_exchange", sent, self._of_exchange(planned))
+        return self._found
+
+    def _add(self, name: str, cost: Cost, assumed: str) -> None:
+        """What costs nothing is no phase."""
+        if not cost.seconds:
+            return
+        factor = self.device.factors.get(name, 1.0)
+        if factor != 1:
+            assumed = f"{assumed}; times {factor:.3g}, as was measured"
+        cost *= factor
+        self._found.append(PhaseTime(name, cost.seconds, cost.bound, assumed, self._begin, cost.parts))
+        self._begin = None
+
+    def _hand_over(self) -> Cost:
+        """The actor comes back to the devices, after the critic has come and gone."""
+        cost = moved(self.actor)
+        return cost + moved(self.critic) * 2 if uses_critic(self.recipe.algorithm) else cost
+
+    def _generate(self) -> Cost:
+        greedy = ADVANTAGES[self.recipe.algorithm.advantage].needs_greedy
+        samples = self.recipe.rollout.samples_per_prompt + greedy
+        return generate(self.engines, self.lengths, self.recipe.data.prompts_per_step * self.tried, samples)
+
+    def _teach(self) -> Cost:
+        return read(self._teachers, self.lengths.tokens, self.samples)
+
+    @property
+    def _teachers(self) -> Engines:
+        teacher = self.recipe.teacher
+        dtype = teacher.dtype or self.recipe.model.dtype
+        shape = self.teacher_shape or self.shape
+        return Engines(
+            shape, self.device, teacher.engines, teacher.tensor_parallel, number=4 if dtype == "float32" else 2
+        )
+
+    def _consult_critic(self) -> None:
+        critic = self.critic
+        batches, mini_batches = self._batches(critic), critic.recipe.actor.mini_batches
+        self._add("values", training.forward(critic, batches, mini_batches), self._of_trainers())
+        self._add("adv", self._vectors(), _VECTORS)
+        self._add("update_critic", training.update(critic, batches, mini_batches), self._of_trainers())
+
+    def _vectors(self) -> Cost:
+        """Three vectors of four bytes a token, from the host and back, of each data-parallel rank."""
+        tokens = self.samples * self.lengths.tokens / self.actor.data_parallel
+        return Cost(host=host_seconds(self.device, 24 * tokens))
+
+    # --- what the phases stand on --------------------------------------------------------------------------------
+
+    def _of_trainers(self) -> str:
+        return f"{self.device.train_share:.0%} of {self.device.flops / 1e12:.0f} TFLOP/s; {self.lengths.assumed}"
+
+    def _of_engines(self) -> str:
+        device, engines = self.device, self.engines
+        parts = [
+            f"{device.decode_share:.0%} of {device.bandwidth / 1e12:.2g} TB/s, {device.prefill_share:.0%} of "
+            f"{device.flops / 1e12:.0f} TFLOP/s",
+            f"{several(round(engines.sequences), 'sequence')} at a time"
+            + (", experts met evenly" if self.shape.experts else ""),
+            self.lengths.assumed,
+            f"responses spread evenly from {self.lengths.shortest:.0f} to {self.lengths.longest:.0f}",
+            "scoring, tools and judges keep up",
+        ]
+        if self.recipe.algorithm.dynamic_sampling.enabled:
+            filtered = 1 - 1 / self.tried
+            parts.append(f"{filtered:.0%} of groups are filtered" if filtered else "no group is filtered")
+        return "; ".join(parts)
+
+    def _of_teacher(self) -> str:
+        size = "" if self.teacher_shape else "; as large as the policy"
+        return (
+            f"{self.device.prefill_share:.0%} of {self.device.flops / 1e12:.0f} TFLOP/s{size}; {self.lengths.assumed}"
+        )
+
+    def _planned(self) -> Links | None:
+        """Bytes of planned copies, or of adapters alone; None: weights go by export."""
+        if self.links is None:
+            return uncounted(self.actor, self.engines) if planned_by_recipe(self.recipe) else None
+        return self.links if self.links.route != "export" else None
+
+    def seconds_by_route(self) -> dict[str, float]:
+        """Seconds of an update of the engines by each route that the recipe's engines could take, devices that change hands
+        included."""
+        planned, whole = self._planned(), exchange(self.actor, self.engines, None)
+        factor = self.device.factors.get("weight_exchange", 1.0)
+        costs = {"export": whole} | ({planned.route: exchange(self.actor, self.engines, planned)} if planned else {})
+        return {name: (cost + moved(self.actor)).seconds * factor for name, cost in costs.items()}
+
+    def _of_exchange(self, planned: Links | None) -> str:
+        ways = {"device": "from device to device", "ipc": "out of the trainers' device memory"}
+        way = ways.get(self.recipe.exchange.transport, "through the host's memory")
+        routes = {
+            "planned": f"planned copies, {way}",
+            "adapters": "adapters alone, through the host's memory",
+            "export": "every trainer gathers every weight, rank 0 sends",
+        }
+        how = routes[planned.route if planned else "export"]
+        return f"{self.device.link_share:.0%} of links; {how}"

@@ -1,0 +1,115 @@
+"""What a run measured, as far as an estimate can be held to it: read from its directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+from megarl.batching.flops import ModelFlops
+from megarl.commands.plan.time.lengths import Lengths
+from megarl.hf.shape import ModelShape
+from megarl.observe.files import read_lines
+from megarl.observe.run_dir import RunDirectory
+from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.schema import Recipe
+
+FIRST = 2  # steps at the start of a session that are left out: they compile, allocate and connect
+_TIMING = "timing_s/"
+_SAME = 0.25  # FLOPs of a run may differ from the model's by this share: lengths are known by their means alone
+
+# Sections and keys that change no step's seconds.
+_INDIFFERENT = (
+    "name", "runs_dir", "evaluation.", "observe.", "judge.", "sandbox.", "reward.", "model.tokenizer", "data.train_files",
+    "data.mix", "data.eval_files", "data.shuffle", "data.curriculum", "data.workers", "data.cache", "data.overlong",
+    "data.prompt_suffix", "data.chat_template", "rollout.timeout", "rollout.start_timeout", "rollout.temperature",
+    "rollout.top_", "algorithm.clip", "algorithm.dual_clip", "algorithm.correction", "algorithm.overlong",
+    "actor.optimizer.", "critic.optimizer.", "critic.warmup_steps", "critic.value_clip", "megatron.moe_", "train.steps",
+    "train.seed", "train.save", "train.export", "train.keep", "train.verify", "train.stop", "train.resume",
+    "cluster.timeout", "cluster.ray_address", "cluster.device_peak", "exchange.timeout",
+    "exchange.silence",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over the steps of a run."""
+
+    run: Path
+    steps: int
+    seconds: dict[str, float]  # of phases, by the names of timing_s/...
+    step: float
+    lengths: Lengths
+    tried: float  # prompts that were sampled for each that was trained on
+
+    @property
+    def rest(self) -> float:
+        """Of a step, what is in none of its phases."""
+        return self.step - sum(self.seconds.values())
+
+
+def read_run(path: Path, recipe: Recipe, shape: ModelShape) -> Measured:
+    """Raises ValueError for a directory that is no run, a run of another recipe or model, and one too short to tell."""
+    run_dir = RunDirectory(path)
+    if not run_dir.metrics.is_file() or not run_dir.recipe.is_file():
+        raise ValueError(f"{path} is no run to learn from: it lacks metrics.jsonl or recipe.resolved.yaml.")
+    _check_recipe(run_dir, recipe)
+    lines = [line for line in read_lines(run_dir.metrics)[0] if f"{_TIMING}update_actor" in line]
+    lines = lines[FIRST:]
+    if not lines:
+        raise ValueError(f"{path} has no step past the first {FIRST}, which are slower than others: train for more.")
+    _check_model(path, lines, recipe, shape)
+    names = {name for line in lines for name in line if name.startswith(_TIMING)}
+    found = {name.removeprefix(_TIMING): median(line.get(name, 0.0) for line in lines) for name in names}
+    step = found.pop("step", sum(found.values()))
+    top_level = {name: value for name, value in found.items() if "/" not in name}
+    return Measured(path, len(lines), top_level, step, _lengths(lines), _tried(lines, recipe))
+
+
+def _check_recipe(run_dir: RunDirectory, recipe: Recipe) -> None:
+    theirs, ours = flat_settings(run_dir.recipe.read_text(encoding="utf-8")), flat_settings(to_yaml(recipe))
+    keys = [key for key in sorted({*theirs, *ours}) if not key.startswith(_INDIFFERENT)]
+    others = [key for key in keys if theirs.get(key) != ours.get(key)]
+    if others:
+        said = "; ".join(f"{key} is {theirs.get(key)!r} in the run and {ours.get(key)!r} here" for key in others[:5])
+        more = f"; and {len(others) - 5} more" if len(others) > 5 else ""
+        raise ValueError(
+            f"{run_dir.path} is a run of another recipe: {said}{more}. Give the recipe that it ran, {run_dir.recipe}, or "
+            "a run of this one."
+        )
+
+
+def _check_model(path: Path, lines: list[dict[str, float]], recipe: Recipe, shape: ModelShape) -> None:
+    """By the FLOPs that the run counted of its own model."""
+    name = "actor"
+    speed = f"perf/tflops_per_device/{name}"
+    devices = 1e12 * recipe.cluster.trainers
+    counted = [line[speed] * devices * line[f"{_TIMING}update_actor"] for line in lines if speed in line]
+    if not counted:
+        return
+    lengths = _lengths(lines)
+    tokens = fmean(line["perf/total_num_tokens"] for line in lines)
+    flops = ModelFlops(2 * shape.active, 2 * shape.layers * shape.attention.per_pair)
+    own = lengths.samples(64)
+    expected = float(flops.of_update(own, frozen=recipe.lora.rank > 0).sum()) * tokens / float(own.sum())
+    ratio = fmean(counted) / expected
+    if abs(ratio - 1) > _SAME:
+        raise ValueError(
+            f"{path} is a run of another model: its updates had {fmean(counted):.3g} FLOPs a step, and with this model they "
+            f"would have {expected:.3g}. Give the run's model with --model or model.path."
+        )
+
+
+def _lengths(lines: list[dict[str, float]]) -> Lengths:
+    def mean(name: str) -> float:
+        return fmean(line[name] for line in lines)
+
+    prompt, response = mean("prompt_length/mean"), mean("response_length/mean")
+    said = f"mean response {response:.4g} tokens and prompt {prompt:.4g}, as the run measured"
+    return Lengths.around(prompt, response, mean("response_length/max"), said)
+
+
+def _tried(lines: list[dict[str, float]], recipe: Recipe) -> float:
+    name = "rollout/prompts_tried"
+    tried = [line[name] for line in lines if name in line]
+    return fmean(tried) / recipe.data.prompts_per_step if tried else 1.0

@@ -1,0 +1,241 @@
+"""Seconds of trainers: forward passes and updates of the actor and of the critic. Pure.
+
+A pipeline of p stages, with v chunks each, over m micro batches of t seconds a stage takes m t + (p - 1) t / v, the second
+part waiting (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). t is that of the slowest stage: its matrix products
+(megarl/batching/flops.py) at `train_share` of the device's peak, what its ranks exchange, and the start of its layers' kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.commands.plan.time import pipeline
+from megarl.commands.plan.time.cost import Cost, all_to_all_seconds, offload_seconds, ring_seconds, send_seconds
+from megarl.commands.plan.time.lengths import MicroBatches
+from megarl.hf.shape import ModelShape
+from megarl.megatron.layout import layers_of_chunks
+from megarl.platform.devices import Device
+from megarl.platform.memory import swapped_parts
+from megarl.preflight.recipe.optimizer_extra import host_share
+from megarl.recipe.schema import Recipe
+
+_GRADIENT = 4  # bytes: gradients are summed in float32 (megatron/model.py)
+_STATES = 12  # bytes a parameter: master weight and Adam's two moments, in float32
+
+
+@dataclass(frozen=True)
+class Passes:
+    """How many times the forward pass's work is done, recomputation included."""
+
+    weights: int  # products with the layers' weights
+    pairs: int  # attention's
+    output: int  # the output layer
+    links: int  # what is exchanged in a layer
+    kernels: int  # starting a layer's kernels
+    hops: int  # from stage to stage
+
+
+FORWARD = Passes(1, 1, 1, 1, 1, 1)
+
+
+def update_passes(recipe: Recipe) -> Passes:
+    """Forward, and backward of twice the work: one part for the weights' gradient, which frozen ones do not have.
+
+    `recompute: full` adds a forward pass of the layers, `selective` one of attention; without `keep_logits` the output
+    layer is computed again (recipes.md). What is exchanged comes once in each direction.
+    """
+    backward = 1 if recipe.lora.rank else 2
+    full, selective = recipe.megatron.recompute == "full", recipe.megatron.recompute == "selective"
+    return Passes(
+        weights=1 + backward + full,
+        pairs=3 + (full or selective),
+        output=1 + backward + (not recipe.megatron.keep_logits),
+        links=2 + full,
+        kernels=3 + full,
+        hops=2,
+    )
+
+
+@dataclass(frozen=True)
+class Trainers:
+    """The actor's processes, or the critic's with `critic_view`'s recipe. `output`: whether there is an output layer."""
+
+    recipe: Recipe
+    shape: ModelShape
+    device: Device
+    output: bool = True
+
+    @property
+    def world(self) -> int:
+        return self.recipe.cluster.trainers
+
+    @property
+    def data_parallel(self) -> int:
+        m = self.recipe.megatron
+        return max(1, self.world // (m.tensor_parallel * m.pipeline_parallel * m.context_parallel))
+
+    @property
+    def number(self) -> int:
+        """Bytes of a weight or of an activation."""
+        return 4 if self.recipe.model.dtype == "float32" else 2
+
+    def stages(self) -> list[list[int]]:
+        """The layers of each pipeline stage."""
+        chunks = layers_of_chunks(self.shape.layers, self.recipe.megatron)
+        stages = self.recipe.megatron.pipeline_parallel
+        return [[layer for chunk in chunks[stage::stages] for layer in chunk] for stage in range(stages)]
+
+
+def forward(trainers: Trainers, batches: MicroBatches, mini_batches: int) -> Cost:
+    """A pass without gradients over the whole batch, as one run of the pipeline."""
+    return _pipeline(trainers, batches, batches.count * mini_batches, FORWARD)
+
+
+def update(trainers: Trainers, batches: MicroBatches, mini_batches: int) -> Cost:
+    """Of each mini batch a run of the pipeline, gradients summed over data-parallel ranks, and Adam's step."""
+    run = _pipeline(trainers, batches, batches.count, update_passes(trainers.recipe))
+    return (run + _optimizer_step(trainers)) * mini_batches
+
+
+def bubble(trainers: Trainers, batches: MicroBatches) -> float:
+    """Share of an update's run in which a stage waits."""
+    megatron = trainers.recipe.megatron
+    return pipeline.bubble(megatron.pipeline_parallel, megatron.virtual_pipeline or 1, batches.count)
+
+
+def reference_swap(trainers: Trainers) -> Cost:
+    """The reference policy's weights come from the host and the policy's go there, and back after the pass: twice the
+    weights in each direction. Adapters are merely switched off."""
+    if trainers.recipe.lora.rank:
+        return Cost()
+    return Cost(host=offload_seconds(trainers.device, 4 * weight_bytes(trainers)))
+
+
+def weight_bytes(trainers: Trainers) -> float:
+    """Of the rank that holds the most."""
+    return max(sum(_held(trainers, stage)) for stage in range(len(trainers.stages()))) * trainers.number
+
+
+def state_bytes(trainers: Trainers) -> float:
+    """Optimizer states of the rank that holds the most, which offloading moves; what is on the host anyway does not."""
+    if swapped_parts(trainers.recipe.megatron.extra) or trainers.recipe.lora.rank:
+        return 0.0
+    shares = [_shards(trainers, stage) for stage in range(len(trainers.stages()))]
+    stays = 1 - host_share(trainers.recipe.actor.optimizer)
+    return max(shares) * (_STATES if trainers.number == 2 else 8) * stays
+
+
+def _pipeline(trainers: Trainers, batches: MicroBatches, count: int, passes: Passes) -> Cost:
+    megatron = trainers.recipe.megatron
+    stages = [_stage(trainers, stage, batches, passes) for stage in range(megatron.pipeline_parallel)]
+    slowest = max(stages, key=lambda cost: cost.seconds)
+    waits = (megatron.pipeline_parallel - 1) / (megatron.virtual_pipeline or 1)
+    return slowest * count + Cost(bubble=slowest.seconds * waits)
+
+
+def _stage(trainers: Trainers, stage: int, batches: MicroBatches, passes: Passes) -> Cost:
+    """One micro batch in one stage."""
+    shape, megatron, device = trainers.shape, trainers.recipe.megatron, trainers.device
+    layers = trainers.stages()[stage]
+    flops = 2.0 * sum(shape.met(layer) for layer in layers) * batches.tokens * passes.weights
+    flops += 2.0 * shape.attention.per_pair * len(layers) * batches.pairs * passes.pairs
+    if trainers.output and stage == megatron.pipeline_parallel - 1:
+        flops += 2.0 * shape.output * batches.tokens * passes.output
+    compute = flops / (megatron.tensor_parallel * megatron.context_parallel) / (device.flops * device.train_share)
+    links = sum(_layer_links(trainers, shape.sparse[layer], batches.tokens) for layer in layers) * passes.links
+    return Cost(
+        compute=compute,
+        links=links + _hops(trainers, batches.tokens) * passes.hops,
+        start=len(layers) * device.layer_seconds * passes.kernels,
+    )
+
+
+def _layer_links(trainers: Trainers, sparse: bool, tokens: float) -> float:
+    """Seconds in which the ranks of a layer exchange, in a forward pass over `tokens` of a micro batch.
+
+    Tensor parallel: an all-gather and a reduce-scatter of the activations around attention and around a dense MLP (as many
+    bytes as without sequence parallel; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Context parallel: keys and
+    values of the other parts come by. A mixture of experts: tokens go to their experts and back, a copy for each; within an
+    expert cut by tensor parallel they are gathered and summed.
+    """
+    shape, megatron, device = trainers.shape, trainers.recipe.megatron, trainers.device
+    tensor, context, number = megatron.tensor_parallel, megatron.context_parallel, trainers.number
+    experts, cut = megatron.expert_parallel, megatron.expert_tensor_parallel or 1
+    activations = tokens / context * shape.hidden * number
+    seconds = 2 * ring_seconds(device, activations, tensor) * (1 if sparse else 2)
+    keys_and_values = tokens * shape.attention.keys_and_values / tensor * number
+    seconds += ring_seconds(device, keys_and_values, context, tensor)
+    if sparse:
+        sent = activations / tensor * shape.chosen
+        seconds += 2 * all_to_all_seconds(device, sent, experts * cut) * (experts > 1)
+        seconds += 2 * ring_seconds(device, sent * cut, cut)
+    return seconds
+
+
+def _hops(trainers: Trainers, tokens: float) -> float:
+    """Seconds in which a stage gives a micro batch's hidden states to the next, chunk by chunk."""
+    megatron = trainers.recipe.megatron
+    if megatron.pipeline_parallel == 1:
+        return 0.0
+    size = tokens / megatron.context_parallel / megatron.tensor_parallel * trainers.shape.hidden * trainers.number
+    distance = trainers.world // megatron.pipeline_parallel
+    return send_seconds(trainers.device, size, distance) * (megatron.virtual_pipeline or 1)
+
+
+def _held(trainers: Trainers, stage: int) -> tuple[float, float]:
+    """Parameters of a rank: those of experts, and all others."""
+    shape, megatron = trainers.shape, trainers.recipe.megatron
+    layers = trainers.stages()[stage]
+    sparse = sum(shape.sparse[layer] for layer in layers)
+    experts = (
+        sparse * shape.experts * shape.expert / (megatron.expert_parallel * (megatron.expert_tensor_parallel or 1))
+    )
+    dense = sum(shape.held(layer) for layer in layers) - sparse * shape.experts * shape.expert
+    ends = (stage == 0) + (trainers.output and stage == megatron.pipeline_parallel - 1)
+    if megatron.pipeline_parallel == 1 and shape.tied:
+        ends = 1
+    return experts, (dense + ends * shape.output) / megatron.tensor_parallel
+
+
+def _replicas(trainers: Trainers) -> tuple[int, int]:
+    """How many ranks hold the same of experts, and of the rest."""
+    m = trainers.recipe.megatron
+    each = trainers.world // m.pipeline_parallel
+    return max(1, each // (m.expert_parallel * (m.expert_tensor_parallel or 1))), max(1, each // m.tensor_parallel)
+
+
+def _shards(trainers: Trainers, stage: int) -> float:
+    """Parameters whose optimizer states a rank has."""
+    held, replicas = _held(trainers, stage), _replicas(trainers)
+    if not trainers.recipe.megatron.distributed_optimizer:
+        return sum(held)
+    return sum(size / copies for size, copies in zip(held, replicas, strict=True))
+
+
+def _optimizer_step(trainers: Trainers) -> Cost:
+    """Gradients are summed over the ranks that hold the same, each updates its share, and weights are gathered. Adam reads
+    gradient, master weight and moments and writes all but the gradient, and the weight. Adapters are too few to count."""
+    if trainers.recipe.lora.rank:
+        return Cost()
+    device, megatron = trainers.device, trainers.recipe.megatron
+    stages = range(len(trainers.stages()))
+    experts, dense = max((_held(trainers, stage) for stage in stages), key=sum)
+    copies_of_experts, copies = _replicas(trainers)
+    stride = megatron.expert_parallel * (megatron.expert_tensor_parallel or 1)
+    back = (
+        trainers.number if megatron.distributed_optimizer else _GRADIENT
+    )  # weights, or the other half of an all-reduce
+    links = ring_seconds(device, experts * (_GRADIENT + back), copies_of_experts, stride)
+    links += ring_seconds(device, dense * (_GRADIENT + back), copies, megatron.tensor_parallel)
+    own = max(_shards(trainers, stage) for stage in stages)
+    written = 2 if trainers.number == 2 else 0  # the weight, where it is not its own master
+    touched = own * (_GRADIENT + 2 * _STATES + written)
+    swapped = 2 * _STATES * own if swapped_parts(megatron.extra) else 0.0
+    # Gradients to the host and weights back; the host's own part of the update is not estimated.
+    share = host_share(trainers.recipe.actor.optimizer)
+    swapped += share * own * (_GRADIENT + trainers.number)
+    return Cost(
+        links=links,
+        memory=(1 - share) * touched / device.adam_rate,
+        host=offload_seconds(device, swapped),
+    )

@@ -1,0 +1,109 @@
+"""What one rank of vLLM's model holds, and about what its largest step takes."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megarl.commands.plan.vllm_rank import RankModel
+from megarl.engines.base import EngineSpec
+from megarl.engines.limits import Limits
+from megarl.platform.memory import asleep
+
+# Of a sequence's logits: as the model puts them out, in float32, their log-probs, probabilities, and the draws of these
+# (vLLM 0.32, v1/sample/sampler.py and ops/topk_topp_sampler.py).
+_IN_FLOAT32 = 4
+_OF_A_LAYER = re.compile(r".*\.(?:layers|blocks)\.\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class RankCounts:
+    """Of one rank; but for the first in bytes."""
+
+    parameters: int
+    weights: int  # of these
+    beside: int  # tables of rotary positions and the like, and copies that latent attention makes of a weight
+    cache_per_token: float  # of the KV cache, for each token of one sequence
+    working: int  # of the largest step
+    largest: int  # of `weights`, those of the one module that has the most
+    remade: int  # copies of a weight that latent attention makes anew at the first update, outside of what sleeps
+    asleep: int  # on the host, while the engine sleeps and keeps its weights
+
+
+def counted(built: RankModel, spec: EngineSpec, limits: Limits) -> RankCounts:
+    parameters = {parameter.untyped_storage()._cdata: parameter for parameter in built.model.parameters()}
+    buffers = {buffer.untyped_storage()._cdata: buffer for buffer in built.model.buffers()}
+    copies = sum(module.kv_b_proj.weight.nbytes for module in _attention(built) if hasattr(module, "kv_b_proj"))
+    return RankCounts(
+        parameters=sum(parameter.numel() for parameter in parameters.values()),
+        weights=_bytes(parameters),
+        beside=_bytes({key: one for key, one in buffers.items() if key not in parameters}) + copies,
+        cache_per_token=_cache_per_token(built),
+        working=_layers(built, limits) + _logits(built, spec, limits),
+        largest=max(sum(one.nbytes for one in module.parameters(recurse=False)) for module in built.model.modules()),
+        remade=copies,
+        asleep=asleep(one.untyped_storage().nbytes() for one in {**buffers, **parameters}.values()),
+    )
+
+
+def _bytes(tensors: dict[int, Any]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors.values())
+
+
+def _attention(built: RankModel) -> list[Any]:
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    return list(get_layers_from_vllm_config(built.config, AttentionLayerBase).values())
+
+
+def _cache_per_token(built: RankModel) -> float:
+    specs = [layer.get_kv_cache_spec(built.config) for layer in _attention(built)]
+    return sum(one.page_size_bytes / one.block_size for one in specs if one is not None)
+
+
+def _logits(built: RankModel, spec: EngineSpec, limits: Limits) -> int:
+    """Of all the vocabulary: every rank gathers it. An engine that tells prompts' log-probs has a row a token."""
+    rows = limits.tokens if spec.prompt_top_k is not None else limits.sequences
+    vocabulary = built.config.model_config.get_vocab_size()
+    return rows * vocabulary * (_itemsize(built) + 4 * _IN_FLOAT32)
+
+
+def _layers(built: RankModel, limits: Limits) -> int:
+    """Of the widest layer, with its input, its residual and their norm."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
+
+    widths: dict[str, float] = defaultdict(float)
+    for name, module in built.model.named_modules():
+        layer = _OF_A_LAYER.match(name)
+        if layer is None:
+            continue
+        if isinstance(module, LinearBase):
+            widths[layer[0]] += getattr(module, "output_size_per_partition", module.output_size)
+            if isinstance(module, RowParallelLinear):  # what attention and activations put out
+                widths[layer[0]] += module.input_size_per_partition
+        elif isinstance(module, RoutedExperts):
+            widths[layer[0]] += _of_experts(module)
+    text = built.config.model_config.hf_text_config
+    vision = getattr(built.config.model_config.hf_config, "vision_config", None)
+    merged = getattr(vision, "spatial_merge_size", 1) ** 2
+    most = max(width * (merged if "visual" in name else 1) for name, width in widths.items())
+    return int(limits.tokens * (most + 3 * text.hidden_size) * _itemsize(built))
+
+
+def _of_experts(experts: Any) -> float:
+    """Numbers a token of a step: the tokens that come to a rank's experts, their two products and what goes back."""
+    parallel = experts.moe_config.moe_parallel_config
+    share = experts.local_num_experts / experts.global_num_experts
+    arriving = experts.top_k * share * (parallel.dp_size if parallel.use_ep else 1)
+    return arriving * (2 * experts.hidden_size + 3 * experts.intermediate_size_per_partition)
+
+
+def _itemsize(built: RankModel) -> int:
+    dtype: torch.dtype = built.config.model_config.dtype
+    return dtype.itemsize

@@ -1,0 +1,141 @@
+"""vLLM's own model of any rank of any layout, without memory: for planning, on a machine that need have no device.
+
+`prepare` makes a process one that can be a rank, `build` makes it one. The process holds shapes and types alone, and the
+other ranks do not exist: their groups exchange nothing. What a device's kernels make of weights after loading is not there.
+Patches are process-wide: it is for a process of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megarl.commands.plan.meta_device import META, fake_collectives, join
+from megarl.engines.base import EngineSpec
+from megarl.engines.vllm.args import build_engine_args, process_env
+
+# Of an engine's arguments, those that change what its ranks hold. Others say how it runs, and may be a device's own.
+_OF_THE_MODEL = ("hf_overrides", "kv_cache_dtype", "limit_mm_per_prompt", "quantization", "num_redundant_experts")
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """`model`: parameters are on "meta", laid out as checkpoints are loaded into them."""
+
+    model: torch.nn.Module
+    config: Any  # vLLM's VllmConfig
+
+
+def prepare() -> None:
+    """Call before anything imports vLLM."""
+    os.environ.update(process_env(1), VLLM_PLUGINS="")  # "": other devices' plugins stay away
+    if importlib.util.find_spec("torchvision") is None:
+        sys.meta_path.append(_Torchvision())
+    fake_collectives()
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+
+    vllm.platforms._current_platform = CpuPlatform()  # the same everywhere, whatever the machine has
+    import vllm.model_executor.model_loader.utils
+    from vllm.distributed import parallel_state
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+    from vllm.model_executor.models import registry
+
+    # What asks other ranks, or another process.
+    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
+    MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
+    parallel_state.in_the_same_node_as = lambda group, source_rank=0: [True] * torch.distributed.get_world_size(group)
+    registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
+        self.load_model_cls()
+    )
+
+
+def build(spec: EngineSpec, rank: int) -> RankModel:
+    """Be rank `rank` of an engine of `spec`, or of its group: ranks of an engine are neighbours. Once in a process.
+
+    `spec.model_path` needs a config.json and nothing else. Raises ValueError for a model that cannot be cut so.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    engine, of_engine = divmod(rank, spec.tensor_parallel)
+    os.environ.update(
+        VLLM_DP_SIZE=str(spec.data_parallel),
+        VLLM_DP_RANK=str(engine),
+        VLLM_DP_RANK_LOCAL="0",
+        VLLM_DP_MASTER_PORT="1",  # else a free one is looked for; nothing is connected
+    )
+    join(rank, spec.tensor_parallel * spec.data_parallel)
+    config = EngineArgs(**_arguments(spec)).create_engine_config()
+    with set_current_vllm_config(config), _default_dtype(config.model_config.dtype):
+        parallel_state.init_distributed_environment(spec.tensor_parallel, of_engine, local_rank=0, backend="fake")
+        parallel_state.ensure_model_parallel_initialized(spec.tensor_parallel, 1)
+        with _FloatsWithoutMemory():
+            model = initialize_model(config)
+    return RankModel(model, config)
+
+
+def _arguments(spec: EngineSpec) -> dict[str, Any]:
+    """As an accelerator's engine is given them, where they say what it holds."""
+    given = {name: value for name, value in spec.engine_args.items() if name in _OF_THE_MODEL}
+    arguments = build_engine_args(replace(spec, engine_args=given, sleep_mode=False, adapters=None), "cuda")
+    return {**arguments, "enforce_eager": True, "load_format": "dummy", "distributed_executor_backend": None}
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _FloatsWithoutMemory(TorchFunctionMode):
+    """New tensors of floating point are on "meta". Integers stay on the host: which experts a rank has is computed of them."""
+
+    _MAKE = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.linspace)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in self._MAKE and kwargs.get("device") is None:
+            usual = torch.int64 if func is torch.arange else torch.get_default_dtype()
+            if (kwargs.get("dtype") or usual).is_floating_point:
+                kwargs["device"] = META
+        return func(*args, **kwargs)
+
+
+class _Torchvision:
+    """Stands in for torchvision, of which vLLM and transformers import names that building a model never uses."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name.partition(".")[0] != "torchvision":
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _Names(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__version__ = "0.28.0"  # type: ignore[attr-defined]  # transformers compares it
+
+
+class _Names(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Names(name)

@@ -1,0 +1,67 @@
+"""The quickstart from nothing: data, tokenizer and a random model; SFT; DAPO; what was learned. See launch/quickstart.sh."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from megarl.cli import guarded, leave
+from megarl.errors import InputError
+from megarl.observe.run_dir import RunDirectory
+from megarl.recipe import Recipe, load_recipe
+
+DATA = Path("data/quickstart")
+SFT_RECIPE, RL_RECIPE = "recipes/quickstart_sft.yaml", "recipes/quickstart.yaml"
+
+
+def quickstart(overrides: list[str]) -> Path:
+    """Run both halves. `overrides` are settings of the RL run; its seed is used for everything. Returns its directory."""
+    from megarl.assembly import train
+    from megarl.commands.data.quickstart import prepare_quickstart
+
+    began = time.monotonic()
+    rl = load_recipe(RL_RECIPE, overrides)
+    sft = load_recipe(SFT_RECIPE, [f"train.seed={rl.train.seed}"])
+    for recipe in (sft, rl):
+        set_aside(Path(recipe.runs_dir) / recipe.name)
+    heading(f"1/3  data, tokenizer and a random model in {DATA}/")
+    prepare_quickstart(DATA, rl.train.seed)
+    heading(f"2/3  SFT on demonstrations of mixed quality ({SFT_RECIPE}, {sft.train.steps} steps)")
+    train(sft)
+    heading(f"3/3  DAPO from there ({RL_RECIPE}, {rl.train.steps} steps)")
+    run = train(rl)
+    say_what_was_learned(rl, run, time.monotonic() - began)
+    return run
+
+
+def set_aside(run: Path) -> None:
+    """Keep an earlier run of the same name under another one, so that a repeated quickstart starts afresh."""
+    holder = RunDirectory(run).holder()
+    if holder is not None:
+        raise InputError(f"{run} is in use by another run (process {holder.get('pid', '?')}): wait for it, or stop it")
+    if run.exists():
+        kept = run.with_name(f"{run.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(run.stat().st_mtime))}")
+        run.rename(kept)
+        print(f"the earlier {run} is kept as {kept}")
+
+
+def heading(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def say_what_was_learned(recipe: Recipe, run: Path, seconds: float) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    print(
+        f"\nheld-out problems, numbers never seen in training:\n"
+        f"  sampled   {summary['accuracy_before']:.2f} -> {summary['accuracy_after']:.2f}\n"
+        f"  greedy    {summary['accuracy_greedy_before']:.2f} -> {summary['accuracy_greedy_after']:.2f}\n"
+        f"engine and trainer disagreed on no log-prob by more than {float(summary['logprob_gap_max']):.1e}\n"
+        f"{seconds / 60:.1f} minutes; curves, timeline and samples: {run / 'report.html'}"
+    )
+
+
+if __name__ == "__main__":  # engine and Ray processes import this module anew
+    arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    leave(guarded(lambda: quickstart(arguments), debug="--debug" in sys.argv))

@@ -1,7 +1,0 @@
-"""Recipes: the schema (schema.py, training.py), how YAML becomes one (load.py), and what is refused (validate.py)."""
-
-from megarl.config.errors import RecipeError
-from megarl.config.load import load_recipe, to_yaml
-from megarl.config.schema import Recipe
-
-__all__ = ["Recipe", "RecipeError", "load_recipe", "to_yaml"]

@@ -1,0 +1,263 @@
+"""SGLang as a rollout engine, through its offline `Engine`.
+
+Written to SGLang 0.5.23, which a test runs on the CPU (tests/sglang_cpu.py), and never run on a device. SGLang samples in
+processes of its own and answers through an asyncio loop, which the owning thread runs for a moment in each `step`. A process
+of SGLang's that fails ends this one too (SIGQUIT), and whoever started it notices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megarl.engines.backed import TAGS, BackedEngine, agreed, awakened, check_tokens
+from megarl.engines.base import EngineRefused, EngineSpec
+from megarl.engines.group import Group
+from megarl.engines.sglang.args import LOADER, build_engine_args, ends_of, merged_because
+from megarl.engines.sglang.worker import answers, order
+from megarl.types import Completion, GenerationRequest, Sampling
+from megarl.weight_sync.session import ExchangeError, ExchangeSession, PlannedSession, Session, UpdateReport, host_id
+
+_GRAPHS = "cuda_graph"  # SGLang's third tag, beside TAGS
+_MOMENT = 0.05  # seconds that a step waits for an answer
+
+
+class SglangEngine(BackedEngine):
+    """A `RolloutEngine`. Its process needs `engine_env`'s environment from the start."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._sglang = _SglangBackend(spec)
+        super().__init__(self._sglang, spec)
+
+    def pause(self) -> None:
+        self.call(self._sglang.pause)
+        super().pause()
+
+    def resume(self) -> None:
+        self.call(self._sglang.resume)
+        super().resume()
+
+
+class _SglangBackend:
+    """Drives SGLang's Engine. Methods run in the loop's thread, `check` in any."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._spec = spec
+        self._engine: Any = None
+        self._vocab_size = 0
+        self._ends: set[int] = set()
+        self._session: ExchangeSession | None = None
+        self._tasks: dict[str, list[asyncio.Task]] = {}  # of each request, one a sample, in the order of their seeds
+        self._requests: dict[str, GenerationRequest] = {}
+        self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
+        self.asleep: tuple[str, ...] = ()  # of TAGS
+
+    def join(self, group: Group) -> None:
+        raise EngineRefused(f"engine {self._spec.name!r}: SGLang's engines form no groups (rollout.data_parallel)")
+
+    def start(self) -> dict[str, Any]:
+        asyncio.set_event_loop(asyncio.new_event_loop())  # this thread's: SGLang takes it
+        import sglang
+        from sglang.srt.entrypoints.engine import Engine
+
+        from megarl.platform import select
+
+        if not hasattr(Engine, "begin_weight_update"):
+            raise RuntimeError(
+                f"SGLang {sglang.__version__} has no begin_weight_update, with which its weights are updated; install "
+                "0.5.23 or later"
+            )
+        device = self._spec.device or select().name
+        self._engine = Engine(**build_engine_args(self._spec, device))
+        self._vocab_size = self._engine.tokenizer_manager.model_config.vocab_size
+        self._ends = ends_of(self._spec.model_path)
+        return {
+            "engine": "sglang",
+            "version": sglang.__version__,
+            "device": device,
+            "can_sleep": self._spec.sleep_mode,
+            "can_update_in_flight": False,
+            "merged_because": merged_because(self._spec, device),
+            "receivers": [[f"{self._spec.name}/{rank}", host_id()] for rank in range(self._spec.tensor_parallel)],
+        }
+
+    def check(self, request: GenerationRequest) -> None:
+        check_tokens(request, self._spec, self._vocab_size)
+        uid, stops = request.prompt.uid, set(request.sampling.stop_token_ids)
+        if request.images is not None or request.prompt_top_k is not None:
+            raise ValueError(f"prompt {uid!r} has images, or asks for its own log-probs: SGLang is given neither")
+        if stops and not stops >= self._ends:
+            raise ValueError(
+                f"prompt {uid!r} is to stop at {sorted(stops)} alone, and SGLang would also stop at the model's ends of text, "
+                f"{sorted(self._ends - stops)}; make them stop tokens, too"
+            )
+
+    def admit(self, key: str, request: GenerationRequest) -> None:
+        self._requests[key] = request
+        self._tasks[key] = [
+            self._engine.loop.create_task(self._sample(f"{key}-{index}", request, index))
+            for index in range(request.sampling.n)
+        ]
+
+    async def _sample(self, name: str, request: GenerationRequest, index: int) -> dict[str, Any]:
+        return await self._engine.async_generate(
+            input_ids=list(request.prompt.tokens),
+            sampling_params=_sampling_params(request.sampling, self._seed(request, index)),
+            return_logprob=request.sampling.temperature > 0,
+            rid=name,
+        )
+
+    def _seed(self, request: GenerationRequest, index: int) -> int | None:
+        """The seed of a sample; None where SGLang would not read it (`rollout.seeded: false`)."""
+        return None if request.seed is None or not self._spec.seeded else request.seed + index
+
+    def step(self) -> list[tuple[str, list[Completion]]]:
+        unfinished = [task for tasks in self._tasks.values() for task in tasks if not task.done()]
+        if unfinished:
+            first = asyncio.wait(unfinished, timeout=_MOMENT, return_when=asyncio.FIRST_COMPLETED)
+            self._engine.loop.run_until_complete(first)
+        finished = []
+        for key in [key for key, tasks in self._tasks.items() if all(task.done() for task in tasks)]:
+            request, tasks = self._requests.pop(key), self._tasks.pop(key)
+            finished.append(
+                (key, [_completion(task.result(), request.sampling, self._spec.recipe_section) for task in tasks])
+            )
+        return finished
+
+    def cancel(self, keys: list[str]) -> None:
+        tasks = []
+        for key in keys:
+            del self._requests[key]
+            for index, task in enumerate(self._tasks.pop(key)):
+                self._engine.tokenizer_manager.abort_request(f"{key}-{index}")
+                task.cancel()
+                tasks.append(task)
+        self._run(asyncio.gather(*tasks, return_exceptions=True))
+
+    def _run(self, awaitable: Any) -> Any:
+        return self._engine.loop.run_until_complete(awaitable)
+
+    def pause(self) -> None:
+        """Schedulers stop between two steps; they answer what comes next only when they have."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        self._run(self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place")))
+        self._engine.get_server_info()
+
+    def resume(self) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        self._run(self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput()))
+
+    def connect_exchange(self, session: Session) -> str | None:
+        if isinstance(session, PlannedSession):
+            return "SGLang takes whole tensors alone"
+        self._session = session  # each rank joins when it first receives
+        return None
+
+    def update_weights(self, version: int, running: int) -> UpdateReport:
+        name = self._spec.name
+        if running:
+            raise EngineRefused(
+                f"SGLang engine {name!r} takes no weights while {running} requests run; let them finish or abort"
+            )
+        if "weights" in self.asleep:
+            raise EngineRefused(f"engine {name!r} has no memory for weights while they sleep; wake them first")
+        if self._session is None:
+            raise EngineRefused(f"engine {name!r} is part of no weight exchange; connect it first")
+        report = agreed(self._receive(self._session, version), name)
+        assert isinstance(report, UpdateReport)
+        self.unloaded = None
+        return report
+
+    def _receive(self, session: ExchangeSession, version: int) -> list[UpdateReport]:
+        folder = tempfile.mkdtemp(prefix="megarl-sglang-")
+        try:
+            task = order(session.to_json(), self._spec.name, version, folder)
+            _succeed(self._engine.begin_weight_update(), "begin a weight update")
+            loaded = self._engine.update_weights_from_tensor(
+                [(task, torch.zeros(1))], load_format=LOADER, flush_cache=True
+            )
+            _succeed(loaded, "update its weights")
+            told = answers(folder, self._spec.tensor_parallel)
+            failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(told) if "error" in one]
+            if failed:
+                raise ExchangeError(f"engine {self._spec.name!r} did not take version {version}: {'; '.join(failed)}")
+            _succeed(self._engine.end_weight_update(), "end a weight update")
+            return [UpdateReport(**one["report"]) for one in told]
+        finally:
+            shutil.rmtree(folder)
+
+    def sleep(self, running: int) -> None:
+        if not self._spec.sleep_mode:
+            raise EngineRefused(f"engine {self._spec.name!r} cannot sleep: it was started without sleep_mode")
+        if running:
+            raise EngineRefused(f"engine {self._spec.name!r} cannot sleep while {running} requests run")
+        self._engine.release_memory_occupation()
+        self.asleep = TAGS
+        self.unloaded = "dropped its weights when it went to sleep"
+
+    def profile(self, name: str | None) -> None:
+        raise EngineRefused("engines of rollout.engine=sglang are not traced")  # validation refuses such a recipe
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        if not self._spec.sleep_mode:
+            raise EngineRefused(f"engine {self._spec.name!r} cannot sleep, so it cannot wake")
+        tags = self.asleep if tags is None else tags
+        asleep = awakened(tags, self.asleep, self._spec.name)
+        graphs = [] if asleep else [_GRAPHS]  # they need both
+        self._engine.resume_memory_occupation([*tags, *graphs])
+        self.asleep = asleep
+
+    def shutdown(self) -> None:
+        if self._engine is None:
+            return
+        self._engine.shutdown()  # ends every child of this process: pools of scorers are closed before
+        self._engine = None
+
+
+def _sampling_params(sampling: Sampling, seed: int | None) -> dict[str, Any]:
+    return {
+        "n": 1,
+        **({} if seed is None else {"sampling_seed": seed}),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": not sampling.stop_token_ids,  # it would ignore these, too
+    }
+
+
+def _completion(output: dict[str, Any], sampling: Sampling, section: str) -> Completion:
+    """From what SGLang answers of one sample. Its log-probs are those of the whole vocabulary at the sampling temperature."""
+    tokens = np.asarray(output["output_ids"], np.int32)
+    meta = output["meta_info"]
+    reason = (meta["finish_reason"] or {}).get("type")
+    if reason not in ("stop", "length"):
+        raise RuntimeError(f"SGLang ended a request with {meta['finish_reason']!r}")
+    if reason == "length" and len(tokens) != sampling.max_tokens:
+        raise RuntimeError(
+            f"SGLang cut a response at {len(tokens)} of {sampling.max_tokens} tokens: its KV cache is too small for one "
+            f"sample; raise {section}.engine_args.mem_fraction_static"
+        )
+    if sampling.temperature == 0:
+        return Completion(tokens, np.full(len(tokens), np.nan, np.float32), reason)
+    told = meta["output_token_logprobs"]  # (log-prob, token, text) each
+    if [token for _, token, *_ in told] != tokens.tolist():
+        raise RuntimeError(
+            f"SGLang told log-probs of {len(told)} tokens that are not the {len(tokens)} of the response"
+        )
+    return Completion(tokens, np.asarray([value for value, *_ in told], np.float32), reason)
+
+
+def _succeed(result: Any, what: str) -> None:
+    good, message = result
+    if not good:
+        raise RuntimeError(f"SGLang did not {what}: {message}")

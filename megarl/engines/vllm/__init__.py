@@ -1,0 +1,1 @@
+"""vLLM and vllm-ascend as rollout engines."""

@@ -1,0 +1,364 @@
+"""From an EngineSpec to vLLM's own arguments and environment."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from megarl.engines.base import EngineSpec, EngineTraces
+from megarl.engines.limits import Limits
+from megarl.engines.vllm import ascend, lora
+from megarl.engines.vllm.ascend import task_queue as task_queue
+from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
+from megarl.engines.vllm.images import image_args
+from megarl.errors import RecipeError
+from megarl.platform.environment import Requirement, at_least
+from megarl.recipe.source_fields import Fields, fields_of, problem
+from megarl.types import Sampling
+
+_CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take most of the machine's memory
+_CPU_BATCHED_TOKENS = 8192  # prompts are computed whole there, so the longest must fit
+_PROMPT_SCORES_TOKENS = (
+    2048  # of a step that tells prompts' log-probs: 2.5 GB of float32 with 150,000 tokens to choose from
+)
+# vLLM's own, where its arguments leave them out and its LLMEngine is used (config/scheduler.py, config/cache.py).
+_BATCHED_TOKENS, _SEQUENCES, _SHARE = 2048, 128, 0.92
+# Engines of a group are told in their environment where it meets (vllm.py:_group_env).
+_DATA_PARALLEL = (
+    "data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
+    "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_external_lb",
+    "data_parallel_hybrid_lb",
+)  # fmt: skip
+# Arguments that follow from other settings, and which.
+_OWNED = {
+    "model": "{section}.path",
+    "dtype": "{section}.dtype",
+    "tensor_parallel_size": "{section}.tensor_parallel",
+    **dict.fromkeys(_DATA_PARALLEL),
+    "max_model_len": "data.max_prompt_length and rollout.max_response_length",  # also what a teacher reads
+    "seed": "train.seed",
+    "enable_sleep_mode": "cluster.placement",
+    "load_format": None,
+    "enable_return_routed_experts": "megatron.routing_replay",
+    **dict.fromkeys(lora.OWNED, "lora and exchange.adapters"),
+    "logprobs_mode": None,
+    "max_logprobs": "algorithm.distill_top_k",
+    "mm_device_do_normalize": None,
+    "skip_tokenizer_init": None,
+    "worker_extension_cls": None,
+    "disable_log_stats": None,
+    "use_tqdm_on_load": None,
+}
+# Those that other settings decide in these sections.
+_OWNED_IN: dict[str, dict[str, str | None]] = {
+    "rollout": {
+        "model": "model.path",
+        "enable_expert_parallel": "rollout.expert_parallel",
+        **dict.fromkeys(_DATA_PARALLEL, "rollout.data_parallel"),
+    },
+    "judge": {"max_model_len": "judge.max_prompt_length and judge.max_tokens", "max_logprobs": None},
+}
+
+
+def process_env(threads: int) -> dict[str, str]:
+    """vLLM's own environment of a process; it must be set before the process starts.
+
+    Multiprocessing is off so that the engine core lives in the thread that admits requests: a list
+    of them then enters whole between two steps, which a queue between processes would not promise.
+    """
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else workers of one machine all bind to the same cores
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's use of torch, on every import
+    }
+
+
+def required_environment(
+    spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None
+) -> dict[str, Requirement]:
+    """Variables that engines of `spec` need with at least the values that follow from model and layout."""
+    if device != "npu":
+        return {}
+    if config is None:
+        if not os.path.isfile(os.path.join(spec.model_path, "config.json")):
+            return {}
+        config = _model_config(spec.model_path)
+    buffer = dispatch_buffer(config, spec)
+    if buffer is None or buffer.megabytes <= DEFAULT_MB:
+        return {}
+    return {"HCCL_BUFFSIZE": at_least(buffer.megabytes, f"vllm-ascend needs {buffer.arithmetic}")}
+
+
+def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") -> None:
+    """ValueError for names that vLLM's EngineArgs does not have, or that another setting decides. `section`: the
+    recipe's, whose they are.
+
+    vLLM's source is read, not imported: that takes many seconds, and wants the platform prepared. Without vLLM on this
+    machine (a controller's) unknown names are found where the engine starts.
+    """
+    known, owned = fields(), {**_OWNED, **_OWNED_IN.get(section, {})}
+    if engine_args.get("distributed_executor_backend") == "external_launcher":
+        raise ValueError(
+            f"{section}.engine_args.distributed_executor_backend cannot be external_launcher: megarl starts one process an "
+            "engine, and vLLM its workers; leave it out"
+        )
+    if "additional_config" in engine_args:
+        ascend.check_additional_config(engine_args["additional_config"], f"{section}.engine_args.additional_config")
+    for name in engine_args:
+        if name in owned:
+            owner = owned[name]
+            instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
+            raise ValueError(f"{section}.engine_args.{name} cannot be given: {instead}")
+        if known and name not in known:
+            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise ValueError(f"{section}.engine_args.{name}: vLLM has no such engine argument; did you mean {near!r}?")
+        if known and (wrong := problem("vLLM", known[name], engine_args[name])):
+            raise RecipeError(f"{section}.engine_args.{name}", *wrong, value=engine_args[name])
+    _check_values(engine_args, section)
+
+
+def check_plan(spec: EngineSpec, device: str) -> None:
+    """RecipeError or ValueError for what an engine of `spec` can never do on `device`, before any starts."""
+    if spec.return_routed_experts and device == "cpu":
+        raise RecipeError(
+            "megatron.routing_replay",
+            "vLLM on a CPU cannot tell which experts a token went to",
+            "set megatron.routing_replay=old_log_probs, or none",
+            value="rollout",
+        )
+    if device == "npu" and spec.deterministic:
+        _without_whole_graphs(spec.engine_args, spec.recipe_section)
+    version = ascend.installed()
+    readable = os.path.isfile(os.path.join(spec.model_path, "config.json"))  # where not, reading the model says it
+    if device == "npu" and version is not None and readable:
+        _check_npu(spec, version)
+
+
+def merged_because(spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None:
+    """Why an engine of `spec` on `device` must be given merged weights instead of its adapters; None: it takes these.
+    `config`: config.json; None: the one at the spec's path."""
+    return lora.merged_because(spec, dict(config or _model_config(spec.model_path)), device)
+
+
+def _check_npu(spec: EngineSpec, version: Version) -> None:
+    if spec.return_routed_experts and not ascend.features(version).routed_experts:
+        raise RecipeError(
+            "megatron.routing_replay",
+            f"vllm-ascend {version} cannot tell which experts a token went to",
+            "set megatron.routing_replay=old_log_probs or none, or install vllm-ascend 0.15 or later",
+            value="rollout",
+        )
+    if not spec.load_weights:
+        ascend.check_updates(spec.engine_args, _model_config(spec.model_path), version, spec.recipe_section)
+
+
+def limits(spec: EngineSpec) -> Limits:
+    """Of an engine of `spec`, on an accelerator unless its `device` says otherwise."""
+    given = spec.engine_args
+    if spec.device == "cpu":
+        given = {
+            "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
+            "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, spec.max_model_len),
+            **given,
+        }
+    tokens = _BATCHED_TOKENS if spec.prompt_top_k is None else _PROMPT_SCORES_TOKENS
+    if given.get("enable_chunked_prefill") is False:  # prompts are computed whole
+        tokens = max(tokens, spec.max_model_len)
+    return Limits(
+        tokens=int(given.get("max_num_batched_tokens") or tokens),
+        sequences=int(given.get("max_num_seqs") or _SEQUENCES),
+        share=float(given.get("gpu_memory_utilization") or _SHARE),
+        share_key="gpu_memory_utilization",
+        covers_step=True,
+        cache=given.get("kv_cache_memory_bytes"),
+    )
+
+
+@cache
+def fields() -> Fields:
+    """Those of vLLM's EngineArgs; none where vLLM is not installed."""
+    found = importlib.util.find_spec("vllm")
+    for place in (found.submodule_search_locations or ()) if found else ():
+        file = Path(place) / "engine" / "arg_utils.py"
+        if file.is_file():
+            return fields_of(file, "EngineArgs")
+    return {}
+
+
+def _check_values(engine_args: Mapping[str, Any], section: str) -> None:
+    """RecipeError for values that vLLM would refuse when it starts, of numbers that recipes give often."""
+    for name, low, high in (
+        ("gpu_memory_utilization", 0.0, 1.0),
+        ("max_num_seqs", 0, None),
+        ("max_num_batched_tokens", 0, None),
+    ):
+        value = engine_args.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise RecipeError(f"{section}.engine_args.{name}", "it must be a number", "give one", value=value)
+        if value is not None and not (value > low and (high is None or value <= high)):
+            words = f"above {low:g}" + (f", and at most {high:g}" if high is not None else "")
+            raise RecipeError(f"{section}.engine_args.{name}", f"it must be {words}", f"set it {words}", value=value)
+    tokens, sequences = engine_args.get("max_num_batched_tokens"), engine_args.get("max_num_seqs")
+    if tokens is not None and sequences is not None and tokens < sequences:
+        what = f"a step has room for fewer tokens than max_num_seqs = {sequences} sequences, of which each needs one"
+        remedy = "raise it, or lower max_num_seqs"
+        raise RecipeError(f"{section}.engine_args.max_num_batched_tokens", what, remedy, value=tokens)
+
+
+def log_probs_mode(spec: EngineSpec) -> str:
+    """vLLM's `logprobs_mode` that yields unfiltered log-probs at the sampling temperature.
+
+    `raw_logprobs` are taken before the temperature is applied, `processed_logprobs` after the
+    filters: with a temperature other than 1 and a filter, neither is what training needs.
+    """
+    if spec.temperature == 1.0:
+        return "raw_logprobs"
+    if spec.top_p == 1.0 and spec.top_k in (-1, 0):
+        return "processed_logprobs"
+    raise ValueError(
+        f"vLLM cannot give exact log-probs at rollout.temperature {spec.temperature} together with a filter "
+        f"(top_p {spec.top_p}, top_k {spec.top_k}); use temperature 1, or top_p 1 and top_k -1"
+    )
+
+
+def knows_log_probs(mode: str, sampling: Sampling) -> bool:
+    """Whether an engine in `mode` gives exact log-probs for `sampling` (see `Completion`)."""
+    if mode == "raw_logprobs":
+        return sampling.temperature == 1.0
+    return sampling.temperature > 0 and sampling.top_p == 1.0 and sampling.top_k in (-1, 0)
+
+
+def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
+    """Keyword arguments of vLLM's EngineArgs for `spec` on `device` ("cpu", "cuda", "npu").
+
+    Raises ValueError for bad `engine_args` and for sampling that has no exact log-probs.
+    """
+    check_engine_args(spec.engine_args, spec.recipe_section)
+    arguments: dict[str, Any] = {
+        "model": spec.model_path,
+        "dtype": spec.dtype,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "max_model_len": spec.max_model_len,
+        "seed": spec.seed,
+        "load_format": "auto" if spec.load_weights else "dummy",
+        "logprobs_mode": log_probs_mode(spec),
+        "skip_tokenizer_init": True,  # token in, token out
+        "generation_config": "vllm",  # not the model's own sampling defaults
+        "worker_extension_cls": "megarl.engines.vllm.worker.WorkerExtension",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    if spec.expert_parallel:
+        arguments["enable_expert_parallel"] = True
+    if spec.data_parallel > 1 and spec.tensor_parallel == 1:  # vLLM would start a process for its one worker
+        arguments["distributed_executor_backend"] = "uni"
+    if spec.return_routed_experts:
+        arguments["enable_return_routed_experts"] = True
+    if spec.adapters is not None:
+        arguments.update(lora.arguments(spec.adapters, fields()))
+    if spec.traces is not None:
+        arguments["profiler_config"] = _profiler_config(spec.traces)
+    if spec.prompt_top_k is not None:
+        arguments["max_logprobs"] = max(spec.prompt_top_k, 1)
+        if device != "cpu":  # it holds all logits of the prompt tokens of a step, twice, and does not reckon with them
+            arguments["max_num_batched_tokens"] = _PROMPT_SCORES_TOKENS
+    config = _model_config(spec.model_path)
+    arguments.update(image_args(config, device))
+    arguments.update(spec.engine_args)
+    if config.get("model_type") == "deepseek_v3":
+        arguments["hf_overrides"] = {**_missing_routing(config), **arguments.get("hf_overrides", {})}
+    if device == "npu":
+        version = ascend.running()
+        _check_npu(spec, version)
+        if spec.deterministic:
+            arguments["compilation_config"] = _without_whole_graphs(arguments, spec.recipe_section)
+        arguments["additional_config"] = ascend.additional_config(arguments.get("additional_config", {}), version)
+    if device != "cpu":
+        arguments["enable_sleep_mode"] = spec.sleep_mode
+        return arguments
+    arguments.setdefault("enforce_eager", True)
+    arguments.setdefault("kv_cache_memory_bytes", _CPU_KV_CACHE_BYTES)
+    if arguments.setdefault("enable_chunked_prefill", False):
+        raise ValueError(
+            f"{spec.recipe_section}.engine_args.enable_chunked_prefill must be false on a CPU: samples are seeded, and vLLM takes "
+            "back the draw of an unfinished prompt, which a CPU's random generator cannot do"
+        )
+    arguments.setdefault("max_num_batched_tokens", max(_CPU_BATCHED_TOKENS, spec.max_model_len))
+    if config.get("kv_lora_rank") is not None:
+        arguments["compilation_config"] = _without_rotary_op(arguments.get("compilation_config"), spec.recipe_section)
+    return arguments
+
+
+def _profiler_config(traces: EngineTraces) -> dict[str, Any]:
+    """vLLM's ProfilerConfig (vllm/config/profiler.py, 0.18 to 0.32) for `traces`. vllm-ascend reads folder, memory and stack of it:
+    the last adds module names there."""
+    if "profiler_config" not in fields():
+        raise ValueError(
+            "observe.profile_engines needs vLLM's profiler_config, which this version of vLLM does not have: leave it out"
+        )
+    options = traces.options
+    return {
+        "profiler": "torch",
+        "torch_profiler_dir": traces.folder,
+        "torch_profiler_record_shapes": options.records("shapes"),
+        "torch_profiler_with_memory": options.records("memory"),
+        "torch_profiler_with_stack": options.records("stack") or options.records("modules"),
+        "torch_profiler_dump_cuda_time_total": False,
+        "ignore_frontend": True,  # tokens go in and out: nothing of it would be in the trace
+    }
+
+
+def _model_config(model_path: str) -> dict[str, Any]:
+    with open(os.path.join(model_path, "config.json")) as file:
+        return json.load(file)
+
+
+def _missing_routing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSeek-V3's way of routing, where config.json leaves it out.
+
+    Files that transformers writes do, for it knows no other way. vLLM would then score experts by
+    softmax, and its log-probs would be a little wrong without a word.
+    """
+    routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return {key: value for key, value in routing.items() if key not in config}
+
+
+def _without_whole_graphs(arguments: Mapping[str, Any], section: str) -> Any:
+    """`compilation_config` for batch-invariant attention on an NPU, which is not captured in whole graphs (vllm-ascend 0.23,
+    docs/source/user_guide/feature_guide/batch_invariance.md). ValueError where the recipe asks for such graphs."""
+    config = arguments.get("compilation_config")
+    if arguments.get("enforce_eager"):
+        return config
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(
+            f"{section}.engine_args.compilation_config must be a mapping with cudagraph_mode: PIECEWISE or NONE with "
+            f"train.deterministic, not {config!r}"
+        )
+    mode = (config or {}).get("cudagraph_mode", "PIECEWISE")
+    if str(mode).upper() not in ("PIECEWISE", "NONE"):
+        raise ValueError(
+            f"{section}.engine_args.compilation_config.cudagraph_mode is {mode}: with train.deterministic engines on NPUs take "
+            "PIECEWISE or NONE, since batch-invariant attention is not captured in whole graphs"
+        )
+    return {**(config or {}), "cudagraph_mode": mode}
+
+
+def _without_rotary_op(config: Any, section: str) -> dict[str, Any]:
+    """vLLM's rotary operator for the CPU computes wrong values with latent attention (MLA)."""
+    if config is not None and not isinstance(config, dict):
+        raise ValueError(f"{section}.engine_args.compilation_config must be a mapping, not {config!r}")
+    config = dict(config or {})
+    config["custom_ops"] = [*config.get("custom_ops", []), "-rotary_embedding"]
+    return config

@@ -1,0 +1,305 @@
+"""What differs between versions of vllm-ascend, which makes vLLM run on Ascend NPUs, in one place.
+
+Read in the sources of each version, none of it run on a device. `SOURCES` names the git reference of each; a test reads
+them again where they are at hand (MEGARL_VLLM_ASCEND). Each fact names its file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.metadata
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from megarl.errors import RecipeError
+
+if TYPE_CHECKING:
+    import torch
+
+# The versions that were read: those before do not go with vLLM 0.11, and what is later is taken to be as the last.
+_READ = (
+    "0.11.0rc1 0.11.0 0.12.0rc1 0.13.0 0.14.0rc1 0.15.0rc1 0.16.0rc1 0.17.0rc1 0.18.0rc1 0.18.0 0.19.1rc1 0.20.2rc1 "
+    "0.21.0rc1 0.22.1rc1 0.23.0rc1 0.23.0 0.24.0rc1 0.25.1rc1"
+)
+SOURCES = {version: f"v{version}" for version in _READ.split()} | {"0.26.0rc1": "releases/v0.26.0rc"}
+
+# The keys of `additional_config` by the versions that read them: (from, up to but without). Their readers are in
+# vllm_ascend/ascend_config.py, few elsewhere; what nobody reads is ignored without a word.
+_KEYS = {
+    ("0.11.0rc1", None): "enable_cpu_binding enable_shared_expert_dp multistream_overlap_shared_expert refresh",
+    ("0.11.0rc1", "0.12.0rc1"): "ascend_scheduler_config lmhead_tensor_parallel_size oproj_tensor_parallel_size "
+    "torchair_graph_config",
+    ("0.11.0rc1", "0.13.0"): "chunked_prefill_for_mla kv_cache_dtype",
+    ("0.11.0rc1", "0.14.0rc1"): "dynamic_eplb eplb_policy_type expert_map_path expert_map_record_path gate_eplb "
+    "init_redundancy_expert num_iterations_eplb_update num_wait_worker_iterations",
+    ("0.11.0rc1", "0.24.0rc1"): "weight_prefetch_config",
+    ("0.11.0rc1", "0.25.1rc1"): "recompute_scheduler_enable",
+    ("0.12.0rc1", None): "ascend_compilation_config finegrained_tp_config xlite_graph_config",
+    ("0.12.0rc1", "0.13.0"): "dump_config",
+    ("0.12.0rc1", "0.14.0rc1"): "enable_npugraph_ex",
+    ("0.12.0rc1", "0.24.0rc1"): "SLO_limits_for_dynamic_batch",
+    ("0.13.0", None): "dump_config_path enable_kv_nz eplb_config pa_shape_list",
+    ("0.13.0", "0.14.0rc1"): "mix_placement",
+    ("0.13.0", "0.24.0rc1"): "layer_sharding multistream_overlap_gate",
+    ("0.13.0", "0.25.1rc1"): "enable_async_exponential",
+    ("0.14.0rc1", None): "ascend_fusion_config",
+    ("0.14.0rc1", "0.16.0rc1"): "npugraph_ex_config",
+    ("0.15.0rc1", "0.18.0rc1"): "sp_threshold",
+    ("0.18.0rc1", None): "enable_mc2_hierarchy_comm",
+    ("0.18.0rc1", "0.23.0rc1"): "enable_sparse_c8",
+    ("0.19.1rc1", None): "mix_placement",
+    ("0.19.1rc1", "0.25.1rc1"): "enable_hamming_sparse hamming_sparse profiling_chunk_config",
+    ("0.20.2rc1", None): "dump_config enable_balance_scheduling enable_dsa_cp enable_flashcomm1 enable_fused_mc2 "
+    "enable_mlapo enable_reduce_sample enable_transpose_kv_cache_by_block msmonitor_use_daemon "
+    "multistream_dsv4_dsa_overlap weight_nz_mode",
+    ("0.20.2rc1", "0.21.0rc1"): "enable_context_parallel",
+    ("0.20.2rc1", "0.22.1rc1"): "multistream_dsa_preprocess prefill_comm_compute_overlap",
+    ("0.20.2rc1", "0.25.1rc1"): "enable_flashcomm2_parallel_size enable_matmul_allreduce",
+    ("0.21.0rc1", None): "c8_enable_reshape_optim rejection_sampler_config",
+    ("0.21.0rc1", "0.25.1rc1"): "dp_allreduce_on_npu",
+    ("0.22.1rc1", None): "ascend_log_path",
+    ("0.23.0rc1", None): "enable_prefill_mc2 enable_sleep_mode_extra_cleanup mega_moe_max_tokens",
+    ("0.23.0rc1", "0.24.0rc1"): "enable_sparse_li_c8 enable_sparse_sfa_c8",
+    ("0.24.0rc1", None): "draft_window_size",
+    ("0.24.0rc1", "0.25.1rc1"): "short_request_first_config",
+    ("0.24.0rc1", "0.26.0rc1"): "enable_sparse_c8",
+    ("0.25.1rc1", None): "scheduler_config",
+    ("0.26.0rc1", None): "enable_sparse_li_c8 enable_sparse_sfa_c8 sparse_kv_offload_config",
+}
+# What to write where a key has gone.
+_EPLB = "write it into eplb_config"
+_INSTEAD = {
+    "torchair_graph_config": "leave it out: engine_args.compilation_config.cudagraph_mode says which graphs are captured",
+    "ascend_scheduler_config": "leave it out: vLLM's scheduler is the only one, under engine_args of its own",
+    "chunked_prefill_for_mla": "leave it out, and set engine_args.enable_chunked_prefill",
+    "kv_cache_dtype": "set engine_args.kv_cache_dtype",
+    "lmhead_tensor_parallel_size": "write it into finegrained_tp_config",
+    "oproj_tensor_parallel_size": "write it into finegrained_tp_config",
+    "dynamic_eplb": _EPLB,
+    "eplb_policy_type": _EPLB,
+    "expert_map_path": _EPLB,
+    "expert_map_record_path": _EPLB,
+    "init_redundancy_expert": f"{_EPLB} as num_redundant_experts",
+    "enable_npugraph_ex": "write it into ascend_compilation_config",
+    "npugraph_ex_config": "write what it holds into ascend_compilation_config",
+    "enable_sparse_c8": "write enable_sparse_sfa_c8, enable_sparse_li_c8 or both",
+    "recompute_scheduler_enable": "write it into scheduler_config",
+    "profiling_chunk_config": "write it into scheduler_config",
+    "short_request_first_config": "write it into scheduler_config",
+}
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a version of vllm-ascend has."""
+
+    # additional_config.weight_nz_mode stands before the environment's VLLM_ASCEND_ENABLE_NZ (ascend_config.py); a version
+    # without it knows the environment alone (envs.py). Weights that are updated must be in neither.
+    weight_nz_key: bool
+    # A reload computes W_UV and W_UK_T of latent attention (MLA) into the memory of the old ones, where captured graphs
+    # look for them (attention/mla_v1.py: process_weights_after_loading).
+    mla_in_place: bool
+    routed_experts: bool  # enable_return_routed_experts is honoured (worker/model_runner_v1.py)
+
+
+def features(version: Version) -> Features:
+    return Features(
+        weight_nz_key="weight_nz_mode" in keys_of(version),
+        mla_in_place=_since(version, "0.18.0rc1"),
+        routed_experts=_since(version, "0.15.0rc1"),
+    )
+
+
+def installed() -> Version | None:
+    """The version of vllm-ascend in this environment; None where there is none."""
+    try:
+        return Version(importlib.metadata.version("vllm-ascend"))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def running() -> Version:
+    """The version of vllm-ascend that this process, whose device is an NPU, runs on."""
+    version = installed()
+    if version is None:
+        raise RuntimeError("vLLM runs on an NPU, and no package vllm-ascend is installed: pip install vllm-ascend")
+    return version
+
+
+def _since(version: Version, first: str) -> bool:
+    """Whether `version` is not older than `first`; "0.23.1.dev5", a checkout of the branch of 0.23.0, is later than it."""
+    return version >= Version(first)
+
+
+# --- additional_config --------------------------------------------------------------------------
+
+
+def keys_of(version: Version | None) -> frozenset[str]:
+    """The keys of `additional_config` in `version`; None: in any."""
+    return frozenset(
+        key
+        for (first, end), keys in _KEYS.items()
+        if version is None or (_since(version, first) and not (end and _since(version, end)))
+        for key in keys.split()
+    )
+
+
+_READERS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r"additional_config(?:\)?\s+or\s+\{\}\))?\.(?:get|setdefault)\(\s*\"(\w+)\"",
+        r"additional_config\[\s*\"(\w+)\"\s*\]",
+        r"_get_config_value\(\s*additional_config,\s*\"(\w+)\"",
+        r"\"(\w+)\" (?:not )?in (?:\w+\.)*additional_config",
+    )
+)
+
+
+def keys_in(sources: Iterable[str]) -> frozenset[str]:
+    """The keys of `additional_config` that Python files of vllm-ascend, given as text, read."""
+    return frozenset(key for text in sources for pattern in _READERS for key in pattern.findall(text))
+
+
+@cache
+def _keys_installed() -> frozenset[str]:
+    found = importlib.util.find_spec("vllm_ascend")
+    files = (
+        [file for place in (found.submodule_search_locations or ()) for file in Path(place).rglob("*.py")]
+        if found
+        else []
+    )
+    return keys_in(file.read_text(encoding="utf-8") for file in files)
+
+
+def check_additional_config(config: Any, name: str) -> None:
+    """ValueError for a key that the installed vllm-ascend does not read, and would ignore without a word; where none is
+    installed, for one that no version reads. `name`: of the recipe's key that holds `config`."""
+    if not isinstance(config, Mapping):
+        raise ValueError(f"{name} must be a mapping of vllm-ascend's settings, not {config!r}")
+    version = installed()
+    known = keys_of(version) | (_keys_installed() if version else frozenset())  # what reads it may be written otherwise
+    for key in config:
+        if key == "weight_nz_mode":
+            raise ValueError(f"{name}.{key} cannot be given: megarl sets it to 0 where vllm-ascend has it")
+        if key == "enable_reduce_sample" and config[key]:
+            raise ValueError(
+                f"{name}.{key} cannot be used: log-probs are then those of the candidates that a device sends, and not of "
+                "the whole vocabulary. Leave it out"
+            )
+        if key not in known:
+            raise ValueError(_unknown(key, name, version, known))
+
+
+def _unknown(key: str, name: str, version: Version | None, known: frozenset[str]) -> str:
+    spans = [span for span, keys in _KEYS.items() if key in keys.split()]
+    if version is None or not spans:
+        which = f"vllm-ascend {version} reads no such key" if version else "no version of vllm-ascend reads such a key"
+        return f"{name}.{key}: {which}; did you mean {difflib.get_close_matches(key, known, 1, 0.0)[0]!r}?"
+    read = " and ".join(f"from {first}" + (f" until before {end}" if end else " on") for first, end in spans)
+    gone = all(end and _since(version, end) for _, end in spans)
+    instead = _INSTEAD.get(key) if gone else None
+    return (
+        f"{name}.{key}: vllm-ascend {version} does not read it, versions {read} do; "
+        f"{instead or 'leave it out, or install such a version'}"
+    )
+
+
+def additional_config(config: Mapping[str, Any], version: Version) -> dict[str, Any]:
+    """The recipe's `config`, and weights that keep their layout, as updates need it."""
+    return {**config, "weight_nz_mode": 0} if features(version).weight_nz_key else dict(config)
+
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+def captures_graphs(engine_args: Mapping[str, Any]) -> bool:
+    """Whether vLLM captures NPU graphs with these arguments; it does unless told otherwise (vllm_ascend/platform.py)."""
+    compilation = engine_args.get("compilation_config")
+    mode = compilation.get("cudagraph_mode") if isinstance(compilation, Mapping) else None
+    return not engine_args.get("enforce_eager") and str(mode or "graphs").upper() != "NONE"
+
+
+def task_queue(engine_args: Mapping[str, Any]) -> str:
+    """TASK_QUEUE_ENABLE: torch_npu refuses to capture graphs at 2, which is the faster one without."""
+    return "1" if captures_graphs(engine_args) else "2"
+
+
+# --- weights that change ------------------------------------------------------------------------
+
+
+_FUSED = "VLLM_ASCEND_ENABLE_FUSED_MC2"
+
+
+def check_updates(engine_args: Mapping[str, Any], model: Mapping[str, Any], version: Version, section: str) -> None:
+    """RecipeError, or ValueError, for settings with which an engine whose weights are updated would sample with old or mixed ones.
+
+    `model`: its config.json. `section`: the recipe's, whose `engine_args` they are."""
+    given = engine_args.get("additional_config") or {}
+    eplb = {**given, **(given.get("eplb_config") or {})}
+    fused = "experts' weights are kept in NZ format, or in copies that an update does not reach"
+    from_environment = os.environ.get(_FUSED, "0").strip()
+    if "enable_fused_mc2" not in given and from_environment not in ("", "0"):
+        raise ValueError(
+            f"the environment has {_FUSED}={from_environment}, which does not go with weights that are updated: {fused}. "
+            "Unset it"
+        )
+    unsafe = {
+        "enable_fused_mc2": (given.get("enable_fused_mc2"), fused),
+        "eplb_config": (
+            eplb.get("dynamic_eplb") or eplb.get("expert_map_record_path"),
+            "experts move between devices, and an update would load them where they were",
+        ),
+        "layer_sharding": (given.get("layer_sharding"), "what an update loads is not shared out again"),
+        # ops/fused_moe/fused_moe.py: _validate_shared_expert_consistency, called where experts' weights are repacked
+        "multistream_overlap_shared_expert": (
+            given.get("multistream_overlap_shared_expert"),
+            "vllm-ascend runs the shared experts whenever it repacks the routed ones, and in an update they may not be loaded yet",
+        ),
+    }
+    for key, (value, why) in unsafe.items():
+        if value:
+            name = f"{section}.engine_args.additional_config.{key}"
+            raise RecipeError(name, f"it does not go with weights that are updated: {why}", "leave it out", value=value)
+    latent = model.get("kv_lora_rank") is not None
+    if latent and captures_graphs(engine_args) and not features(version).mla_in_place:
+        raise RecipeError(
+            f"{section}.engine_args.enforce_eager",
+            f"on each update vllm-ascend {version} computes what graphs read of latent attention (MLA) into new memory, and "
+            "captured graphs would go on with the old",
+            "set it to true, or install vllm-ascend 0.18 or later",
+            value=engine_args.get("enforce_eager"),
+        )
+
+
+def hold_parameters(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """Every parameter of `model`, and where it hangs. Call it before the engine wakes up, and `put_back` afterwards."""
+    return [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    ]
+
+
+def put_back(held: Iterable[tuple[torch.nn.Module, str, torch.nn.Parameter]]) -> int:
+    """Undo what waking up does to parameters; returns how many were others.
+
+    From 0.12 to 0.26 (worker/worker.py, worker_v1.py: NPUWorker.wake_up) it puts transposed views in the place of experts'
+    w13_weight and w2_weight, of the memory that the held ones have and that waking up filled. This is the checkpoint's layout,
+    for loaders that write in place. Kernels would read it wrongly, and a layerwise reload, which copies what it made
+    into what hangs there, would fail.
+    """
+    replaced = 0
+    for module, name, parameter in held:
+        if module._parameters.get(name) is not parameter:
+            setattr(module, name, parameter)
+            replaced += 1
+    return replaced

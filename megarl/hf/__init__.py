@@ -1,0 +1,1 @@
+"""Facts in a Hugging Face model directory, read without loading the model."""

@@ -1,0 +1,157 @@
+"""How large the parts of a language model are, from a Hugging Face config.json: what FLOPs and bytes are counted from. Pure.
+
+Matrices alone: norms, biases and routing biases are some ten-thousandths of a model. Left out as well: a vision tower and
+its projector, multi-token-prediction layers, which are not trained, and adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.hf.config import number_of_experts, text_fields
+
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Of one layer."""
+
+    weights: int
+    per_pair: int  # products of numbers that a (query, key) pair needs as it is trained
+    per_cached_pair: int  # and as an engine decodes: latent attention works on what is cached
+    cached: int  # numbers that a token leaves in the KV cache
+    keys_and_values: int  # numbers of a token's keys and values as they are trained
+    pieces: int  # tensor-parallel ranks over which the cache can be cut; further ones hold copies
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Numbers of parameters, but where something else is said."""
+
+    hidden: int  # size of hidden states
+    output: int  # the output layer; the embedding is as large
+    tied: bool  # the embedding is the output layer
+    attention: Attention
+    dense: int  # the MLP of a dense layer
+    shared: int  # of a sparse layer: router, shared experts and their gate
+    expert: int  # one routed expert
+    experts: int  # number of routed experts of a sparse layer
+    chosen: int  # number of them that a token is sent to
+    sparse: tuple[bool, ...]  # of each layer, whether it is a mixture of experts
+
+    @property
+    def layers(self) -> int:
+        return len(self.sparse)
+
+    def met(self, layer: int) -> int:
+        """Parameters of a layer that a token is multiplied with."""
+        mlp = self.shared + self.chosen * self.expert if self.sparse[layer] else self.dense
+        return self.attention.weights + mlp
+
+    def held(self, layer: int) -> int:
+        """Parameters of a layer."""
+        mlp = self.shared + self.experts * self.expert if self.sparse[layer] else self.dense
+        return self.attention.weights + mlp
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token is multiplied with: the output layer is among them, the embedding is not."""
+        return sum(self.met(layer) for layer in range(self.layers)) + self.output
+
+    @property
+    def total(self) -> int:
+        return sum(self.held(layer) for layer in range(self.layers)) + self.output * (1 if self.tied else 2)
+
+    @property
+    def routed(self) -> int:
+        """Of the total, those of routed experts."""
+        return sum(self.sparse) * self.experts * self.expert
+
+
+def model_shape(hf_config: Config) -> ModelShape:
+    """Raises ValueError for a `model_type` that is not in `COUNTED`: a count that nobody has checked would be a guess."""
+    kind = hf_config.get("model_type", "")
+    if kind not in COUNTED:
+        raise ValueError(f"FLOPs of a {kind!r} model are not counted; those of {', '.join(sorted(COUNTED))} are.")
+    config = text_fields(hf_config)
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    sparse = tuple(COUNTED[kind](config, layer) for layer in range(layers))
+    routed = 3 * hidden * (config.get("moe_intermediate_size") or config.get("intermediate_size") or 0)
+    return ModelShape(
+        hidden=hidden,
+        output=hidden * config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings")),
+        attention=_latent_attention(config) if config.get("kv_lora_rank") else _attention(config),
+        dense=3 * hidden * (config.get("intermediate_size") or 0),
+        shared=hidden * _shared_width(config) if any(sparse) else 0,
+        expert=routed if any(sparse) else 0,
+        experts=number_of_experts(config) if any(sparse) else 0,
+        chosen=config["num_experts_per_tok"] if any(sparse) else 0,
+        sparse=sparse,
+    )
+
+
+def _attention(config: Config) -> Attention:
+    """Multi-head or grouped-query attention of one layer."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    size = config.get("head_dim") or hidden // heads
+    projected = (heads + 2 * groups) * size + heads * size  # query, key, value; and out
+    return Attention(
+        hidden * projected, heads * 2 * size, heads * 2 * size, 2 * groups * size, 2 * groups * size, groups
+    )
+
+
+def _latent_attention(config: Config) -> Attention:
+    """Multi-head latent attention (DeepSeek) of one layer. Trained, keys and values are made from the latent; decoding,
+    heads attend to the latent itself, and their own matrices are applied to query and output (arXiv 2405.04434, 2.1.2)."""
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    plain, rotary, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+    query_rank, query = config.get("q_lora_rank"), heads * (plain + rotary)
+    weights = hidden * query_rank + query_rank * query if query_rank else hidden * query
+    weights += hidden * (rank + rotary) + rank * heads * (plain + value) + heads * value * hidden
+    trained = heads * (plain + rotary + value)
+    return Attention(weights, trained, heads * (2 * rank + rotary), rank + rotary, trained, 1)
+
+
+def _shared_width(config: Config) -> int:
+    """Rows of hidden size that every token is multiplied with in a sparse layer's MLP: router and shared experts."""
+    routed = config.get("moe_intermediate_size") or config["intermediate_size"]
+    width = number_of_experts(config) + 3 * routed * (config.get("n_shared_experts") or 0)
+    if shared := config.get("shared_expert_intermediate_size"):
+        width += 3 * shared + 1  # and its gate
+    return width
+
+
+def _never(config: Config, layer: int) -> bool:
+    return False
+
+
+def _always(config: Config, layer: int) -> bool:
+    return True
+
+
+def _every_few(config: Config, layer: int) -> bool:
+    dense = layer in (config.get("mlp_only_layers") or [])
+    return not dense and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+
+
+def _after_the_first(config: Config, layer: int) -> bool:
+    return layer >= config.get("first_k_dense_replace", 0)
+
+
+COUNTED: dict[str, Callable[[Config, int], bool]] = {
+    "llama": _never,
+    "qwen2": _never,
+    "qwen3": _never,
+    "qwen2_5_vl": _never,
+    "mixtral": _always,
+    "qwen2_moe": _every_few,
+    "qwen3_moe": _every_few,
+    "deepseek_v3": _after_the_first,
+    "glm4_moe": _after_the_first,
+}
+"""Model types that are counted, and which of their layers (configuration, layer from 0) are mixtures of experts."""

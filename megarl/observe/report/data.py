@@ -1,0 +1,284 @@
+"""What report.html shows, read from a run directory. Tolerates a run that lives, crashed or has hardly begun."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from megarl.observe.console import clock, short
+from megarl.observe.files import read_lines
+from megarl.observe.metrics import numbers_again
+from megarl.observe.report.curves import MAX_POINTS, rounded, series
+from megarl.observe.report.samples import embedded_samples
+from megarl.observe.run_dir import RunDirectory
+from megarl.observe.sources import drawn_curves, report_tables
+from megarl.observe.trace import read_trace_tail
+from megarl.text import several
+
+MAX_BARS = 120  # of the stacked phase times
+MAX_SPANS = 1500  # of the timeline
+TIMELINE_STEPS = 5
+
+_ACCURACIES = ("eval/greedy", "eval/dpo_accuracy")  # beside pass@k and maj@k
+_LABELS = {"eval/loss": "Evaluation loss", "eval/dpo_accuracy": "Evaluation: chosen ahead"}
+
+_STATUS = {
+    "running": ("running", "in progress"),
+    "finished": ("good", "finished"),
+    "failed": ("bad", "failed"),
+    "stopped": ("warn", "stopped"),
+    "killed": ("bad", "ended without closing (killed, or the machine went down)"),
+    "unknown": ("warn", "status unknown"),
+}
+
+
+@dataclass
+class ReportData:
+    """Everything the page needs, as plain JSON types."""
+
+    name: str
+    status: str  # a key of _STATUS
+    status_kind: str
+    status_text: str
+    error: str | None
+    facts: list[tuple[str, str]]  # (label, value) under the title
+    figures: list[dict[str, str]]  # key figures: label, value, detail
+    steps: int
+    thinned: bool
+    series: dict[str, dict[str, list[float | None]]]  # metric -> {x, y}
+    series_note: str  # which are left out, in words
+    sources: dict[str, Any]  # tables by step
+    resumes: list[int]  # first steps of later sessions
+    phases: dict[str, Any]
+    timeline: dict[str, Any]
+    samples: list[dict[str, Any]]
+    samples_note: str
+    notices: list[dict[str, Any]]
+    recipe: str | None
+    gaps: list[str] = field(default_factory=list)  # what is missing, in words
+
+
+def collect(run_dir: RunDirectory) -> ReportData:
+    """Read everything; what is not there is named in ``gaps``."""
+    gaps: list[str] = []
+    lines = _read_metrics(run_dir, gaps)
+    summary = _read_summary(run_dir, gaps)
+    recipe = run_dir.recipe.read_text(errors="replace") if run_dir.recipe.exists() else None
+    if recipe is None:
+        gaps.append("recipe.resolved.yaml is missing.")
+    settings = _settings(recipe)
+    status = _status(run_dir, summary)
+    kind, text = _STATUS[status]
+    spans = read_trace_tail(run_dir.trace)
+    samples, samples_note = embedded_samples(run_dir)
+    curves, curves_note = drawn_curves(lines)
+    notices, _ = read_lines(run_dir.notices)
+    sessions = summary.get("sessions") or []
+    return ReportData(
+        name=str(summary.get("name") or settings.get("name") or run_dir.path.resolve().name),
+        status=status,
+        status_kind=kind,
+        status_text=text,
+        error=summary.get("error"),
+        facts=_facts(lines, summary, settings, sessions),
+        figures=_figures(lines),
+        steps=len(lines),
+        thinned=len(lines) > MAX_POINTS,
+        series=series(curves),
+        series_note=curves_note,
+        sources=report_tables(lines),
+        resumes=[int(session["first_step"]) for session in sessions[1:] if "first_step" in session],
+        phases=phase_times(lines, {span["name"] for span in spans if "inside" in span.get("args", {})}),
+        timeline=timeline(spans),
+        samples=samples,
+        samples_note=samples_note,
+        notices=notices,
+        recipe=recipe,
+        gaps=gaps,
+    )
+
+
+def _read_metrics(run_dir: RunDirectory, gaps: list[str]) -> list[dict[str, float]]:
+    records, bad = read_lines(run_dir.metrics)
+    if bad:
+        gaps.append(f"{several(bad, 'line')} of metrics.jsonl could not be read (a crash cuts the last one short).")
+    lines = []
+    for record in records:
+        numbers = {name: value for name, value in numbers_again(record).items() if isinstance(value, (int, float))}
+        if "step" in numbers:
+            lines.append(numbers)
+    if not lines:
+        gaps.append("metrics.jsonl has no finished step yet.")
+    return lines
+
+
+def _read_summary(run_dir: RunDirectory, gaps: list[str]) -> dict[str, Any]:
+    if not run_dir.summary.exists():
+        gaps.append("summary.json is missing: the run was not started by megarl's controller, or the file was removed.")
+        return {}
+    try:
+        summary = json.loads(run_dir.summary.read_text())
+    except ValueError:
+        summary = None
+    if not isinstance(summary, dict):
+        gaps.append("summary.json could not be read.")
+        return {}
+    return summary
+
+
+def _settings(recipe: str | None) -> dict[str, Any]:
+    try:
+        settings = yaml.safe_load(recipe or "")
+    except yaml.YAMLError:  # shown as text in any case
+        return {}
+    return settings if isinstance(settings, dict) else {}
+
+
+def _status(run_dir: RunDirectory, summary: dict[str, Any]) -> str:
+    status = summary.get("status", "unknown")
+    if status == "running" and run_dir.holder() is None:
+        return "killed"
+    return status if status in _STATUS else "unknown"
+
+
+def _facts(
+    lines: list[dict[str, float]], summary: dict[str, Any], settings: dict[str, Any], sessions: list[dict[str, Any]]
+) -> list[tuple[str, str]]:
+    last = int(lines[-1]["step"]) if lines else 0
+    total = summary.get("total_steps") or (settings.get("train") or {}).get("steps")
+    seconds = sum(line.get("timing_s/step", 0.0) for line in lines)
+    model = summary.get("model") or (settings.get("model") or {}).get("path") or "not known"
+    facts = [("Model", str(model)), ("Steps", f"{last:,} of {total:,}" if total else f"{last:,}")]
+    facts.append(("Time in steps", clock(seconds)))
+    if start := sessions[-1].get("start") if sessions else None:
+        facts.append(("Start took", clock(start["seconds"])))
+    if len(sessions) > 1:
+        facts.append(("Sessions", f"{len(sessions)} (resumed {len(sessions) - 1}×)"))
+    return facts
+
+
+def _figures(lines: list[dict[str, float]]) -> list[dict[str, str]]:
+    """The few numbers one asks for first."""
+    figures = []
+    names = {name for line in lines for name in line}
+    accuracies = [name for name in names if name in _ACCURACIES or name.startswith(("eval/pass@", "eval/maj@"))]
+    evaluations = sorted(accuracies, key=lambda name: (not name.endswith("pass@1"), name))[:3]
+    for name in [name for name in ("eval/loss",) if name in names] + evaluations:
+        values = [(int(line["step"]), line[name]) for line in lines if name in line]
+        (first_step, first), (last_step, last) = values[0], values[-1]
+        how = ".1%" if name in accuracies and all(0 <= value <= 1 for _, value in values) else ".4g"
+        detail = f"at step {last_step:,}"
+        if len(values) > 1:
+            detail = f"from {first:{how}} (steps {first_step:,} to {last_step:,})"
+        figures.append(
+            {"label": _LABELS.get(name, name.removeprefix("eval/")), "value": f"{last:{how}}", "detail": detail}
+        )
+    # Where groups are filtered, only the mean over everything that was sampled shows learning.
+    reward = "rollout/rewards/mean" if "rollout/rewards/mean" in names else "critic/rewards/mean"
+    for label, name, tell in (
+        ("Reward", reward, _progress),
+        ("Tokens/s/device", "perf/throughput", lambda values: (short(_median(values)), "median step")),
+        (
+            "Step time",
+            "timing_s/step",
+            lambda values: (f"{_median(values):.1f} s", f"median; longest {clock(max(values))}"),
+        ),
+        (
+            "Train/rollout gap",
+            "rollout/logprob_gap_mean",
+            lambda values: (f"{_median(values):.1e}", f"worst step {max(values):.1e}"),
+        ),
+    ):
+        if name in names:
+            value, detail = _of_finite([line[name] for line in lines if name in line], tell)
+            figures.append({"label": label, "value": value, "detail": detail})
+    return figures
+
+
+def _of_finite(values: list[float], tell: Callable[[list[float]], tuple[str, str]]) -> tuple[str, str]:
+    """What `tell` says (value, detail) of those of `values`, one a step, that are finite; and how many are not."""
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "not finite", f"in all of {len(values):,} steps"
+    value, detail = tell(finite)
+    odd = len(values) - len(finite)
+    return value, f"{detail}; not finite in {odd:,} of {len(values):,} steps" if odd else detail
+
+
+def _progress(reward: list[float]) -> tuple[str, str]:
+    width = max(1, min(10, len(reward) // 4))
+    first, last = (sum(part) / len(part) for part in (reward[:width], reward[-width:]))
+    ends = f"means of {width} steps" if width > 1 else f"{len(reward)} steps"
+    return f"{last:.3f}", f"from {first:.3f} ({ends})" if len(reward) > 1 else "one step"
+
+
+def _column(lines: list[dict[str, float]], name: str) -> list[float]:
+    return [line[name] for line in lines if name in line and math.isfinite(line[name])]
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def phase_times(lines: list[dict[str, float]], nested: set[str]) -> dict[str, Any]:
+    """Seconds of each phase by step, as stacked bars; over many steps a bar is the mean of several.
+
+    Phases that run inside others (`nested`) are left out, or their time would be stacked twice. What a step
+    spent outside of all phases is "other".
+    """
+    timed = [line for line in lines if "timing_s/step" in line and line["step"] > 0]  # 0 is the start, no step
+    per_bar = max(1, math.ceil(len(timed) / MAX_BARS))
+    names = {name.removeprefix("timing_s/") for line in timed for name in line if name.startswith("timing_s/")}
+    names -= {"step"} | nested
+    bars = [timed[i : i + per_bar] for i in range(0, len(timed), per_bar)]
+    seconds = {name: [_mean(bar, name) for bar in bars] for name in names}
+    whole = [_mean(bar, "step") for bar in bars]
+    other = [max(0.0, step - sum(column[i] for column in seconds.values())) for i, step in enumerate(whole)]
+    totals = {name: sum(_column(timed, f"timing_s/{name}")) for name in names}
+    ordered = sorted(names, key=lambda name: -totals[name])
+    return {
+        "x": [bar[0]["step"] if per_bar == 1 else (bar[0]["step"] + bar[-1]["step"]) / 2 for bar in bars],
+        "names": [*ordered, "other"] if bars else [],
+        "seconds": {name: [rounded(value) for value in column] for name, column in {**seconds, "other": other}.items()},
+        "per_bar": per_bar,
+    }
+
+
+def _mean(bar: list[dict[str, float]], name: str) -> float:
+    return sum(line.get(f"timing_s/{name}", 0.0) for line in bar) / len(bar)
+
+
+def timeline(spans: list[dict[str, Any]]) -> dict[str, Any]:
+    """The spans of the last steps: the controller's phases a row each, then a row for each other track."""
+    spans = _of_the_last_session(spans)
+    steps = sorted({span["args"]["step"] for span in spans if "step" in span.get("args", {})})[-TIMELINE_STEPS:]
+    if not steps:
+        return {"rows": [], "spans": [], "steps": []}
+    started = min(span["ts"] for span in spans if span.get("args", {}).get("step") in steps)
+    recent = [span for span in spans if span["ts"] >= started][-MAX_SPANS:]
+    rows: list[str] = []
+    bars = []
+    for span in sorted(recent, key=lambda span: (span["process"] != "controller", span["ts"])):
+        own = span["process"] == "controller"
+        row = span["name"] if own else f"{span['process']} / {span['thread']}"
+        if row not in rows:
+            rows.append(row)
+        begin, seconds = (span["ts"] - started) / 1e6, span["dur"] / 1e6
+        bars.append([rows.index(row), span["name"], round(begin, 4), round(seconds, 4), span["args"].get("step")])
+    return {"rows": rows, "spans": bars, "steps": [steps[0], steps[-1]]}
+
+
+def _of_the_last_session(spans: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those since the run last went back to an earlier step: steps that a resume repeats are drawn once."""
+    own = [s for s in spans if s["process"] == "controller" and "step" in s.get("args", {})]
+    own.sort(key=lambda span: span["ts"])
+    begins = [
+        after["ts"] for before, after in itertools.pairwise(own) if after["args"]["step"] < before["args"]["step"]
+    ]
+    return [span for span in spans if span["ts"] >= begins[-1]] if begins else spans

@@ -1,0 +1,1 @@
+"""Checks that can refuse a run before any process starts."""

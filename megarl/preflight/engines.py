@@ -1,0 +1,74 @@
+"""What is checked of the policy's engines before any process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl import engines
+from megarl.engines.base import EngineSpec
+from megarl.errors import RecipeError
+from megarl.hf.config import number_of_experts, text_fields
+from megarl.recipe.judge import JudgeConfig
+from megarl.recipe.schema import RolloutConfig, TeacherConfig
+
+
+def check_engines(rollout: RolloutConfig) -> None:
+    """Refuse an engine that is not known, arguments that it does not have, and groups that it cannot form."""
+    check_engine("rollout", rollout)
+    engines.check_groups(rollout.engine, rollout.data_parallel)
+
+
+def check_engine(section: str, settings: RolloutConfig | TeacherConfig | JudgeConfig) -> None:
+    """Refuse an engine that is not known, and arguments that it does not have. `settings`: the recipe's `section`."""
+    engines.check_known(settings.engine, f"{section}.engine")
+    engines.check_args(settings.engine, settings.engine_args, section)
+
+
+def check_adapters(engine: str, spec: EngineSpec, device: str) -> None:
+    """Refuse an engine of `spec` that cannot hold its adapters."""
+    if (reason := engines.merged_because(engine, spec, device)) is not None:
+        raise RecipeError("exchange.adapters", reason, "set exchange.adapters=merged, or auto", value="only")
+
+
+def check_experts(rollout: RolloutConfig, config: dict[str, Any]) -> None:
+    """Refuse experts that cannot be spread over the devices of an engine, or of a group, as asked. `config`: config.json."""
+    if not rollout.spreads_experts:
+        return
+    key, value = ("data_parallel", rollout.data_parallel) if rollout.data_parallel > 1 else ("expert_parallel", True)
+    experts, devices = number_of_experts(text_fields(config)), rollout.data_parallel * rollout.tensor_parallel
+    if not experts:
+        remedy = "leave it out: every engine is a replica of its own"
+        raise RecipeError(f"rollout.{key}", "the model has no experts to spread", remedy, value=value)
+    if experts % devices:
+        raise RecipeError(
+            f"rollout.{key}",
+            f"the model's {experts} experts do not divide over rollout.data_parallel x rollout.tensor_parallel = "
+            f"{rollout.data_parallel} x {rollout.tensor_parallel} = {devices} devices",
+            "change these two until they do",
+            value=value,
+        )
+
+
+def check_heads(
+    section: str, settings: RolloutConfig | TeacherConfig | JudgeConfig, config: dict[str, Any], *, spread: bool = False
+) -> None:
+    """Refuse devices of an engine that its model cannot be cut over. `settings`: the recipe's `section`; `config`:
+    config.json; `spread`: each device has whole experts."""
+    tensor_parallel, engine_args = settings.tensor_parallel, settings.engine_args
+    text, spread = text_fields(config), spread or bool(engine_args.get("enable_expert_parallel"))
+    heads, groups = text["num_attention_heads"], text.get("num_key_value_heads") or 0
+    key = f"{section}.tensor_parallel"
+    if heads % tensor_parallel:
+        what = f"the model's {heads} attention heads do not divide over so many devices of an engine"
+        raise RecipeError(key, what, f"choose a divisor of {heads}", value=tensor_parallel)
+    if groups and not text.get("kv_lora_rank") and groups % tensor_parallel and tensor_parallel % groups:
+        what = f"the model's {groups} key/value heads can be neither divided over so many devices of an engine nor repeated"
+        raise RecipeError(key, what, f"choose a divisor or a multiple of {groups}", value=tensor_parallel)
+    experts = number_of_experts(text)
+    name = "moe_intermediate_size" if experts else "intermediate_size"
+    width = text.get(name) or 0
+    if width % tensor_parallel and not (experts and spread):
+        what = f"the model's {name} of {width} does not divide over so many devices of an engine"
+        whole = "rollout.expert_parallel" if section == "rollout" else f"{section}.engine_args.enable_expert_parallel"
+        remedy = f"choose a divisor of {width}" + (f", or set {whole}=true" if experts else "")
+        raise RecipeError(key, what, remedy, value=tensor_parallel)

@@ -1,0 +1,73 @@
+"""What is checked of a judge before any process starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import check_vocabulary, load_tokenizer, unread
+from megarl.errors import RecipeError, blaming
+from megarl.hf.config import context_length
+from megarl.megatron.model_checks import check_sizes
+from megarl.preflight.engines import check_heads
+from megarl.recipe.judge import JudgeConfig
+from megarl.recipe.schema import Recipe
+from megarl.rollout.judge.server import Interrogation
+
+
+def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDataset]) -> None:
+    """Refuse a judge that cannot be asked: its model (`config`, its config.json), its question, and the length of this with
+    the first row of each set."""
+    judge = recipe.judge
+    assert judge.path is not None and judge.prompt is not None
+    check_judge_model(judge, config)
+    with blaming("judge.path", "give the judge's own Hugging Face directory", judge.path):
+        tokenizer = load_tokenizer(judge.path)
+        check_vocabulary(tokenizer, config)
+    if tokenizer.chat_template is None:
+        what = "its tokenizer has no chat template, and the judge's question is a message of a chat"
+        raise RecipeError("judge.path", what, "name an instruction-tuned model, or add one", value=judge.path)
+    for name in unread(tokenizer.chat_template, judge.chat_template_args):
+        raise RecipeError(
+            f"judge.chat_template_args.{name}", "the judge's chat template never reads it", "leave it out"
+        )
+    try:
+        asks = Interrogation(tokenizer, judge)
+        own = max(len(asks.tokens(replace(data[0], question=""), "")) for data in sets)
+    except ValueError as error:
+        raise RecipeError("judge.prompt", str(error), "mend the template, or the rows' columns") from error
+    if "ground_truth" in asks.question.reads:
+        for data in sets:
+            row = next((prompt.uid for prompt in data if prompt.ground_truth is None), None)
+            if row is not None:
+                problem = f"the template reads ground_truth, and row {row} has no reward_model.ground_truth"
+                raise RecipeError("judge.prompt", problem, "add it to the rows, or leave it out of the template")
+    read = recipe.data.max_prompt_length if "prompt" in asks.question.reads else 0
+    longest = own + read + recipe.rollout.max_response_length
+    if longest > judge.max_prompt_length:
+        raise RecipeError(
+            "judge.max_prompt_length",
+            f"the template and a row's other columns take {own} tokens, {f'data.max_prompt_length is {read} and ' if read else ''}"
+            f"rollout.max_response_length {recipe.rollout.max_response_length}: {longest}. Long responses would have no reward",
+            f"set it to {longest} or more (the judge may need more tokens for a text than the policy)",
+            value=judge.max_prompt_length,
+        )
+
+
+def check_judge_model(judge: JudgeConfig, config: dict[str, Any]) -> None:
+    """Refuse devices that the judge's model cannot be cut over, and lengths that it was not made for."""
+    with blaming("judge.path", "give the judge's own config.json", judge.path):
+        check_sizes(config)
+    check_heads("judge", judge, config)
+    known = context_length(config)
+    longest = judge.max_prompt_length + judge.max_tokens
+    if known is not None and longest > known and "hf_overrides" not in judge.engine_args:
+        raise RecipeError(
+            "judge.max_prompt_length",
+            f"with judge.max_tokens = {judge.max_tokens} that is {longest} tokens, and the judge was made for {known} "
+            "(max_position_embeddings of its config.json)",
+            "lower the two together to that",
+            value=judge.max_prompt_length,
+        )

@@ -1,0 +1,216 @@
+"""What is checked of the models that a recipe names before any process starts: of their config.json alone, and of their
+files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.algorithms.advantages import uses_critic
+from megarl.algorithms.objective import needs_teacher, teacher_top_k
+from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
+from megarl.engines.specs import longest_sample
+from megarl.errors import NotHereError, RecipeError, blaming
+from megarl.hf import published, weights
+from megarl.hf.config import context_length, text_fields
+from megarl.megatron.config_fields import check_extra
+from megarl.megatron.layout import check_layout
+from megarl.megatron.lora.targets import check_lora
+from megarl.megatron.model_checks import check_model, check_sizes
+from megarl.preflight.engines import check_experts, check_heads
+from megarl.recipe.critic import critic_view
+from megarl.recipe.header import shape_of
+from megarl.recipe.judge import uses_judge
+from megarl.recipe.schema import Recipe
+
+Config = dict[str, Any]
+POLICY, CRITIC, TEACHER, JUDGE = "model.path", "critic.model_path", "teacher.path", "judge.path"
+_MAKE_DATA = "megarl data quickstart --out data/quickstart"
+_MAKERS = {  # by the end of the directory's path
+    "data/quickstart/model": f"run `{_MAKE_DATA}`, which makes it",
+    "runs/quickstart-sft/hf": f"run `{_MAKE_DATA}`, then `megarl train recipes/quickstart_sft.yaml`, which leaves it there; "
+    "or launch/quickstart.sh, which does all",
+}
+
+
+def models_of(recipe: Recipe) -> dict[str, str]:
+    """The directory of each model that the run reads, by the setting that names it; the policy's first."""
+    found = {POLICY: recipe.model.path}
+    if uses_critic(recipe.algorithm) and recipe.critic.model_path:
+        found[CRITIC] = recipe.critic.model_path
+    if needs_teacher(recipe.algorithm):
+        found[TEACHER] = str(recipe.teacher.path)
+    if uses_judge(recipe):
+        found[JUDGE] = str(recipe.judge.path)
+    return found
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def config_of(path: str, recipe: Path, key: str = POLICY, name: str | None = None) -> Config:
+    """The config.json of the model that the setting `key` of the recipe file `recipe` names as `path`: of the published
+    model `name`, or of the folder `name`, where it is given; as it lies in `path`; else of the published model that is called as the directory, or
+    as the recipe's head says.
+
+    Raises NotHereError where none of these is known, and RecipeError for a file that cannot be read."""
+    if name is not None and Path(name).is_dir():  # a folder with a config.json, of whatever model
+        return read_hf_config(name, key)
+    if name is None and Path(path).is_dir():
+        return read_hf_config(path, key)
+    shape = name or (Path(path).name if Path(path).name in published.names() else shape_of(recipe, key))
+    if shape is None:
+        raise NotHereError(
+            key,
+            f"there is no such directory (seen from {Path.cwd()}), and neither its name nor the recipe's head says which "
+            "published model has its config.json",
+            f"make the model first; or name one: an option of the command, or a line `# Shape{'' if key == POLICY else f' of {key}'}: "
+            f"NAME` in the recipe, of {', '.join(published.names())}",
+            value=path,
+        )
+    try:
+        return published.read(shape)
+    except ValueError as error:
+        raise RecipeError(key, str(error), "name one that is", value=path) from error
+
+
+def _maker(path: str) -> str:
+    """What to do about the missing model directory `path`."""
+    end = "/".join(Path(path).parts[-3:])
+    return _MAKERS.get(end, "give the model's Hugging Face directory, with its config.json; megarl downloads none")
+
+
+def read_hf_config(path: str, key: str = POLICY) -> Config:
+    """config.json of the Hugging Face directory that `key` names. Raises RecipeError where it is missing or no JSON."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise RecipeError(key, f"there is no such directory (seen from {Path.cwd()})", _maker(path), value=path)
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        remedy = "give a Hugging Face directory: config.json, *.safetensors and a tokenizer"
+        raise RecipeError(key, "it holds no config.json", remedy, value=path) from None
+    except ValueError as error:
+        raise RecipeError(key, f"its config.json is no JSON: {error}", "mend the file", value=path) from error
+    except OSError as error:
+        raise RecipeError(key, f"its config.json cannot be read: {error.strerror}", "mend it", value=path) from error
+    if not isinstance(config, dict):
+        raise RecipeError(key, "its config.json is no JSON object", "give the model's own file", value=path)
+    return config
+
+
+def read_weights_config(path: str, key: str) -> Config:
+    """As `read_hf_config`, of a directory that must hold whole weights as well."""
+    config = read_hf_config(path, key)
+    if not any(Path(path).glob("*.safetensors")):
+        remedy = "convert the weights to safetensors (save_pretrained does)"
+        raise RecipeError(key, "it holds no *.safetensors", remedy, value=path)
+    fault = weights.find_fault(Path(path), int(text_fields(config).get("num_hidden_layers") or 0))
+    if fault is not None:
+        raise RecipeError(key, fault, "download or convert the model again", value=path)
+    return config
+
+
+def read_tokenizer(recipe: Recipe, config: Config) -> Tokenizer:
+    """The policy's."""
+    key, path = ("model.tokenizer", recipe.model.tokenizer) if recipe.model.tokenizer else (POLICY, recipe.model.path)
+    with blaming(key, "give a directory with the model's own tokenizer (model.tokenizer, where it is another)", path):
+        tokenizer = load_tokenizer(path, recipe.model.path)
+        check_vocabulary(tokenizer, config)
+    return tokenizer
+
+
+# --- what config.json tells ------------------------------------------------------------------------------------------
+
+
+def check_policy(recipe: Recipe, config: Config) -> None:
+    """Refuse a model that cannot be trained as asked, or sampled from. `config`: its config.json."""
+    check_known_model(config, POLICY, recipe.model.path)
+    check_layout(config, recipe.megatron, recipe.cluster.trainers)
+    check_lora(config, recipe.lora, recipe.megatron)
+    check_extra(recipe, config, "megatron")
+    if recipe.train.source == "rollout":
+        check_sampled(recipe, config)
+
+
+def check_sampled(recipe: Recipe, config: Config) -> None:
+    """Refuse a model that its engines cannot sample from as asked."""
+    _check_context(recipe, config)
+    _check_pixels(recipe, config)
+    check_experts(recipe.rollout, config)
+    check_heads("rollout", recipe.rollout, config, spread=recipe.rollout.spreads_experts)
+
+
+def check_critic(recipe: Recipe, config: Config) -> None:
+    """Refuse a critic's model, or its layout. `config`: its config.json."""
+    view = critic_view(recipe)
+    key = CRITIC if recipe.critic.model_path else POLICY
+    check_known_model(config, key, view.model.path)
+    if "vision_config" in config:
+        remedy = "name a language model in critic.model_path, or use another algorithm.advantage"
+        raise RecipeError(key, "a critic cannot be made of a vision-language model yet", remedy, value=view.model.path)
+    try:
+        check_layout(config, view.megatron, view.cluster.trainers)
+    except ValueError as error:
+        said = str(error).replace("megatron.", "critic.megatron.").replace("cluster.trainers", "critic.trainers")
+        raise ValueError(f"The critic cannot be laid out: {said}") from error
+    check_extra(view, config, "critic.megatron")
+
+
+def check_teacher(recipe: Recipe, config: Config) -> None:
+    """Refuse a teacher that cannot read the policy's samples. `config`: its config.json."""
+    with blaming(TEACHER, "give the teacher's own config.json", recipe.teacher.path):
+        check_sizes(config)
+    teacher, known = recipe.teacher, context_length(config)
+    check_heads("teacher", teacher, config)
+    longest = longest_sample(recipe) + 1  # an engine that reads a whole sample samples one token more
+    if known is not None and longest > known and "hf_overrides" not in teacher.engine_args:
+        raise RecipeError(
+            TEACHER,
+            f"it reads samples of data.max_prompt_length + rollout.max_response_length + 1 = {longest} tokens, and was made "
+            f"for {known} (max_position_embeddings of its config.json)",
+            "lower the two, or name a teacher with a longer context",
+            value=teacher.path,
+        )
+
+
+def check_teacher_tokens(recipe: Recipe, tokenizer: Tokenizer, config: Config) -> None:
+    """Refuse a teacher for whom the policy's tokens mean something else. Reads its tokenizer."""
+    path = str(recipe.teacher.path)
+    with blaming(TEACHER, "name a teacher of the policy's family, with its own tokenizer", path):
+        check_same_tokens(tokenizer, load_tokenizer(path))
+        check_vocabulary(tokenizer, config)
+    top_k = teacher_top_k(recipe.algorithm)
+    if top_k > tokenizer.vocab_size:
+        what = f"the tokenizer in {tokenizer.directory} has {tokenizer.vocab_size} tokens"
+        raise RecipeError("algorithm.distill_top_k", what, "ask for no more", value=top_k)
+
+
+def check_known_model(config: Config, key: str, path: str) -> None:
+    """Refuse a model that the trainer would compute in another way than its engine."""
+    with blaming(key, "name a model that megarl trains, or change its config.json as said", path):
+        check_model(config)
+        check_sizes(config)
+
+
+def _check_context(recipe: Recipe, config: Config) -> None:
+    """Refuse samples longer than the policy was made for, which its engine would refuse once it loads."""
+    known, data, rollout = context_length(config), recipe.data, recipe.rollout
+    longest = longest_sample(recipe)
+    if known is None or "hf_overrides" in rollout.engine_args or longest <= known:
+        return
+    raise RecipeError(
+        "rollout.max_response_length",
+        f"with data.max_prompt_length = {data.max_prompt_length} a sample may have {longest} tokens, and the model was made "
+        f"for {known} (max_position_embeddings of its config.json)",
+        "lower the two together to that",
+        value=rollout.max_response_length,
+    )
+
+
+def _check_pixels(recipe: Recipe, config: Config) -> None:
+    """Refuse limits to images of a model that reads none."""
+    for name in ("min_pixels", "max_pixels"):
+        if (value := getattr(recipe.data, name)) is not None and "vision_config" not in config:
+            raise RecipeError(f"data.{name}", "the model reads no images", "leave it out", value=value)

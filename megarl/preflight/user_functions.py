@@ -1,0 +1,127 @@
+"""A first call of a user's own functions, on a made-up batch, before anything starts: their slips show at once, by name."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+from megarl.algorithms.inputs import LossInputs, Outcomes
+from megarl.algorithms.token_advantages import TokenOutcomes
+from megarl.errors import RecipeError
+
+if TYPE_CHECKING:
+    from megarl.recipe.algorithm import AlgorithmConfig
+
+_LENGTHS = [5, 4, 5, 4]  # tokens of four samples, two of each of two prompts
+_MASK = np.array([0, 1, 1, 1, 1, 0, 1, 1, 1] * 2, dtype=bool)
+
+
+def try_own_functions(settings: AlgorithmConfig) -> None:
+    """Call the recipe's advantage and loss, where they come from `algorithm.modules`. Raises RecipeError, with the
+    function, its place and what went wrong."""
+    if not settings.modules:
+        return
+    estimator, loss = ADVANTAGES[settings.advantage], LOSSES[settings.loss]
+    of_samples, of_tokens = estimator.function, estimator.of_tokens
+    if _is_own(of_samples):
+        assert of_samples is not None
+        found = _call("advantage", settings, of_samples, _outcomes())
+        _expect("advantage", settings, of_samples, found, len(_LENGTHS), "samples")
+    if _is_own(of_tokens):
+        found = _call("advantage", settings, of_tokens, _token_outcomes())
+        _expect("advantage", settings, of_tokens, found, len(_MASK), "tokens")
+    if _is_own(loss.function):
+        _try_loss(settings, loss.function)
+
+
+def _is_own(function: Any) -> bool:
+    return function is not None and not str(function.__module__).startswith("megarl.")
+
+
+def _outcomes() -> Outcomes:
+    rewards = np.array([1.0, 0.0, 0.5, 1.0])
+    return Outcomes(
+        rewards, np.array([0, 0, 1, 1]), np.array([4, 3, 4, 3]), greedy_rewards=np.array([1.0, 1.0, 0.0, 0.0])
+    )
+
+
+def _token_outcomes() -> TokenOutcomes:
+    penalties = np.linspace(-0.2, 0.1, len(_MASK))
+    return TokenOutcomes(np.array([1.0, 0.0, 0.5, 1.0]), _MASK, _LENGTHS, penalties=penalties)
+
+
+def _try_loss(settings: AlgorithmConfig, function: Callable[..., Any]) -> None:
+    import torch
+
+    def vector(low: float, high: float) -> torch.Tensor:
+        return torch.linspace(low, high, len(_MASK))
+
+    mask, places = torch.from_numpy(_MASK).float(), (len(_MASK), settings.distill_top_k)
+    inputs = LossInputs(
+        log_probs=vector(-2.0, -0.1).requires_grad_(),
+        loss_mask=mask,
+        loss_weights=mask / mask.sum(),
+        token_share=mask / mask.sum(),
+        lengths=_LENGTHS,
+        advantages=vector(-1.0, 1.0),
+        old_log_probs=vector(-1.8, -0.2),
+        rollout_log_probs=vector(-1.9, -0.15),
+        reference_log_probs=vector(-1.0, -0.5),
+        reference_top_log_probs=torch.full(places, -5.0 - settings.distill_top_k),
+        top_log_probs=torch.full(places, -6.0 - settings.distill_top_k).requires_grad_(),
+        entropy=vector(0.1, 0.4),
+        chosen=mask > 0,
+        selected=vector(-1.0, 1.0) > 0,
+    )
+    found = _call("loss", settings, function, inputs)
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict)):
+        _refuse(
+            "loss",
+            settings,
+            function,
+            f"returned {type(found).__name__}: the loss of each token and a dict of metrics are wanted",
+        )
+    _expect("loss", settings, function, found[0], len(_MASK), "tokens")
+    if not found[0].requires_grad:
+        _refuse(
+            "loss", settings, function, "returned a loss that does not depend on log_probs, so nothing would be learned"
+        )
+    for name, values in found[1].items():
+        _expect("loss", settings, function, values, len(_MASK), "tokens", f"as the metric {name!r} ")
+
+
+def _call(key: str, settings: AlgorithmConfig, function: Callable[..., Any], given: Any) -> Any:
+    try:
+        return function(given, settings)
+    except Exception as error:  # noqa: BLE001 -- whatever a user's function raises
+        own = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if frame.filename == inspect.getsourcefile(function)
+        ]
+        line = f" in line {own[-1].lineno}" if own else ""
+        _refuse(key, settings, function, f"failed{line}: {type(error).__name__}: {error}")
+
+
+def _expect(
+    key: str, settings: AlgorithmConfig, function: Callable[..., Any], found: Any, count: int, of: str, what: str = ""
+) -> None:
+    shape = tuple(getattr(found, "shape", ()))
+    if shape != (count,):
+        said = f"an array of shape {list(shape)}" if hasattr(found, "shape") else type(found).__name__
+        _refuse(key, settings, function, f"returned {what}{said}: one number for each of {count} {of} is wanted")
+
+
+def _refuse(key: str, settings: AlgorithmConfig, function: Callable[..., Any], what: str) -> NoReturn:
+    name, place = getattr(settings, key), f"{inspect.getsourcefile(function)}:{function.__code__.co_firstlineno}"
+    raise RecipeError(
+        f"algorithm.{key}",
+        f"on a small made-up batch {name} ({place}) {what}",
+        "mend it; docs/algorithms.md, 'Functions of your own', says what it is given and what it returns",
+        value=name,
+    )

@@ -1,0 +1,113 @@
+"""Settings of a generative judge, and what is refused of them. Its model and its question are checked with the data, in
+megarl/preflight/run.py."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Optional
+
+from megarl.errors import RecipeError
+from megarl.recipe.key import key
+
+if TYPE_CHECKING:
+    from megarl.recipe.schema import Recipe
+
+JUDGE = "judge"
+"""What `reward.function` and `reward.functions` call it, and metrics, too."""
+
+
+@dataclass
+class JudgeConfig:
+    """A fixed language model that reads question and response and writes a verdict, of which a number is a term of the reward, in engines on devices of its own; see docs/rewards.md. There is one where `reward.function` or `reward.functions` names `judge`."""
+
+    path: Optional[str] = key(
+        None, "Hugging Face directory of the judge, with a tokenizer and chat template of its own."
+    )
+    engine: str = key("vllm", "Engine.")
+    engines: int = key(1, "Engines, each a replica of the judge.", at_least=1)
+    tensor_parallel: int = key(1, "Tensor-parallel size inside an engine.", at_least=1)
+    dtype: Optional[Literal["float32", "bfloat16", "float16"]] = key(None, "Data type. Unset: `model.dtype`.")
+    engine_args: dict[str, Any] = key({}, "Further arguments of the engine, as `rollout.engine_args`.")
+    prompt: Optional[str] = key(
+        None,
+        "What the judge is asked of a sample: a Jinja template that reads `response`, and `prompt`, `ground_truth` and `extra_info` as it likes. It becomes the one user message of a chat.",
+    )
+    chat_template_args: dict[str, Any] = key(
+        {}, "Arguments of the judge's chat template, e.g. {enable_thinking: false}."
+    )
+    pattern: str = key(
+        r"Score: *(10|[0-9])\b",
+        "Regular expression of the score in a verdict: its first group is the number. The last match counts.",
+    )
+    scale: float = key(10.0, "The number is divided by it.", above=0)
+    right_from: Optional[float] = key(
+        None,
+        "A score, after the division, of at least this counts as right in evaluation (part `accuracy`), unless another scorer says what is right. Unset: whatever the whole reward says.",
+    )
+    max_prompt_length: int = key(
+        8192, "Longest question to the judge, in its tokens. A sample for which it is longer has no reward.", at_least=1
+    )
+    max_tokens: int = key(512, "Longest verdict, in tokens.", at_least=1)
+    temperature: float = key(0.6, "Sampling temperature of verdicts; 0 is greedy.", at_least=0)
+    attempts: int = key(
+        3,
+        "Verdicts that are sampled, each with another seed, until one has a number. A sample without any has no reward: its group is left out and counted, as where a scorer fails.",
+        at_least=1,
+    )
+    timeout: float = key(
+        1800.0,
+        "Seconds in which an engine of the judge finishes no group although some wait for it: the run then fails, naming it.",
+        above=0,
+    )
+
+
+def uses_judge(recipe: Recipe) -> bool:
+    """Whether the judge is a term of the reward."""
+    return recipe.reward.function == JUDGE or JUDGE in recipe.reward.functions
+
+
+def check_judge(recipe: Recipe) -> None:
+    """Raise RecipeError for a judge that cannot be had as asked, and for one that nobody asks."""
+    from megarl.algorithms.catalogue import ADVANTAGES
+
+    judge = recipe.judge
+    if not uses_judge(recipe):
+        if judge != JudgeConfig():
+            what = "no term of the reward is the judge's: this section would change nothing"
+            raise RecipeError(
+                "judge", what, "name judge in reward.function or reward.functions, or leave the section out"
+            )
+        return
+    if recipe.train.source != "rollout":
+        what = f"a judge reads what the policy samples, and train.source is '{recipe.train.source}'"
+        raise RecipeError("reward", what, "set train.source=rollout, or leave judge out of the reward")
+    if not judge.path:
+        what = "the reward names a judge, and there is no model for it"
+        raise RecipeError("judge.path", what, "give the judge's Hugging Face directory", value=judge.path)
+    if not judge.prompt:
+        what = "the judge is asked nothing"
+        raise RecipeError(
+            "judge.prompt", what, "write a question (recipes/base/judge.yaml has one)", value=judge.prompt
+        )
+    _check_pattern(judge.pattern)
+    if judge.temperature == 0 and judge.attempts > 1:
+        what = (
+            "greedy verdicts of one sample are all the same (judge.temperature = 0), however often they are asked for"
+        )
+        raise RecipeError("judge.attempts", what, "set it to 1, or judge.temperature above 0", value=judge.attempts)
+    if ADVANTAGES[recipe.algorithm.advantage].needs_greedy:
+        what = "its baseline is the reward of a greedy sample, whose text is not kept: no judge can read it"
+        remedy = "choose another advantage (rloo, grpo), or leave judge out of the reward"
+        raise RecipeError("algorithm.advantage", what, remedy, value=recipe.algorithm.advantage)
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        what = f"it is no regular expression: {error}"
+        raise RecipeError("judge.pattern", what, "mend it", value=pattern) from error
+    if not groups:
+        what = "it has no group, so that nothing in a match is the number"
+        raise RecipeError("judge.pattern", what, r"put the number into brackets, as in 'Score: *(\d+)'", value=pattern)

@@ -1,0 +1,39 @@
+"""Paths of a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from megarl.recipe.schema import Recipe
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """The recipe with paths that mean the same in every process, whatever directory it starts in."""
+
+    def absolute(path: str) -> str:
+        return os.path.abspath(os.path.expanduser(path))
+
+    def given(path: str | None) -> str | None:
+        return absolute(path) if path else None
+
+    data, model, critic, teacher, judge = recipe.data, recipe.model, recipe.critic, recipe.teacher, recipe.judge
+    exchange = recipe.exchange
+    return dataclasses.replace(
+        recipe,
+        runs_dir=absolute(recipe.runs_dir),
+        exchange=dataclasses.replace(exchange, directory=given(exchange.directory)),
+        model=dataclasses.replace(model, path=absolute(model.path), tokenizer=given(model.tokenizer)),
+        critic=dataclasses.replace(critic, model_path=given(critic.model_path)),
+        teacher=dataclasses.replace(teacher, path=given(teacher.path)),
+        judge=dataclasses.replace(judge, path=given(judge.path)),
+        data=dataclasses.replace(
+            data,
+            train_files=[absolute(file) for file in data.train_files],
+            mix={
+                name: dataclasses.replace(part, files=[absolute(file) for file in part.files])
+                for name, part in data.mix.items()
+            },
+            eval_files=[absolute(file) for file in data.eval_files],
+        ),
+    )

@@ -1,0 +1,44 @@
+"""Seeds of single samples (`rollout.seeded`): the value of `auto`, and the notice about cost and repeatability."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl import platform
+from megarl.platform.kinds import kind_of
+
+if TYPE_CHECKING:
+    from megarl.recipe.schema import Recipe
+
+
+def samples_are_seeded(recipe: Recipe) -> bool:
+    """Return whether each sample, and each verdict of a judge, has a random generator with a seed of its own.
+
+    `auto` is true on devices where such generators are cheap (`DeviceKind.cheap_seeds`) and with `train.deterministic`.
+    """
+    if recipe.rollout.seeded == "auto":
+        return recipe.train.deterministic or kind_of(platform.kind(recipe.cluster.device)).cheap_seeds
+    return bool(recipe.rollout.seeded)
+
+
+def seeds_notice(recipe: Recipe) -> str | None:
+    """Return the cost of seeds, or the repeatability that is lost without them; None where there is neither."""
+    if recipe.train.source != "rollout":
+        return None
+    device, seeded = platform.kind(recipe.cluster.device), samples_are_seeded(recipe)
+    cheap = kind_of(device).cheap_seeds
+    if seeded and cheap:
+        return None
+    origin = f"auto on {device}" if recipe.rollout.seeded == "auto" else "set by the recipe"
+    if seeded and recipe.rollout.seeded == "auto":
+        origin = "auto with train.deterministic"
+    if seeded:
+        return (
+            f"rollout.seeded is true ({origin}): engines draw for one request after the other in every decode step, in a "
+            "Python loop, which slows sampling of many sequences; rollout.seeded=false draws for all at once"
+        )
+    return (
+        f"rollout.seeded is false ({origin}): an engine draws all samples of a weight version from one random generator, so "
+        "a repeated or resumed run samples other responses; rollout.seeded=true gives each sample its own, at the cost "
+        "of a Python loop over requests in every decode step"
+    )

@@ -1,0 +1,42 @@
+"""Services that a recipe names by URL, and the headers that they are sent: secrets come from the environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from megarl.errors import RecipeError
+
+_HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")  # RFC 9110, 5.6.2
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_url(section: str, text: str) -> None:
+    """Raise RecipeError for a URL (the recipe's `section`.url) that cannot be asked, or that holds a secret."""
+
+    def refuse(what: str, remedy: str) -> RecipeError:
+        return RecipeError(f"{section}.url", what, remedy)
+
+    try:
+        url = urlsplit(text)
+        host, _ = url.hostname, url.port
+    except ValueError as error:
+        raise refuse(f"this is no URL: {error}", "give e.g. https://judge.example.com/score") from error
+    if url.username is not None or url.password is not None:  # the message does not repeat it
+        raise refuse("it holds a name or a password", f"put them into {section}.headers, as Authorization")
+    if url.scheme not in ("http", "https") or not host:
+        raise RecipeError(
+            f"{section}.url", "a service is asked over http or https", "give e.g. https://host/path", value=text
+        )
+
+
+def check_headers(section: str, headers: Mapping[str, str]) -> None:
+    """Raise RecipeError for headers that cannot be sent, or that are not named by environment variables."""
+    for name, variable in headers.items():
+        if not _HEADER.fullmatch(name) or name.lower() in ("content-length", "content-type", "host"):
+            what = "this is no header that can be set"
+            raise RecipeError(f"{section}.headers", what, "name e.g. Authorization", value=name)
+        if not _VARIABLE.fullmatch(variable):  # perhaps the secret itself, which is not shown
+            what = f"{name} is to name an environment variable, and this is no name of one"
+            raise RecipeError(f"{section}.headers", what, f"write e.g. {{{name}: MY_TOKEN}}, and export MY_TOKEN")

@@ -1,0 +1,113 @@
+"""How the samples of a group become scores, wherever their scorers run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from megarl import rewards
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import RewardConfig
+from megarl.rewards import Score, Scorer, ScoreRequest, ScorerSettings
+from megarl.rewards.weighted import Term, combine
+from megarl.rewards.worker import FINDER
+from megarl.subprocess_pool import job
+from megarl.subprocess_pool.pool import ProcessPool
+from megarl.types import SampleFailure
+
+Outcome = tuple["Score | SampleFailure", int]
+"""What became of a sample, and how many attempts failed and were made again."""
+
+
+class Scoring:
+    """Scores with `terms`, by data source. Scorers that are `in_process` are called in threads, others in processes,
+    which are started where there are any such scorers; `awaited` ones in processes of their own, many at a time."""
+
+    def __init__(
+        self, terms: Mapping[str, Sequence[Term]], settings: RewardConfig, sandbox: SandboxConfig | None = None
+    ) -> None:
+        self.terms, self.retries = dict(terms), settings.retries
+        scorers = {term.scorer.name: term.scorer for row in terms.values() for term in row}
+        apart = [scorer for scorer in scorers.values() if not scorer.in_process]
+        self.pools = {
+            awaited: scorer_pool(names, settings, sandbox, concurrent=settings.concurrent if awaited else 1)
+            for awaited in (False, True)
+            if (names := [scorer.name for scorer in apart if scorer.awaited == awaited])
+        }
+        self.threads = ThreadPoolExecutor(max_workers=4, thread_name_prefix="scorer")
+
+    def start(self) -> None:
+        """Wait until samples can be scored. Raises RuntimeError where a scorer cannot be imported."""
+        for scorer in {term.scorer.name: term.scorer for row in self.terms.values() for term in row}.values():
+            if scorer.in_process and scorer.prepare is not None:
+                scorer.prepare()
+        for pool in self.pools.values():
+            pool.start()
+
+    async def score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
+        """An outcome for each of `requests`, which are of one data source: a score, or why there is none."""
+        terms = self.terms[requests[0].data_source]
+        if len(terms) == 1:  # the common case, without a task of its own
+            return [_joined(terms, (outcome,)) for outcome in await self._outcomes(terms[0].scorer, requests)]
+        columns = await asyncio.gather(*(self._outcomes(term.scorer, requests) for term in terms))
+        return [_joined(terms, row) for row in zip(*columns, strict=True)]
+
+    def close(self) -> None:
+        """End every process."""
+        for pool in self.pools.values():
+            pool.close()
+        self.threads.shutdown(wait=False)
+
+    async def _outcomes(self, scorer: Scorer, requests: Sequence[ScoreRequest]) -> Sequence[Outcome]:
+        if scorer.in_process:
+            return await asyncio.get_running_loop().run_in_executor(self.threads, self._in_process, scorer, requests)
+        pool = self.pools[scorer.awaited]
+        found = await asyncio.gather(*(asyncio.wrap_future(pool.submit(scorer.name, request)) for request in requests))
+        return [_outcome(scorer.name, request, one) for request, one in zip(requests, found, strict=True)]
+
+    def _in_process(self, scorer: Scorer, requests: Sequence[ScoreRequest]) -> list[Outcome]:
+        return [self._attempts(scorer, request) for request in requests]
+
+    def _attempts(self, scorer: Scorer, request: ScoreRequest) -> Outcome:
+        for attempt in range(self.retries + 1):
+            try:
+                return rewards.score(scorer, request), attempt
+            except rewards.RewardError as error:
+                cause = error.cause
+        return SampleFailure(f"scorer {scorer.name!r}", request.uid, "error", cause, self.retries + 1), self.retries
+
+
+def scorer_pool(
+    names: Sequence[str], settings: RewardConfig, sandbox: SandboxConfig | None = None, concurrent: int = 1
+) -> ProcessPool:
+    """Processes that score with `names`, registered or ``module:function``; `concurrent` samples at a time each."""
+    return ProcessPool(
+        FINDER,
+        names,
+        ScorerSettings(settings.remote, sandbox or SandboxConfig()).as_json(),
+        processes=settings.processes,
+        timeout=settings.timeout,
+        retries=settings.retries,
+        timeout_key="reward.timeout",
+        concurrent=concurrent,
+        memory_mb=settings.memory_mb,
+    )
+
+
+def _outcome(scorer: str, request: ScoreRequest, found: job.Outcome) -> Outcome:
+    if isinstance(found, job.Answered):
+        return found.value, found.retries
+    failure = SampleFailure(f"scorer {scorer!r}", request.uid, found.kind, found.cause, found.attempts)
+    return failure, found.attempts - 1
+
+
+def _joined(terms: Sequence[Term], outcomes: Sequence[Outcome]) -> Outcome:
+    """One outcome of a sample, of one a term. A sample that any scorer failed on has no score."""
+    retries = sum(repeated for _, repeated in outcomes)
+    scores: list[Score] = []
+    for result, _ in outcomes:
+        if isinstance(result, SampleFailure):
+            return result, retries
+        scores.append(result)
+    return combine(terms, scores), retries

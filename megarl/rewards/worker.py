@@ -1,0 +1,33 @@
+"""A scorer as the work of a pool of processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl import rewards
+from megarl.rewards import RewardError, Score, ScoreRequest, ScorerSettings
+from megarl.subprocess_pool.job import CallError, Work
+
+FINDER = f"{__name__}:scorer_work"
+
+
+def scorer_work(name: str, settings: dict[str, Any]) -> Work:
+    """The scorer that is registered as `name`, or that ``module:function`` names. `settings` are those of `ScorerSettings.as_json`.
+
+    Raises ValueError where there is no such scorer.
+    """
+    scorer = rewards.find(name, ScorerSettings.of_json(settings))
+
+    def score(request: ScoreRequest) -> Score:
+        try:
+            return rewards.score(scorer, request)
+        except RewardError as error:
+            raise CallError(error.cause) from error
+
+    async def score_awaited(request: ScoreRequest) -> Score:
+        try:
+            return await rewards.score_awaited(scorer, request)
+        except RewardError as error:
+            raise CallError(error.cause) from error
+
+    return Work(score_awaited if scorer.awaited else score, scorer.prepare)

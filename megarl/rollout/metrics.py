@@ -1,0 +1,122 @@
+"""The figures of a step and of an evaluation, data source by data source, and what agent loops did. Pure.
+
+They are written of every source, also where there is one alone: a metric that comes and goes with the number of sources
+drawn could not be plotted. Evaluations, whose set stands still, say it of the sources where there are several.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from megarl.rollout.admission import TriedGroup, accepted_groups
+from megarl.rollout.failures import ScoringCounts
+from megarl.types import Group, Metrics, Sample
+
+# Names of sources have slashes themselves: what ends a name tells them apart.
+_LENGTHS_AND_REWARDS = r"rewards/mean|response_length/\w+|scoring_\w+"
+_SAMPLED = re.compile(
+    rf"source/(?P<source>.*)/(?P<figure>groups_\w+|samples|accuracy|truncated|{_LENGTHS_AND_REWARDS}|agent/.+)",
+    re.DOTALL,
+)
+_EVALUATED = re.compile(
+    rf"eval/(?P<source>.*)/(?P<figure>problems|greedy|pass@\d+|maj@\d+|{_LENGTHS_AND_REWARDS})", re.DOTALL
+)
+
+T = TypeVar("T")
+
+
+def sampled_figures(tried: Sequence[TriedGroup]) -> Metrics:
+    """What was sampled for a batch, by source: over all groups that were tried for it, the filtered ones included.
+
+    Means of rewards and accuracies are over the samples that have one: a source of which none could be scored has no
+    ``rewards/mean``, and one whose scorers report no accuracy no ``accuracy``.
+    """
+    metrics: Metrics = {}
+    for data_source, items in _parted(tried, lambda item: item.group.data_source).items():
+        groups = [item.group for item in items]
+        samples = [sample for group in groups for sample in group.samples]
+        rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]
+        judged = [sample.reward_parts["accuracy"] for sample in samples if "accuracy" in sample.reward_parts]
+        lengths = [sample.response_length for sample in samples]
+        scoring = ScoringCounts.of(groups)
+        metrics |= {
+            f"source/{data_source}/groups_tried": float(len(groups)),
+            f"source/{data_source}/groups_accepted": float(len(accepted_groups(items))),
+            f"source/{data_source}/samples": float(len(samples)),
+            **({f"source/{data_source}/rewards/mean": float(np.mean(rewards))} if rewards else {}),
+            **({f"source/{data_source}/accuracy": float(np.mean(judged))} if judged else {}),
+            f"source/{data_source}/response_length/mean": float(np.mean(lengths)),
+            f"source/{data_source}/response_length/max": float(np.max(lengths)),
+            f"source/{data_source}/truncated": float(np.mean([sample.truncated for sample in samples])),
+            f"source/{data_source}/scoring_failed": scoring.failed,
+            f"source/{data_source}/scoring_timeouts": scoring.timeouts,
+            f"source/{data_source}/scoring_crashes": scoring.crashes,
+            f"source/{data_source}/scoring_errors": scoring.errors,
+            f"source/{data_source}/scoring_retries": scoring.retries,
+        }
+        for metric, value in agent_figures(samples).items():
+            metrics[f"source/{data_source}/{metric}"] = value
+    return metrics
+
+
+def agent_figures(samples: Iterable[Sample]) -> Metrics:
+    """What the agent loops of `samples` did: means and shares are of samples, counts are of all their calls.
+
+    Empty where no loop made any of them.
+    """
+    looped = [(sample, sample.tool_use) for sample in samples if sample.tool_use is not None]
+    if not looped:
+        return {}
+    uses = [use for _, use in looped]
+    return {
+        "agent/turns/mean": float(np.mean([use.turns for use in uses])),
+        "agent/turns/max": float(np.max([use.turns for use in uses])),
+        "agent/calls/mean": float(np.mean([use.calls for use in uses])),
+        "agent/failed_calls": float(sum(use.failures for use in uses)),
+        "agent/tool_timeouts": float(sum(use.timeouts for use in uses)),
+        "agent/tool_seconds/mean": float(np.mean([use.seconds for use in uses])),
+        "agent/tool_seconds/max": float(np.max([use.seconds for use in uses])),
+        "agent/ended/turns": float(np.mean([sample.finish_reason == "turns" for sample, _ in looped])),
+        "agent/ended/tool_time": float(np.mean([sample.finish_reason == "tool_time" for sample, _ in looped])),
+    }
+
+
+def groups_by_source(groups: Sequence[Group]) -> dict[str, list[Group]]:
+    """In the order of the sources' names."""
+    return _parted(groups, lambda group: group.data_source)
+
+
+def of_sampled(metrics: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """A line's figures of what was sampled, by source: ``{"openai/gsm8k": {"rewards/mean": 0.5, ...}}``."""
+    return _read(metrics, _SAMPLED)
+
+
+def of_evaluated(metrics: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """A line's figures of an evaluation, by source: ``{"openai/gsm8k": {"pass@1": 0.5, ...}}``."""
+    return _read(metrics, _EVALUATED)
+
+
+def source_of(metric: str) -> str | None:
+    """The data source that `metric` is a figure of; None: of none alone."""
+    match = _SAMPLED.fullmatch(metric) or _EVALUATED.fullmatch(metric)
+    return match["source"] if match else None
+
+
+def _read(metrics: Mapping[str, T], pattern: re.Pattern[str]) -> dict[str, dict[str, T]]:
+    found: dict[str, dict[str, T]] = {}
+    for name, value in metrics.items():
+        if match := pattern.fullmatch(name):
+            found.setdefault(match["source"], {})[match["figure"]] = value
+    return dict(sorted(found.items()))
+
+
+def _parted(items: Sequence[T], source_of_item: Callable[[T], str]) -> dict[str, list[T]]:
+    parts: dict[str, list[T]] = {}
+    for item in items:
+        parts.setdefault(source_of_item(item), []).append(item)
+    return dict(sorted(parts.items()))

@@ -1,0 +1,226 @@
+"""Samples from engines: requests out, scored groups in, on a thread of its own so that the actor can learn meanwhile."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from megarl.algorithms.catalogue import ADVANTAGES
+from megarl.algorithms.shaping import has_spread, overlong_penalty
+from megarl.cluster.calls import Service, Silence, attach
+from megarl.data.dataset import sampler_of
+from megarl.data.prompts import PromptDataset
+from megarl.recipe.schema import Recipe
+from megarl.recipe.seeded import samples_are_seeded
+from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
+from megarl.rollout.failures import FailedShare, ScoringCounts, scoring_notice
+from megarl.rollout.metrics import agent_figures, sampled_figures
+from megarl.rollout.source import Batch
+from megarl.types import DataRef, GenerationRequest, Group, InlineData, Sampling
+
+
+def group_seed(run_seed: int, number: int) -> int:
+    """Seed of a group's first sample. Depends on nothing but the run's seed and the group's number."""
+    return int(np.random.SeedSequence([run_seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(2))
+
+
+class EnginesSource:
+    """A Source over rollout services. Any failure of an engine is raised by the next take or drain; a group that could
+    not be scored is replaced by another, and too many of them are such a failure."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        prompts: PromptDataset,
+        services: Sequence[Service],
+        stop_token_ids: Sequence[int],
+        check_processes: Callable[[], None],
+    ):
+        """`check_processes` raises where a process of the run has died; it is asked every second while waiting."""
+        self.recipe, self.prompts, self.services = recipe, prompts, list(services)
+        self.check_processes = check_processes
+        self.sampler = sampler_of(prompts, recipe.data, recipe.train.seed)
+        rollout, dynamic = recipe.rollout, recipe.algorithm.dynamic_sampling
+        self.sampling = Sampling(
+            n=rollout.samples_per_prompt,
+            max_tokens=rollout.max_response_length,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=tuple(stop_token_ids),
+        )
+        self.admission = Admission(
+            recipe.data.prompts_per_step,
+            rollout.max_staleness,
+            dynamic.max_attempts if dynamic.enabled else None,
+            rollout.admission == "continuous",
+            batches=recipe.train.steps,
+        )
+        self._failed_share = FailedShare(recipe.reward.max_failed_share, recipe.data.prompts_per_step)
+        self._silence = Silence(rollout.timeout)
+        self._change = threading.Condition()
+        self._error: BaseException | None = None
+        self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
+        self._seeded = samples_are_seeded(recipe)
+        self._load = [0] * len(self.services)  # groups running on each engine
+
+    def admit(self, version: int) -> None:
+        with self._change:
+            self.admission.version = version
+            self._start_what_may()
+
+    def take(self, count: int) -> Batch:
+        assert count == self.admission.prompts_per_step
+        with self._change:
+            self._wait(lambda: bool(self.admission.closed))
+            tried = self.admission.closed.popleft()
+        groups = accepted_groups(tried)
+        drawn = self.sampler.metrics(item.group.number for item in tried)
+        batch = Batch(groups, {**_metrics(tried, count), **drawn})
+        everything = [item.group for item in tried]
+        notice = scoring_notice(everything, "groups", "These groups were left out, and others sampled in their place.")
+        if notice is not None:
+            batch.notices.append(notice)
+        if len(groups) < count:
+            text = f"dynamic sampling found {len(groups)} of {count} groups with spread in {len(tried)} tries"
+            if self.recipe.algorithm.dynamic_sampling.when_exhausted == "fail":
+                raise RuntimeError(
+                    f"{text}. The prompts may be too easy or too hard for the model: raise "
+                    "algorithm.dynamic_sampling.max_attempts, set when_exhausted=smaller, or change the data."
+                )
+            batch.notices.append(f"{text}: this step trains on {len(groups)}")
+        return batch
+
+    def drain(self) -> None:
+        with self._change:
+            self._wait(self.admission.idle)
+
+    def close(self) -> None:
+        with self._change:
+            self.admission.version = None
+
+    def state(self) -> dict[str, Any]:
+        with self._change:
+            assert self.admission.idle(), "drain first"
+            return {
+                "counters": asdict(self.admission.state),
+                "gathered": [list(self.admission.tried), *self.admission.closed],
+            }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        with self._change:
+            self.admission.state = AdmissionState(**state["counters"])
+            self.admission.tried, *closed = state["gathered"]
+            self.admission.closed.extend(closed)
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Wait for `condition`, an error, a process that died, or engines that finish nothing any more."""
+        while not self._change.wait_for(lambda: self._error is not None or condition(), timeout=1.0):
+            self._change.release()
+            try:
+                self.check_processes()
+            finally:
+                self._change.acquire()
+            if self.admission.running:
+                waiting = self.admission.unfinished()
+                self._silence.check(len(waiting), f"number {waiting[0]}")
+        if self._error is not None:
+            raise self._error
+
+    def _start_what_may(self) -> None:
+        """Admit what capacity allows, each group to the engine with the fewest; one message an engine."""
+        if self._error is not None:
+            return
+        if not self.admission.running:
+            self._silence.broken()
+        numbers = self.admission.start(self.admission.capacity())
+        submitted: list[list[GenerationRequest]] = [[] for _ in self.services]
+        for number in numbers:
+            engine = min(range(len(self.services)), key=lambda index: (self._load[index], index))
+            self._load[engine] += 1
+            prompt = self.prompts[self.sampler.at(number)]
+            seed = group_seed(self.recipe.train.seed, number) if self._seeded else None
+            request = GenerationRequest(number, prompt, self.sampling, seed, with_greedy=self._with_greedy)
+            submitted[engine].append(request)
+        for engine, requests in enumerate(submitted):
+            if requests:
+                self.services[engine].call("submit", requests).add_done_callback(self._fail_on_error)
+            for request in requests:
+                collected = self.services[engine].call_with_data("collect", request.group)
+                collected.add_done_callback(functools.partial(self._arrived, engine))
+
+    def _fail_on_error(self, result: Future[Any]) -> None:
+        error = result.exception()
+        if error is not None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._change:
+            self._error = self._error or error
+            self._change.notify_all()
+
+    def _arrived(self, engine: int, result: Future[tuple[Any, DataRef]]) -> None:
+        """Runs in the transport's thread. Whatever goes wrong here must reach the waiting controller."""
+        try:
+            group = attach(result.result())
+            self._shape(group)
+            dynamic = self.recipe.algorithm.dynamic_sampling
+            keep = not group.failures and (not dynamic.enabled or has_spread(group.samples, dynamic.metric))
+            if not keep:  # let its vectors go; what was sampled and how it scored is still reported
+                attach((group, InlineData([])))
+            with self._change:
+                self._load[engine] -= 1
+                self._silence.broken()
+                self._failed_share.note(group)
+                self.admission.finish(group, keep)
+                self._start_what_may()
+                self._change.notify_all()
+        except BaseException as error:  # noqa: BLE001 - handed to the controller, which raises it
+            self._fail(error)
+
+    def _shape(self, group: Group) -> None:
+        overlong = self.recipe.algorithm.overlong
+        if not overlong.penalty_buffer:
+            return
+        samples = [*group.samples, *([group.greedy] if group.greedy is not None else [])]
+        lengths = np.array([sample.response_length for sample in samples])
+        penalties = overlong_penalty(
+            lengths, self.recipe.rollout.max_response_length, overlong.penalty_buffer, overlong.penalty_factor
+        )
+        for sample, penalty in zip(samples, penalties, strict=True):
+            sample.reward_parts["overlong_penalty"] = float(penalty)
+            sample.reward += float(penalty)
+
+
+def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:
+    """What a batch cost: over all groups that were tried for it, the filtered ones included."""
+    samples = [sample for item in tried for sample in item.group.samples]
+    greedy = [item.group.greedy for item in tried if item.group.greedy is not None]
+    rewards = [sample.reward for sample in samples if not math.isnan(sample.reward)]
+    scoring = ScoringCounts.of([item.group for item in tried])
+    waits = [item.group.judge_seconds for item in tried if item.group.judge_seconds]
+    accepted, unscored = len(accepted_groups(tried)), sum(bool(item.group.failures) for item in tried)
+    return {
+        "rollout/prompts_tried": float(len(tried)),
+        "rollout/groups_filtered": float(len(tried) - accepted - unscored),
+        "rollout/groups_missing": float(count - accepted),
+        "rollout/groups_unscored": float(unscored),
+        "rollout/scoring_failed": scoring.failed,
+        "rollout/scoring_timeouts": scoring.timeouts,
+        "rollout/scoring_crashes": scoring.crashes,
+        "rollout/scoring_errors": scoring.errors,
+        "rollout/scoring_retries": scoring.retries,
+        **({"rollout/judge_seconds": float(np.mean(waits))} if waits else {}),
+        **({"rollout/rewards/mean": float(np.mean(rewards))} if rewards else {}),
+        "rollout/truncated": float(np.mean([sample.truncated for sample in samples])),
+        "rollout/total_num_tokens": float(sum(sample.length for sample in [*samples, *greedy])),
+        **agent_figures(samples),
+        **sampled_figures(tried),
+    }

@@ -1,0 +1,1 @@
+"""Trainer processes, and the handles through which the controller calls them."""

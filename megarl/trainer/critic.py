@@ -1,0 +1,91 @@
+"""A critic process: values, advantages of each token, value updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megarl.algorithms.moments import Moments, Whitening
+from megarl.algorithms.returns import gae
+from megarl.algorithms.token_advantages import sum_of
+from megarl.algorithms.values import ValueMoments, value_objective
+from megarl.recipe.schema import Recipe
+from megarl.trainer.worker import Worker, collect_parts
+from megarl.types import DataRef, Metrics, Shard
+
+
+class CriticWorker(Worker):
+    """One device's share of the critic. `recipe` is the critic's view of the recipe: see recipe/critic.py."""
+
+    def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
+        super().__init__(recipe, total_optimizer_steps, weights_only)
+        self.advantages: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by number in the shard: advantages, mask
+
+    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
+        from megarl.megatron.critic import CriticTrainer
+
+        return CriticTrainer(self.recipe, self.platform, total_optimizer_steps, weights_only=weights_only)
+
+    def load_shard(self, shard: Shard) -> None:
+        super().load_shard(shard)
+        self.advantages = {}
+
+    def compute_values(self, kl: list[tuple[DataRef, list[int]]], kl_weight: float) -> ValueMoments | None:
+        """Values before this step's updates, and the advantages and returns that follow from them. They stay here;
+        what is known of them together is returned, on reporting ranks.
+
+        `kl`: where each token's KL lies that is taken from what it earns, `kl_weight` times; see `Part`.
+        """
+        flat = [batch for mini_batch in self.batches for batch in mini_batch]
+        members = [numbers for mini_batch in self.members for numbers in mini_batch]
+        results = self.trainer.values(flat)
+        if results is None:
+            return None
+        moments, penalties = ValueMoments(), collect_parts(kl)
+        for batch, values, numbers in zip(flat, results, members, strict=True):
+            moments += self._estimate(batch, values, numbers, penalties, kl_weight)
+        return moments if self.trainer.coordinates.reports else None
+
+    def _estimate(
+        self, batch: Any, values: Any, numbers: list[int], kl: dict[int, np.ndarray], kl_weight: float
+    ) -> ValueMoments:
+        """Advantages and returns of one micro batch, in float64 on the host: sequences are whole there."""
+        import torch
+
+        settings = self.recipe.algorithm
+        mask = batch.vectors["loss_mask"].cpu().numpy() > 0
+        on_host = values.cpu().numpy()
+        rewards = np.array([self.rewards[number] for number in numbers])
+        step_rewards = self._step_rewards(numbers, batch.lengths, mask)
+        token_rewards = sum_of(step_rewards, self._penalties(numbers, batch.lengths, kl, kl_weight))
+        discounts = {"gamma": settings.gamma, "lam": settings.lam}
+        advantages, returns = gae(rewards, on_host, mask, batch.lengths, **discounts, token_rewards=token_rewards)
+        batch.vectors["old_values"] = values
+        batch.vectors["returns"] = torch.from_numpy(returns.astype(np.float32))
+        cuts = np.cumsum(batch.lengths)[:-1]
+        for number, *vectors in zip(numbers, np.split(advantages, cuts), np.split(mask, cuts), strict=True):
+            self.advantages[number] = (vectors[0], vectors[1])
+        return ValueMoments(*(Moments.of(vector[mask]) for vector in (on_host, returns, advantages)))
+
+    def give_advantages(self, whitening: Whitening, wanted: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
+        """Advantages (float32, one a token) of the samples with the `wanted` numbers, list by list: for whoever
+        trains on them. On reporting ranks; elsewhere empty lists."""
+        if not self.trainer.coordinates.reports:
+            return None, [[] for _ in wanted]
+
+        def of(number: int) -> np.ndarray:
+            advantages, mask = self.advantages[number]
+            return np.where(mask, whitening(advantages), 0.0).astype(np.float32)
+
+        return None, [[of(number) for number in numbers] for numbers in wanted]
+
+    def update_critic(self) -> list[Metrics] | None:
+        """One optimizer step a mini batch. Returns each one's metrics, on reporting ranks."""
+        clip = self.recipe.critic.value_clip
+        metrics = [
+            self.trainer.train_step(mini_batch, lambda inputs: value_objective(inputs, clip))
+            for mini_batch in self.batches
+        ]
+        self.batches, self.advantages = [], {}
+        return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None

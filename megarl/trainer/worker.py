@@ -1,0 +1,287 @@
+"""A trainer process, the actor's or the critic's: the calls that both answer.
+
+Every rank runs the same calls in the same order. What a call computes for the rank's shard (old
+log-probs, reference log-probs, values) stays here, beside the micro batches it belongs to, until the update.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from megarl import platform as platforms
+from megarl.algorithms.catalogue import import_modules
+from megarl.algorithms.process_advantages import placed, up_to
+from megarl.platform.base import Profiler
+from megarl.recipe.observe import trace_options
+from megarl.recipe.schema import Recipe
+from megarl.types import DataRef, SampleTokens, Shard, ShardSample, Steps, fetch
+from megarl.weight_sync.session import host_id
+
+T = TypeVar("T")
+
+
+def traced(phase: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Mark a Worker's call as one phase of a step: it has a trace of its own, in a folder named `phase`, while `start_profile`
+    with observe.profile_discrete is in force."""
+
+    def mark(call: Callable[..., T]) -> Callable[..., T]:
+        @functools.wraps(call)
+        def wrapped(self: Worker, *args: Any, **kwargs: Any) -> T:
+            folder = self.profile_folder
+            if folder is None:
+                return call(self, *args, **kwargs)
+            self._start_trace(folder / phase)
+            try:
+                return call(self, *args, **kwargs)
+            finally:
+                assert self.profiler is not None
+                self.profiler.stop()
+                self.profiler = None
+
+        return wrapped
+
+    return mark
+
+
+class Worker:
+    """One device's share of a model in training, or, `weights_only`, of one that is loaded to be exported. Made inside
+    its own process; rank and world size come from the environment."""
+
+    def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
+        self.recipe = recipe
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        import_modules(recipe.algorithm)
+        self.platform = platforms.select(recipe.cluster.device)
+        self.platform.prepare()  # before megatron is imported, below and in the modules that this imports
+
+        import torch
+
+        torch.set_num_threads(recipe.cluster.threads)
+        torch.use_deterministic_algorithms(recipe.train.deterministic)
+        self.platform.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        torch.distributed.init_process_group(
+            self.platform.process_group_backend, timeout=timedelta(seconds=recipe.cluster.timeout)
+        )
+        _seed_everything(recipe.train.seed)
+
+        self.trainer = self._make_trainer(total_optimizer_steps, weights_only)
+        self.profiler: Profiler | None = None  # while it records
+        self.profile_folder: Path | None = None  # while each call marked `traced` has a trace of its own
+        self.saves: list[Any] = []  # checkpoint.Save, of the last checkpoint
+        self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
+        self.members: list[list[list[int]]] = []  # of each micro batch: numbers of its samples in the shard
+        self.rewards: list[float] = []  # of each sample of the shard: what its last token earns
+        self.steps: list[Steps] = []  # of each sample of the shard: what tokens within it earn
+
+    def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Where this rank stands in the layout, and what it holds."""
+        own = {"host": host_id(), "pid": os.getpid(), "device_name": self.platform.device_name()}
+        return {**asdict(self.trainer.coordinates), **own, **self.trainer.describe()}
+
+    def sees(self, path: str) -> tuple[str, bool]:
+        """This machine's name, and whether `path` exists on it."""
+        return socket.gethostname(), os.path.exists(path)
+
+    def start_profile(self, directory: str, ranks: list[int]) -> None:
+        """Trace what this process computes until `stop_profile`, if it is one of `ranks`: in one trace, or, with
+        observe.profile_discrete, in one for each call marked `traced`."""
+        if self.rank not in ranks:
+            return
+        if self.recipe.observe.profile_discrete:
+            self.profile_folder = Path(directory)
+        else:
+            self._start_trace(Path(directory))
+
+    def stop_profile(self) -> None:
+        """End what `start_profile` began; a trace is written here."""
+        self.profile_folder = None
+        if self.profiler is not None:
+            self.profiler.stop()
+            self.profiler = None
+
+    def _start_trace(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.profiler = self.platform.profiler(folder, f"rank{self.rank}", trace_options(self.recipe.observe))
+        self.profiler.start()
+
+    # --- one step -------------------------------------------------------------------------------
+
+    def load_shard(self, shard: Shard) -> None:
+        """Fetch the vectors of this rank's samples and lay out its micro batches."""
+        vectors = fetch(shard.samples)
+        self.members, self.rewards = shard.mini_batches, [sample.reward for sample in shard.samples]
+        self.steps = [sample.steps for sample in shard.samples]
+        self.batches = [
+            [
+                self._micro_batch([(shard.samples[i], vectors[i]) for i in members], loss_tokens)
+                for members in mini_batch
+            ]
+            for mini_batch, loss_tokens in zip(shard.mini_batches, shard.loss_tokens, strict=True)
+        ]
+
+    def _step_rewards(self, members: list[int], lengths: list[int], mask: np.ndarray) -> np.ndarray | None:
+        """What steps that end at a token of a micro batch earned, float64 [T]; None: there are none. mask [T]: the tokens
+        that count."""
+        if not any(self.steps[number] for number in members):
+            return None
+        parts = np.split(mask, np.cumsum(lengths)[:-1])
+        return np.concatenate([placed(self.steps[number], own) for number, own in zip(members, parts, strict=True)])
+
+    def _penalties(
+        self, members: list[int], lengths: list[int], kl: dict[int, np.ndarray], kl_weight: float
+    ) -> np.ndarray | None:
+        """What the KL takes from the tokens of a micro batch, -`kl_weight` times `kl`, which is by number in the shard:
+        float64 [T], 0 for samples that `kl` does not have, since they count nowhere; None: there is none."""
+        if not kl:
+            return None
+        parts = [kl.get(number, np.zeros(length)) for number, length in zip(members, lengths, strict=True)]
+        return -kl_weight * np.concatenate(parts).astype(np.float64)
+
+    def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
+        import torch
+
+        from megarl.megatron.batch import MicroBatch
+        from megarl.megatron.images import Images
+
+        def join(pieces: list[np.ndarray]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(pieces).astype(np.float32)).to(self.platform.device())
+
+        # A sample of weight 0 (filtered, or filling an empty micro batch) is computed and counts nowhere.
+        masks = [vectors.loss_mask * float(sample.loss_weight > 0) for sample, vectors in members]
+        return MicroBatch(
+            tokens=torch.from_numpy(np.concatenate([vectors.tokens for _, vectors in members]).astype(np.int64)).to(
+                self.platform.device()
+            ),
+            lengths=[len(vectors.tokens) for _, vectors in members],
+            counted=[sample.loss_weight > 0 for sample, _ in members],
+            vectors={
+                "loss_mask": join(masks),
+                "loss_weights": join(
+                    [mask * sample.loss_weight for mask, (sample, _) in zip(masks, members, strict=True)]
+                ),
+                "token_share": join([mask / max(loss_tokens, 1) for mask in masks]),
+                "advantages": join([_advantages(sample, vectors) for sample, vectors in members]),
+                "rollout_log_probs": join([vectors.rollout_log_probs for _, vectors in members]),
+            },
+            routing=self._routing([vectors for _, vectors in members]),
+            images=Images.of([vectors.images for _, vectors in members]),
+        )
+
+    def _routing(self, vectors: list[SampleTokens]) -> Any:
+        """Where the engine sent the tokens, for `megatron.routing_replay: rollout`."""
+        if self.recipe.megatron.routing_replay != "rollout":
+            return None
+        import torch
+
+        from megarl.megatron.routing_replay import Routing
+
+        experts = [sample.routed_experts for sample in vectors]
+        assert all(part is not None for part in experts), "the engine was started without return_routed_experts"
+        return Routing(tokens=torch.from_numpy(np.concatenate(experts)))  # type: ignore[arg-type]
+
+    # --- weights --------------------------------------------------------------------------------
+
+    def stage_save(self, directory: str, copy: bool) -> tuple[int, list[str]]:
+        """Take down what a checkpoint needs: with `copy` into host memory, so that training may go on at once.
+
+        Returns the bytes that this rank is going to write under `directory`, and its receipts: paths within
+        `directory` of files that appear when a part is on the disk.
+        """
+        save = self.trainer.stage_save(Path(directory), copy=copy)
+        self.saves = [save]
+        return sum(save.bytes for save in self.saves), [os.path.relpath(save.receipt, directory) for save in self.saves]
+
+    def write_save(self) -> None:
+        """Start writing what `stage_save` took down, beside whatever comes next."""
+        for save in self.saves:
+            save.start()
+
+    def save_done(self) -> bool:
+        """Whether it is on the disk. Raises what writing failed of."""
+        return all([save.done() for save in self.saves])
+
+    def wait_save(self) -> None:
+        """Return once it is on the disk. Raises what writing failed of."""
+        for save in self.saves:
+            save.wait()
+
+    def load(self, directory: str) -> str | None:
+        """Continue from a checkpoint. Returns a notice where the run does not go on to the last bit."""
+        return self.trainer.load(Path(directory))
+
+    def save_hf(self, directory: str) -> None:
+        self.trainer.save_hf(Path(directory))
+
+    def save_adapter(self, directory: str) -> None:
+        self.trainer.save_adapter(Path(directory))
+
+    def compare_with_hf(self, directory: str) -> tuple[int, int]:
+        """Hold an exported directory to the weights here; returns how many tensors are equal, and how many untrained."""
+        result = self.trainer.compare_with_hf(Path(directory))
+        return result.equal, result.untrained
+
+    def offload_optimizer(self) -> None:
+        self.trainer.offload_optimizer()
+
+    def offload_weights(self) -> None:
+        self.trainer.offload_weights()
+
+    def onload(self) -> None:
+        self.trainer.onload()
+
+    def shutdown(self) -> None:
+        """The orderly end of a run: leave the process group."""
+        import torch
+
+        torch.distributed.destroy_process_group()
+
+
+def _advantages(sample: ShardSample, vectors: SampleTokens) -> np.ndarray:
+    """Of each token, as far as the controller knows them: float64 [L]."""
+    same = np.full(len(vectors.tokens), sample.advantage)
+    if not sample.step_advantages:
+        return same
+    return same + up_to(sample.step_advantages, vectors.loss_mask)
+
+
+def collect_parts(parts: list[tuple[DataRef, list[int]]]) -> dict[int, np.ndarray]:
+    """Vectors that came from elsewhere, by number in the shard here. Samples that count nowhere are in none."""
+    return {number: vector for data, numbers in parts for number, vector in zip(numbers, data.get(), strict=True)}
+
+
+def _seed_everything(seed: int) -> None:
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def kernel_notices(ranks: Sequence[dict[str, Any]]) -> list[str]:
+    """Name the trainers whose native layers use other kernels than trainer 0's; every rank tries the kernels by itself.
+
+    ranks: what each trainer's `describe` returned.
+    """
+    first: str = ranks[0]["kernels"]
+    others: dict[str, list[int]] = {}  # numbers of trainers, by their kernels
+    for number, rank in enumerate(ranks):
+        if rank["kernels"] != first:
+            others.setdefault(rank["kernels"], []).append(number)
+    return [
+        f"trainers {numbers} compute with other kernels than trainer 0, so their sums are rounded otherwise. "
+        f"Theirs: {text}. Trainer 0's: {first}"
+        for text, numbers in others.items()
+    ]

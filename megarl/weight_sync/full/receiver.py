@@ -1,0 +1,163 @@
+"""An engine worker's side of the weight exchange."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from megarl.platform import select
+from megarl.weight_sync.fingerprint import VersionFingerprint, fingerprint
+from megarl.weight_sync.full import files
+from megarl.weight_sync.full.buckets import Entry, parse, tensor_in
+from megarl.weight_sync.full.relay import Relay, ack_key, group_name, mismatch, slot_key
+from megarl.weight_sync.process_group import BroadcastGroup
+from megarl.weight_sync.relay import Hop, export_hops
+from megarl.weight_sync.session import ExchangeError, ExchangeSession, UpdateReport
+from megarl.weight_sync.shared_memory import MappedSlots, remove_stale_files
+from megarl.weight_sync.store import Channel
+
+
+class WeightReceiver:
+    """Takes versions in, one after the other. Not thread-safe.
+
+    For each version: iterate `weights(version)` to its end, load what it yields, then `finish()`;
+    on any error call `fail(reason)`, which ends the update everywhere.
+    """
+
+    def __init__(self, session: ExchangeSession, name: str) -> None:
+        """`name` is this receiver's in `session.receivers` (ValueError if it is not)."""
+        transports = dict(session.receivers)
+        if name not in transports:
+            raise ValueError(f"receiver {name!r} is not part of this weight exchange; it has {sorted(transports)}")
+        self.name = name
+        self._session = session
+        self._channel = Channel(session)
+        self._hop: Hop | None = None  # that brings buckets here, once everyone is there
+        self._group: BroadcastGroup | None = None  # with its holder, where it crosses a network
+        self._relay: Relay | None = None  # to others of this host, and to the next host
+        self._slots = MappedSlots(session.shm_dir)
+        self._copies = _Copies()
+        self._next_bucket = 0
+        self._pending: UpdateReport | None = None  # received, not yet loaded
+        self._started = 0.0
+        self._channel.publish(f"hello/{name}", True)
+
+    def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every (name, tensor) of `version`, on the CPU, in the sender's order.
+
+        Tensors stay valid: they lie in a copy of their bucket that no one writes to again. Raises
+        ExchangeError for another version, changed bytes, an abort, or a sender that died or fell silent.
+        """
+        self._started, self._pending = time.perf_counter(), None
+        if self._hop is None:
+            self._hop = self._connect()
+        total = VersionFingerprint()
+        nbytes = tensors = buckets = 0
+        last = False
+        while not last:
+            number = self._next_bucket
+            (header,) = self._channel.wait([f"bucket/{number}"], f"bucket {number} from the sender")
+            if header["version"] != version:
+                raise ExchangeError(f"receiver {self.name!r} expects version {version}, got {header['version']}")
+            entries = parse(header["tensors"])
+            memory = self._take(number, header, entries, self._hop)
+            value = fingerprint(memory.numpy())
+            if value != header["fingerprint"]:
+                names = [entry.name for entry in entries]
+                raise ExchangeError(mismatch(self.name, number, names, header["fingerprint"], value))
+            self._channel.publish(ack_key(number, self.name), value)
+            self._next_bucket += 1
+            total.add(header["tensors"], value)
+            nbytes, tensors, buckets = nbytes + len(memory), tensors + len(entries), buckets + 1
+            last = header["last"]
+            for entry in entries:
+                yield entry.name, tensor_in(memory, entry)
+        if self._relay is not None:
+            self._relay.settle()
+        self._pending = UpdateReport(version, total.hexdigest(), nbytes, tensors, buckets, 0.0)
+
+    def _connect(self) -> Hop:
+        """Connect with the hosts before and behind this one, where buckets come from or go to one; returns the hop here."""
+        names, everyone = [name for name, _ in self._session.receivers], export_hops(self._session)
+        own = names.index(self.name)
+        here = next(hop for hop in everyone if own in hop.readers)
+        onward = next((hop for hop in everyone if hop.holder == ("engine", own)), None)
+        if here.remote == own:
+            self._channel.wait(["form"], "the sender and all other receivers to connect")
+            self._group = BroadcastGroup(self._channel, 1, 2, select("cpu"), group_name(here))
+        if onward is not None:
+            remove_stale_files(self._session.shm_dir)
+            self._relay = Relay(self._channel, self._session, onward)
+            self._relay.connect()
+        return here
+
+    def _take(self, number: int, header: dict, entries: list[Entry], hop: Hop) -> torch.Tensor:
+        """A private copy of the bucket's bytes."""
+        memory = self._copies.reserve(header["nbytes"])
+        if self._session.directory is not None:
+            return files.read(header["file"], entries, memory)
+        if self._group is None:
+            key = slot_key(number, hop.holder)
+            ((slot, file),) = self._channel.wait([key], f"bucket {number} in the memory of this host")
+            return memory.copy_(self._slots.memory(slot, file)[: header["nbytes"]])
+        arrived = memory
+        if self._relay is not None:
+            arrived = self._relay.reserve(number, header["nbytes"], last=header["last"])
+        self._group.finish(self._group.start(arrived), f"the broadcast of bucket {number}")
+        if self._relay is not None:
+            self._relay.offer(number, arrived, header["fingerprint"], [entry.name for entry in entries])
+            memory.copy_(arrived)
+        return memory
+
+    def finish(self) -> UpdateReport:
+        """Tell the sender that the version is loaded. Raises ExchangeError where not all of it was taken."""
+        if self._pending is None:
+            raise ExchangeError(f"receiver {self.name!r} stopped before the end of the version's weights")
+        seconds = time.perf_counter() - self._started
+        report = UpdateReport(**{**self._pending.to_dict(), "seconds": seconds})
+        self._channel.publish(f"done/{report.version}/{self.name}", report.to_dict())
+        self._pending = None
+        self._copies = _Copies()  # the engine needs its memory for other things between updates
+        return report
+
+    def fail(self, reason: str) -> None:
+        """End the update everywhere: this receiver could not take or load it."""
+        self._channel.abort(f"receiver {self.name!r}: {reason}")
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        if self._relay is not None:
+            self._relay.close()
+        self._slots.close()
+
+
+class _Copies:
+    """Memory for copies of buckets, used again once no tensor looks into it.
+
+    Fresh memory costs a page fault every 4 KiB: copying into it is about a third as fast. A tensor
+    made by `from_numpy` holds a reference to its array, and so does every view of it, so the
+    array's reference count says whether it is free.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+
+    def reserve(self, size: int) -> torch.Tensor:
+        """uint8 [size] that no one else sees."""
+        for array, references in zip(self._arrays, _references(self._arrays), strict=True):
+            if len(array) >= size and references == _REFERENCES_OF_FREE:
+                return torch.from_numpy(array)[:size]
+        self._arrays.append(np.empty(size, np.uint8))
+        return torch.from_numpy(self._arrays[-1])
+
+
+def _references(arrays: list[np.ndarray]) -> list[int]:
+    return [sys.getrefcount(array) for array in arrays]
+
+
+(_REFERENCES_OF_FREE,) = _references([np.empty(1)])
