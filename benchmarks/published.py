@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.recipe.load import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megarl.recipe import Recipe, RecipeError, load_recipe
+    from megarl.preflight.load import load_recipe
+    from megarl.recipe import Recipe, RecipeError
 
 __version__ = "0.1.0"
 __all__ = ["Recipe", "RecipeError", "load_recipe", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """What is in `__all__` is imported when it is asked for: a command that is interrupted while it starts can then say so."""
+    """Import a name of `__all__` on first use, so that a command interrupted during start-up can say so."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from megarl import recipe as config
+    from megarl import recipe
+    from megarl.preflight import load
 
-    return getattr(config, name)
+    return getattr(load if name == "load_recipe" else recipe, name)
 
 
 def train(recipe: Recipe) -> Path:

@@ -15,6 +15,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.batching.flops import ModelFlops
 from megarl.checkpoint.folder import check_whole, checkpoint_name, list_checkpoints
 from megarl.checkpoint.identity import check_base, identity_of
+from megarl.checkpoint.next_commands import after_training, naming_checkpoint
 from megarl.checkpoint.saver import Saver
 from megarl.cluster import connect, is_controller, serve
 from megarl.cluster.base import Cluster, Service, WorkerGroup
@@ -23,12 +24,12 @@ from megarl.cluster.calls import watching
 from megarl.cluster.device_map import Demand
 from megarl.engines.specs import fixed_models
 from megarl.errors import blaming_input
-from megarl.observe.closing import after_training, naming_checkpoint
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.devices import peak_flops
 from megarl.platform.kinds import kind_of
+from megarl.preflight.load import load_recipe
 from megarl.preflight.run import (
     Prepared,
     RunPlace,
@@ -37,7 +38,7 @@ from megarl.preflight.run import (
     prepare_evaluation,
     prepare_training,
 )
-from megarl.recipe import Recipe, load_recipe
+from megarl.recipe import Recipe
 from megarl.recipe.critic import critic_view
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.offload import learners_take_turns, offloads

@@ -7,20 +7,16 @@ Errors are one block on stderr; --debug adds the traceback.
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, Optional
+from typing import Annotated, Optional
 
 import typer
 
 from megarl.commands.data.command import app as data_app
 from megarl.commands.plan import cli_options
-from megarl.errors import InputError, RecipeError, blaming_input
-from megarl.exit_status import raise_again
+from megarl.errors import blaming_input
+from megarl.exit_status import guarded, leave
 
 app = typer.Typer(
     help="Reinforcement learning of large language models on Megatron: a recipe is one YAML file.",
@@ -30,10 +26,6 @@ app = typer.Typer(
 )
 app.add_typer(data_app, name="data")
 
-# What typer's argument errors share. Some releases bundle click, so that `click.ClickException` is another class.
-_UsageProblem: Any = typer.BadParameter.__mro__[typer.BadParameter.__mro__.index(Exception) - 1]
-
-INTERRUPTED = 130
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")]
 Overrides = Annotated[
@@ -305,61 +297,3 @@ def main() -> None:
     """Run the command line and exit with its status."""
     arguments = sys.argv[1:]
     leave(guarded(lambda: app(args=arguments, prog_name="megarl", standalone_mode=False), debug="--debug" in arguments))
-
-
-def leave(status: int) -> NoReturn:
-    """Exit with `status`. After a failure at once: everything is put away by then, and threads of libraries that
-    were interrupted at their start have crashed slower exits, which would hide the status."""
-    if status == 0:
-        sys.exit(0)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def guarded(command: Callable[[], Any], *, debug: bool) -> int:
-    """Run `command`; whatever it fails of becomes one block on stderr and an exit status."""
-    signal.signal(signal.SIGTERM, _terminate)
-    raise_again({KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM})
-    try:
-        status = command()
-        if status == INTERRUPTED:  # typer's own form of Ctrl-C
-            raise KeyboardInterrupt
-        return status if isinstance(status, int) else 0
-    except _UsageProblem as error:
-        error.show()
-        return 2
-    except (KeyboardInterrupt, typer.Abort):
-        print("\nstopped by Ctrl-C", file=sys.stderr)
-        return INTERRUPTED
-    except Terminated:
-        print("stopped by SIGTERM", file=sys.stderr)
-        return 143
-    except RecipeError as error:
-        return _fail(2, "recipe error", error, debug)
-    except InputError as error:
-        return _fail(2, "input error", error, debug)
-    except Exception as error:  # noqa: BLE001 - the last resort: one block, and the status of a failure
-        return _fail(1, type(error).__name__, error, debug)
-
-
-class Terminated(BaseException):
-    """SIGTERM, as cluster managers send it: it passes through every `finally`, so everything started is ended."""
-
-
-def _terminate(number: int, frame: Any) -> None:
-    raise Terminated
-
-
-def _fail(status: int, kind: str, error: Exception, debug: bool) -> int:
-    if os.environ.get("RANK", "0") != "0":
-        return status  # torchrun's first rank says it
-    print(f"{kind}:{error}" if str(error).startswith("\n") else f"{kind}: {error}", file=sys.stderr)
-    for note in vars(error).pop("__notes__", ()):  # the traceback would show them again
-        print(note, file=sys.stderr)
-    if debug:
-        traceback.print_exc()
-        print(getattr(getattr(error, "failure", None), "traceback", None) or "", file=sys.stderr)  # the remote one
-    elif status == 1:
-        print("(--debug shows the traceback)", file=sys.stderr)
-    return status

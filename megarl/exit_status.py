@@ -1,12 +1,18 @@
-"""Ctrl-C and SIGTERM that arrive where Python cannot raise an exception."""
+"""Exceptions and signals of a command as one error block and an exit status."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
-from collections.abc import Mapping
-from typing import Any
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import typer
+
+from megarl.errors import InputError, RecipeError
 
 _SECONDS = 0.05  # by then the callback has ended
 
@@ -29,3 +35,68 @@ def raise_again(signals: Mapping[type[BaseException], int]) -> None:
         timer.start()
 
     sys.unraisablehook = hook
+
+
+# What typer's argument errors share. Some releases bundle click, so that `click.ClickException` is another class.
+_UsageProblem: Any = typer.BadParameter.__mro__[typer.BadParameter.__mro__.index(Exception) - 1]
+
+
+INTERRUPTED = 130
+
+
+def leave(status: int) -> NoReturn:
+    """Exit with `status`. After a failure at once: everything is put away by then, and threads of libraries that
+    were interrupted at their start have crashed slower exits, which would hide the status."""
+    if status == 0:
+        sys.exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def guarded(command: Callable[[], Any], *, debug: bool) -> int:
+    """Run `command`; whatever it fails of becomes one block on stderr and an exit status."""
+    signal.signal(signal.SIGTERM, _terminate)
+    raise_again({KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM})
+    try:
+        status = command()
+        if status == INTERRUPTED:  # typer's own form of Ctrl-C
+            raise KeyboardInterrupt
+        return status if isinstance(status, int) else 0
+    except _UsageProblem as error:
+        error.show()
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
+        print("\nstopped by Ctrl-C", file=sys.stderr)
+        return INTERRUPTED
+    except Terminated:
+        print("stopped by SIGTERM", file=sys.stderr)
+        return 143
+    except RecipeError as error:
+        return _fail(2, "recipe error", error, debug)
+    except InputError as error:
+        return _fail(2, "input error", error, debug)
+    except Exception as error:  # noqa: BLE001 - the last resort: one block, and the status of a failure
+        return _fail(1, type(error).__name__, error, debug)
+
+
+class Terminated(BaseException):
+    """SIGTERM, as cluster managers send it: it passes through every `finally`, so everything started is ended."""
+
+
+def _terminate(number: int, frame: Any) -> None:
+    raise Terminated
+
+
+def _fail(status: int, kind: str, error: Exception, debug: bool) -> int:
+    if os.environ.get("RANK", "0") != "0":
+        return status  # torchrun's first rank says it
+    print(f"{kind}:{error}" if str(error).startswith("\n") else f"{kind}: {error}", file=sys.stderr)
+    for note in vars(error).pop("__notes__", ()):  # the traceback would show them again
+        print(note, file=sys.stderr)
+    if debug:
+        traceback.print_exc()
+        print(getattr(getattr(error, "failure", None), "traceback", None) or "", file=sys.stderr)  # the remote one
+    elif status == 1:
+        print("(--debug shows the traceback)", file=sys.stderr)
+    return status

@@ -12,7 +12,7 @@ import pytest
 from megarl.agents import Context
 from megarl.agents.call_formats import calls_in
 from megarl.agents.setup import Agents, AgentSetup, check_tools
-from megarl.recipe import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.rewards import ScoreRequest, find, score
 from megarl.types import Turn
 from tests.agent_tokenizers import qwen3

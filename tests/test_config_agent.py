@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipe import RecipeError, load_recipe
+from megarl.preflight.load import load_recipe
+from megarl.recipe import RecipeError
 
 BASE = "model: {path: some/model}\n"
 

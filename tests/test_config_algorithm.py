@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+from megarl.preflight.load import load_recipe
 from megarl.preflight.user_functions import try_own_functions
-from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe import RecipeError
 from megarl.recipe.algorithm import AlgorithmConfig
 from tests.loss_cases import inputs, outcomes
 

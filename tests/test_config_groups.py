@@ -15,7 +15,8 @@ from megarl.cluster.device_map import Demand, place
 from megarl.engines.base import EngineSpec, Seat
 from megarl.engines.vllm.args import build_engine_args, check_engine_args
 from megarl.preflight.engines import check_experts
-from megarl.recipe import RecipeError, load_recipe
+from megarl.preflight.load import load_recipe
+from megarl.recipe import RecipeError
 from megarl.recipe.schema import Recipe, RolloutConfig
 from megarl.rollout.start_engines import load_engines
 from tests.stack import ROOT

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.preflight.load import load_recipe
 from megarl.preflight.run import prepare_evaluation, prepare_training
-from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe import RecipeError
 from tests.stack import ROOT
 
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.recipe import RecipeError, load_recipe, to_yaml
+from megarl.preflight.load import load_recipe
+from megarl.recipe import RecipeError, to_yaml
 from megarl.recipe.load import all_keys
 from megarl.recipe.offload import offloads
 from megarl.recipe.schema import Recipe

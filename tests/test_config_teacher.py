@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megarl.data.tokenizer import check_same_tokens, load_tokenizer
+from megarl.preflight.load import load_recipe
 from megarl.preflight.run import prepare_training
-from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe import RecipeError
 from tests.stack import ROOT
 
 SAMPLED = ROOT / "recipes" / "tiny" / "on_policy_distillation.yaml"

@@ -13,12 +13,13 @@ import yaml
 
 from docs.generate.from_verl import PAGE, document
 from megarl import load_recipe
-from megarl.cli import app, guarded
+from megarl.cli import app
 from megarl.commands.convert_verl.command import convert
 from megarl.commands.convert_verl.parser import read_command
 from megarl.commands.convert_verl.sheet import value_of
 from megarl.commands.convert_verl.table import RL, SFT, TRAINER, Option
 from megarl.errors import InputError
+from megarl.exit_status import guarded
 from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 

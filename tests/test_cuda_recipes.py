@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from docs.generate.supported_recipes import Row, hardware_of
+from docs.generate.supported_recipes import Row
 from megarl import load_recipe
 from megarl.platform.devices import device_named
 from megarl.platform.machines import DEVICES_OF
+from megarl.recipe.header import hardware_of
 from megarl.recipe.offload import offloads
 from tests import test_supported_recipes as held
 

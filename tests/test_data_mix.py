@@ -17,7 +17,7 @@ from megarl.data import PromptDataset, Sampler, SFTDataset, load_tokenizer
 from megarl.data.dataset import sampler_of
 from megarl.data.sampler import MixedSampler
 from megarl.errors import RecipeError
-from megarl.recipe import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.recipe.data import MixedSet
 from megarl.recipe.schema import DataConfig, Recipe
 from megarl.rollout.source_dataset import DataSource

@@ -16,7 +16,7 @@ from megarl.cli import app
 from megarl.commands.doctor.catalogue import CHECKS, MORE
 from megarl.platform.environment import NEEDED
 from megarl.platform.npu import NPUPlatform
-from megarl.recipe import load_recipe
+from megarl.preflight.load import load_recipe
 from tests.test_dockerfile import FILES, NPU_SETS, PACKAGES, versions
 
 ROOT = Path(__file__).parent.parent

@@ -20,13 +20,13 @@ from megarl.commands.doctor import command, network, system
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.found import platform_of
 from megarl.commands.doctor.machine import Machine
+from megarl.commands.doctor.nearest_versions import nearest_set
 from megarl.commands.doctor.nodes import NodeReport, compared
 from megarl.commands.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
 from megarl.commands.doctor.versions import PYTHON, SETS
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS, NPU
 from megarl.platform.transformer_engine import WANTED as TRANSFORMER_ENGINE
-from megarl.platform.version_sets import nearest_set
 from megarl.recipe.paths import with_absolute_paths
 from megarl.recipe.schema import ExchangeConfig
 from tests.doctor_machine import FakeMachine, cpu_machine, npu_machine

@@ -18,8 +18,8 @@ from megarl.hf.published import read
 from megarl.platform import environment
 from megarl.platform.environment import Requirement, RoleSettings, at_least
 from megarl.platform.npu import NPUPlatform
-from megarl.preflight.recipe.environment import variables
-from megarl.recipe.load import load_recipe
+from megarl.preflight.load import load_recipe
+from megarl.recipe.environment import variables
 from megarl.rollout.start_engines import environment_notices
 
 RECIPES = Path(__file__).parent.parent / "recipes"

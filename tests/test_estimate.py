@@ -14,7 +14,7 @@ from megarl.commands.plan.show.estimate_table import seconds_columns
 from megarl.commands.plan.time.estimate import estimate
 from megarl.hf import published
 from megarl.platform.devices import device_named
-from megarl.recipe.load import load_recipe
+from megarl.preflight.load import load_recipe
 from tests import plans
 from tests.estimate_cases import QWEN, rank, recipe
 

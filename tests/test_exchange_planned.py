@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.errors import RecipeError
-from megarl.recipe.load import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.weight_sync.fingerprint import Fingerprints, fingerprint
 from megarl.weight_sync.relay import Hop, hops, most_connections, path
 from megarl.weight_sync.session import ExchangeError, PlannedSession, compare_planned, host_id, session_of

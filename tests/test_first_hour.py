@@ -9,12 +9,12 @@ from typing import NoReturn
 
 import pytest
 
+from megarl.checkpoint.next_commands import after_interruption, after_training
 from megarl.commands.quickstart import RL_RECIPE, SFT_RECIPE
 from megarl.errors import RecipeError
-from megarl.observe.closing import after_interruption, after_training
 from megarl.observe.run_dir import RunDirectory
+from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config
-from megarl.recipe import load_recipe
 from megarl.recipe.schema import Recipe
 from tests.checkpoint_parts import saver, state
 from tests.cluster_workers import ROOT

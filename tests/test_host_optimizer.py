@@ -18,7 +18,8 @@ from megarl.hf.shape import model_shape
 from megarl.megatron.config_fields import check_extra_names
 from megarl.platform.device_kind import DeviceKind
 from megarl.preflight.recipe.general import validate
-from megarl.preflight.recipe.optimizer_extra import DRIVEN, host_share, optimizer_notices, optimizer_settings
+from megarl.preflight.recipe.optimizer_extra import optimizer_notices
+from megarl.recipe.optimizer_extra import DRIVEN, host_share, optimizer_settings
 from megarl.recipe.schema import Recipe
 from tests.megatron_checkpoints import assembled, assert_same
 from tests.megatron_models import write_model

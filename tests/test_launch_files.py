@@ -13,7 +13,7 @@ import yaml
 
 from megarl.cluster.launch.topology import read_topology
 from megarl.cluster.process import free_port
-from megarl.recipe import load_recipe
+from megarl.preflight.load import load_recipe
 from tests.cluster_workers import ROOT, alive, descendants, wait_until
 
 BASH = shutil.which("bash")

@@ -11,7 +11,7 @@ from megarl.errors import RecipeError
 from megarl.hf.linears import linears_of, matches
 from megarl.megatron.layout import layers_of_chunks
 from megarl.megatron.lora.targets import check_lora
-from megarl.recipe import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.recipe.training import LoraConfig, MegatronConfig
 
 DENSE = {"model_type": "qwen3", "num_hidden_layers": 4}

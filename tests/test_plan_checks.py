@@ -13,8 +13,8 @@ from docs.generate import rehearsed
 from megarl.commands.plan.preflight import Checked, checked
 from megarl.data.rows import sample_rows, write_parquet
 from megarl.hf import weights
+from megarl.preflight.load import load_recipe
 from megarl.recipe.header import shape_of
-from megarl.recipe.load import load_recipe
 from megarl.recipe.source_fields import fields_of, problem
 
 ROOT = Path(__file__).parent.parent

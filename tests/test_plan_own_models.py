@@ -10,8 +10,8 @@ import pytest
 from megarl.commands.plan.count.stages import stages
 from megarl.commands.plan.preflight import checked
 from megarl.hf.published import read
+from megarl.preflight.load import load_recipe
 from megarl.preflight.models import config_of
-from megarl.recipe.load import load_recipe
 
 ROOT = Path(__file__).parent.parent
 QUICKSTART = ROOT / "recipes" / "quickstart.yaml"

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cli import app, guarded
+from megarl.cli import app
+from megarl.exit_status import guarded
 from tests.refused_recipes import DPO, QUICK, REFUSED, SCORED, SFT, TOO_LARGE, Bad
 
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.cli import app, guarded
+from megarl.cli import app
 from megarl.commands.plan import build
 from megarl.commands.plan.command import plan
 from megarl.commands.plan.count.ask import Asker, Question
@@ -26,8 +26,9 @@ from megarl.commands.plan.meta_device import KnownValues
 from megarl.commands.plan.options import Options, device_of
 from megarl.commands.plan.search.suggest import Nearest
 from megarl.errors import InputError
+from megarl.exit_status import guarded
 from megarl.hf import published
-from megarl.recipe.load import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parent.parent

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.cli import app, guarded
+from megarl.cli import app
 from megarl.commands.plan import build, explain, explain_command
 from megarl.commands.plan.count.types import Links
 from megarl.commands.plan.weight_flows import flows, totals
+from megarl.exit_status import guarded
 from megarl.hf import published
 from megarl.hf.shape import model_shape
-from megarl.recipe.load import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.weight_sync.sharded.plan import ExchangePlan, Hosts, plan
 from megarl.weight_sync.sharded.slices import Describer, Description, tensors_held

@@ -25,7 +25,7 @@ from megarl.commands.plan.search.lower_bound import Part, chunks_under_way, larg
 from megarl.hf import published
 from megarl.hf.shape import model_shape
 from megarl.megatron.layout import check_layout
-from megarl.recipe.load import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parent.parent

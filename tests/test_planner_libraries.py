@@ -19,7 +19,7 @@ from megarl.commands.plan.count.types import Variable
 from megarl.engines.limits import Limits
 from megarl.engines.specs import policy_spec
 from megarl.platform.devices import device_named
-from megarl.recipe.load import load_recipe
+from megarl.preflight.load import load_recipe
 from tests.test_planner_places import ENGINE, HELD, recipe
 
 RECIPES = Path(__file__).parent.parent / "recipes"

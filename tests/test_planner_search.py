@@ -29,7 +29,8 @@ from megarl.commands.plan.show.search_console import name_of, said, show, why
 from megarl.commands.plan.time.estimate import estimate
 from megarl.errors import InputError
 from megarl.platform.devices import devices
-from megarl.recipe.load import load_recipe, to_yaml
+from megarl.preflight.load import load_recipe
+from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 from tests.test_planner_layouts import DENSE, SPARSE, recipe
 

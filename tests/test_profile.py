@@ -20,7 +20,8 @@ from megarl.observe.profiling import Profiling
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.kinds import kind_of
 from megarl.platform.tracing import TraceOptions
-from megarl.recipe.observe import check_traces, traces_notice
+from megarl.preflight.recipe.observe import check_traces
+from megarl.recipe.observe import traces_notice
 from megarl.rollout.start_engines import environment_notices
 from megarl.trainer import worker
 from tests import stack

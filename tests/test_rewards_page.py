@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.process import free_port
-from megarl.recipe import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards import Score, ScoreRequest, base, score
 from megarl.rewards.scoring import Outcome, Scoring

@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.preflight.load import load_recipe
+from megarl.preflight.recipe.reward import remote_notices
 from megarl.preflight.run import Prepared, _with_rewards
-from megarl.recipe import RecipeError, load_recipe
-from megarl.recipe.remote import RemoteConfig, remote_notices
+from megarl.recipe import RecipeError
+from megarl.recipe.remote import RemoteConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards import RewardError, Score, ScoreRequest, ScorerSettings, find, score_awaited
 from megarl.rewards.scoring import Scoring

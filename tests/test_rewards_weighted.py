@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.preflight.load import load_recipe
 from megarl.preflight.run import Prepared, _with_rewards
-from megarl.recipe import RecipeError, load_recipe
+from megarl.recipe import RecipeError
 from megarl.recipe.schema import Recipe
 from megarl.rewards import Score, Scorer, find
 from megarl.rewards.weighted import Term, combine, terms_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.recipe.load import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
 from megarl.weight_sync.connect import open_exchange
 

@@ -11,8 +11,9 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megarl.preflight.load import load_recipe
 from megarl.recipe.header import shape_of
-from megarl.recipe.load import flat_settings, load_recipe, to_yaml
+from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.recipe.load import load_recipe
+from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -64,14 +64,6 @@ class Row:
 def rows() -> list[Row]:
     """The recipes that name a row, in the order of their files. Raises ValueError for a head that lacks a line."""
     return [row for path in sorted((ROOT / "recipes").glob("*.yaml")) if (row := _read(path))]
-
-
-def hardware_of(path: Path) -> tuple[str, int, int] | None:
-    """The machine that the head of the recipe at `path` names, how many of them, and the devices of each."""
-    if not path.is_file():  # who loads it says so
-        return None
-    found = re.search(r"^# Hardware: (.+), (\d+) x (\d+)$", path.read_text(), re.MULTILINE)
-    return (found[1], int(found[2]), int(found[3])) if found else None
 
 
 def document() -> str:

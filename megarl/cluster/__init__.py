@@ -21,7 +21,7 @@ from megarl.cluster.base import Cluster, Service, WorkerGroup, host_name
 from megarl.cluster.device_map import Demand
 from megarl.cluster.failures import CallFailed, ClusterError, ServiceDied, WorkerFailed
 from megarl.platform.environment import RoleSettings
-from megarl.preflight.recipe.environment import variables
+from megarl.recipe.environment import variables
 from megarl.recipe.schema import Recipe
 
 if TYPE_CHECKING:

@@ -7,10 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-from megarl.cli import guarded, leave
 from megarl.errors import InputError
+from megarl.exit_status import guarded, leave
 from megarl.observe.run_dir import RunDirectory
-from megarl.recipe import Recipe, load_recipe
+from megarl.preflight.load import load_recipe
+from megarl.recipe import Recipe
 
 DATA = Path("data/quickstart")
 SFT_RECIPE, RL_RECIPE = "recipes/quickstart_sft.yaml", "recipes/quickstart.yaml"

@@ -18,7 +18,7 @@ from megarl.megatron.model_checks import rotary_scaling, yarn_fields
 from megarl.platform import transformer_engine
 from megarl.platform.adaptor import Adaptor, adaptor
 from megarl.platform.kinds import kind_of
-from megarl.preflight.recipe.megatron_ddp import ddp_settings
+from megarl.recipe.megatron_ddp import ddp_settings
 from megarl.recipe.schema import Recipe
 from megarl.recipe.source_fields import Fields, fields_of, problem
 from megarl.recipe.training import MegatronConfig

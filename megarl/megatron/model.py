@@ -22,7 +22,7 @@ from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_d
 from megarl.megatron.lora.targets import check_lora
 from megarl.platform import Platform
 from megarl.platform.adaptor import adaptor
-from megarl.preflight.recipe.megatron_ddp import ddp_settings
+from megarl.recipe.megatron_ddp import ddp_settings
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig
 

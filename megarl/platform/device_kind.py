@@ -12,7 +12,6 @@ from megarl.platform.tracing import Tracing
 from megarl.platform.version_sets import BuiltAgainst, Displaced, VersionSet
 
 if TYPE_CHECKING:
-    from megarl.commands.doctor.check import Check
     from megarl.platform.base import Platform
 
 
@@ -53,7 +52,7 @@ class DeviceKind:
     install: str = ""  # what to do then
 
     # What the doctor looks at, and says.
-    checks: str = ""  # the module whose CHECKS are about it alone
+    checks: str = ""  # the module whose CHECKS concern it alone, imported by the doctor
     built_against: tuple[BuiltAgainst, ...] = ()
     displaced: tuple[Displaced, ...] = ()
     interface_variables: dict[str, bool] = field(default_factory=dict)  # -> whether it takes whole names alone
@@ -88,7 +87,3 @@ class DeviceKind:
         """Its Platform. Imports torch, and whatever the devices need."""
         module, name = self.implementation.split(":")
         return getattr(importlib.import_module(module), name)()
-
-    def own_checks(self) -> tuple[Check, ...]:
-        """The doctor's checks that are about it alone."""
-        return importlib.import_module(self.checks).CHECKS if self.checks else ()

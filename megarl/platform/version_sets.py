@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
-
-from megarl.commands.doctor.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -42,15 +39,6 @@ class Displaced:
     wrong: str
     right: str
     why: str
-
-
-def nearest_set(machine: Machine, sets: Iterable[VersionSet]) -> VersionSet:
-    """Of `sets` the one that most of the installed versions are of; the first where none is."""
-
-    def met(one: VersionSet) -> int:
-        return sum(meets(machine.version(name), wanted) for name, wanted in one.packages.items() if wanted)
-
-    return max(sets, key=met)
 
 
 def meets(version: str | None, wanted: str) -> bool:

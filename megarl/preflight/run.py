@@ -50,14 +50,15 @@ from megarl.preflight.models import (
     read_tokenizer,
     read_weights_config,
 )
+from megarl.preflight.recipe.critic import ONE_LAYOUT
+from megarl.preflight.recipe.observe import check_traces
+from megarl.preflight.recipe.reward import remote_notices
 from megarl.preflight.user_functions import try_own_functions
-from megarl.recipe.critic import ONE_LAYOUT, critic_view
+from megarl.recipe.critic import critic_view
 from megarl.recipe.data import training_sets
 from megarl.recipe.exchange import weights_directory
 from megarl.recipe.judge import uses_judge
 from megarl.recipe.load import flat_settings, to_yaml
-from megarl.recipe.observe import check_traces
-from megarl.recipe.remote import remote_notices
 from megarl.recipe.schema import Recipe
 from megarl.rewards import ScorerSettings
 from megarl.rewards.weighted import Term, needed_columns, terms_of

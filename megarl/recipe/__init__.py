@@ -1,7 +1,7 @@
-"""Recipes: the schema (schema.py, training.py), how YAML becomes one (load.py), and what is refused (validate.py)."""
+"""Recipes: the schema of all settings, and how YAML files and command line become one."""
 
 from megarl.errors import RecipeError
-from megarl.recipe.load import load_recipe, to_yaml
+from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 
-__all__ = ["Recipe", "RecipeError", "load_recipe", "to_yaml"]
+__all__ = ["Recipe", "RecipeError", "to_yaml"]

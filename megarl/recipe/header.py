@@ -26,3 +26,11 @@ def shape_of(recipe: Path, key: str = _POLICY) -> str | None:
         if OmegaConf.select(content, key) is not None:
             return None
     return None
+
+
+def hardware_of(path: Path) -> tuple[str, int, int] | None:
+    """The machine that the head of the recipe at `path` names, how many of them, and the devices of each."""
+    if not path.is_file():  # who loads it says so
+        return None
+    found = re.search(r"^# Hardware: (.+), (\d+) x (\d+)$", path.read_text(), re.MULTILINE)
+    return (found[1], int(found[2]), int(found[3])) if found else None

@@ -18,33 +18,25 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megarl.errors import RecipeError
-from megarl.preflight.recipe.general import validate
 from megarl.recipe.schema import Recipe
 from megarl.registry import nearest
 
 COMMAND_LINE = "command line"
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, check: bool = True) -> Recipe:
-    """Read the recipe at `path`, apply dotted `overrides` ("rollout.temperature=0.7") and validate it.
+def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Recipe, dict[str, str]]:
+    """Read the recipe at `path` and apply dotted `overrides` ("rollout.temperature=0.7"), without checks of its values.
 
-    Raises RecipeError for a missing file, YAML that does not parse, an unknown key, a wrong type or
-    (with `check`) a combination that cannot work.
+    Returns the recipe, and the origin of each key that is set: a file's path or "command line". Raises RecipeError for a
+    missing file, YAML that does not parse, an unknown key or a wrong type.
     """
     merged = copy.deepcopy(_schema())
     origins: dict[str, str] = {}
-    given = [*((str(file), layer) for file, layer in layers(Path(path))), (COMMAND_LINE, _parse_overrides(overrides))]
-    for origin, layer in given:
+    file_layers = ((str(file), layer) for file, layer in layers(Path(path)))
+    for origin, layer in [*file_layers, (COMMAND_LINE, _parse_overrides(overrides))]:
         merged = _merge(merged, layer, origin)
         origins.update(dict.fromkeys(_leaves(layer), origin))
-    recipe = _to_object(merged, str(path))
-    if check:
-        try:
-            validate(recipe)
-        except RecipeError as error:
-            error.origin = origins.get(error.key, f"{path} (default value)")
-            raise
-    return recipe
+    return _to_object(merged, str(path)), origins
 
 
 @functools.cache
@@ -55,7 +47,7 @@ def _schema() -> DictConfig:
 
 def layers(path: Path) -> list[tuple[Path, DictConfig]]:
     """The files that the recipe at `path` is made of, its bases first, and what each of them sets. RecipeError as
-    `load_recipe`."""
+    `read_recipe`."""
     return list(_file_layers(path, ()))
 
 

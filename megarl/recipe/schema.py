@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Optional
 
 from megarl.platform.kinds import KINDS, DeviceName
-from megarl.preflight.recipe.environment import EnvironmentConfig
 from megarl.recipe.agent import AgentConfig
 from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.data import DataConfig
+from megarl.recipe.environment import EnvironmentConfig
 from megarl.recipe.judge import JudgeConfig
 from megarl.recipe.key import key
 from megarl.recipe.observe import ObserveConfig

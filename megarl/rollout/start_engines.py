@@ -17,8 +17,8 @@ from megarl.engines.base import EngineSpec, EngineTraces, Seat
 from megarl.engines.specs import first_specs, judge_spec, policy_spec, teacher_spec
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.environment import RoleSettings
-from megarl.preflight.recipe.environment import variables
 from megarl.preflight.run import Prepared
+from megarl.recipe.environment import variables
 from megarl.recipe.judge import uses_judge
 from megarl.recipe.observe import trace_options, traces_notice
 from megarl.recipe.schema import Recipe

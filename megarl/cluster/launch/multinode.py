@@ -371,7 +371,7 @@ def _command(arguments: list[str]) -> tuple[list[str], str]:
         if len(arguments) == 1:
             raise ValueError("no command after --")
         return arguments[1:], _present_device()
-    from megarl.recipe import load_recipe
+    from megarl.preflight.load import load_recipe
 
     device = load_recipe(arguments[0], arguments[1:]).cluster.device
     command = [sys.executable, "-m", "megarl", "train", *arguments]

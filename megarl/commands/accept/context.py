@@ -48,7 +48,7 @@ class Context:
     @cached_property
     def recipe(self) -> Recipe | None:
         """The recipe of the command line; None: none was named. Raises RecipeError where it does not load."""
-        from megarl.recipe.load import load_recipe
+        from megarl.preflight.load import load_recipe
         from megarl.recipe.paths import with_absolute_paths
 
         if not self.settings.recipe:

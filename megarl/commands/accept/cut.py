@@ -19,8 +19,9 @@ from megarl.commands.rehearse.layout import layers_for, stage_layers
 from megarl.commands.rehearse.settings import shrink_settings
 from megarl.engines.specs import fixed_models, longest_sample
 from megarl.hf.config import number_of_experts, text_fields
+from megarl.preflight.load import load_recipe
 from megarl.preflight.models import read_hf_config
-from megarl.recipe.load import load_recipe, to_yaml
+from megarl.recipe.load import to_yaml
 from megarl.recipe.paths import with_absolute_paths
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig

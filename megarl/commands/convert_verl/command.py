@@ -22,9 +22,10 @@ from megarl.engines.vllm.args import check_engine_args
 from megarl.errors import InputError, RecipeError
 from megarl.hf import published
 from megarl.megatron.layout import check_layout
-from megarl.preflight.recipe.megatron_ddp import refusal_of_ddp
+from megarl.preflight.load import load_recipe
 from megarl.preflight.recipe.megatron_extra import refusal_of_extra
-from megarl.recipe.load import flat_settings, load_recipe, to_yaml
+from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.megatron_ddp import refusal_of_ddp
 from megarl.recipe.schema import Recipe
 
 

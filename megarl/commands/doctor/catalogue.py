@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+
 from megarl.commands.doctor import devices, network, packages, system
 from megarl.commands.doctor.check import Check
+from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS
+
+
+def checks_of(kind: DeviceKind) -> tuple[Check, ...]:
+    """Return the checks that concern one kind of device alone."""
+    return importlib.import_module(kind.checks).CHECKS if kind.checks else ()
+
 
 CHECKS: list[Check] = [
     devices.platform,
@@ -12,7 +21,7 @@ CHECKS: list[Check] = [
     packages.python,
     packages.packages,
     packages.pairs,
-    *(one for kind in reversed(KINDS) for one in kind.own_checks()),
+    *(one for kind in reversed(KINDS) for one in checks_of(kind)),
     network.launch,
     network.ray_address,
     network.ports,

@@ -17,8 +17,9 @@ from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.found import busy, platform_of
 from megarl.commands.doctor.machine import Machine
+from megarl.commands.doctor.nearest_versions import nearest_set
 from megarl.platform.npu_kind import CANN, DRIVER, NPU, RELEASED_WITH
-from megarl.platform.version_sets import VersionSet, nearest_set
+from megarl.platform.version_sets import VersionSet
 
 ASCEND = "/usr/local/Ascend"
 SOURCE_CANN = f"source {ASCEND}/ascend-toolkit/set_env.sh"

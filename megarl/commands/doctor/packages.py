@@ -11,9 +11,10 @@ from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.found import platform_of, torch_sees
 from megarl.commands.doctor.machine import Machine
+from megarl.commands.doctor.nearest_versions import nearest_set
 from megarl.commands.doctor.versions import LEAST, PYTHON
 from megarl.platform.kinds import KINDS
-from megarl.platform.version_sets import meets, nearest_set
+from megarl.platform.version_sets import meets
 
 _IMPORT_SECONDS = 120.0
 # As trainers and engines do it, in processes of their own.

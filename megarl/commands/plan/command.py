@@ -24,8 +24,8 @@ from megarl.engines.routes import check_route
 from megarl.errors import InputError, blaming_input
 from megarl.observe.files import check_target
 from megarl.platform.devices import Device
+from megarl.preflight.load import load_recipe
 from megarl.preflight.models import CRITIC, JUDGE, POLICY, TEACHER
-from megarl.recipe.load import load_recipe
 
 _SECTIONS = {POLICY: "rollout", CRITIC: "critic", TEACHER: "teacher", JUDGE: "judge"}
 

@@ -13,7 +13,7 @@ from megarl.engines.specs import first_specs
 from megarl.platform.devices import Device
 from megarl.platform.environment import RoleSettings
 from megarl.platform.kinds import kind_of
-from megarl.preflight.recipe.environment import variables
+from megarl.recipe.environment import variables
 from megarl.recipe.schema import Recipe
 
 OF_SHELL = "of this shell; a run that it starts inherits it, and its memory is counted"

@@ -12,15 +12,15 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from docs.generate.supported_recipes import hardware_of
 from megarl.commands.plan.explain import planned
 from megarl.commands.plan.preflight import checked
 from megarl.commands.plan.show.units import decimal
 from megarl.commands.plan.weight_flows import Flow, Totals, flows, totals
 from megarl.errors import InputError, blaming_input
+from megarl.preflight.load import load_recipe
 from megarl.preflight.models import config_of
 from megarl.recipe.exchange import never_planned, planned_by_recipe
-from megarl.recipe.load import load_recipe
+from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe
 from megarl.text import several
 from megarl.weight_sync.relay import most_connections

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from docs.generate.supported_recipes import hardware_of
 from megarl.errors import InputError
 from megarl.platform.devices import Device, device_named, devices
 from megarl.platform.machines import DEVICES_OF, HOST_MEMORY_OF
+from megarl.recipe.header import hardware_of
 from megarl.text import several
 
 SECONDS = 120.0

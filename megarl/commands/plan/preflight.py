@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from docs.generate.supported_recipes import hardware_of
 from megarl import engines
 from megarl.algorithms.advantages import uses_critic
 from megarl.checkpoint.identity import identity_of
@@ -48,11 +47,12 @@ from megarl.preflight.models import (
     read_tokenizer,
     read_weights_config,
 )
-from megarl.preflight.recipe.megatron_ddp import ddp_notice
 from megarl.preflight.recipe.optimizer_extra import optimizer_notices
 from megarl.preflight.run import check_demand, check_device, check_settings, find_place, read_data
 from megarl.recipe.data import MixedSet, files_of
+from megarl.recipe.header import hardware_of
 from megarl.recipe.load import all_keys
+from megarl.recipe.megatron_ddp import ddp_notice
 from megarl.recipe.observe import traces_notice
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import seeds_notice

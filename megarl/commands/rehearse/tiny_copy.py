@@ -15,8 +15,9 @@ from megarl.commands.rehearse.data import write_data
 from megarl.commands.rehearse.layout import layers_for
 from megarl.commands.rehearse.model import shrink_model
 from megarl.commands.rehearse.settings import note_kept, shrink_settings
+from megarl.preflight.load import load_recipe
 from megarl.preflight.models import check_policy, config_of
-from megarl.recipe.load import load_recipe, to_yaml
+from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 
 RECIPE = "twin.yaml"

@@ -1,35 +1,25 @@
-"""The recipe's section `cluster.environment`: environment variables of trainers and engines."""
+"""Checks of `cluster.environment`."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import RecipeError
 from megarl.platform.kinds import KINDS
-from megarl.recipe.key import key
 
 if TYPE_CHECKING:
     from megarl.recipe.schema import Recipe
 
-Role = Literal["trainers", "engines"]
-
-
-@dataclass
-class EnvironmentConfig:
-    """Environment variables of the run's processes. They replace megarl's defaults; the shell of the command comes before
-    both. A value with which a process would be wrong is refused, one of the shell overruled with a notice."""
-
-    all: dict[str, Any] = key({}, "Variables of trainers and engines, e.g. {NAME: value}.")
-    trainers: dict[str, Any] = key({}, "Variables of trainers (actor and critic) alone, before those of `all`.")
-    engines: dict[str, Any] = key({}, "Variables of engines alone, before those of `all`.")
-
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
 _SECRET = re.compile(
     r"(^|_)(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY)(_|$)", re.IGNORECASE
 )
+
+
 # Variables that megarl sets for each process, and the key that decides them ("": none does).
 _OWNED = {
     "OMP_NUM_THREADS": "cluster.threads",
@@ -40,12 +30,6 @@ _OWNED = {
 
 
 _VISIBLE = {kind.visible: "" for kind in KINDS if kind.visible}
-
-
-def variables(recipe: Recipe, role: Role) -> dict[str, str]:
-    """The recipe's variables of a role's processes, as text."""
-    section = recipe.cluster.environment
-    return {name: str(value) for name, value in {**section.all, **getattr(section, role)}.items()}
 
 
 def check_environment(recipe: Recipe) -> None:

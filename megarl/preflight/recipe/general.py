@@ -95,12 +95,12 @@ def check_optimizer(section: str, optimizer: OptimizerConfig) -> None:
 
 @check
 def _sections_fit(recipe: Recipe) -> None:
+    from megarl.preflight.recipe.agent import check_agent
+    from megarl.preflight.recipe.critic import check_critic
+    from megarl.preflight.recipe.judge import check_judge
     from megarl.preflight.recipe.reward import check_reward
     from megarl.preflight.recipe.teacher import check_teacher
-    from megarl.recipe.agent import check_agent
-    from megarl.recipe.critic import check_critic
-    from megarl.recipe.exchange import check_exchange
-    from megarl.recipe.judge import check_judge
+    from megarl.preflight.recipe.weight_sync import check_exchange
 
     check_critic(recipe)
     check_teacher(recipe)
@@ -359,7 +359,8 @@ def _optimizers_fit(recipe: Recipe) -> None:
 
 @check
 def _ddp_fits(recipe: Recipe) -> None:
-    from megarl.preflight.recipe.megatron_ddp import check_ddp, refusal_of_ddp
+    from megarl.preflight.recipe.megatron_ddp import check_ddp
+    from megarl.recipe.megatron_ddp import refusal_of_ddp
 
     for section, megatron in (("megatron", recipe.megatron), ("critic.megatron", recipe.critic.megatron)):
         for name, value in megatron.ddp.items():
@@ -371,13 +372,13 @@ def _ddp_fits(recipe: Recipe) -> None:
 
 @check
 def _data_fits(recipe: Recipe) -> None:
-    from megarl.recipe.data import check_data
+    from megarl.preflight.recipe.data import check_data
 
     check_data(recipe)
 
 
 @check
 def _observing_fits(recipe: Recipe) -> None:
-    from megarl.recipe.observe import check_observe
+    from megarl.preflight.recipe.observe import check_observe
 
     check_observe(recipe)

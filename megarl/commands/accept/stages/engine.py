@@ -37,7 +37,7 @@ from megarl.engines.specs import policy_spec
 from megarl.errors import RecipeError
 from megarl.hf.config import text_fields
 from megarl.preflight.models import config_of, read_hf_config
-from megarl.preflight.recipe.environment import variables
+from megarl.recipe.environment import variables
 from megarl.recipe.schema import Recipe
 from megarl.types import Completion, GenerationRequest
 

@@ -13,7 +13,7 @@ from megarl.megatron.model import parameters_on_rank
 from megarl.megatron.optimizer import members
 from megarl.megatron.trainer import PolicyTrainer, Trainer
 from megarl.platform.memory import pinned
-from megarl.preflight.recipe.optimizer_extra import host_share
+from megarl.recipe.optimizer_extra import host_share
 
 _MOMENT_BYTES = 8  # Adam's two moments of an element, in float32
 

@@ -17,8 +17,8 @@ from megarl.commands.plan.show.search_console import as_json as json_of
 from megarl.commands.plan.show.search_console import show
 from megarl.errors import InputError, RecipeError, blaming_input
 from megarl.platform.devices import Device
+from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, config_of
-from megarl.recipe.load import load_recipe
 from megarl.recipe.schema import Recipe
 
 

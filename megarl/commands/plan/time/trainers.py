@@ -16,7 +16,7 @@ from megarl.hf.shape import ModelShape
 from megarl.megatron.layout import layers_of_chunks
 from megarl.platform.devices import Device
 from megarl.platform.memory import swapped_parts
-from megarl.preflight.recipe.optimizer_extra import host_share
+from megarl.recipe.optimizer_extra import host_share
 from megarl.recipe.schema import Recipe
 
 _GRADIENT = 4  # bytes: gradients are summed in float32 (megatron/model.py)
