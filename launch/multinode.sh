@@ -22,4 +22,4 @@ if [ -x .venv/bin/python ]; then python=.venv/bin/python; fi
 wanted=$(ulimit -Hn)
 if [ "$wanted" = unlimited ] || [ "$wanted" -gt 65536 ]; then wanted=65536; fi
 ulimit -n "$wanted" # Ray keeps a connection to every worker
-exec "$python" -m megarl.cluster.launch.multinode "$@"
+exec "$python" -m megarl.commands.launch.multinode "$@"

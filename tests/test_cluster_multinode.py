@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from megarl.cluster.launch.multinode import ray_command
-from megarl.cluster.launch.rendezvous import Attendance, RollCall
-from megarl.cluster.launch.topology import first_host, read_topology
 from megarl.cluster.process import free_port
 from megarl.cluster.ray import env as ray_env
+from megarl.commands.launch.multinode import ray_command
+from megarl.commands.launch.rendezvous import Attendance, RollCall
+from megarl.commands.launch.topology import first_host, read_topology
 from tests.cluster_workers import ROOT, alive, descendants, wait_until
 
 

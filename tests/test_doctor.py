@@ -15,7 +15,6 @@ from packaging.specifiers import SpecifierSet
 
 from megarl import load_recipe
 from megarl import platform as platforms
-from megarl.cluster.launch.topology import DEFAULT_PORT
 from megarl.commands.doctor import command, network, system
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.found import platform_of
@@ -24,6 +23,7 @@ from megarl.commands.doctor.nearest_versions import nearest_set
 from megarl.commands.doctor.nodes import NodeReport, compared
 from megarl.commands.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
 from megarl.commands.doctor.versions import PYTHON, SETS
+from megarl.commands.launch.topology import DEFAULT_PORT
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS, NPU
 from megarl.platform.transformer_engine import WANTED as TRANSFORMER_ENGINE
@@ -147,7 +147,7 @@ class TestLines:
 
 @dataclasses.dataclass
 class Answer:
-    """As megarl.cluster.run_on_all_nodes.NodeAnswer, which needs Ray."""
+    """As megarl.commands.run_on_all_nodes.NodeAnswer, which needs Ray."""
 
     host: str
     rank: int

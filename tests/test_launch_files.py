@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.cluster.launch.topology import read_topology
 from megarl.cluster.process import free_port
+from megarl.commands.launch.topology import read_topology
 from megarl.preflight.load import load_recipe
 from tests.cluster_workers import ROOT, alive, descendants, wait_until
 

@@ -6,11 +6,11 @@ import re
 import socket
 from collections.abc import Iterator, Mapping
 
-from megarl.cluster.launch.topology import DEFAULT_PORT, read_topology
 from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.found import platform_of
 from megarl.commands.doctor.machine import Machine
+from megarl.commands.launch.topology import DEFAULT_PORT, read_topology
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS
 

@@ -59,7 +59,7 @@ def look_here(needs: Needs) -> NodeReport:
 def look_everywhere(needs: Needs) -> list[NodeReport]:
     """Of every node of the cluster at `needs.ray_address`. Raises ValueError, with the remedy, where it cannot be joined."""
     env.prepare(private=False)
-    from megarl.cluster.run_on_all_nodes import on_every_node
+    from megarl.commands.run_on_all_nodes import on_every_node
 
     def arguments(nodes: int) -> tuple[Needs]:
         return (dataclasses.replace(needs, nodes=nodes),)
@@ -69,7 +69,7 @@ def look_everywhere(needs: Needs) -> list[NodeReport]:
 
 
 def compared(answers: Sequence[Any]) -> list[NodeReport]:
-    """A report of each node's answer (`megarl.cluster.run_on_all_nodes.NodeAnswer`), with a line on how it is beside the others."""
+    """A report of each node's answer (`megarl.commands.run_on_all_nodes.NodeAnswer`), with a line on how it is beside the others."""
     common = _common([answer.value.versions for answer in answers if not answer.error])
     reports = []
     for answer in answers:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megarl.algorithms.advantages import uses_critic
 from megarl.cluster.device_map import Demand, place
-from megarl.cluster.launch.topology import read_topology
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
+from megarl.commands.launch.topology import read_topology
 from megarl.engines.routes import check_route, route_here
 from megarl.engines.specs import fixed_models
 from megarl.errors import RecipeError, plain

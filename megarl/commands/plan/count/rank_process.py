@@ -21,7 +21,7 @@ from megarl.megatron.critic import CriticTrainer  # noqa: E402
 from megarl.megatron.held_slices import Forms, describe  # noqa: E402
 from megarl.megatron.model import Model  # noqa: E402
 from megarl.megatron.trainer import PolicyTrainer, Trainer  # noqa: E402
-from megarl.preflight.load import load_recipe
+from megarl.preflight.load import load_recipe  # noqa: E402
 from megarl.recipe.critic import critic_view  # noqa: E402
 
 

@@ -1,6 +1,6 @@
-"""One run over several nodes: ``python -m megarl.cluster.launch.multinode RECIPE [key=value ...]`` on each of them.
+"""One run over several nodes: ``python -m megarl.commands.launch.multinode RECIPE [key=value ...]`` on each of them.
 
-    python -m megarl.cluster.launch.multinode -- COMMAND ...     any command, in place of training
+    python -m megarl.commands.launch.multinode -- COMMAND ...     any command, in place of training
 
 Node rank 0 starts Ray's head and waits until every node and device has joined; then it runs the
 command with RAY_ADDRESS set. The others join and wait. All return the command's exit status, and each
@@ -26,10 +26,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from megarl.cluster.launch.rendezvous import Attendance, RollCall
-from megarl.cluster.launch.topology import Topology, read_topology
 from megarl.cluster.orphan_reaper import VARIABLE, Guard, sweep
 from megarl.cluster.ray import env
+from megarl.commands.launch.rendezvous import Attendance, RollCall
+from megarl.commands.launch.topology import Topology, read_topology
 from megarl.platform.kinds import KINDS, kind_of
 
 # Left to the command to end by itself after a signal: it may be writing a checkpoint, which it then completes. A second

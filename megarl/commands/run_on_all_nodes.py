@@ -15,9 +15,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.launch.multinode import node_resource
 from megarl.cluster.ray.signals import ray_get, ray_wait, termination_stays_ours
 from megarl.cluster.ray.start import join
+from megarl.commands.launch.multinode import node_resource
 
 _CLOCK_SECONDS = 5.0  # left to a process that has answered already
 _CLOCK_READINGS = 3
