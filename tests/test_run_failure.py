@@ -11,8 +11,8 @@ import pytest
 
 from megarl import assembly as entries
 from megarl import cli
+from megarl.checkpoint import next_commands
 from megarl.errors import InputError
-from megarl.observe import closing
 from megarl.observe.files import DiskFullError
 from tests.checkpoint_parts import saver, state
 from tests.stack import ROOT
@@ -66,7 +66,7 @@ def test_a_disk_that_cannot_be_read_hides_no_cause(failing: Any, monkeypatch: py
         raise OSError(5, "Input/output error")
 
     status, said = failing(
-        [], RuntimeError("the disk burns"), lambda: monkeypatch.setattr(closing, "how_to_go_on", unreadable)
+        [], RuntimeError("the disk burns"), lambda: monkeypatch.setattr(next_commands, "how_to_go_on", unreadable)
     )
     assert status == 1 and "RuntimeError: the disk burns" in said
     assert "Which checkpoints there are could not be seen: [Errno 5] Input/output error" in said
