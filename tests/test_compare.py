@@ -13,6 +13,7 @@ from megarl.commands.compare.command import percentage, step_range
 from megarl.commands.compare.logs import Log, console_line, read_log
 from megarl.commands.compare.measures import NothingInCommon, accuracy, between, errors, spark, throughput
 from megarl.commands.compare.rules import Options, compare_logs
+from megarl.exit_status import guarded
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import TensorBoardSink
 
@@ -250,7 +251,7 @@ class TestCommand:
 
     @staticmethod
     def status(*arguments: str) -> int:
-        return cli.guarded(
+        return guarded(
             lambda: cli.app(args=["compare", *arguments], prog_name="megarl", standalone_mode=False), debug=False
         )
 

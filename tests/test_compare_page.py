@@ -11,6 +11,7 @@ import typer
 
 from megarl import cli
 from megarl.commands.compare.rules import LOSS, REWARD
+from megarl.exit_status import guarded
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "compare.md").read_text()
@@ -24,7 +25,7 @@ def test_the_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setenv("TERM", "dumb")
     arguments = shlex.split(match[1])[3:]
-    assert cli.guarded(lambda: cli.app(args=arguments, standalone_mode=False), debug=False) == 0
+    assert guarded(lambda: cli.app(args=arguments, standalone_mode=False), debug=False) == 0
     said = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
     assert said.strip() == match[2].strip()
 

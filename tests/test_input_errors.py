@@ -16,6 +16,7 @@ import pytest
 
 from megarl import assembly as entries
 from megarl import cli
+from megarl.exit_status import guarded
 from tests.stack import ROOT, run
 from tests.test_train_stack import settings
 
@@ -34,9 +35,7 @@ class CommandLine:
 
     def refuses(self, *arguments: str, words: tuple[str, ...]) -> None:
         """It ends with status 2 and one block on stderr with these words."""
-        status = cli.guarded(
-            lambda: cli.app(args=list(arguments), prog_name="megarl", standalone_mode=False), debug=False
-        )
+        status = guarded(lambda: cli.app(args=list(arguments), prog_name="megarl", standalone_mode=False), debug=False)
         said = self.output.readouterr()
         assert status == 2, said.err + said.out
         assert "Traceback" not in said.err

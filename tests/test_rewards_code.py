@@ -140,9 +140,9 @@ def test_a_package_that_is_not_there_is_refused_before_a_run_starts() -> None:
 
 def test_the_recipes_limits_are_the_sandboxs() -> None:
     """Each reaches its own, and a recipe that says nothing means the sandbox's defaults."""
-    assert sandbox.limits_of(SandboxConfig()) == sandbox.Limits()
+    assert SandboxConfig().limits() == sandbox.Limits()
     given = SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=3, output_kb=4, processes=5)
-    assert sandbox.limits_of(given) == sandbox.Limits(1, 2, 3, output_kb=4, processes=5)
+    assert given.limits() == sandbox.Limits(1, 2, 3, output_kb=4, processes=5)
 
 
 @needs_sandbox

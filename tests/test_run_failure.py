@@ -13,6 +13,7 @@ from megarl import assembly as entries
 from megarl import cli
 from megarl.checkpoint import next_commands
 from megarl.errors import InputError
+from megarl.exit_status import Terminated, guarded
 from megarl.observe.files import DiskFullError
 from tests.checkpoint_parts import saver, state
 from tests.stack import ROOT
@@ -40,7 +41,7 @@ def failing(
             str(ROOT / "recipes/quickstart.yaml"),
             *settings(quickstart_data, tmp_path / "runs", "failing"),
         ]
-        status = cli.guarded(lambda: cli.app(args=given, prog_name="megarl", standalone_mode=False), debug=False)
+        status = guarded(lambda: cli.app(args=given, prog_name="megarl", standalone_mode=False), debug=False)
         return status, capsys.readouterr().err
 
     yield train
@@ -88,9 +89,7 @@ def test_what_was_refused_says_no_more_than_that(failing: Any) -> None:
     assert status == 2 and "checkpoint" not in said
 
 
-@pytest.mark.parametrize(
-    "error, status, end", [(KeyboardInterrupt(), 130, "Ctrl-C"), (cli.Terminated(), 143, "SIGTERM")]
-)
+@pytest.mark.parametrize("error, status, end", [(KeyboardInterrupt(), 130, "Ctrl-C"), (Terminated(), 143, "SIGTERM")])
 def test_a_stopped_run_says_how_to_go_on(failing: Any, error: BaseException, status: int, end: str) -> None:
     returned, printed = failing([3], error)
     assert returned == status and printed.splitlines()[-1] == f"stopped by {end}"

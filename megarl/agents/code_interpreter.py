@@ -48,7 +48,7 @@ def prepare(settings: dict[str, Any]) -> None:
     package that programs are to import."""
     global _config
     _config = SandboxConfig(**settings.get("sandbox", {}))
-    sandbox.check(_config)
+    sandbox.check(_config.packages)
 
 
 def code_interpreter(code: str) -> str:
@@ -57,7 +57,7 @@ def code_interpreter(code: str) -> str:
     Args:
         code: The code to run.
     """
-    limits = sandbox.limits_of(_config)
+    limits = _config.limits()
     try:
         result = sandbox.run(_RUNNER, code, limits, _config.packages)
     except (sandbox.SandboxUnavailable, sandbox.SandboxError) as error:

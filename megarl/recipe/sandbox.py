@@ -26,3 +26,13 @@ class SandboxConfig:
         [],
         "Installed packages that it may import, with what they need, e.g. [numpy, sympy]. Empty: the standard library.",
     )
+
+    def limits(self) -> Limits:
+        """Return the limits of one run."""
+        return Limits(
+            cpu_seconds=self.cpu_seconds,
+            wall_seconds=self.wall_seconds,
+            memory_mb=self.memory_mb,
+            output_kb=self.output_kb,
+            processes=self.processes,
+        )

@@ -62,19 +62,19 @@ class Test:
 
 def prepare(settings: ScorerSettings) -> None:
     """Raises SandboxUnavailable or ValueError where programs cannot be run here as the recipe says."""
-    sandbox.check(settings.sandbox)
+    sandbox.check(settings.sandbox.packages)
 
 
 @scorer("code", sources=("codecontests", "apps", "codeforces", "taco"), prepare=prepare, settings=True)
 def code(request: ScoreRequest, settings: ScorerSettings) -> dict[str, float]:
     """The share of tests that the last ```python block passes."""
-    return grade(request, False, sandbox.limits_of(settings.sandbox), tuple(settings.sandbox.packages))
+    return grade(request, False, settings.sandbox.limits(), tuple(settings.sandbox.packages))
 
 
 @scorer("code_all", prepare=prepare, settings=True)
 def code_all(request: ScoreRequest, settings: ScorerSettings) -> dict[str, float]:
     """1 where the last ```python block passes all tests, else 0; it stops at the first that fails."""
-    return grade(request, True, sandbox.limits_of(settings.sandbox), tuple(settings.sandbox.packages))
+    return grade(request, True, settings.sandbox.limits(), tuple(settings.sandbox.packages))
 
 
 def grade(

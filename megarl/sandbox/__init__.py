@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from megarl.sandbox.base import Limits, Result, SandboxError, SandboxUnavailable
 from megarl.sandbox.detect import missing, require
 from megarl.sandbox.packages import folders_of
 from megarl.sandbox.run import run_unchecked
 
-if TYPE_CHECKING:
-    from megarl.recipe.sandbox import SandboxConfig
-
-__all__ = ["Limits", "Result", "SandboxError", "SandboxUnavailable", "check", "limits_of", "missing", "require", "run"]
+__all__ = ["Limits", "Result", "SandboxError", "SandboxUnavailable", "check", "missing", "require", "run"]
 
 
-def limits_of(settings: SandboxConfig) -> Limits:
-    """What the recipe's section `sandbox` allows one run."""
-    return Limits(
-        cpu_seconds=settings.cpu_seconds,
-        wall_seconds=settings.wall_seconds,
-        memory_mb=settings.memory_mb,
-        output_kb=settings.output_kb,
-        processes=settings.processes,
-    )
+def check(packages: Collection[str] = ()) -> None:
+    """Check that programs can run here with `packages`.
 
-
-def check(settings: SandboxConfig) -> None:
-    """Raises SandboxUnavailable where this machine has no sandbox, ValueError where it lacks a package that programs are
-    to import."""
+    Raises SandboxUnavailable if this machine has no sandbox, and ValueError if a package is not installed.
+    """
     require()
-    folders_of(tuple(settings.packages))
+    folders_of(tuple(packages))
 
 
 def run(source: str, stdin: str = "", limits: Limits | None = None, packages: Collection[str] = ()) -> Result:
