@@ -23,7 +23,7 @@ from megarl.cluster.calls import Service as RolloutService
 from megarl.cluster.calls import watching
 from megarl.cluster.device_map import Demand
 from megarl.engines.specs import fixed_models
-from megarl.errors import blaming_input
+from megarl.errors import as_input_error
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
 from megarl.observe.run_dir import RunDirectory
@@ -66,7 +66,7 @@ def connected(
     recipe: Recipe, platform: Any, *, trainers: bool, engines: bool, critic: bool = False, fixed: Sequence[str] = ()
 ) -> Iterator[Cluster]:
     """The cluster that the recipe asks for, with room for what will be started; a ValueError is the recipe's fault."""
-    with blaming_input():
+    with as_input_error():
         cluster = connect(recipe, platform, trainers=trainers, engines=engines, critic=critic, fixed=fixed)
     with cluster:
         yield cluster
@@ -86,7 +86,7 @@ def train(recipe: Recipe) -> Path:
     if not is_controller(recipe):
         serve(recipe)
         return Path(recipe.runs_dir) / recipe.name
-    with blaming_input():
+    with as_input_error():
         recipe = with_absolute_paths(recipe)
         prepared = prepare_training(recipe)
         platform = platforms.select(recipe.cluster.device)
@@ -120,7 +120,7 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
     if not is_controller(recipe):
         serve(recipe)
         return EvaluationResult({})
-    with blaming_input():
+    with as_input_error():
         recipe = with_absolute_paths(recipe)
         prepared = prepare_evaluation(recipe)
         platform = platforms.select(recipe.cluster.device)
@@ -145,7 +145,7 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
 def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool = False) -> Path:
     """Write a run's checkpoint (the newest, or that of `step`) as a Hugging Face model to `out`, and prove it.
     `critic`: the critic's, as a token classification model, instead of the actor's."""
-    with blaming_input():
+    with as_input_error():
         run_dir = RunDirectory(run_path)
         if not run_dir.is_a_run():
             raise ValueError(f"{run_path} is no run's directory: it holds no recipe.resolved.yaml")

@@ -15,7 +15,7 @@ import typer
 
 from megarl.commands.data.command import app as data_app
 from megarl.commands.plan import cli_options
-from megarl.errors import blaming_input
+from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
 
 app = typer.Typer(
@@ -77,7 +77,7 @@ def report(
     """Write RUN/report.html: curves, timeline and samples in one file that needs no network."""
     from megarl.commands.report import report as write
 
-    with blaming_input():
+    with as_input_error():
         path = write(run_path)
     typer.echo(path)
 
@@ -111,7 +111,7 @@ def compare(
     from megarl.commands.compare.command import percentage, step_range
     from megarl.commands.compare.rules import Options
 
-    with blaming_input():
+    with as_input_error():
         first, last = step_range(steps)
         error = None if max_error is None else percentage(max_error)
         options = Options(metric, metric_b, error, first, last, throughput_steps, min_throughput_ratio)
@@ -268,7 +268,7 @@ def convert_weights(
     """Write a model with FP8 block-scaled weights (DeepSeek-V3) in bfloat16, as the trainer reads it. A CPU is enough."""
     from megarl.commands.convert_weights.command import convert
 
-    with blaming_input():
+    with as_input_error():
         convert(folder, out, workers)
 
 
@@ -289,7 +289,7 @@ def convert_config(
     """Write the recipe of a verl script, which is read and not run; stderr says what was not carried over."""
     from megarl.commands.convert_verl.command import convert_file
 
-    with blaming_input():
+    with as_input_error():
         convert_file(file, settings or [], out=out, rows=rows)
 
 

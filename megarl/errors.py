@@ -39,7 +39,7 @@ class InputError(ValueError):
 
 
 @contextlib.contextmanager
-def blaming(key: str, remedy: str, value: Any = _NO_VALUE) -> Iterator[None]:
+def as_recipe_error(key: str, remedy: str, value: Any = _NO_VALUE) -> Iterator[None]:
     """Whatever ValueError is raised in here is the fault of the setting `key`."""
     try:
         yield
@@ -50,7 +50,7 @@ def blaming(key: str, remedy: str, value: Any = _NO_VALUE) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def blaming_input() -> Iterator[None]:
+def as_input_error() -> Iterator[None]:
     """Whatever ValueError is raised in here is the input's fault."""
     try:
         yield

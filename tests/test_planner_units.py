@@ -10,7 +10,7 @@ from megarl.commands.plan.count.refusals import too_large
 from megarl.commands.plan.count.types import EngineRank, Links, Place, Use
 from megarl.commands.plan.show.console import show
 from megarl.commands.plan.show.units import GIB, MIB, Unit, decimal, sized
-from megarl.text import several
+from megarl.text import pluralize
 from tests import plans
 
 
@@ -58,8 +58,8 @@ def test_units() -> None:
 
 
 def test_one_is_not_many() -> None:
-    assert [several(count, "row") for count in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
-    assert several(2, "process", "processes") == "2 processes"
+    assert [pluralize(count, "row") for count in (0, 1, 1200)] == ["0 rows", "1 row", "1,200 rows"]
+    assert pluralize(2, "process", "processes") == "2 processes"
 
 
 def test_what_is_short_is_whole(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from megarl.agents.tool_responses import AnswerTokens
 from megarl.agents.toolbox import Caller, Toolbox
 from megarl.agents.trajectory import AgentLoop
 from megarl.data.tokenizer import Tokenizer
-from megarl.errors import NotHereError, blaming
+from megarl.errors import NotHereError, as_recipe_error
 from megarl.recipe.agent import AgentConfig, uses_tools
 from megarl.recipe.schema import Recipe
 
@@ -103,7 +103,7 @@ def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]
         offered = asyncio.run(_offered(agent)) if agent.mcp else {}
     except ToolUnavailable as error:
         raise NotHereError("agent.mcp", str(error), "start the server, or leave it out") from error
-    with blaming("agent.tools", "name tools that there are", agent.tools):
+    with as_recipe_error("agent.tools", "name tools that there are", agent.tools):
         own = [("agent.tools", agents.find(path)) for path in agent.tools]
     for origin, tool in [*own, *((f"agent.mcp.{name}", tool) for name, more in offered.items() for tool in more)]:
         if tool.name in found:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.cluster.base import host_name
 from megarl.platform.kinds import KINDS
-from megarl.text import several
+from megarl.text import pluralize
 
 GRACE = 0.3  # seconds left to other ranks once a cause is known, so that the message can count them
 COMMUNICATION_GRACE = 2.0  # seconds left for a cause to show after a broken connection
@@ -179,4 +179,4 @@ def worker_failed(failures: list[Failure]) -> WorkerFailed:
     """The first failure that is no mere consequence, and how many ranks say the same."""
     cause = next((failure for failure in failures if not failure.is_communication), failures[0])
     same = sum(failure.cause == cause.cause for failure in failures) - 1
-    return WorkerFailed(cause, f"\n{several(same, 'other rank')} failed alike." if same else "")
+    return WorkerFailed(cause, f"\n{pluralize(same, 'other rank')} failed alike." if same else "")

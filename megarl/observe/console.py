@@ -22,7 +22,7 @@ from rich.text import Text
 from megarl.observe.sources import brief_table, deserves_lines, has_trouble
 from megarl.recipe.schema import Recipe
 from megarl.rollout.metrics import source_of
-from megarl.text import several
+from megarl.text import pluralize
 
 _SOURCES_SHOWN = 8
 _NOT_PHASES = ("timing_s/step",)
@@ -209,7 +209,7 @@ class PlainConsole:
             seconds = f"{_SECONDS_BETWEEN_LINES:.0f} s"
             self._say(f"{name}: {first}" + (f"; a line every {self._every} steps or {seconds}" * (self._every > 1)))
         else:
-            self._say(f"{name}: all of {several(total_steps, 'step')} done")
+            self._say(f"{name}: all of {pluralize(total_steps, 'step')} done")
 
     def phase(self, name: str | None) -> None:
         """A line a step says enough."""
@@ -309,7 +309,7 @@ class LiveConsole:
             rows += _sources(self._metrics)
             rows.append(_phase_bars(self._metrics))
         title = Text(f" {self._name} ")
-        warned = f" {several(self._warnings, 'warning')} " if self._warnings else None
+        warned = f" {pluralize(self._warnings, 'warning')} " if self._warnings else None
         return Panel(Group(*rows), title=title, title_align="left", subtitle=warned, border_style="dim")
 
     def _now(self) -> Text:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import check_vocabulary, load_tokenizer, unread
-from megarl.errors import RecipeError, blaming
+from megarl.errors import RecipeError, as_recipe_error
 from megarl.hf.config import context_length
 from megarl.megatron.model_checks import check_sizes
 from megarl.preflight.engines import check_heads
@@ -23,7 +23,7 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
     judge = recipe.judge
     assert judge.path is not None and judge.prompt is not None
     check_judge_model(judge, config)
-    with blaming("judge.path", "give the judge's own Hugging Face directory", judge.path):
+    with as_recipe_error("judge.path", "give the judge's own Hugging Face directory", judge.path):
         tokenizer = load_tokenizer(judge.path)
         check_vocabulary(tokenizer, config)
     if tokenizer.chat_template is None:
@@ -58,7 +58,7 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
 
 def check_judge_model(judge: JudgeConfig, config: dict[str, Any]) -> None:
     """Refuse devices that the judge's model cannot be cut over, and lengths that it was not made for."""
-    with blaming("judge.path", "give the judge's own config.json", judge.path):
+    with as_recipe_error("judge.path", "give the judge's own config.json", judge.path):
         check_sizes(config)
     check_heads("judge", judge, config)
     known = context_length(config)

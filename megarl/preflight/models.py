@@ -11,7 +11,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import needs_teacher, teacher_top_k
 from megarl.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
 from megarl.engines.specs import longest_sample
-from megarl.errors import NotHereError, RecipeError, blaming
+from megarl.errors import NotHereError, RecipeError, as_recipe_error
 from megarl.hf import published, weights
 from megarl.hf.config import context_length, text_fields
 from megarl.megatron.config_fields import check_extra
@@ -115,7 +115,9 @@ def read_weights_config(path: str, key: str) -> Config:
 def read_tokenizer(recipe: Recipe, config: Config) -> Tokenizer:
     """The policy's."""
     key, path = ("model.tokenizer", recipe.model.tokenizer) if recipe.model.tokenizer else (POLICY, recipe.model.path)
-    with blaming(key, "give a directory with the model's own tokenizer (model.tokenizer, where it is another)", path):
+    with as_recipe_error(
+        key, "give a directory with the model's own tokenizer (model.tokenizer, where it is another)", path
+    ):
         tokenizer = load_tokenizer(path, recipe.model.path)
         check_vocabulary(tokenizer, config)
     return tokenizer
@@ -160,7 +162,7 @@ def check_critic(recipe: Recipe, config: Config) -> None:
 
 def check_teacher(recipe: Recipe, config: Config) -> None:
     """Refuse a teacher that cannot read the policy's samples. `config`: its config.json."""
-    with blaming(TEACHER, "give the teacher's own config.json", recipe.teacher.path):
+    with as_recipe_error(TEACHER, "give the teacher's own config.json", recipe.teacher.path):
         check_sizes(config)
     teacher, known = recipe.teacher, context_length(config)
     check_heads("teacher", teacher, config)
@@ -178,7 +180,7 @@ def check_teacher(recipe: Recipe, config: Config) -> None:
 def check_teacher_tokens(recipe: Recipe, tokenizer: Tokenizer, config: Config) -> None:
     """Refuse a teacher for whom the policy's tokens mean something else. Reads its tokenizer."""
     path = str(recipe.teacher.path)
-    with blaming(TEACHER, "name a teacher of the policy's family, with its own tokenizer", path):
+    with as_recipe_error(TEACHER, "name a teacher of the policy's family, with its own tokenizer", path):
         check_same_tokens(tokenizer, load_tokenizer(path))
         check_vocabulary(tokenizer, config)
     top_k = teacher_top_k(recipe.algorithm)
@@ -189,7 +191,7 @@ def check_teacher_tokens(recipe: Recipe, tokenizer: Tokenizer, config: Config) -
 
 def check_known_model(config: Config, key: str, path: str) -> None:
     """Refuse a model that the trainer would compute in another way than its engine."""
-    with blaming(key, "name a model that megarl trains, or change its config.json as said", path):
+    with as_recipe_error(key, "name a model that megarl trains, or change its config.json as said", path):
         check_model(config)
         check_sizes(config)
 

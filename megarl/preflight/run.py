@@ -29,7 +29,7 @@ from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import Tokenizer, check_vocabulary
 from megarl.engines.routes import check_route, route_here
 from megarl.engines.specs import first_specs, fixed_models, longest_sample
-from megarl.errors import NotHereError, RecipeError, blaming, plain
+from megarl.errors import NotHereError, RecipeError, as_recipe_error, plain
 from megarl.hf.shape import model_shape
 from megarl.megatron.config_fields import check_extra_names
 from megarl.observe.metrics import read_metrics
@@ -62,7 +62,7 @@ from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 from megarl.rewards import ScorerSettings
 from megarl.rewards.weighted import Term, needed_columns, terms_of
-from megarl.text import several
+from megarl.text import pluralize
 
 LEAST_FREE_BYTES = 64 << 20
 _SHOWN = 8  # changed settings in a notice
@@ -165,7 +165,7 @@ def route_notices(recipe: Recipe, config: dict[str, Any]) -> list[str]:
         return []
     ranks, size = recipe.rollout.engines * recipe.rollout.tensor_parallel, model_shape(config).total
     size *= 4 if recipe.model.dtype == "float32" else 2
-    moved = f"each of {several(ranks, 'engine rank')} receives the whole model, {size / 2**30:,.1f} GiB an update"
+    moved = f"each of {pluralize(ranks, 'engine rank')} receives the whole model, {size / 2**30:,.1f} GiB an update"
     return [f"weights go by {route}; {moved}, from rank 0 (plan RECIPE estimates the seconds)"]
 
 
@@ -302,7 +302,7 @@ def _read_critic(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
     path = critic_view(recipe).model.path
     key = CRITIC if recipe.critic.model_path else POLICY
     config = read_weights_config(path, key)
-    with blaming(key, "name a model with the policy's tokens", path):
+    with as_recipe_error(key, "name a model with the policy's tokens", path):
         check_vocabulary(tokenizer, config)
     check_critic(recipe, config)
     return config

@@ -17,7 +17,7 @@ from megarl.commands.accept.runner import RESULTS, read_results, run_stages
 from megarl.commands.accept.settings import FILE, Settings, parse_stages, read_settings, write_settings
 from megarl.commands.doctor.found import torch_sees
 from megarl.commands.doctor.machine import Machine
-from megarl.errors import InputError, blaming_input
+from megarl.errors import InputError, as_input_error
 from megarl.observe.files import write_whole
 from megarl.platform.kinds import kind_of
 
@@ -46,7 +46,7 @@ def accept(recipe: Path | None, overrides: Sequence[str], options: Options) -> i
     Raises InputError and RecipeError before anything starts.
     """
     began = time.monotonic()
-    with blaming_input():
+    with as_input_error():
         settings, directory = _prepare(recipe, overrides, options)
     stages = [stage for stage in STAGES if stage.number in settings.stages]
     ends = shares(stages, settings.minutes)

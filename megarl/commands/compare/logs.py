@@ -14,7 +14,7 @@ from typing import Any
 from megarl.observe.files import read_lines
 from megarl.observe.metrics import numbers_again
 from megarl.observe.run_dir import RunDirectory
-from megarl.text import several
+from megarl.text import pluralize
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # Before it may stand Ray's "(TaskRunner pid=123, ip=10.0.0.1)", a time stamp, or a progress bar.
@@ -141,7 +141,7 @@ def _read_json_lines(path: Path, log: Log) -> Log:
         values = record["data"] if isinstance(record.get("data"), dict) else record
         log.add(step, {name: value for name, value in _numbers(values) if name != "step"})
     if bad:
-        log.notes.append(f"{several(bad, 'line')} of {path.name} could not be read as metrics of a step")
+        log.notes.append(f"{pluralize(bad, 'line')} of {path.name} could not be read as metrics of a step")
     return log
 
 

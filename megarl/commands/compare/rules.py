@@ -17,7 +17,7 @@ from megarl.commands.compare.measures import (
     span,
     throughput,
 )
-from megarl.text import several
+from megarl.text import pluralize
 
 THROUGHPUT = "perf/throughput"
 FILTERED = "rollout/groups_filtered"
@@ -176,11 +176,11 @@ def _notes(sides: list[Side], result: Accuracy, rate: Throughput, options: Optio
         notes += [f"{name}: {note}." for note in side.log.notes]
         if only:
             notes.append(
-                f"{name}: {several(only, 'step')} left out that the other run lacks; it has {span(side.curve)}."
+                f"{name}: {pluralize(only, 'step')} left out that the other run lacks; it has {span(side.curve)}."
             )
         if again := sorted(side.log.rewritten.get(side.metric, set()) & set(side.curve)):
             notes.append(
-                f"{name}: {several(len(again), 'step')} written more than once ({span(again)}); the last one counts."
+                f"{name}: {pluralize(len(again), 'step')} written more than once ({span(again)}); the last one counts."
             )
     for name, odd in (("A", result.not_finite_a), ("B", result.not_finite_b)):
         if odd:

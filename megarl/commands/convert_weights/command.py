@@ -41,7 +41,7 @@ from megarl.errors import InputError
 from megarl.hf.weights import CONVERSION, INDEX, read_index
 from megarl.observe.console import clock
 from megarl.observe.files import disk_errors
-from megarl.text import several
+from megarl.text import pluralize
 
 MOST_WORKERS = 4  # by default
 _PATIENCE = 5.0  # seconds for processes to end
@@ -81,10 +81,10 @@ def convert(folder: Path, out: Path, workers: int | None = None) -> None:
         _check_room(out, source, todo)
         count = min(workers or min(MOST_WORKERS, os.cpu_count() or 1), max(len(todo), 1))
         _say(
-            f"{folder}: {several(len(source.layouts), 'file')}, FP8 in blocks of {source.block[0]} x {source.block[1]}"
+            f"{folder}: {pluralize(len(source.layouts), 'file')}, FP8 in blocks of {source.block[0]} x {source.block[1]}"
         )
         if kept:
-            _say(f"{several(len(kept), 'file')} of them {'is' if len(kept) == 1 else 'are'} in {out} already, whole")
+            _say(f"{pluralize(len(kept), 'file')} of them {'is' if len(kept) == 1 else 'are'} in {out} already, whole")
         _write_manifest(source, out, kept)
         _convert_files(source, out, todo, kept, prints, count)
         _write_small_files(source, out)
@@ -204,7 +204,7 @@ def _saying_how_to_resume(source: Source, out: Path) -> Iterator[None]:
     except BaseException:
         count = len(_recorded(out))
         _say(
-            f"{count} of {several(len(source.layouts), 'file')} are whole in {out}; the same command goes on from there"
+            f"{count} of {pluralize(len(source.layouts), 'file')} are whole in {out}; the same command goes on from there"
         )
         raise
 
@@ -213,7 +213,7 @@ def _check_unchanged(folder: Path, done: dict[str, dict[str, Any]], prints: dict
     changed = sorted(name for name, record in done.items() if prints.get(name) != record["source"])
     if changed:
         raise InputError(
-            f"{folder} is not what the conversion was begun with: {changed[0]} differs ({several(len(changed), 'file')} in "
+            f"{folder} is not what the conversion was begun with: {changed[0]} differs ({pluralize(len(changed), 'file')} in "
             "all). Delete the output folder, or name another"
         )
 

@@ -7,7 +7,7 @@ from typing import Annotated, Optional
 
 import typer
 
-from megarl.errors import blaming_input
+from megarl.errors import as_input_error
 
 app = typer.Typer(
     help="Make data sets ready: parquet files in the columns that recipes read.",
@@ -27,7 +27,7 @@ def gsm8k(
     """GSM8K's grade-school mathematics, 7,473 problems to train on and 1,319 to test."""
     from megarl.commands.data.gsm8k import prepare
 
-    with blaming_input():
+    with as_input_error():
         prepared = prepare(source, out)
     _tell(prepared, [])
 
@@ -45,7 +45,7 @@ def math(
     """MATH's competition problems with their levels (DigitalLearningGmbH/MATH-lighteval)."""
     from megarl.commands.data.math import prepare
 
-    with blaming_input():
+    with as_input_error():
         prepared = prepare(source, out)
     _tell(prepared, [])
 
@@ -58,7 +58,7 @@ def dapo_math(
     """DAPO-Math-17k (BytedTsinghua-SIA/DAPO-Math-17k), each row once."""
     from megarl.commands.data.dapo_math import prepare
 
-    with blaming_input():
+    with as_input_error():
         prepared, notices = prepare(source, out)
     _tell(prepared, notices)
 
@@ -71,7 +71,7 @@ def deepscaler(
     """DeepScaleR's competition problems (agentica-org/DeepScaleR-Preview-Dataset), each once."""
     from megarl.commands.data.deepscaler import prepare
 
-    with blaming_input():
+    with as_input_error():
         prepared, notices = prepare(source, out)
     _tell(prepared, notices)
 
@@ -91,7 +91,7 @@ def aime(
     """AIME's problems to evaluate on (Maxwell-Jia/AIME_2024, BytedTsinghua-SIA/AIME-2024, math-ai/aime25, ...)."""
     from megarl.commands.data.aime import prepare
 
-    with blaming_input():
+    with as_input_error():
         prepared, notices = prepare(source, out, year, split, config)
     _tell(prepared, notices)
 
@@ -107,7 +107,7 @@ def geo3k(
     """Geometry3K's problems with their drawings (hiyouga/geometry3k), for vision-language models."""
     from megarl.commands.data.geo3k import prepare
 
-    with blaming_input():
+    with as_input_error():
         prepared = prepare(source, out)
     _tell(prepared, [])
 
@@ -120,7 +120,7 @@ def retool_sft(
     """ReTool's demonstrations (JoeYing/ReTool-SFT) as conversations with tool calls."""
     from megarl.commands.data.retool_sft import prepare
 
-    with blaming_input():
+    with as_input_error():
         prepared, notices = prepare(source, out)
     _tell(prepared, notices)
 
@@ -133,7 +133,7 @@ def quickstart(
     """Word problems, demonstrations and a random 0.2 M-parameter Qwen3-MoE: all that a CPU run needs."""
     from megarl.commands.data.quickstart import prepare_quickstart
 
-    with blaming_input():
+    with as_input_error():
         prepared = prepare_quickstart(out, seed)
     for path, size in prepared.files.items():
         typer.echo(_line(path, size, prepared.rows.get(path)))

@@ -10,7 +10,7 @@ from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.found import TorchSees, platform_of, torch_sees
 from megarl.commands.doctor.machine import Machine
 from megarl.platform.kinds import KINDS
-from megarl.text import several
+from megarl.text import pluralize
 
 
 @check(
@@ -44,8 +44,8 @@ def devices(machine: Machine, needs: Needs) -> Iterator[Finding]:
     kind = platform_of(machine, needs).kind
     if not kind.files:
         yield ok(
-            several(machine.cores(), "CPU core")
-            + (f" for {several(needs.processes, 'process', 'processes')}" if needs.processes else "")
+            pluralize(machine.cores(), "CPU core")
+            + (f" for {pluralize(needs.processes, 'process', 'processes')}" if needs.processes else "")
         )
         return
     sees, variable = torch_sees(machine), kind.visible

@@ -21,7 +21,7 @@ from megarl.recipe.exchange import planned_by_recipe
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
 from megarl.rollout.start_engines import environment_notices
-from megarl.text import several
+from megarl.text import pluralize
 from megarl.weight_sync.session import EXPORT_SLOTS, IN_HOST_MEMORY, PLANNED_SLOTS
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -108,7 +108,7 @@ def stages(recipe: Recipe) -> Iterator[Finding]:
     said |= {
         "rewards": f"what scores {sources} is ready" if sources else "nothing is scored",
         "model": f"{recipe.model.path} ({prepared.model.get('model_type', 'read')}), a tokenizer of {prepared.tokenizer.vocab_size} tokens",
-        "data": f"{several(rows, 'row')} to learn from" if rows else STAGES["data"],
+        "data": f"{pluralize(rows, 'row')} to learn from" if rows else STAGES["data"],
     }
     for stage in STAGES:
         yield _named(stage, ok(said.get(stage, STAGES[stage])))
@@ -153,7 +153,7 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
     have = sum(count for _, count in machines)
     resource = kind_of(device).ray_resource
     if resource is None:
-        return ok(f"{demand}: processes that share the cores of {several(len(machines), 'machine')}")
+        return ok(f"{demand}: processes that share the cores of {pluralize(len(machines), 'machine')}")
     try:
         place(machines, demand, resource)
     except ValueError as error:
@@ -161,7 +161,7 @@ def device_demand(recipe: Recipe, device: str, machines: Sequence[tuple[str, int
             f"where there are other nodes, {ALL_NODES} counts theirs" if len(machines) == 1 else "see the nodes above"
         )
         return fail(" ".join(str(error).split()), remedy)
-    return ok(f"{demand}: {demand.devices} of {several(have, 'device')}")
+    return ok(f"{demand}: {demand.devices} of {pluralize(have, 'device')}")
 
 
 def weights(recipe: Recipe) -> list[Finding]:

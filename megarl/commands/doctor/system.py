@@ -13,7 +13,7 @@ from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
 from megarl.commands.doctor.found import platform_of
 from megarl.commands.doctor.machine import Machine
 from megarl.platform.kinds import KINDS
-from megarl.text import several
+from megarl.text import pluralize
 
 GIB = 1 << 30
 _RELEASED = 1_735_689_600  # 2025-01-01: a clock before it was never set
@@ -81,7 +81,7 @@ def shared_memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     total, free = machine.disk("/dev/shm")
     buckets = needs.buckets * needs.bucket_bytes if needs.engines and needs.shared_memory else 0
     store = 0 if needs.ray_address else max(_STORE_LEAST, int(_STORE_SHARE * free))
-    parts = {f"{several(needs.buckets, 'bucket')} of weights": buckets, "Ray": store}
+    parts = {f"{pluralize(needs.buckets, 'bucket')} of weights": buckets, "Ray": store}
     wants = ", ".join(f"{_size(size)} for {what}" for what, size in parts.items() if size) or "nothing is wanted of it"
     remedy = "docker run --ipc=host or --shm-size=16g; in Kubernetes an emptyDir of medium Memory at /dev/shm"
     if needs.ray_address:
@@ -109,7 +109,7 @@ def memory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if free < wanted:
         said = f"{_size(free)} of {_size(total)} are free"
         why = (
-            f"{_size(wanted)} for {several(wanted // _PROCESS_MEMORY, 'process', 'processes')}, models aside"
+            f"{_size(wanted)} for {pluralize(wanted // _PROCESS_MEMORY, 'process', 'processes')}, models aside"
             if needs.recipe
             else _size(wanted)
         )
@@ -136,7 +136,7 @@ def run_directory(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if free < _LEAST_FREE:
         yield fail(f"{needs.runs_dir} has {_size(free)} free", "free some space, or set runs_dir to another disk")
     elif free < wanted:
-        said = f"{needs.runs_dir} has {_size(free)} free; {several(needs.checkpoints, 'checkpoint')} of about {_size(needs.checkpoint_bytes)}"
+        said = f"{needs.runs_dir} has {_size(free)} free; {pluralize(needs.checkpoints, 'checkpoint')} of about {_size(needs.checkpoint_bytes)}"
         yield warning(
             f"{said} want {_size(wanted)}", "free space, set runs_dir to another disk, or train.keep_checkpoints lower"
         )

@@ -21,7 +21,7 @@ from megarl.commands.plan.time.calibrate_command import calibrate_run
 from megarl.commands.plan.time.calibration import read_calibration
 from megarl.commands.plan.time.timed import with_estimate
 from megarl.engines.routes import check_route
-from megarl.errors import InputError, blaming_input
+from megarl.errors import InputError, as_input_error
 from megarl.observe.files import check_target
 from megarl.platform.devices import Device
 from megarl.preflight.load import load_recipe
@@ -41,7 +41,7 @@ def plan(path: Path, overrides: Sequence[str], options: Options, model: str | No
         look = checked(recipe, path, model)
         look.require(strict=options.strict)
     models = _models(look)
-    with blaming_input():
+    with as_input_error():
         if options.calibrate is not None:
             print("\n".join(calibrate_run(recipe, models, _of_run(kind), options.calibrate, options.out)))
             return 0
@@ -71,7 +71,7 @@ def _device(path: Path, options: Options) -> tuple[Device | None, Device | None,
     unreadable one is reported whatever the device is."""
     options.check()
     if options.html is not None:
-        with blaming_input():
+        with as_input_error():
             check_target("--html", options.html)
     calibration = read_calibration(options.calibration) if options.calibration is not None else None
     kind, notes = device_of(path, options.device, options.devices)

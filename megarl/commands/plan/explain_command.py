@@ -16,13 +16,13 @@ from megarl.commands.plan.explain import planned
 from megarl.commands.plan.preflight import checked
 from megarl.commands.plan.show.units import decimal
 from megarl.commands.plan.weight_flows import Flow, Totals, flows, totals
-from megarl.errors import InputError, blaming_input
+from megarl.errors import InputError, as_input_error
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import config_of
 from megarl.recipe.exchange import never_planned, planned_by_recipe
 from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe
-from megarl.text import several
+from megarl.text import pluralize
 from megarl.weight_sync.relay import most_connections
 from megarl.weight_sync.session import SHARED
 from megarl.weight_sync.sharded.intersect import ITEM
@@ -35,7 +35,7 @@ def exchange(path: Path, overrides: Sequence[str], *, model: str | None, per_nod
     if recipe.train.source != "rollout":
         raise InputError(f"{path}: train.source is {recipe.train.source}, which has no engines: no weights are sent")
     checked(recipe, path, model).require(strict=False)
-    with blaming_input():
+    with as_input_error():
         config = config_of(recipe.model.path, path, name=model)
         each = per_node or _per_node(path)
         start = time.perf_counter()
@@ -95,11 +95,11 @@ def _lines(recipe: Recipe, made: ExchangePlan, found: Sequence[Flow], of_all: To
         "engine: the most that one of the senders sends, and that one engine rank receives. "
         "nodes: from machine to machine. buckets: that have any of it in them, each once however many engine ranks read it; one "
         "with experts and other weights is in two rows.",
-        f"Sent by {several(trainers, 'trainer rank')}: {decimal(of_all.sent)}, {decimal(of_all.sent_by_rank)} at most by one; "
-        f"received by {several(engines, 'engine rank')}: {decimal(of_all.received)}, {decimal(of_all.received_by_rank)} at most "
+        f"Sent by {pluralize(trainers, 'trainer rank')}: {decimal(of_all.sent)}, {decimal(of_all.sent_by_rank)} at most by one; "
+        f"received by {pluralize(engines, 'engine rank')}: {decimal(of_all.received)}, {decimal(of_all.received_by_rank)} at most "
         f"by one, of which others receive up to {decimal(of_all.relayed_by_rank)}, too; from machine to machine: "
         f"{decimal(of_all.between_hosts)}.",
-        f"{several(of_all.streams, 'stream')}, {several(of_all.buckets, 'bucket')} of at most {recipe.exchange.bucket_mb} MiB"
+        f"{pluralize(of_all.streams, 'stream')}, {pluralize(of_all.buckets, 'bucket')} of at most {recipe.exchange.bucket_mb} MiB"
         f"{_shared(found, of_all)}; "
         f"described, traced and planned in {seconds:.1f} s.",
         _connections(recipe, made),
@@ -118,7 +118,7 @@ def _connections(recipe: Recipe, made: ExchangePlan) -> str:
     transport = recipe.exchange.transport
     how = "device to device" if transport == "device" else "over gloo"
     most = most_connections(made, shares_memory=transport in SHARED)
-    return f"A rank has connections with {several(most, 'other')} at most, {how}."
+    return f"A rank has connections with {pluralize(most, 'other')} at most, {how}."
 
 
 def _shared(found: Sequence[Flow], of_all: Totals) -> str:
@@ -146,5 +146,5 @@ def _notes(recipe: Recipe, made: ExchangePlan, per_node: int | None) -> list[str
         notes.append("All devices are taken to be of one machine; --per-node says otherwise.")
     if whole := sorted({name for one in made.needs.descriptions for name in one.whole}):
         shown = ", ".join(whole[:3]) + (", ..." if len(whole) > 3 else "")
-        notes.append(f"Through vLLM's loader, being no copies of boxes: {several(len(whole), 'tensor')} ({shown}).")
+        notes.append(f"Through vLLM's loader, being no copies of boxes: {pluralize(len(whole), 'tensor')} ({shown}).")
     return notes

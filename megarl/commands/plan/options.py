@@ -9,7 +9,7 @@ from megarl.errors import InputError
 from megarl.platform.devices import Device, device_named, devices
 from megarl.platform.machines import DEVICES_OF, HOST_MEMORY_OF
 from megarl.recipe.header import hardware_of
-from megarl.text import several
+from megarl.text import pluralize
 
 SECONDS = 120.0
 
@@ -104,11 +104,11 @@ def device_of(path: Path, name: str | None, table: Path | None) -> tuple[Device 
     if found.name in theirs:
         unused, where = [], f"{table} says"
     if machine is None or own is None or found.name != own:
-        return found, [f"{found.name}: {several(found.per_node, 'device')} a machine, as {where}.", *unused]
+        return found, [f"{found.name}: {pluralize(found.per_node, 'device')} a machine, as {where}.", *unused]
     if known[own].per_node != devices()[own].per_node:
-        return found, [f"{found.name}: {several(found.per_node, 'device')} a machine, as {table} says."]
+        return found, [f"{found.name}: {pluralize(found.per_node, 'device')} a machine, as {table} says."]
     memory = found.host_memory if own in theirs else HOST_MEMORY_OF.get(machine[0], found.host_memory)
     return replace(found, per_node=machine[2], host_memory=memory), [
-        f"{own}: {several(machine[2], 'device')} a machine, as the recipe's head says.",
+        f"{own}: {pluralize(machine[2], 'device')} a machine, as the recipe's head says.",
         *unused,
     ]

@@ -57,7 +57,7 @@ from megarl.recipe.observe import traces_notice
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import seeds_notice
 from megarl.rewards.weighted import needed_columns
-from megarl.text import several
+from megarl.text import pluralize
 
 ROWS = 256  # of each file
 _KINDS: dict[str, type[RowDataset[Any]]] = {
@@ -274,7 +274,7 @@ def _read_sample(recipe: Recipe, tokenizer: Tokenizer, here: Mapping[str, list[s
         if sampled is not None:
             read, total = (sum(getattr(count, of) for count in sampled.counts) for of in ("rows", "total"))
             found.notes.append(
-                f"Of {read:,} of {several(total, f'{name} row')} the longest has {several(sampled.longest, 'token')}; {against} "
+                f"Of {read:,} of {pluralize(total, f'{name} row')} the longest has {pluralize(sampled.longest, 'token')}; {against} "
                 f"is {limit}"
             )
     found.notes += prepared.notices
@@ -313,7 +313,7 @@ def _check_room(recipe: Recipe, found: Checked) -> None:
     place = Path(recipe.runs_dir).absolute()
     free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.is_dir())).free
     count = checkpoints_at_a_time(recipe)
-    said = f"{several(count, 'checkpoint')} of about {decimal(each)} {'is' if count == 1 else 'are'} there at a time"
+    said = f"{pluralize(count, 'checkpoint')} of about {decimal(each)} {'is' if count == 1 else 'are'} there at a time"
     if wanted > free:
         found.unchecked.append(f"runs_dir: {said}, and {place} has {decimal(free)} free on this machine")
     elif wanted:

@@ -18,7 +18,7 @@ from pathlib import Path
 from megarl.commands.rehearse.changes import Change
 from megarl.commands.rehearse.settings import STEPS
 from megarl.commands.rehearse.tiny_copy import Twin, make_twin
-from megarl.errors import blaming_input, plain
+from megarl.errors import as_input_error, plain
 from megarl.observe.metrics import read_metrics
 from megarl.preflight.run import LEAST_FREE_BYTES
 
@@ -39,7 +39,7 @@ def rehearse(
 
     out: the folder for the twin and its run; None: a temporary one, which is left there to be looked at.
     """
-    with blaming_input():
+    with as_input_error():
         folder = _folder(out)
         try:
             twin = make_twin(path, overrides, folder, processes=processes, shape=shape)

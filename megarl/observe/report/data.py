@@ -19,7 +19,7 @@ from megarl.observe.report.samples import embedded_samples
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sources import drawn_curves, report_tables
 from megarl.observe.trace import read_trace_tail
-from megarl.text import several
+from megarl.text import pluralize
 
 MAX_BARS = 120  # of the stacked phase times
 MAX_SPANS = 1500  # of the timeline
@@ -107,7 +107,7 @@ def collect(run_dir: RunDirectory) -> ReportData:
 def _read_metrics(run_dir: RunDirectory, gaps: list[str]) -> list[dict[str, float]]:
     records, bad = read_lines(run_dir.metrics)
     if bad:
-        gaps.append(f"{several(bad, 'line')} of metrics.jsonl could not be read (a crash cuts the last one short).")
+        gaps.append(f"{pluralize(bad, 'line')} of metrics.jsonl could not be read (a crash cuts the last one short).")
     lines = []
     for record in records:
         numbers = {name: value for name, value in numbers_again(record).items() if isinstance(value, (int, float))}

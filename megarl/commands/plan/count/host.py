@@ -25,7 +25,7 @@ from megarl.recipe.critic import critic_view
 from megarl.recipe.exchange import planned_by_recipe, wants_adapters
 from megarl.recipe.offload import copies_checkpoints
 from megarl.recipe.schema import Recipe
-from megarl.text import several
+from megarl.text import pluralize
 from megarl.weight_sync.session import IN_HOST_MEMORY, PLANNED_SLOTS
 
 OFFLOADED, SWAPPED, REFERENCE = "offloaded", "swapped", "reference"
@@ -206,6 +206,6 @@ def _samples(recipe: Recipe) -> int:
 def assumed(hosts: list[HostUse], memory: float) -> str:
     """The note below the table."""
     return (
-        f"{LEGEND} {several(sum(host.nodes for host in hosts), 'machine')} of {memory:g} GiB, which is assumed unless "
+        f"{LEGEND} {pluralize(sum(host.nodes for host in hosts), 'machine')} of {memory:g} GiB, which is assumed unless "
         "--host-memory or --devices says it."
     )

@@ -15,7 +15,7 @@ from megarl.commands.plan.search.search import search
 from megarl.commands.plan.search.suggest import untried
 from megarl.commands.plan.show.search_console import as_json as json_of
 from megarl.commands.plan.show.search_console import show
-from megarl.errors import InputError, RecipeError, blaming_input
+from megarl.errors import InputError, RecipeError, as_input_error
 from megarl.platform.devices import Device
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import POLICY, config_of
@@ -33,7 +33,7 @@ def search_layouts(
 ) -> int:
     """Print the best. `models`: of `make_plan`. 1 where none was found."""
     subject = subject_of(recipe, models, known(device), response)
-    with blaming_input():
+    with as_input_error():
         found = search(subject, seconds=seconds)
         if as_json:
             print(json_of(subject, found))

@@ -24,7 +24,7 @@ from megarl.errors import InputError
 from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.devices import Device
 from megarl.recipe.schema import Recipe
-from megarl.text import several
+from megarl.text import pluralize
 
 Chosen = tuple[Engines, EngineRank | None]
 """Engines, and one device of them; None: there are none, or nothing here can count them."""
@@ -212,7 +212,7 @@ class Judge:
             self._not_counted = not_counted(found[0], self._subject.device.memory)
             return own.engines, None
         raise InputError(
-            f"Of {several(len(found), 'way')} to lay out engines, the fastest by their estimates, none has room for a sequence of the "
+            f"Of {pluralize(len(found), 'way')} to lay out engines, the fastest by their estimates, none has room for a sequence of the "
             "longest length: give rollout.engine_args another share of the device, or use more devices."
         )
 

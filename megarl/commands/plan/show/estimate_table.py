@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.commands.plan.count.types import Estimate, Plan, Spread
 from megarl.commands.plan.show.tables import Columns
-from megarl.text import several
+from megarl.text import pluralize
 
 TITLE = "Estimated seconds of a step"
 STEP = "step"
@@ -110,7 +110,7 @@ def _meanings(plan: Plan) -> list[str]:
         return [
             f"{raw}; no published run of such a model is known, and nothing was measured on this device. {replace_it}"
         ]
-    runs = several(len(plan.compared), "published run")
+    runs = pluralize(len(plan.compared), "published run")
     found = [
         f"{raw}. Nothing was measured: neither this layout nor this device",
         f"factor: measured / raw seconds, the geometric mean over {runs} of models {plan.alike}: {'; '.join(plan.compared)}. "
@@ -125,7 +125,7 @@ def _meanings(plan: Plan) -> list[str]:
         found.append(f"expected: raw x factor. One run gives no range. {replace_it}")
     if (without := plan.without_own) is not None:
         found.append(
-            f"{'; '.join(plan.own_runs)} had this recipe's model. By the others alone ({several(without.runs, 'run')} a phase or more), "
+            f"{'; '.join(plan.own_runs)} had this recipe's model. By the others alone ({pluralize(without.runs, 'run')} a phase or more), "
             f"a step is expected to take {seconds(without.typical)}, range {seconds(without.low)} to {seconds(without.high)}"
         )
     return found

@@ -16,7 +16,7 @@ from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.observe.console import clock, short
 from megarl.observe.files import disk_errors, write_whole
 from megarl.observe.report.page import page
-from megarl.text import several
+from megarl.text import pluralize
 
 
 def write_page(plan: Plan, path: Path) -> None:
@@ -73,7 +73,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     facts = [("Device", ", ".join(word for word in known if word) or "none given")]
     for role in dict.fromkeys(stage.role for stage in plan.stages):
         own = [stage for stage in plan.stages if stage.role == role]
-        stages = several(len(own), "pipeline stage")
+        stages = pluralize(len(own), "pipeline stage")
         chunks = f" of {own[0].chunks} chunks" if own[0].chunks > 1 else ""
         facts.append((role.capitalize(), stages + chunks))
     return facts

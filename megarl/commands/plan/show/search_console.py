@@ -17,7 +17,7 @@ from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.commands.plan.time.estimate import estimate
 from megarl.megatron.layout import check_layout
 from megarl.recipe.offload import offloads
-from megarl.text import several
+from megarl.text import pluralize
 
 _WHY = 2  # phases that are named
 
@@ -32,7 +32,7 @@ def show(subject: Subject, found: Found) -> None:
         engines = best.engines
         group = f" in groups of {engines.data_parallel}" if engines.data_parallel > 1 else ""
         console.print(
-            f"All with {several(engines.engines, 'engine')} of TP{engines.tensor_parallel}{group}.", highlight=False
+            f"All with {pluralize(engines.engines, 'engine')} of TP{engines.tensor_parallel}{group}.", highlight=False
         )
         if own is not None:
             console.print(f"The recipe's own layout: {own.seconds:.1f} s, estimated.", highlight=False)
@@ -62,7 +62,7 @@ def as_json(subject: Subject, found: Found) -> str:
 def said(found: Found) -> list[str]:
     """What became of all that was possible."""
     lines = [
-        f"Possible: {several(found.possible, 'choice')} of layout, micro batch, recomputation and offloading, as far as model "
+        f"Possible: {pluralize(found.possible, 'choice')} of layout, micro batch, recomputation and offloading, as far as model "
         "and machines allow.",
         f"Left out by arithmetic, needing more at least than the device has: {found.too_large:,}.",
         f"Counted: {len(found.best) + found.counted_too_large + found.hosts_too_small}, of which fit: {len(found.best)}. Forecast to "
@@ -81,7 +81,7 @@ def said(found: Found) -> list[str]:
         "Seconds are estimated (docs/planner.md). Teacher, judge and critic are left as the recipe has them.",
     ]
     return lines + [
-        f"Refused by a run, {several(times, 'choice')}: {' '.join(why.split())}"
+        f"Refused by a run, {pluralize(times, 'choice')}: {' '.join(why.split())}"
         for why, times in found.refused.most_common(3)
     ]
 

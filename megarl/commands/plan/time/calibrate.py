@@ -14,7 +14,7 @@ from megarl.commands.plan.count.types import Estimate
 from megarl.commands.plan.time.calibration import Calibration, Entry
 from megarl.commands.plan.time.measured import Measured
 from megarl.platform.devices import Device
-from megarl.text import several
+from megarl.text import pluralize
 
 _TRAINED = ("old_log_prob", "reference", "values", "update_critic", "update_actor")
 _LEAST_LINK_SHARE = 0.05  # a smaller one says that something else than the links took the time
@@ -74,7 +74,7 @@ def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], E
 def calibration_of(fit: Fit, measured: Measured) -> Calibration:
     """The calibration file's content: reached rates for the shares that were fitted, and factors."""
     before, after = fit.before, fit.after
-    how = f"{several(measured.steps, 'step')} of {measured.run.name}"
+    how = f"{pluralize(measured.steps, 'step')} of {measured.run.name}"
 
     def entry(value: float) -> Entry:
         return Entry(value, "fitted", how)
@@ -106,7 +106,7 @@ def calibration_lines(calibration: Fit, measured: Measured) -> list[str]:
     before, after = calibration.before, calibration.after
     lines = [
         str(measured.run),
-        f"  medians of {several(measured.steps, 'step')}; {measured.lengths.assumed}",
+        f"  medians of {pluralize(measured.steps, 'step')}; {measured.lengths.assumed}",
         "",
         f"  {'phase':<16} {'measured':>11} {'estimated':>11} {'off':>8}   {'fitted':>11} {'off':>8}",
     ]

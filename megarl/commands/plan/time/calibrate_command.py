@@ -11,7 +11,7 @@ from megarl.commands.plan.count.types import Estimate
 from megarl.commands.plan.time.calibrate import calibrate, calibration_lines, calibration_of
 from megarl.commands.plan.time.estimate import estimate_of
 from megarl.commands.plan.time.measured import read_run
-from megarl.errors import blaming_input
+from megarl.errors import as_input_error
 from megarl.hf.shape import model_shape
 from megarl.observe.files import check_new
 from megarl.platform.devices import Device
@@ -22,7 +22,7 @@ def calibrate_run(
     recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device, run: Path, out: Path | None
 ) -> list[str]:
     """Lines for the console; `out` is written. `models`: of `make_plan`. Raises InputError for a run of something else."""
-    with blaming_input():
+    with as_input_error():
         if out is not None:
             check_new("--out", out)
         measured = read_run(run, recipe, model_shape(models["rollout"]))

@@ -26,7 +26,7 @@ from megarl.platform.devices import Device
 from megarl.recipe.critic import critic_view
 from megarl.recipe.exchange import planned_by_recipe
 from megarl.recipe.schema import Recipe
-from megarl.text import several
+from megarl.text import pluralize
 
 HAND_OVER = "hand_over"
 """The phase in which trainers come back to the devices: no timing_s/... is its own, it is in timing_s/step alone."""
@@ -263,7 +263,7 @@ class Step:
         parts = [
             f"{device.decode_share:.0%} of {device.bandwidth / 1e12:.2g} TB/s, {device.prefill_share:.0%} of "
             f"{device.flops / 1e12:.0f} TFLOP/s",
-            f"{several(round(engines.sequences), 'sequence')} at a time"
+            f"{pluralize(round(engines.sequences), 'sequence')} at a time"
             + (", experts met evenly" if self.shape.experts else ""),
             self.lengths.assumed,
             f"responses spread evenly from {self.lengths.shortest:.0f} to {self.lengths.longest:.0f}",
