@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 
 from megarl.weight_sync.session import compare_planned, compare_reports, together
-from tests.engine_process import EngineProcess, spec
-from tests.planned_live import Trainers
+from tests.support.engine_process import EngineProcess, spec
+from tests.support.planned_live import Trainers
 
 PATIENCE = 900  # seconds
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -55,7 +55,7 @@ elif [ "$installed" != "$(cd "$root" && pwd -P)" ]; then
 fi
 if [ "$extra" = dev ]; then "$venv/bin/python" "$root/launch/unpack_sources.py" "${MEGARL_SOURCES:-$venv/sources}"; fi
 if [ "$extra" = dev ]; then
-  bash "$root/launch/install_older_vllm.sh" 0.23 || true # it says why; tests/test_older_vllm.py is then skipped with the reason
+  bash "$root/launch/install_older_vllm.sh" 0.23 || true # it says why; tests/engines/test_older_vllm.py is then skipped with the reason
 fi
 if ! command -v bwrap > /dev/null; then
   if [ "$extra" = dev ] && [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then

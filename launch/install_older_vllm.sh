@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make (or re-use) an environment with an older vLLM beside .venv; it shares .venv's other packages. tests/test_older_vllm.py
+# Make (or re-use) an environment with an older vLLM beside .venv; it shares .venv's other packages. tests/engines/test_older_vllm.py
 # runs in it. Prints what it does.
 #   bash launch/install_older_vllm.sh [0.23|0.18]   the vLLM of the sets for CANN 9.1 (default) and 9.0
 #   MEGARL_VENV   the main environment, which must exist (default: .venv beside this repository's README)

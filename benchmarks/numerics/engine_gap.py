@@ -3,7 +3,7 @@
     python -m benchmarks.numerics.engine_gap [--dtype float32 bfloat16] [--models qwen3 deepseek_v3] [--updates 3]
 
 A case runs in processes of its own, which are a run's: trainers under torchrun's environment, a rollout process
-with its engine, and the weight exchange between them (`engine_gap_run`). tests/test_engine_gap.py bounds the
+with its engine, and the weight exchange between them (`engine_gap_run`). tests/weight_sync/test_engine_gap.py bounds the
 figures of float32.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from megarl.commands.data.tiny_model import make_tiny_model
 from megarl.rewards import ScoreRequest
-from tests.trainer_processes import run_ranks
+from tests.support.trainer_processes import run_ranks
 
 TIMEOUT = 1500.0  # seconds a case may take, on a busy machine
 
@@ -175,7 +175,7 @@ def engine_gap(quick: bool) -> str:
 
 Tiny random models, sampled by vLLM on a CPU and computed again by the trainer: |difference| of the log-probs of every
 sampled token, after the start and after optimizer steps that move every weight by about 0.01 and reach the engine through
-the weight exchange. In float32 tests/test_engine_gap.py bounds each token's by 5e-5. In bfloat16 both round, each in its
+the weight exchange. In float32 tests/weight_sync/test_engine_gap.py bounds each token's by 5e-5. In bfloat16 both round, each in its
 own order; these figures are reported, not bounded. Mixtures of experts have the larger maxima there, which is what
 tokens would show that rounding sends to other experts; where each token went was not recorded.
 

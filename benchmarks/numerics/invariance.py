@@ -1,4 +1,4 @@
-"""The table of docs/numerics.md on splits of a batch; its cases are those of tests/test_loss_invariance.py."""
+"""The table of docs/numerics.md on splits of a batch; its cases are those of tests/megatron/test_loss_invariance.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 
-from tests.invariance import (
+from tests.support.invariance import (
     AUX,
     PROMPTS,
     RESPONSES,
@@ -41,7 +41,7 @@ Loss, gradient norm and each metric of the step (the train/rollout gap and the r
 metric that differs most. Gradient: ||a - b|| / ||b|| over all elements, under Hugging Face names.
 Worst tensor: max |a - b| / max |b| of one gradient tensor, element by element, the largest of all tensors. Mostly those
 are the weights of norms: sums of thousands of terms that nearly cancel, whose rounding is that of the terms.
-Tests: `tests/test_loss_invariance.py` (limits: 1e-6, and 1e-5 for the worst tensor).
+Tests: `tests/megatron/test_loss_invariance.py` (limits: 1e-6, and 1e-5 for the worst tensor).
 
 Made by `python -m benchmarks.numerics invariance{option}` on {machine}; {packages}.
 Largest of {count} cases: loss {loss:.1e}, metric {metric:.1e}, gradient norm {grad_norm:.1e}, gradient {gradient:.1e},

@@ -1,4 +1,4 @@
-"""The table of docs/numerics.md on transformers; its cases are those of tests/test_megatron_layouts.py and _vl.py."""
+"""The table of docs/numerics.md on transformers; its cases are those of tests/megatron/test_layouts.py and _vl.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from tests.megatron_layouts import LAYOUTS, OPTIONS, PARITY, VL
-from tests.megatron_models import MODELS, write_model
-from tests.megatron_runs import checkpoint_tensors, launch, log_probs_of, of_transformers
-from tests.vl_model import VL_MODELS, vl_of_transformers, write_vl_model
+from tests.support.megatron_layouts import LAYOUTS, OPTIONS, PARITY, VL
+from tests.support.megatron_models import MODELS, write_model
+from tests.support.megatron_runs import checkpoint_tensors, launch, log_probs_of, of_transformers
+from tests.support.vl_model import VL_MODELS, vl_of_transformers, write_vl_model
 
 PARITY_PAGE = """## The trainer's log-probs and transformers'
 
@@ -24,7 +24,7 @@ In {exact} of {count} cases every tensor that was exported is the original's bit
 qwen2_tied and vl_tied: tied embeddings; qwen3_moe_raw: routing weights that are not normalised; deepseek_v3: MLA, a shared
 expert, leading dense layers, groups of experts, expert bias, YaRN and a layer for multi-token prediction; moonlight: the
 same architecture with other choices; vl: Qwen2.5-VL, sequences with images and without.
-Tests: `tests/test_megatron_layouts.py`, `tests/test_megatron_vl.py` (limit: 2e-5).
+Tests: `tests/megatron/test_layouts.py`, `tests/megatron/test_vl.py` (limit: 2e-5).
 
 `python -m benchmarks.numerics parity{command}`
 

@@ -45,15 +45,15 @@ def proven_in(name: str) -> str:
     """The file in tests/ that proves the function `name`."""
     if name in ADVANTAGES:
         apart = {
-            "gae": "test_algorithms_values.py",
-            "grpo_process": "test_process_rewards.py",
-            "on_policy_distillation": "test_distillation.py",
+            "gae": "algorithms/test_values.py",
+            "grpo_process": "algorithms/test_process_rewards.py",
+            "on_policy_distillation": "rollout/test_distillation.py",
         }
-        return apart.get(name, "test_advantages.py")
+        return apart.get(name, "algorithms/test_advantages.py")
     loss = LOSSES[name]
     if loss.needs_top:
-        return "test_distillation.py"
-    return "test_preference_losses.py" if loss.whole_groups else "test_policy_losses.py"
+        return "rollout/test_distillation.py"
+    return "algorithms/test_preference_losses.py" if loss.whole_groups else "algorithms/test_policy_losses.py"
 
 
 def _recipes() -> str:

@@ -12,7 +12,7 @@ Goals beyond these, in this order, and what is promised of them:
    50 rounds or more always has such a number.
 2. Even: `imbalance` is at most 1.03, counted in costs (FLOPs, attention's square included). Then pipeline stages do not
    wait for each other, nor ranks that exchange tokens within a forward pass (expert parallel) or at its end.
-Both hold for lengths that spread (GSM8K-like, log-normal, Pareto, uniform: tests/test_schedule.py) where micro batches
+Both hold for lengths that spread (GSM8K-like, log-normal, Pareto, uniform: tests/batching/test_packing.py) where micro batches
 hold 8 samples or more on average and no sample costs more than half of what an average micro batch does. Elsewhere they
 are as even as swaps make them, which may be far from it: as many tokens cost more in long samples than in short ones, by
 attention's square, and a full micro batch cannot make up for that. A larger `max_tokens` mends it.

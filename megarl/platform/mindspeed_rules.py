@@ -2,7 +2,7 @@
 
 It asserts the former when the model is built, in a trainer process, and warns of the latter there. Each rule here is one of
 its checks, with the file of core_r0.16.0 under `mindspeed/features_manager/` that has it; `moe_shared_expert_overlap` and `context_parallel_size`
-are about defects that no check of it covers, seen through `tests/mindspeed_ranks.py`.
+are about defects that no check of it covers, seen through `tests/support/mindspeed_ranks.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""With this folder on PYTHONPATH, vLLM's workers use `tests/latent_attention.py` where their CPU backend has no latent attention.
+"""With this folder on PYTHONPATH, vLLM's workers use `tests/support/latent_attention.py` where their CPU backend has no latent attention.
 
 Python imports it at the start of every process. It waits for megarl's worker module, which vLLM imports before a model is built.
 """
@@ -23,7 +23,7 @@ class _Loader(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        from tests import latent_attention
+        from tests.support import latent_attention
 
         latent_attention.install()
 

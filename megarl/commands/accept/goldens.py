@@ -1,4 +1,4 @@
-"""Reference results of the four tiny models, computed by transformers in float64; `tests/make_goldens.py` writes them."""
+"""Reference results of the four tiny models, computed by transformers in float64; `tests/support/make_goldens.py` writes them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """SGLang as a rollout engine, through its offline `Engine`.
 
-Written to SGLang 0.5.23, which a test runs on the CPU (tests/sglang_cpu.py), and never run on a device. SGLang samples in
+Written to SGLang 0.5.23, which a test runs on the CPU (tests/support/sglang_cpu.py), and never run on a device. SGLang samples in
 processes of its own and answers through an asyncio loop, which the owning thread runs for a moment in each `step`. A process
 of SGLang's that fails ends this one too (SIGQUIT), and whoever started it notices.
 """

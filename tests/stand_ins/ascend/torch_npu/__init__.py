@@ -1,4 +1,4 @@
-"""What megarl calls of torch_npu, with torch_npu's own parameters (test_platform_npu.py holds them to its source), and a list
+"""What megarl calls of torch_npu, with torch_npu's own parameters (tests/platform/test_npu.py holds them to its source), and a list
 of what was called. Importing it makes `torch.npu`, as importing torch_npu does."""
 
 import sys

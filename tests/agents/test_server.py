@@ -1,0 +1,168 @@
+"""A rollout process with an agent loop: samples go their own ways, groups come back whole, failures are somebody's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.agents.setup import AgentSetup
+from megarl.engines.base import EngineDead
+from megarl.recipe.agent import AgentConfig
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import RewardConfig
+from megarl.rewards import Scorer
+from megarl.rewards.weighted import Term
+from megarl.rollout import server as module
+from megarl.rollout.server import RolloutServer
+from megarl.types import Completion, GenerationRequest, Group, Prompt, SampleTokens, Sampling
+
+ASK = '<tool_call>{"name": "look-up", "arguments": {"key": "b"}}</tool_call>'
+SETUP = AgentSetup(
+    AgentConfig(
+        tools=[
+            "tests.support.agent_tools:look_up",
+            "tests.support.agent_tools:wait",
+            "tests.support.agent_tools:misbehave",
+        ],
+        processes=2,
+        retries=0,
+    ),
+    {},
+    {},
+)
+
+
+class Engine:
+    """Says what `policy` answers to (turn, seed); a call is answered whole, as an engine does."""
+
+    def __init__(self, policy: Callable[[int, int], str]) -> None:
+        self.policy, self.asked = policy, list[GenerationRequest]()
+        self.encode: Callable[[str], list[int]] = lambda text: []
+        self.lock = threading.Lock()
+
+    def start(self) -> dict[str, Any]:
+        return {}
+
+    def shutdown(self) -> None:
+        return None
+
+    def generate(self, requests: list[GenerationRequest], finished: Callable[[int, list[Completion]], None]) -> None:
+        with self.lock:
+            self.asked += requests
+        for request in requests:
+            turn = 0 if len(request.prompt.tokens) == 2 else 1
+            ids = np.array([*self.encode(self.policy(turn, request.seed)), 2], np.int32)
+            finished(request.group, [Completion(ids, np.full(len(ids), -0.5, np.float32), "stop")])
+
+
+@pytest.fixture
+def serve(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RolloutServer]]:
+    def made(engine: Engine) -> RolloutServer:
+        monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
+        server = RolloutServer(
+            "fake", None, str(quickstart_data / "model"), RewardConfig(), [], SandboxConfig(), agent=SETUP
+        )  # type: ignore[arg-type]
+        engine.encode = server.tokenizer.encode
+        score = Scorer("mine", lambda request: float(request.turns[-1].text == "7"), in_process=True)
+        server.scoring.terms = {"test": (Term(score),)}
+        return server
+
+    yield made
+
+
+def request(group: int, count: int = 2, **more: Any) -> GenerationRequest:
+    prompt = Prompt(f"row/{group}", (5, 6), "?", "test", "7", {"table": {"b": 7}})
+    return GenerationRequest(group, prompt, Sampling(n=count, max_tokens=300), seed=100 * group, **more)
+
+
+def run(server: RolloutServer, requests: list[GenerationRequest]) -> list[tuple[Group, list[SampleTokens]]]:
+    async def everything() -> list[tuple[Group, list[SampleTokens]]]:
+        await server.start()
+        try:
+            submitted = asyncio.ensure_future(server.submit(requests))
+            found = await asyncio.gather(*(server.collect(one.group) for one in requests))
+            await submitted
+            return found
+        finally:
+            await server.shutdown()
+
+    return asyncio.run(everything())
+
+
+def test_groups_of_two_turns(serve: Callable[..., RolloutServer]) -> None:
+    """The even seeds ask the tool and are right; the odd ones guess at once."""
+    engine = Engine(lambda turn, seed: ("7" if turn else ASK) if seed % 2 == 0 or turn else "3")
+    server = serve(engine)
+    found = run(server, [request(3, with_greedy=True), request(4)])
+    for number, (group, vectors) in zip((3, 4), found, strict=True):
+        assert group.number == number and [sample.reward for sample in group.samples] == [1.0, 0.0]
+        assert [sample.tool_use.turns for sample in group.samples if sample.tool_use] == [2, 1]
+        assert [len(sample.turns) for sample in vectors] == [3, 1]
+        for sample, vector in zip(group.samples, vectors, strict=True):
+            assert sample.length == len(vector.tokens) and sample.loss_tokens == vector.loss_mask.sum()
+        assert vectors[0].turns[1].text == "7" and "7" in vectors[0].text and "look-up" in vectors[0].text
+    greedy = found[0][0].greedy
+    assert greedy is not None and greedy.reward == 1.0 and found[1][0].greedy is None
+    # First turns are one message to the engine, each sample a request with the seed that it has within its group.
+    first = [(one.seed, one.sampling.n, one.sampling.temperature) for one in engine.asked[:5]]
+    assert first == [(300, 1, 1.0), (301, 1, 1.0), (300, 1, 0.0), (400, 1, 1.0), (401, 1, 1.0)]
+    assert (
+        len(engine.asked) == 8 and len({one.seed for one in engine.asked[5:]}) == 2
+    )  # the greedy one shares its sibling's
+
+
+def test_a_slow_tool_does_not_hold_back_other_groups(serve: Callable[..., RolloutServer]) -> None:
+    slow = '<tool_call>{"name": "wait", "arguments": {"seconds": 1.5}}</tool_call>'
+    server = serve(Engine(lambda turn, seed: "7" if turn else (slow if seed == 100 else ASK)))
+
+    async def order() -> list[int]:
+        await server.start()
+        try:
+            finished: list[int] = []
+
+            async def collect(group: int) -> None:
+                await server.collect(group)
+                finished.append(group)
+
+            await asyncio.gather(server.submit([request(1), request(2), request(3)]), *map(collect, (1, 2, 3)))
+            return finished
+        finally:
+            await server.shutdown()
+
+    assert asyncio.run(order())[-1] == 1
+
+
+def test_a_tool_that_is_not_to_be_had_fails_its_group(serve: Callable[..., RolloutServer]) -> None:
+    absent = '<tool_call>{"name": "misbehave", "arguments": {"how": "absent"}}</tool_call>'
+    server = serve(Engine(lambda turn, seed: "7" if turn else (absent if seed == 101 else ASK)))
+    (bad, _), (good, _) = run(server, [request(1), request(2)])
+    (failure,) = bad.failures
+    assert str(failure) == "tool 'misbehave' failed on row 'row/1': the index is being rebuilt"
+    assert not good.failures and [sample.reward for sample in good.samples] == [1.0, 1.0]
+
+
+def test_an_engine_that_dies_in_a_later_turn_fails_the_message(serve: Callable[..., RolloutServer]) -> None:
+    def policy(turn: int, seed: int) -> str:
+        if turn:
+            raise EngineDead("engine 'fake' died")
+        return ASK
+
+    server = serve(Engine(policy))
+
+    async def submit() -> list[object]:
+        await server.start()
+        try:
+            submitted = server.submit([request(1), request(2)])
+            return await asyncio.gather(submitted, server.collect(1), server.collect(2), return_exceptions=True)
+        finally:
+            await server.shutdown()
+
+    outcomes = asyncio.run(submit())
+    assert isinstance(outcomes[0], EngineDead)
+    assert all(isinstance(outcome, (EngineDead, asyncio.CancelledError)) for outcome in outcomes)

@@ -1,0 +1,390 @@
+"""Tools: schemas from signatures, and real calls in killable processes, the sandbox and MCP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from megarl.agents import Context, ToolUnavailable, find, tool
+from megarl.agents.call_formats import Call
+from megarl.agents.code_interpreter import code_interpreter
+from megarl.agents.mcp_tools import McpTools
+from megarl.agents.python_tools import PythonTools
+from megarl.agents.setup import Agents, AgentSetup, check_tools
+from megarl.agents.toolbox import Toolbox
+from megarl.cluster.process import free_port
+from megarl.recipe.agent import AgentConfig, McpServer
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.types import Turn
+from tests.support.agent_tokenizers import qwen3
+from tests.support.sandbox_machine import needs_sandbox
+
+OWN = "tests.support.agent_tools"
+
+
+# ---- schemas
+
+
+def test_a_schema_comes_from_the_signature_and_the_docstring() -> None:
+    add = find(f"{OWN}:add")
+    assert add.schema == {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Adds two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "a": {"type": "integer", "description": "The first one."},
+                    "b": {"type": "number", "description": "The second one, which may be left out.", "default": 0.5},
+                },
+                "required": ["a"],
+            },
+        },
+    }
+    look_up = find(f"{OWN}:look_up")
+    assert (look_up.name, look_up.context, list(look_up.parameters["properties"])) == ("look-up", "context", ["key"])
+    mood = find(f"{OWN}:wait").parameters["properties"]["mood"]
+    assert mood == {"type": "string", "enum": ["calm", "hasty"], "default": "calm"}
+
+
+def test_annotations() -> None:
+    @tool
+    def many(a: list[int], b: dict[str, bool], c: str | None = None, d: list = [], e: dict = {}) -> str:  # noqa: B006
+        """Takes much."""
+        return ""
+
+    assert many.__megarl_tool__.parameters["properties"] == {
+        "a": {"type": "array", "items": {"type": "integer"}},
+        "b": {"type": "object", "additionalProperties": {"type": "boolean"}},
+        "c": {"type": "string"},
+        "d": {"type": "array", "default": []},
+        "e": {"type": "object", "default": {}},
+    }
+
+
+def _no_docstring(a: int) -> int:
+    return a
+
+
+def _no_annotation(a) -> int:  # type: ignore[no-untyped-def]
+    """Adds."""
+    return int(a)
+
+
+def _odd(a: set[int]) -> int:
+    """Adds."""
+    return len(a)
+
+
+def _many(*a: int) -> int:
+    """Adds."""
+    return sum(a)
+
+
+def _told_too_much(a: int) -> int:
+    """Adds.
+
+    Args:
+        a: One.
+        b: Another.
+    """
+    return a
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (_no_docstring, "its docstring is what the policy is told"),
+        (_no_annotation, "parameter 'a' has no annotation"),
+        (_odd, r"parameter 'a' is annotated with set\[int\]: give it str"),
+        (_many, "cannot be called by name"),
+        (_told_too_much, "describes b, which it has no parameter for"),
+    ],
+)
+def test_what_cannot_be_told_to_a_policy_is_refused(function: Callable[..., Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        tool(function)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("code_interpretr", "there is no tool 'code_interpretr'; did you mean 'code_interpreter'"),
+        (f"{OWN}:ad", "ad of tests.support.agent_tools is not there; did you mean 'add'"),
+        (f"{OWN}:not_a_tool", "is not decorated with megarl.agents.tool"),
+        ("no_such_module:add", "importing 'no_such_module' failed with ModuleNotFoundError"),
+    ],
+)
+def test_a_tool_that_is_not_there(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        find(name)
+
+
+# ---- Python tools
+
+
+@pytest.fixture(scope="module")
+def python_tools() -> Iterator[tuple[Toolbox, PythonTools]]:
+    paths = {
+        find(f"{OWN}:{name}").name: f"{OWN}:{name}"
+        for name in ("add", "look_up", "wait", "rewarded", "misbehave", "odd")
+    }
+    running = PythonTools(paths, {}, processes=2, timeout=20.0)
+    running.start()
+    yield Toolbox([find(path) for path in paths.values()], dict.fromkeys(paths, running), 20.0, 0), running
+    running.close()
+
+
+def call(box: Toolbox, name: str, limit: float = 20.0, **arguments: Any) -> Turn:
+    context = Context("row/1", "4", {"table": {"b": 7}})
+    return asyncio.run(box.call(Call(name, arguments), context, limit))
+
+
+def test_calls_in_processes(python_tools: tuple[Toolbox, PythonTools]) -> None:
+    box, _ = python_tools
+    assert call(box, "add", a=1, b=2.5).text == "3.5" and call(box, "add", a=1).text == "1.5"
+    assert call(box, "look-up", key="b").text == "7"  # from the row, which the policy cannot name
+    assert call(box, "wait", seconds=0.01).text == '{"mood": "calm", "waited": true}'
+    given = call(box, "rewarded", text="well")
+    assert (given.text, given.reward, given.failure, given.name) == ("well", 0.5, "", "rewarded") and given.seconds < 20
+
+
+def test_failures_are_told_to_the_policy(python_tools: tuple[Toolbox, PythonTools]) -> None:
+    box, _ = python_tools
+    assert call(box, "misbehave", how="so").text == "Error: ValueError: so"
+    hung = call(box, "misbehave", limit=0.3, how="hang")
+    assert (hung.text, hung.failure) == ("Error: it was stopped after 0.3 seconds", "timeout") and hung.seconds < 5
+    for how in ("exit", "quit"):
+        gone = call(box, "misbehave", how=how)
+        assert gone.text.startswith("Error: ") and gone.failure in ("crash", "error"), gone
+    assert call(box, "look-up", key="z").text == "Error: KeyError: 'z'"
+    with pytest.raises(ToolUnavailable, match="the index is being rebuilt"):
+        call(box, "misbehave", how="absent")
+    assert call(box, "add", a=1, b=1).text == "2"  # other calls go on
+
+
+def test_what_a_tool_answers_is_held_to_its_contract(python_tools: tuple[Toolbox, PythonTools]) -> None:
+    """A reward of NaN would be trained on; numpy's numbers cannot be saved. Neither is the policy's doing."""
+    box, _ = python_tools
+    with pytest.raises(ToolUnavailable, match="the reward of its answer is nan, not a finite number"):
+        call(box, "odd", what="nan")
+    with pytest.raises(ToolUnavailable, match="the text of its answer is None"):
+        call(box, "odd", what="text")
+    reward = call(box, "odd", what="numpy").reward
+    assert reward == 0.5 and type(reward) is float
+
+
+def test_a_slow_tool_holds_back_its_own_sample_alone(python_tools: tuple[Toolbox, PythonTools]) -> None:
+    box, _ = python_tools
+
+    async def together() -> list[str]:
+        order: list[str] = []
+
+        async def one(name: str, **arguments: Any) -> None:
+            await box.call(Call(name, arguments), Context("row"), 20.0)
+            order.append(name)
+
+        await asyncio.gather(one("wait", seconds=1.0), *(one("add", a=number) for number in range(40)))
+        return order
+
+    assert asyncio.run(together()) == ["add"] * 40 + ["wait"]
+
+
+# ---- the sandbox
+
+
+@needs_sandbox
+def test_the_code_interpreter() -> None:
+    assert code_interpreter("print(2 + 2)\nprint('x')") == "4\nx"
+    assert code_interpreter("a = 20\na * 2 + 2") == "42"  # a last expression is shown, as in a notebook
+    assert code_interpreter("a = 1") == "(it printed nothing)" and code_interpreter("") == "(it printed nothing)"
+    assert code_interpreter("None") == "(it printed nothing)"
+    wrong = code_interpreter("print('before')\n1 / 0")
+    assert wrong.startswith("before\n") and wrong.endswith("ZeroDivisionError: division by zero")
+    assert 'File "program.py", line 2' in wrong and "_RUNNER" not in wrong and "exec(" not in wrong
+    assert "SyntaxError" in code_interpreter("1 +")
+    assert code_interpreter("import sys; sys.exit(3)") == "Error: it ended with exit status 3"
+    assert "Error" in code_interpreter("open('/etc/passwd').read()")
+    assert code_interpreter("def f(n):\n    return n and f(n - 1)\nf(3)") == "0"
+
+
+@needs_sandbox
+def test_the_code_interpreter_as_recipes_name_it() -> None:
+    """The recipe's limits hold, and its packages are there."""
+    settings = {"sandbox": asdict(SandboxConfig(wall_seconds=1.0, packages=["packaging"]))}
+    setup = AgentSetup(AgentConfig(tools=["code_interpreter"], processes=1, tool_timeout=20.0), {}, settings)
+    (schema,) = check_tools(setup, qwen3())
+    assert schema["function"]["parameters"]["required"] == ["code"]
+
+    async def used() -> list[Turn]:
+        agents = Agents(setup, qwen3())
+        try:
+            loop = await agents.start()
+            codes = ("import packaging; 6 * 7", "while True: pass", "import numpy")
+            calls = [Call("code_interpreter", {"code": code}) for code in codes]
+            return [await loop.tools.call(call, Context("row"), 20.0) for call in calls]
+        finally:
+            await agents.close()
+
+    right, endless, absent = asyncio.run(used())
+    assert right.text == "42"
+    assert endless.text == "Error: it ran for more than 1 seconds, and was stopped" and not endless.failure
+    assert "ModuleNotFoundError" in absent.text
+    nowhere = {"sandbox": asdict(SandboxConfig(packages=["no_such_package"]))}
+    with pytest.raises(ValueError, match=r"tool 'code_interpreter' cannot be used here: .*no_such_package"):
+        check_tools(replace(setup, settings=nowhere), qwen3())
+
+
+# ---- MCP
+
+
+def stdio(**more: Any) -> McpServer:
+    return McpServer(command=[sys.executable, "-m", "tests.support.mcp_server"], **more)
+
+
+def test_an_mcp_server_that_we_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOOD", "fine")
+
+    async def used() -> None:
+        server = McpTools("mine", stdio(pass_env=["MOOD"]))
+        try:
+            offered = await server.tools()
+            assert [one.name for one in offered] == ["add", "fail", "wait", "mood"]
+            assert offered[0].description == "Adds two numbers." and offered[0].parameters["required"] == ["a", "b"]
+            context = Context("row", ground_truth="secret")
+            assert (await server.call("add", {"a": 2, "b": 3}, context, 20)).answer.text == "5"
+            assert (await server.call("mood", {}, context, 20)).answer.text == "fine"
+            wrong = await server.call("fail", {"how": "so"}, context, 20)
+            assert (wrong.failure, wrong.answer.text) == ("error", "Error executing tool fail")  # the server's words
+            # The server ends: the call is given up, and the next one has a new server.
+            with pytest.raises(ToolUnavailable, match="'mine'"):
+                await server.call("fail", {"how": "exit"}, context, 20)
+            assert (await server.call("add", {"a": 2, "b": 4}, context, 20)).answer.text == "6"
+            late = await server.call("fail", {"how": "hang"}, context, 0.3)
+            assert (late.failure, late.answer.text) == ("timeout", "Error: it was stopped after 0.3 seconds")
+        finally:
+            await server.close()
+
+    asyncio.run(used())
+
+
+def test_time_counts_from_when_a_call_is_sent() -> None:
+    """A server that answers one call at a time is not asked for more: none times out because others wait before it."""
+
+    async def used() -> list[str]:
+        server = McpTools("mine", stdio(at_once=1))
+        try:
+            calls = [server.call("wait", {"seconds": 0.4}, Context("row"), 1.5) for _ in range(6)]
+            return [outcome.failure for outcome in await asyncio.gather(*calls)]
+        finally:
+            await server.close()
+
+    assert asyncio.run(used()) == [""] * 6
+
+
+def test_an_mcp_server_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever calls is told, every time, and nothing else is cancelled."""
+    monkeypatch.setattr("megarl.agents.mcp_tools.CONNECT_SECONDS", 0.5)
+
+    async def used() -> None:
+        server = McpTools("mine", McpServer(command=[sys.executable, "-c", "import time; time.sleep(60)"]))
+        for _ in range(2):
+            with pytest.raises(ToolUnavailable, match="MCP server 'mine' cannot be reached"):
+                await server.call("add", {}, Context("row"), 5.0)
+        await server.close()
+
+    asyncio.run(used())
+
+
+def test_ctrl_c_while_a_server_does_not_answer() -> None:
+    """What is being opened ends with whoever waits for it, and is not waited for."""
+
+    async def interrupted() -> None:
+        server = McpTools("mine", McpServer(command=[sys.executable, "-c", "import time; time.sleep(300)"]))
+        waiting = asyncio.ensure_future(server.tools())
+        await asyncio.sleep(0.5)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.wait_for(server.close(), 20)
+
+    began = time.monotonic()
+    asyncio.run(interrupted())
+    assert time.monotonic() - began < 25
+
+
+def test_one_bad_call_does_not_end_the_others() -> None:
+    """Several samples share a connection: what one of them sends is its own affair."""
+
+    async def used() -> list[Any]:
+        server = McpTools("mine", stdio())
+        try:
+            calls = [
+                server.call("wait", {"seconds": 0.5}, Context("row"), 20.0),
+                server.call("add", {"a": "x", "b": 1}, Context("row"), 20.0),
+                server.call("no_such_tool", {}, Context("row"), 20.0),
+            ]
+            first = await asyncio.gather(*calls)
+            client = server._client
+            again = await server.call("add", {"a": 1, "b": 1}, Context("row"), 20.0)
+            assert server._client is client, "the connection was not opened anew"
+            return [*first, again]
+        finally:
+            await server.close()
+
+    waited, wrong, absent, right = asyncio.run(used())
+    assert (waited.answer.text, waited.failure) == ("waited", "") and right.answer.text == "2"
+    assert wrong.failure == absent.failure == "error"
+
+
+def test_an_mcp_server_that_listens() -> None:
+    port = free_port()
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.mcp_server", str(port)], stderr=subprocess.DEVNULL)
+    try:
+        setup = AgentSetup(
+            AgentConfig(mcp={"far": McpServer(url=f"http://127.0.0.1:{port}/mcp", tools=["add"])}), {}, {}
+        )
+        for _ in range(100):
+            try:
+                (schema,) = check_tools(setup, qwen3())
+                break
+            except ValueError:  # it is not listening yet
+                time.sleep(0.2)
+        assert schema["function"]["name"] == "add"
+
+        async def used() -> Turn:
+            agents = Agents(setup, qwen3())
+            try:
+                loop = await agents.start()
+                return await loop.tools.call(Call("add", {"a": 20, "b": 22}), Context("row"), 20.0)
+            finally:
+                await agents.close()
+
+        assert asyncio.run(used()).text == "42"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def test_an_mcp_server_that_is_not_there() -> None:
+    for server in (McpServer(command=["/no/such/program"]), McpServer(url=f"http://127.0.0.1:{free_port()}/mcp")):
+        with pytest.raises(ValueError, match=r"(?s)agent\.mcp\b.*MCP server 'mine' cannot be reached"):
+            check_tools(AgentSetup(AgentConfig(mcp={"mine": server}), {}, {}), qwen3())
+    with pytest.raises(ValueError, match="pass_env names NO_SUCH_VARIABLE, which the environment here has not"):
+        check_tools(AgentSetup(AgentConfig(mcp={"mine": stdio(pass_env=["NO_SUCH_VARIABLE"])}), {}, {}), qwen3())
+    with pytest.raises(ValueError, match="the server does not offer sub, but add, fail, wait, mood"):
+        check_tools(AgentSetup(AgentConfig(mcp={"mine": stdio(tools=["sub"])}), {}, {}), qwen3())
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    setup = AgentSetup(AgentConfig(tools=[f"{OWN}:add"], mcp={"mine": stdio()}), {}, {})
+    with pytest.raises(ValueError, match=r"agent.mcp.mine and agent.tools both have a tool 'add'"):
+        check_tools(setup, qwen3())

@@ -1,0 +1,171 @@
+"""Aggregation, KL, shaping and the objective that joins them to a loss, against numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.catalogue import AGGREGATIONS, KL_ESTIMATORS
+from megarl.algorithms.kl import KLWeight
+from megarl.algorithms.objective import kl_to_reference, objective, runs_old_log_prob_pass
+from megarl.algorithms.shaping import counts_in_loss, group_numbers, has_spread, overlong_penalty
+from megarl.types import Group, InlineData, Sample
+from tests.support.loss_cases import inputs, random_inputs, settings
+
+
+class TestAggregation:
+    lengths = np.array([2, 0, 6])  # the second sample is masked throughout
+
+    @pytest.mark.parametrize(
+        ("name", "weights"),
+        [
+            ("token_mean", [1 / 8, 1 / 8, 1 / 8]),  # 8 tokens; the masked sample has none to weigh
+            ("seq_mean_token_mean", [1 / 4, 0, 1 / 12]),  # 2 samples count: 1/2 * 1/2 and 1/2 * 1/6
+            ("seq_mean_token_sum", [1 / 2, 0, 1 / 2]),
+            ("seq_mean_token_sum_norm", [1 / 20, 0, 1 / 20]),  # over max_response_length 10
+        ],
+    )
+    def test_by_hand(self, name: str, weights: list[float]) -> None:
+        np.testing.assert_allclose(AGGREGATIONS[name](self.lengths, 10), weights)
+
+    @pytest.mark.parametrize("name", AGGREGATIONS.names())
+    def test_nothing_masked_in_weighs_nothing(self, name: str) -> None:
+        tokens = np.zeros(3)
+        assert np.isfinite(AGGREGATIONS[name](tokens, 10)).all()
+
+
+def test_kl_estimators_by_hand() -> None:
+    # p = 0.5, q = 0.25: log p - log q = ln 2; k3 = q/p - ln(q/p) - 1 = 0.5 + ln 2 - 1.
+    p, q = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+    expected = {"kl": math.log(2), "abs": math.log(2), "mse": math.log(2) ** 2 / 2, "low_var_kl": math.log(2) - 0.5}
+    assert set(expected) == set(KL_ESTIMATORS.names())
+    for name, value in expected.items():
+        assert KL_ESTIMATORS[name](p, q).item() == pytest.approx(value, rel=1e-6), name
+    assert KL_ESTIMATORS["abs"](q, p).item() == pytest.approx(math.log(2), rel=1e-6)
+    assert math.isfinite(KL_ESTIMATORS["low_var_kl"](torch.tensor([-1000.0]), torch.tensor([0.0])).item())
+
+
+class TestKLWeight:
+    def test_by_hand(self) -> None:
+        # Error 0.3 / 0.25 - 1 = 0.2, then 0.9 / 0.25 - 1 = 2.6, held at 0.2; then 0 - 1, held at -0.2.
+        weight = KLWeight(0.1, target=0.25, horizon=100)
+        for kl, expected in ((0.3, 0.1 * 1.1), (0.9, 0.1 * 1.1 * 1.1), (0.0, 0.1 * 1.1 * 1.1 * 0.9)):
+            weight.learn(kl, samples=50)
+            assert weight.value == pytest.approx(expected)
+        weight.learn(0.25, samples=50)
+        assert weight.value == pytest.approx(expected), "at the target it stays"
+
+    def test_a_kl_that_is_no_number_teaches_nothing(self) -> None:
+        weight = KLWeight(0.1, target=0.25, horizon=100)
+        for kl in (math.nan, math.inf):
+            weight.learn(kl, samples=50)
+        assert weight.value == 0.1
+
+    def test_fixed(self) -> None:
+        weight = KLWeight(0.1, target=None, horizon=100)
+        weight.learn(5.0, samples=50)
+        assert weight.value == 0.1
+
+
+class TestObjective:
+    def test_masked_tokens_count_nowhere_even_if_they_are_nan(self) -> None:
+        batch = inputs([1.1, 1.1, 1.1], [1.0, 1.0, 3.0], mask=[1, 0, 1])
+        batch.advantages[1] = math.nan  # type: ignore[index]
+        loss, metrics = objective(batch, settings())
+        assert loss.item() == pytest.approx(-(1.1 * 1 + 1.1 * 3) / 2)
+        assert metrics["actor/ratio"].item() == pytest.approx(1.1)
+
+    def test_kl_and_entropy_enter_the_loss(self) -> None:
+        batch = inputs([1.0, 1.0], [0.0, 0.0])
+        batch.reference_log_probs = torch.tensor([-1.0, -1.0], dtype=torch.float64)
+        batch.entropy = torch.tensor([2.0, 4.0], dtype=torch.float64)
+        loss, metrics = objective(batch, settings(kl_coef=0.1, kl_estimator="kl", entropy_coef=0.01))
+        assert metrics["actor/kl_loss"].item() == pytest.approx(1.0)
+        assert metrics["actor/entropy"].item() == pytest.approx(3.0)
+        assert loss.item() == pytest.approx(0.1 * 1.0 - 0.01 * 3.0)
+        assert metrics["actor/pg_loss"].item() == 0.0
+
+    def test_sft_is_the_mean_negative_log_likelihood(self) -> None:
+        batch = inputs([0.5, 0.25], [0.0, 0.0])
+        loss, _ = objective(batch, settings(loss="sft"))
+        assert loss.item() == pytest.approx((math.log(2) + math.log(4)) / 2)
+
+    @pytest.mark.parametrize("name", KL_ESTIMATORS.names())
+    def test_straight_through_has_the_value_of_the_estimator_and_the_gradient_of_k2(self, name: str) -> None:
+        batch = random_inputs(0, [5, 4])
+
+        def kl(estimator: str, straight: bool) -> tuple[torch.Tensor, torch.Tensor]:
+            value = kl_to_reference(batch, settings(kl_coef=1.0, kl_estimator=estimator, kl_straight_through=straight))
+            return value.detach(), torch.autograd.grad(value.sum(), batch.log_probs)[0]
+
+        through = kl(name, straight=True)
+        torch.testing.assert_close(through[0], kl(name, straight=False)[0])
+        torch.testing.assert_close(through[1], kl("mse", straight=False)[1])
+
+    def test_the_weight_of_the_kl_may_be_another_than_the_recipes(self) -> None:
+        batch = random_inputs(3, [6])
+        config = settings(kl_coef=0.1)
+        (loss, metrics), (adapted, same) = objective(batch, config), objective(batch, config, kl_weight=0.3)
+        assert adapted.item() - loss.item() == pytest.approx(0.2 * metrics["actor/kl_loss"].item())
+        assert same["actor/kl_loss"] == metrics["actor/kl_loss"]
+
+    def test_a_kl_that_is_in_the_reward_is_not_in_the_loss(self) -> None:
+        batch = random_inputs(3, [6])
+        loss, metrics = objective(batch, settings(kl_coef=0.1, kl_in_reward=True))
+        assert loss == objective(batch, settings())[0] and "actor/kl_loss" not in metrics
+
+    def test_the_proximal_policy_is_the_one_that_the_recipe_says(self) -> None:
+        batch = random_inputs(1, [6])
+        now, engines = batch.log_probs.detach(), batch.rollout_log_probs
+        before, batch.old_log_probs = batch.old_log_probs, None
+        current = objective(batch, settings(old_log_probs="current"))[1]
+        batch.old_log_probs = now
+        assert current == objective(batch, settings())[1] and current["actor/ppo_kl"] == 0
+        batch.old_log_probs = None
+        bypass = objective(batch, settings(old_log_probs="rollout"))[1]
+        batch.old_log_probs = engines
+        assert bypass == objective(batch, settings())[1] and bypass["actor/ppo_kl"] != 0
+        batch.old_log_probs = before
+        assert objective(batch, settings())[1] not in (current, bypass)
+
+    def test_which_losses_need_the_pass_before_the_update(self) -> None:
+        assert runs_old_log_prob_pass(settings(loss="ppo_clip"))
+        assert runs_old_log_prob_pass(settings(loss="reinforce", kl_coef=0.1, kl_in_reward=True))
+        assert not runs_old_log_prob_pass(settings(loss="ppo_clip", old_log_probs="current"))
+        assert not runs_old_log_prob_pass(settings(loss="reinforce"))
+
+
+def sample(reward: float, finish: str = "stop", **parts: float) -> Sample:
+    return Sample(0, 0, InlineData([]), 1, 1, 1, reward=reward, reward_parts=parts, finish_reason=finish)
+
+
+class TestShaping:
+    def test_overlong_penalty_by_hand(self) -> None:
+        # max 100, buffer 20: free up to 80, half way at 90, the whole factor at 100.
+        np.testing.assert_allclose(overlong_penalty(np.array([80, 90, 100]), 100, 20, 0.5), [0, -0.25, -0.5])
+        np.testing.assert_array_equal(overlong_penalty(np.array([100]), 100, 0, 1.0), [0])
+
+    def test_spread(self) -> None:
+        assert not has_spread([sample(1.0), sample(1.0)], "reward")
+        assert has_spread([sample(1.0), sample(0.0)], "reward")
+        assert not has_spread([sample(0.9, accuracy=1.0), sample(1.0, accuracy=1.0)], "accuracy")
+        with pytest.raises(ValueError, match="parts: accuracy"):
+            has_spread([sample(0.9, accuracy=1.0)], "acc")
+
+    def test_overlong_penalty_grows_over_the_buffer_and_no_further(self) -> None:
+        # max 10, buffer 4, factor 2: 6 is free, each token more costs 1/2, and what is longer than 10 no more than 2.
+        found = overlong_penalty(np.array([1, 6, 7, 9, 10, 12]), 10, 4, 2.0)
+        np.testing.assert_allclose(found, [0, 0, -0.5, -1.5, -2, -2])
+        assert overlong_penalty(np.array([9]), 10, 1, 2.0).tolist() == [0.0]
+
+    def test_group_numbers_are_those_of_each_groups_samples(self) -> None:
+        groups = [Group(number, "", "", 0, [sample(0.0)] * size) for number, size in ((7, 2), (3, 1), (9, 3))]
+        assert group_numbers(groups).tolist() == [7, 7, 3, 9, 9, 9]
+
+    def test_overlong_filter(self) -> None:
+        assert not counts_in_loss(sample(0.0, "length"), overlong_filter=True)
+        assert counts_in_loss(sample(0.0, "length"), overlong_filter=False)
+        assert counts_in_loss(sample(0.0, "stop"), overlong_filter=True)

@@ -1,0 +1,206 @@
+"""Rollout correction against numbers worked by hand, slow references, and what is reported of the mismatch."""
+
+from __future__ import annotations
+
+import math
+from math import log
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.correction import Mismatch, corrections, corrects, total_mismatch, weight_totals
+from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.objective import objective
+from megarl.recipe.algorithm import CorrectionConfig
+from megarl.train import correction_scales
+from tests.support.loss_cases import correcting, inputs, part_of, random_inputs, sequences_of, settings
+
+
+def mismatched(
+    rho: list[float], lengths: list[int], mask: list[float] | None = None
+) -> tuple[LossInputs, torch.Tensor]:
+    """Tokens whose log-prob is -1 for the trainer, and what it is for the engine by rho = p(trainer) / p(engine)."""
+    batch = inputs([1.0] * len(rho), [1.0] * len(rho), mask=mask, lengths=lengths)
+    policy = torch.full((len(rho),), -1.0, dtype=torch.float64)
+    batch.rollout_log_probs = policy - torch.tensor(rho, dtype=torch.float64).log()
+    return batch, policy
+
+
+def weights(batch: LossInputs, policy: torch.Tensor, scale: float = 1.0, **values: object) -> list[float]:
+    return corrections(batch, policy, CorrectionConfig(**values), scale)[0].tolist()  # type: ignore[arg-type]
+
+
+class TestByHand:
+    """Sequences of rho 2 and 0.5 and 3 (one masked token between), and of 0.5 and 0.5."""
+
+    batch, policy = mismatched([2.0, 0.5, 99.0, 3.0, 0.5, 0.5], [4, 2], mask=[1, 1, 0, 1, 1, 1])
+    counted = (0, 1, 3, 4, 5)
+
+    def of(self, **values: object) -> list[float]:
+        found = weights(self.batch, self.policy, **values)
+        return [found[token] for token in self.counted]
+
+    def test_weights_of_tokens(self) -> None:
+        assert self.of(weights="token") == pytest.approx([2, 0.5, 2, 0.5, 0.5])
+        assert self.of(weights="token", truncate=2.5) == pytest.approx([2, 0.5, 2.5, 0.5, 0.5])
+
+    def test_weights_of_sequences(self) -> None:
+        assert self.of(weights="sequence", truncate=5) == pytest.approx([3, 3, 3, 0.25, 0.25])  # 2 * 0.5 * 3; 0.5^2
+        assert self.of(weights="sequence") == pytest.approx([2, 2, 2, 0.25, 0.25])
+
+    def test_weights_by_geometric_mean(self) -> None:
+        root = 3 ** (1 / 3)
+        assert self.of(weights="geometric") == pytest.approx([root, root, root, 0.5, 0.5])
+
+    def test_mask_of_tokens(self) -> None:
+        assert self.of(mask="token", mask_low=0.6, mask_high=2.5) == [1, 0, 0, 0, 0]
+        assert self.of(mask="token", mask_low=0.4, mask_high=1.9) == [0, 1, 0, 1, 1]
+
+    def test_mask_of_sequences(self) -> None:
+        assert self.of(mask="sequence", mask_low=0.2, mask_high=2.9) == [0, 0, 0, 1, 1]
+        assert self.of(mask="geometric", mask_low=0.6, mask_high=2.9) == [1, 1, 1, 0, 0]
+
+    def test_ice_pop_weighs_what_it_keeps(self) -> None:
+        assert self.of(weights="token", truncate=5, mask="token", mask_low=0.6) == pytest.approx([2, 0, 3, 0, 0])
+
+    def test_veto_drops_the_whole_sequence(self) -> None:
+        batch, policy = mismatched([1.0, 1e-5, 1.0, 1.0, 1e-5], [3, 2], mask=[1, 1, 1, 1, 0])
+        assert weights(batch, policy, veto=1e-4) == [0, 0, 0, 1, 0]
+        assert weights(batch, policy, veto=1e-6)[:4] == [1, 1, 1, 1]
+
+    def test_metrics(self) -> None:
+        config = CorrectionConfig(weights="token", mask="token", mask_low=0.6)
+        _, metrics = corrections(self.batch, self.policy, config, 1.0)
+        found = {name: [values.tolist()[token] for token in self.counted] for name, values in metrics.items()}
+        assert found["rollout/correction_weight"] == pytest.approx([2, 0.5, 2, 0.5, 0.5]), "before the mask"
+        assert found["rollout/correction_truncated"] == [0, 0, 1, 0, 0]
+        assert found["rollout/correction_masked"] == [0, 1, 0, 1, 1]
+
+
+def test_bounds_of_a_mask_are_inside() -> None:
+    batch, policy = mismatched([1.0], [1])
+    assert weights(batch, policy, mask="token", mask_low=1.0, mask_high=2.0) == [1]
+    assert weights(batch, policy, mask="token", mask_low=0.5, mask_high=1.0) == [1]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_normalised_weights_have_mean_1_over_the_mini_batch_however_it_is_split(level: str) -> None:
+    """Over tokens; or, where a weight is a sequence's, over the sequences that have any."""
+    batch = random_inputs(0, [6, 3, 9, 4, 1])
+    batch.loss_mask[sequences_of(batch) == 3] = 0.0
+    config = CorrectionConfig(weights=level, normalize=True)  # type: ignore[arg-type]
+    policy = batch.log_probs.detach()
+    parts = [part_of(batch, numbers) for numbers in ([0, 4], [1, 2], [3])]
+    totals = [np.stack([weight_totals(part, part.log_probs, config)]) for part in parts]
+    (scale,) = correction_scales([totals[0], None, *totals[1:]])
+    (at_once,) = correction_scales([np.stack([weight_totals(batch, policy, config)])])
+    assert scale == pytest.approx(at_once)
+    found = corrections(batch, policy, config, scale)[0]
+    counted = batch.loss_mask > 0
+    if level == "token":
+        assert found[counted].mean().item() == pytest.approx(1)
+    else:
+        own = [found[counted & (sequences_of(batch) == number)] for number in range(5)]
+        assert np.mean([values[0].item() for values in own if len(values)]) == pytest.approx(1)
+
+
+def test_a_mini_batch_without_a_token_keeps_its_weights() -> None:
+    assert correction_scales([np.array([[0.0, 0.0], [4.0, 2.0]])]) == [1.0, 0.5]
+
+
+class TestInTheObjective:
+    def test_weights_multiply_the_loss_and_its_gradient_and_not_the_kl(self) -> None:
+        batch = random_inputs(1, [5, 6])
+        plain = settings(loss="reinforce", kl_coef=0.3)
+        corrected = correcting(weights="token", truncate=1.5)
+        corrected.loss, corrected.kl_coef = "reinforce", 0.3
+        assert batch.rollout_log_probs is not None and batch.advantages is not None
+        rho = (batch.log_probs - batch.rollout_log_probs).detach().exp().clamp(max=1.5)
+        (got,) = torch.autograd.grad(objective(batch, corrected)[0], batch.log_probs)
+        batch.advantages = batch.advantages * rho
+        (expected,) = torch.autograd.grad(objective(batch, plain)[0], batch.log_probs)
+        torch.testing.assert_close(got, expected)
+        assert objective(batch, corrected)[1]["actor/kl_loss"] == objective(batch, plain)[1]["actor/kl_loss"]
+
+    def test_the_mismatch_is_that_of_the_policy_before_the_update(self) -> None:
+        batch = random_inputs(2, [5, 6])
+        config = correcting(weights="token")
+        _, metrics = objective(batch, config)
+        assert batch.old_log_probs is not None and batch.rollout_log_probs is not None
+        rho = (batch.old_log_probs - batch.rollout_log_probs).exp().clamp(max=2.0)
+        expected = rho[batch.loss_mask > 0].mean()
+        torch.testing.assert_close(metrics["rollout/correction_weight"], expected)
+
+    def test_a_rejected_token_has_no_loss_and_stays_in_the_normaliser(self) -> None:
+        batch, policy = mismatched([1.0, 9.0, 1.0], [3])
+        batch.old_log_probs = policy
+        batch.log_probs = policy.clone().requires_grad_()
+        loss, _ = objective(batch, correcting(mask="token"))
+        assert loss.item() == pytest.approx(-2 / 3)
+        (found,) = torch.autograd.grad(loss, batch.log_probs)
+        torch.testing.assert_close(found, torch.tensor([-1 / 3, 0, -1 / 3], dtype=torch.float64))
+
+    def test_masking_alone_in_bypass_mode_looks_at_the_current_policy(self) -> None:
+        batch, policy = mismatched([1.0, 9.0], [2])
+        batch.old_log_probs, batch.log_probs = None, policy.clone().requires_grad_()
+        config = correcting(mask="token")
+        config.old_log_probs = "rollout"
+        assert objective(batch, config)[1]["rollout/correction_masked"].item() == 0.5
+
+    def test_nothing_asked_for_changes_nothing(self) -> None:
+        assert not corrects(CorrectionConfig())
+        assert corrects(CorrectionConfig(veto=1e-4)) and corrects(CorrectionConfig(mask="token"))
+        _, metrics = objective(random_inputs(3, [4]), settings())
+        assert not any(name.startswith("rollout/correction") for name in metrics)
+
+
+class TestMismatch:
+    def test_by_hand(self) -> None:
+        """rho 2, 1/2 and a masked one; then 4: d = ln 2, -ln 2, 2 ln 2. Squares 4, 1/4, 16; of sequences 1 and 16."""
+        batch, policy = mismatched([2.0, 0.5, 77.0, 4.0], [3, 1], mask=[1, 1, 0, 1])
+        two = log(2)
+        assert Mismatch.of(batch, policy).metrics() == {
+            "rollout/logprob_gap_mean": pytest.approx(4 * two / 3),
+            "rollout/logprob_gap_max": pytest.approx(2 * two),
+            "rollout/logprob_gap_k1": pytest.approx(-2 * two / 3),
+            "rollout/logprob_gap_k3": pytest.approx((6.5 - 2 * two - 3) / 3),
+            "rollout/mismatch_chi2_token": pytest.approx(20.25 / 3 - 1),
+            "rollout/mismatch_chi2_sequence": pytest.approx(17 / 2 - 1),
+            "rollout/mismatch_ess": pytest.approx(6.5**2 / (3 * 20.25)),
+        }
+
+    def test_parts_add_up(self) -> None:
+        batch = random_inputs(4, [6, 3, 9, 4])
+        whole = Mismatch.of(batch, batch.log_probs).metrics()
+        parts = [part_of(batch, numbers) for numbers in ([2], [0, 3], [1])]
+        together = total_mismatch([None, *(Mismatch.of(part, part.log_probs) for part in parts)])
+        assert together.metrics() == pytest.approx(whole)
+
+    def test_equal_policies_have_none(self) -> None:
+        batch, policy = mismatched([1.0] * 5, [3, 2])
+        found = Mismatch.of(batch, policy).metrics()
+        assert found.pop("rollout/mismatch_ess") == 1
+        assert set(found.values()) == {0}
+
+    def test_no_token_has_no_metrics(self) -> None:
+        batch, policy = mismatched([2.0, 3.0], [2])
+        batch.loss_mask.zero_()
+        assert total_mismatch([None, Mismatch.of(batch, policy)]).metrics() == {}
+
+    @pytest.mark.parametrize("broken", [0, 1, 2])
+    def test_one_token_that_is_nan_shows_in_every_figure(self, broken: int) -> None:
+        batch, policy = mismatched([2.0, 0.5, 4.0], [2, 1])
+        policy[broken] = math.nan
+        whole = Mismatch.of(batch, policy)
+        parts = [part_of(batch, [0]), part_of(batch, [1])]
+        together = total_mismatch(
+            Mismatch.of(part, own) for part, own in zip(parts, (policy[:2], policy[2:]), strict=True)
+        )
+        for found in (whole.metrics(), together.metrics()):
+            assert all(math.isnan(value) for value in found.values()), found
+
+    def test_extremes_stay_finite(self) -> None:
+        batch, policy = mismatched([1.0, 1.0], [2])
+        policy[0] = 500.0
+        assert all(math.isfinite(value) for value in Mismatch.of(batch, policy).metrics().values())

@@ -1,0 +1,383 @@
+"""Policy losses against numbers worked by hand, against slow references whose gradient is taken by finite differences,
+and properties."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from math import exp, log
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.catalogue import LOSSES
+from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.objective import objective
+from megarl.recipe.algorithm import AlgorithmConfig
+from tests.support.loss_cases import assert_gradient, inputs, part_of, random_inputs, sequences_of, settings
+
+OF_TOKENS = [name for name in LOSSES.names() if not LOSSES[name].whole_groups and not LOSSES[name].needs_top]
+"""Those over pairs are in tests/algorithms/test_preference_losses.py, those of a teacher's distribution in tests/rollout/test_distillation.py."""
+
+
+def token_loss(batch: LossInputs, name: str, **values: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return LOSSES[name].function(batch, settings(loss=name, **values))
+
+
+def close(got: torch.Tensor | None, expected: list[float]) -> None:
+    assert got is not None
+    torch.testing.assert_close(got.detach(), torch.tensor(expected, dtype=torch.float64))
+
+
+def gradient(batch: LossInputs, loss: torch.Tensor) -> torch.Tensor:
+    (found,) = torch.autograd.grad(loss.sum(), batch.log_probs)
+    return found
+
+
+class TestPPOClip:
+    def test_by_hand(self) -> None:
+        # low 0.2, high 0.28. Columns: inside; above with A > 0 (clipped to 1.28); above with A < 0 (kept);
+        # below with A > 0 (kept); below with A < 0 (clipped to 0.8).
+        batch = inputs([1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 2.0, -2.0, 2.0, -2.0])
+        loss, metrics = token_loss(batch, "ppo_clip", clip_high=0.28)
+        close(loss, [-2.2, -2.56, 3.0, -1.0, 1.6])
+        assert metrics["actor/pg_clipfrac"].tolist() == [0, 1, 0, 0, 1]
+        close(metrics["actor/ratio"], [1.1, 1.5, 1.5, 0.5, 0.5])
+        close(metrics["actor/ppo_kl"], [-log(1.1), -log(1.5), -log(1.5), log(2), log(2)])
+        close(gradient(batch, loss), [-2.2, 0.0, 3.0, -1.0, 0.0])  # -A ratio where not clipped, else 0
+
+    def test_dual_clip_bounds_the_loss_of_bad_samples(self) -> None:
+        batch = inputs([5.0, 5.0, 2.0], [-1.0, 1.0, -1.0])
+        loss, metrics = token_loss(batch, "ppo_clip", dual_clip=3.0)
+        close(loss, [3.0, -1.2, 2.0])
+        assert metrics["actor/pg_clipfrac_lower"].tolist() == [1, 0, 0]
+        close(gradient(batch, loss), [0.0, 0.0, 2.0])
+
+
+def test_cispo_by_hand() -> None:
+    # Weights 1.1, 1.28 (clipped), 0.8 (clipped); loss -w A log p; the clipped ones keep their gradient, -w A.
+    batch = inputs([1.1, 1.5, 0.5], [2.0, 2.0, -1.0])
+    loss, metrics = token_loss(batch, "cispo", clip_high=0.28)
+    close(loss, [-2.2 * log(1.1), -2.56 * log(1.5), 0.8 * log(0.5)])
+    close(gradient(batch, loss), [-2.2, -2.56, 0.8])
+    assert metrics["actor/pg_clipfrac"].tolist() == [0, 1, 1]
+
+
+def test_sapo_by_hand() -> None:
+    # At ratio 1 the gate's value is 2 / tau and the gradient that of the policy gradient, -A. At ratio 2 with tau 1:
+    # 4 sigmoid(1) = 4 / (1 + e^-1); with A < 0 and tau 2: 2 sigmoid(2).
+    batch = inputs([1.0, 1.0, 2.0, 2.0, 2.0], [3.0, -3.0, 1.0, -1.0, 0.0])
+    loss, _ = token_loss(batch, "sapo", tau_positive=1.0, tau_negative=2.0)
+    close(loss, [-6.0, 3.0, -4 / (1 + exp(-1)), 2 / (1 + exp(-2)), 0.0])
+    close(gradient(batch, loss)[:2], [-3.0, 3.0])
+
+
+def test_dppo_tv_by_hand() -> None:
+    """Old probability 0.5. Moves of 0.1 and 0.3 up, 0.1 and 0.3 down, bounds 0.2: only a move past its bound in A's
+    own direction is left out; the weight is the ratio, at most 1.1 here."""
+    batch = inputs([0.6, 0.8, 0.4, 0.2, 0.8, 0.2], [1.0, 1.0, -1.0, -1.0, -1.0, 1.0])
+    batch.old_log_probs = torch.full((6,), 0.5, dtype=torch.float64).log()
+    loss, metrics = token_loss(batch, "dppo_tv", clip_low=0.2, clip_high=0.2, ratio_cap=1.1)
+    close(loss, [-1.1 * log(0.6), 0, 0.8 * log(0.4), 0, 1.1 * log(0.8), -0.4 * log(0.2)])
+    assert metrics["actor/pg_clipfrac"].tolist() == [0, 1, 0, 1, 0, 0]
+    close(gradient(batch, loss), [-1.1, 0, 0.8, 0, 1.1, -0.4])
+
+
+def test_dppo_kl_by_hand() -> None:
+    """q = 0.5: KL of p = 0.6 is (log(0.5/0.6) + log(0.5/0.4)) / 2 = 0.0204; of 0.8 and 0.2: 0.2231."""
+    batch = inputs([0.6, 0.8, 0.4, 0.2, 0.8, 0.2], [1.0, 1.0, -1.0, -1.0, -1.0, 1.0])
+    batch.old_log_probs = torch.full((6,), 0.5, dtype=torch.float64).log()
+    tight = {"clip_low": 0.022, "clip_high": 0.022}
+    assert token_loss(batch, "dppo_kl", **tight)[1]["actor/pg_clipfrac"].tolist() == [0, 1, 0, 1, 0, 0]
+    wide = {"clip_low": 0.224, "clip_high": 0.222}  # the bound of each side is its own
+    loss, metrics = token_loss(batch, "dppo_kl", **wide)
+    assert metrics["actor/pg_clipfrac"].tolist() == [0, 1, 0, 0, 0, 0]
+    close(loss, [-1.2 * log(0.6), 0, 0.8 * log(0.4), 0.4 * log(0.2), 1.6 * log(0.8), -0.4 * log(0.2)])
+
+
+def test_gspo_by_hand() -> None:
+    # Sequence of ratios 1.2 and 0.9 (and a masked 7): s = sqrt(1.08); another of 2 and 2: s = 2, clipped to 1.28.
+    batch = inputs([1.2, 7.0, 0.9, 2.0, 2.0], [1, 1, 1, 3, 3], mask=[1, 0, 1, 1, 1], lengths=[3, 2])
+    loss, metrics = token_loss(batch, "gspo", clip_high=0.28)
+    s = math.sqrt(1.08)
+    close(loss[[0, 2, 3, 4]], [-s, -s, -3.84, -3.84])
+    assert metrics["actor/pg_clipfrac"][[0, 2, 3, 4]].tolist() == [0, 0, 1, 1]
+    close(gradient(batch, loss[[0, 2]]), [-s, 0, -s, 0, 0])  # two tokens of -s, each with half of each one's gradient
+
+
+def test_gspo_token_gives_each_token_its_own_advantage() -> None:
+    batch = inputs([1.2, 0.9], [1.0, -2.0], lengths=[2])
+    loss, _ = token_loss(batch, "gspo_token")
+    s = math.sqrt(1.08)
+    close(loss, [-s, 2 * s])
+    close(gradient(batch, loss), [-s, 2 * s])
+
+
+def test_gmpo_by_hand() -> None:
+    # A > 0: log-ratios log 2 (clipped to 0.4) and -1 (kept): exp((0.4 - 1) / 2). A < 0: log 2 (kept) and -1
+    # (clipped to -0.3): exp((log 2 - 0.3) / 2).
+    batch = inputs([2.0, exp(-1), 2.0, exp(-1)], [2, 2, -2, -2], lengths=[2, 2])
+    loss, metrics = token_loss(batch, "gmpo", clip_low=0.3, clip_high=0.4)
+    up, down = exp(-0.3), exp((log(2) - 0.3) / 2)
+    close(loss, [-2 * up, -2 * up, 2 * down, 2 * down])
+    assert metrics["actor/pg_clipfrac"].tolist() == [1, 0, 0, 1]
+    close(gradient(batch, loss), [0, -2 * up, 2 * down, 0])
+
+
+def test_reinforce_and_sft_by_hand() -> None:
+    batch = inputs([0.5, 0.25], [2.0, -1.0])
+    close(token_loss(batch, "reinforce")[0], [2 * log(2), -log(4)])
+    close(token_loss(batch, "sft")[0], [log(2), log(4)])
+
+
+def test_what_needs_a_pass_before_the_update() -> None:
+    assert {name for name in LOSSES.names() if not LOSSES[name].needs_old_log_probs} == {
+        "reinforce", "sft", "dpo", "gkd",
+    }  # fmt: skip
+
+
+# Slow references: one token, or one sequence, at a time. `p` are the log-probs that are differentiated, `fixed` the same
+# numbers where the equation stops the gradient.
+
+
+Numbers = list[float]
+Reference = Callable[[Numbers, Numbers, Numbers, Numbers, AlgorithmConfig], Numbers]
+
+
+def by_token(one: Callable[[float, float, float, float, AlgorithmConfig], float]) -> Reference:
+    def of(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: AlgorithmConfig) -> Numbers:
+        return [one(*token, s) for token in zip(p, fixed, old, a, strict=True)]
+
+    return of
+
+
+def clip(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
+
+
+def surrogate(ratio: float, a: float, s: AlgorithmConfig) -> float:
+    gain = min(ratio * a, clip(ratio, 1 - s.clip_low, 1 + s.clip_high) * a)
+    return -max(gain, s.dual_clip * a) if s.dual_clip is not None and a < 0 else -gain
+
+
+@by_token
+def slow_ppo(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
+    return surrogate(exp(p - old), a, s)
+
+
+@by_token
+def slow_cispo(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
+    return -clip(exp(fixed - old), 1 - s.clip_low, 1 + s.clip_high) * a * p
+
+
+@by_token
+def slow_sapo(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
+    tau = s.tau_positive if a > 0 else s.tau_negative
+    return -a * 4 / tau / (1 + exp(-tau * (exp(p - old) - 1)))
+
+
+@by_token
+def slow_dppo_tv(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
+    distance, away = abs(exp(fixed) - exp(old)), (fixed > old) == (a > 0)
+    if away and distance > (s.clip_high if a > 0 else s.clip_low):
+        return 0.0
+    return -min(exp(fixed - old), s.ratio_cap) * a * p
+
+
+@by_token
+def slow_dppo_kl(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
+    q, now, away = exp(old), exp(fixed), (fixed > old) == (a > 0)
+    distance = q * log(q / now) + (1 - q) * log((1 - q) / (1 - now))
+    if away and distance > (s.clip_high if a > 0 else s.clip_low):
+        return 0.0
+    return -min(exp(fixed - old), s.ratio_cap) * a * p
+
+
+@by_token
+def slow_reinforce(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
+    return -a * p
+
+
+@by_token
+def slow_sft(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
+    return -p
+
+
+@by_token
+def slow_ratio(p: float, fixed: float, old: float, a: float, s: AlgorithmConfig) -> float:
+    return -exp(p - old) * a
+
+
+def slow_gspo(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: AlgorithmConfig) -> Numbers:
+    ratio = math.prod(exp(x - y) for x, y in zip(p, old, strict=True)) ** (1 / len(p))
+    return [surrogate(ratio, one, s) for one in a]
+
+
+def slow_gspo_token(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: AlgorithmConfig) -> Numbers:
+    ratio = math.prod(exp(x - y) for x, y in zip(fixed, old, strict=True)) ** (1 / len(p))
+    return [surrogate(ratio * exp(x - y), one, s) for x, y, one in zip(p, fixed, a, strict=True)]
+
+
+def slow_gmpo(p: Numbers, fixed: Numbers, old: Numbers, a: Numbers, s: AlgorithmConfig) -> Numbers:
+    """Each factor is the ratio to the sign of A, clipped above alone, as the paper writes it; the root over them."""
+    product = 1.0
+    for x, y, one in zip(p, old, a, strict=True):
+        sign = 1.0 if one > 0 else -1.0
+        ratio = exp(x - y)
+        product *= min(ratio**sign, clip(ratio, exp(-s.clip_low), exp(s.clip_high)) ** sign) ** sign
+    return [-sum(a) / len(a) * product ** (1 / len(p))] * len(p)
+
+
+SLOW: dict[str, Reference] = {
+    "ppo_clip": slow_ppo, "cispo": slow_cispo, "sapo": slow_sapo, "dppo_tv": slow_dppo_tv, "dppo_kl": slow_dppo_kl,
+    "gspo": slow_gspo, "gspo_token": slow_gspo_token, "gmpo": slow_gmpo, "reinforce": slow_reinforce, "sft": slow_sft,
+    "clip_cov": slow_ppo, "kl_cov": slow_ratio,
+}  # fmt: skip
+# Of selected tokens, from the reference's loss, log-prob and old log-prob.
+OF_SELECTED: dict[str, Callable[[float, float, float], float]] = {
+    "clip_cov": lambda loss, p, old: 0.0,
+    "kl_cov": lambda loss, p, old: loss + 0.7 * abs(p - old),
+}
+# Bounds at which about a third of the tokens are clipped.
+SETTINGS: dict[str, dict[str, object]] = {
+    "ppo_clip": {"dual_clip": 1.5},
+    "cispo": {"clip_low": 0.1, "clip_high": 0.3},
+    "sapo": {"tau_positive": 0.8, "tau_negative": 2.0},
+    "dppo_tv": {"clip_low": 0.04, "clip_high": 0.06, "ratio_cap": 1.3},
+    "dppo_kl": {"clip_low": 0.01, "clip_high": 0.02, "ratio_cap": 1.3},
+    "gspo": {"clip_low": 0.02, "clip_high": 0.04},
+    "gspo_token": {"clip_low": 0.02, "clip_high": 0.04},
+    "gmpo": {"clip_low": 0.3, "clip_high": 0.2},
+    "kl_cov": {"cov_kl_coef": 0.7},
+}
+
+
+def slow_objective(batch: LossInputs, name: str, config: AlgorithmConfig, p: np.ndarray) -> float:
+    """The weighted sum of the reference's losses of masked tokens, at log-probs `p`."""
+    assert batch.old_log_probs is not None and batch.advantages is not None
+    total = 0.0
+    for number in range(len(batch.lengths)):
+        own = ((sequences_of(batch) == number) & (batch.loss_mask > 0)).numpy()
+        if own.any():
+            fixed, old, a, weights = (
+                vector.detach().numpy()[own].tolist()
+                for vector in (batch.log_probs, batch.old_log_probs, batch.advantages, batch.loss_weights)
+            )
+            losses = SLOW[name](p[own].tolist(), fixed, old, a, config)
+            if name in OF_SELECTED:
+                assert batch.selected is not None
+                numbers = zip(batch.selected.numpy()[own], losses, p[own], old, strict=True)
+                losses = [OF_SELECTED[name](*rest) if selected else rest[0] for selected, *rest in numbers]
+            total += sum(w * x for w, x in zip(weights, losses, strict=True))
+    return total
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_value_and_gradient_are_the_slow_references(name: str, seed: int) -> None:
+    """The gradient by central differences of the reference, at points that no bound is within 1e-6 of."""
+    batch = random_inputs(seed, [9, 1, 14, 3, 6])
+    config = settings(loss=name, **SETTINGS.get(name, {}))
+    loss, metrics = objective(batch, config)
+    at = batch.log_probs.detach().numpy()
+    assert loss.item() == pytest.approx(slow_objective(batch, name, config, at), rel=1e-10)
+    (found,) = torch.autograd.grad(loss, batch.log_probs)
+    assert_gradient(found, lambda p: slow_objective(batch, name, config, p), at)
+    if name in ("ppo_clip", "cispo", "dppo_tv", "dppo_kl", "gspo", "gspo_token", "gmpo"):
+        assert 0.05 < metrics["actor/pg_clipfrac"].item() < 0.95, "the case must have tokens on both sides"
+
+
+@pytest.mark.parametrize("name", OF_TOKENS)
+class TestProperties:
+    def config(self, name: str) -> AlgorithmConfig:
+        return settings(loss=name, kl_coef=0.1, entropy_coef=0.01, **SETTINGS.get(name, {}))
+
+    def of(self, batch: LossInputs, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        loss, metrics = objective(batch, self.config(name))
+        (found,) = torch.autograd.grad(loss, batch.log_probs)
+        return loss.detach(), metrics, found
+
+    def test_splits_add_up_and_order_does_not_matter(self, name: str) -> None:
+        batch = random_inputs(2, [5, 9, 1, 7])
+        whole, metrics, found = self.of(batch, name)
+        parts = [[3], [1, 0], [2]]
+        results = [self.of(part_of(batch, part), name) for part in parts]
+        torch.testing.assert_close(sum(result[0] for result in results), whole)
+        for key, value in metrics.items():
+            torch.testing.assert_close(sum(result[1][key] for result in results), value)
+        for part, result in zip(parts, results, strict=True):
+            expected = torch.cat([found[sequences_of(batch) == number] for number in part])
+            torch.testing.assert_close(result[2], expected)
+
+    @pytest.mark.parametrize("junk", [-50.0, math.inf, math.nan])
+    def test_masked_tokens_count_nowhere_whatever_they_hold(self, name: str, junk: float) -> None:
+        """Not in gradients, either: a nan that is left out of a sum can come back through 0 x nan on the way back."""
+        batch = random_inputs(3, [6, 8])
+        expected, metrics, found = self.of(batch, name)
+        masked = batch.loss_mask == 0
+        vectors = (batch.log_probs, batch.old_log_probs, batch.advantages, batch.reference_log_probs, batch.entropy)
+        for vector in vectors:
+            assert vector is not None
+            with torch.no_grad():
+                vector[masked] = junk
+        other, others, gradients = self.of(batch, name)
+        torch.testing.assert_close(other, expected)
+        torch.testing.assert_close(others, metrics)
+        torch.testing.assert_close(gradients, found)
+        assert not gradients[masked].any()
+
+    def test_nothing_masked_in_is_no_loss(self, name: str) -> None:
+        batch = random_inputs(4, [4, 3])
+        for vector in (batch.loss_mask, batch.loss_weights, batch.token_share):
+            vector.zero_()
+        loss, metrics, found = self.of(batch, name)
+        assert loss == 0 and not found.any() and not any(value.any() for value in metrics.values())
+
+    def test_extremes_stay_finite(self, name: str) -> None:
+        batch = random_inputs(5, [4, 4])
+        with torch.no_grad():
+            batch.log_probs[1], batch.log_probs[6] = -300.0, -1e-9
+            assert batch.old_log_probs is not None
+            batch.old_log_probs[6] = -300.0
+        loss, metrics, found = self.of(batch, name)
+        assert torch.isfinite(loss) and torch.isfinite(found).all()
+        assert all(torch.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    "name", ["ppo_clip", "cispo", "sapo", "dppo_tv", "dppo_kl", "gspo", "gspo_token", "gmpo", "reinforce"]
+)
+def test_on_policy_every_gradient_is_the_policy_gradient(name: str) -> None:
+    """Where nothing has moved, d loss / d log p is -A w for each token: of one advantage and one weight a sequence."""
+    batch = random_inputs(6, [5, 8, 3])
+    batch.old_log_probs = batch.log_probs.detach().clone()
+    batch.advantages = torch.tensor([1.5, -0.5, 2.0], dtype=torch.float64)[sequences_of(batch)]
+    batch.loss_weights = batch.loss_mask * torch.tensor([0.2, 0.1, 0.3], dtype=torch.float64)[sequences_of(batch)]
+    loss, _ = objective(batch, settings(loss=name))
+    (found,) = torch.autograd.grad(loss, batch.log_probs)
+    torch.testing.assert_close(found, -batch.advantages * batch.loss_weights)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gspo_token", "gmpo"])
+def test_a_token_on_its_bound_is_not_clipped(name: str) -> None:
+    """With bounds of 0 every ratio of 1 lies on both: the first update of a step still learns."""
+    batch = inputs([1.0, 1.0], [1.0, -2.0], lengths=[1, 1])
+    loss, metrics = objective(batch, settings(loss=name, clip_low=0.0, clip_high=0.0))
+    (found,) = torch.autograd.grad(loss, batch.log_probs)
+    close(found, [-0.5, 1.0])
+    assert metrics["actor/pg_clipfrac"] == 0.0
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "sapo", "dppo_tv", "gspo", "gmpo", "reinforce"])
+def test_a_nan_that_counts_shows(name: str) -> None:
+    """Masking by arithmetic must not hide what is broken in tokens that the loss counts."""
+    batch = inputs([1.0, 1.0], [1.0, -2.0])
+    assert batch.advantages is not None
+    batch.advantages[1] = math.nan
+    assert objective(batch, settings(loss=name))[0].isnan()
+
+
+def test_unknown_names_point_to_the_nearest() -> None:
+    with pytest.raises(ValueError, match="did you mean 'ppo_clip'"):
+        LOSSES["ppoclip"]

@@ -1,0 +1,285 @@
+"""Rewards of steps on their way from the scorer's sample to the advantages of tokens, against numbers worked by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.catalogue import ADVANTAGES
+from megarl.algorithms.inputs import Outcomes
+from megarl.algorithms.moments import Whitening
+from megarl.algorithms.process_advantages import placed, up_to
+from megarl.algorithms.returns import gae, returns_to_go
+from megarl.batching.plan import plan_step
+from megarl.recipe.schema import Recipe
+from megarl.trainer.actor import ActorWorker
+from megarl.trainer.critic import CriticWorker
+from megarl.types import Group, InlineData, Sample, SampleTokens, Steps
+from tests.support.loss_cases import settings
+
+TURNS = np.array([0, 1, 1, 0, 0, 1, 1, 1], dtype=bool)
+"""A prompt token, a turn of two, a tool's answer of two, a turn of three."""
+
+
+class TestPlaces:
+    def test_in_turns(self) -> None:
+        """A step that ends in the tool's answer belongs to the last token before it, one in the prompt to the first; of
+        two that one token ends, both count."""
+        steps = ((0, 1.0), (2, 2.0), (3, 4.0), (5, 8.0), (7, 16.0), (7, 32.0))
+        assert placed(steps, TURNS).tolist() == [0, 1, 6, 0, 0, 8, 0, 48]
+        assert up_to(steps, TURNS)[TURNS].tolist() == [63, 62, 56, 48, 48]
+
+    def test_nothing(self) -> None:
+        assert placed((), TURNS).tolist() == [0] * 8
+        assert placed(((3, 1.0),), np.zeros(8, dtype=bool)).tolist() == [0] * 8, "a sample that does not count"
+
+
+class TestReturns:
+    steps = (
+        (2, 2.0),
+        (4, 4.0),
+        (6, 8.0),
+    )  # on the second token of the first turn (two of them), the second of the second
+    outcome = np.array([16.0])
+
+    def test_returns_to_go(self) -> None:
+        """gamma 1/2, chosen tokens earn 0, 6, 0, 8, 16: from the end 16, 8 + 16/2 = 16, 8, 6 + 8/2 = 10, 5."""
+        got = returns_to_go(self.outcome, TURNS, [8], gamma=0.5, token_rewards=placed(self.steps, TURNS))
+        assert got.tolist() == [0, 5, 10, 0, 0, 8, 16, 16]
+
+    def test_gae(self) -> None:
+        """gamma 1/2, lambda 1/2, values 1, 2, 4, 2, 8 of chosen tokens. Deltas r + V'/2 - V: 0 + 1 - 1 = 0,
+        6 + 2 - 2 = 6, 0 + 1 - 4 = -3, 8 + 4 - 2 = 10, 16 - 8 = 8. A = delta + A'/4: 8, 12, 0, 6, 1.5."""
+        values = np.array([9.0, 1, 2, 9, 9, 4, 2, 8])
+        advantages, returns = gae(
+            self.outcome, values, TURNS, [8], gamma=0.5, lam=0.5, token_rewards=placed(self.steps, TURNS)
+        )
+        assert advantages.tolist() == [0, 1.5, 6, 0, 0, 0, 12, 8]
+        assert returns.tolist() == [0, 2.5, 8, 0, 0, 4, 14, 16]
+
+
+def batch(steps: list[list[Steps]], outcomes: list[list[float]], masks: dict[tuple[int, int], Any]) -> list[Group]:
+    """Groups of samples of a prompt token and seven others, all chosen where `masks` does not say otherwise."""
+    groups = []
+    for number, (of_group, ends) in enumerate(zip(steps, outcomes, strict=True)):
+        vectors, samples = [], []
+        for index, (own, outcome) in enumerate(zip(of_group, ends, strict=True)):
+            mask = masks.get((number, index), np.arange(8) > 0)
+            vectors.append(SampleTokens(np.arange(8, dtype=np.int32), mask, np.zeros(8, dtype=np.float32)))
+            earned = sum(reward for _, reward in own)
+            samples.append(
+                Sample(
+                    number, index, InlineData(vectors), 1, 7, int(mask.sum()), reward=outcome + earned,
+                    reward_parts={"steps": earned}, steps=own,
+                )
+            )  # fmt: skip
+        groups.append(Group(number, "row", "test", 0, samples))
+    return groups
+
+
+def worker(kind: type[ActorWorker] | type[CriticWorker], recipe: Recipe) -> Any:
+    """One that trains nothing: its model, processes and device are left out."""
+    made: Any = object.__new__(kind)
+    made.recipe, made.platform = recipe, SimpleNamespace(device=lambda: "cpu")
+    made.trainer = SimpleNamespace(coordinates=SimpleNamespace(reports=True, is_last_stage=True))
+    return made
+
+
+def given(recipe: Recipe, groups: list[Group], data_parallel: int = 1) -> dict[int, list[float]]:
+    """Advantages of the chosen tokens of each sample that counts, by number in the batch, as the update will see them."""
+    found = {}
+    for shard in plan_step(groups, recipe, data_parallel, 1).shards:
+        own = worker(ActorWorker, recipe)
+        own.load_shard(shard)
+        if ADVANTAGES[recipe.algorithm.advantage].of_tokens:
+            own.estimate_advantages(0.0)
+            own.whiten_advantages(Whitening())
+        for micro_batch, members in own._micro_batches():
+            vectors = zip(*(micro_batch.vectors[name].split(8) for name in ("advantages", "loss_mask")), strict=True)
+            for member, (advantages, mask) in zip(members, vectors, strict=True):
+                if shard.samples[member].loss_weight > 0:
+                    found[shard.samples[member].number] = advantages[mask > 0].tolist()
+    return found
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    made = Recipe()
+    made.algorithm.whiten_advantages, made.actor.max_tokens_per_micro_batch = False, 24
+    return made
+
+
+STEPS: list[list[Steps]] = [[((2, 1.0), (4, 3.0)), ((7, 5.0),), ()], [((3, -1.0), (3, -3.0)), ((1, 2.0),), ((7, 0.0),)]]
+OUTCOMES = [[4.0, 0.0, 2.0], [1.0, 1.0, 1.0]]
+
+
+class TestReinforcePlusPlus:
+    def test_steps_are_earned_where_they_end_and_once(self, recipe: Recipe) -> None:
+        """Without a discount: what is still to come, the outcome at every token."""
+        recipe.algorithm.advantage = "reinforce_plus_plus"
+        found = given(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))
+        # 1 and 3 (which ends in the tool's answer) are both the second token's: 4 + 4, 4 + 4, 4, 4, 4.
+        assert found == {
+            0: [8, 8, 4, 4, 4], 1: [5] * 7, 2: [2] * 7,
+            3: [-3, -3, -3, 1, 1, 1, 1], 4: [3, 1, 1, 1, 1, 1, 1], 5: [1] * 7,
+        }  # fmt: skip
+
+    def test_with_the_kl_in_the_reward(self, recipe: Recipe) -> None:
+        """A KL of 1 at each token with weight 1/2 is taken besides: steps 1 at the second of seven tokens, outcome 4."""
+        recipe.algorithm.advantage, recipe.algorithm.kl_in_reward = "reinforce_plus_plus", True
+        shard = plan_step(batch([[((2, 1.0),), ()]], [[4.0, 0.0]], {}), recipe, 1, 1).shards[0]
+        own = worker(ActorWorker, recipe)
+        own.load_shard(shard)
+        own.token_kl = {number: np.append(0.0, np.ones(7)) for number in (0, 1)}
+        own.estimate_advantages(0.5)
+        (got,) = own.token_advantages
+        assert sorted(got.reshape(2, 8)[:, 1:].tolist()) == [
+            [-3.5, -3, -2.5, -2, -1.5, -1, -0.5], [1.5, 2, 1.5, 2, 2.5, 3, 3.5],
+        ]  # fmt: skip
+
+    def test_what_is_taken_from_the_whole_reward_is_taken_at_the_end(self, recipe: Recipe) -> None:
+        """The punishment of long responses changes a sample's reward after it was scored: gamma 1/2, step 1, outcome 4 - 2."""
+        groups = batch([[((6, 1.0),), ()]], [[4.0, 0.0]], {})
+        groups[0].samples[0].reward -= 2.0
+        recipe.algorithm.advantage, recipe.algorithm.gamma = "reinforce_plus_plus", 0.5
+        assert given(recipe, groups)[0][-2:] == [2.0, 2.0]
+
+
+def test_the_critic_learns_of_steps(recipe: Recipe) -> None:
+    """With lambda 1 and values of 0 advantages are what is still to come, as REINFORCE++ has it."""
+    recipe.algorithm.advantage, recipe.algorithm.lam = "gae", 1.0
+    groups = batch(STEPS, OUTCOMES, {(0, 0): TURNS})
+    shard = plan_step(groups, recipe, 1, 1).shards[0]
+    critic = worker(CriticWorker, recipe)
+    critic.load_shard(shard)
+    critic.trainer.values = lambda batches: [torch.zeros(len(one.tokens)) for one in batches]
+    critic.compute_values([], 0.0)
+    found = {shard.samples[number].number: advantages[mask] for number, (advantages, mask) in critic.advantages.items()}
+    recipe.algorithm.advantage = "reinforce_plus_plus"
+    assert {number: own.tolist() for number, own in found.items()} == given(recipe, groups)
+
+
+def test_the_critic_is_given_no_kl_of_samples_that_count_nowhere(recipe: Recipe) -> None:
+    """Fillers, and those that are left out of the loss: they are in none of the parts that the actor hands over."""
+    recipe.algorithm.advantage, recipe.algorithm.lam = "gae", 1.0
+    shard = plan_step(batch([[(), ()]], [[4.0, 0.0]], {}), recipe, 1, 1).shards[0]
+    critic = worker(CriticWorker, recipe)
+    critic.load_shard(shard)
+    critic.trainer.values = lambda batches: [torch.zeros(len(one.tokens)) for one in batches]
+    known = next(number for number, sample in enumerate(shard.samples) if sample.number == 0)
+    critic.compute_values([(InlineData([np.append(0.0, np.ones(7)).astype(np.float32)]), [known])], 0.5)
+    found = {shard.samples[number].number: advantages[mask] for number, (advantages, mask) in critic.advantages.items()}
+    # Seven tokens, each a penalty of 1/2, and an outcome of 4 at the end; the other sample earns nothing.
+    assert found[0].tolist() == [0.5, 1, 1.5, 2, 2.5, 3, 3.5] and found[1].tolist() == [0] * 7
+
+
+class TestGrpoProcess:
+    def test_by_hand(self, recipe: Recipe) -> None:
+        """Without outcomes, as in the paper. Steps of the group: 1, 3 and 5: mean 3, squares 4 + 0 + 4 = 8 over 3 - 1
+        make the standard deviation 2; normalised -1, 0 and 1. Second group: -1, -3, 2, 0: mean -1/2, squares
+        1/4 + 25/4 + 25/4 + 1/4 = 13 over 3."""
+        recipe.algorithm.advantage = "grpo_process"
+        found = given(recipe, batch(STEPS, [[7.0] * 3, [0.0] * 3], {(0, 0): TURNS}))
+        assert found[0] == pytest.approx([-1, -1, 0, 0, 0], abs=1e-6), "both steps are the second token's"
+        assert found[1] == pytest.approx([1] * 7, rel=1e-6) and found[2] == [0] * 7
+        unit = 1 / (np.sqrt(13 / 3) + 1e-6)
+        assert found[3] == pytest.approx([-3 * unit] * 3 + [0] * 4)
+        assert found[4] == pytest.approx([2.5 * unit] + [0] * 6) and found[5] == pytest.approx([0.5 * unit] * 7)
+
+    def test_outcomes_are_normalised_apart(self, recipe: Recipe) -> None:
+        """4, 0 and 2: mean 2, standard deviation 2: 1, -1 and 0 at every token, beside the steps."""
+        recipe.algorithm.advantage = "grpo_process"
+        found = given(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))
+        assert found[0] == pytest.approx([0, 0, 1, 1, 1], abs=1e-6)
+        assert found[1] == pytest.approx([0] * 7, abs=1e-6) and found[2] == pytest.approx([0] * 7, abs=1e-6)
+        assert found[3][-1] == 0, "all of the second group have the same outcome"
+        recipe.algorithm.normalize_by_std = False
+        assert given(recipe, batch(STEPS, OUTCOMES, {(0, 0): TURNS}))[0] == [0, 0, 2, 2, 2], "-2 and 0 up to there"
+
+    def test_a_group_of_one_has_no_advantage(self, recipe: Recipe) -> None:
+        recipe.algorithm.advantage = "grpo_process"
+        assert given(recipe, batch([[((2, 1.0), (4, 3.0))]], [[4.0]], {}))[0] == [0] * 7
+
+    def test_slow_reference(self, recipe: Recipe) -> None:
+        """Group by group and token by token, as the paper writes it; whatever the data-parallel split, in mini batches."""
+        random = np.random.default_rng(3)
+        steps: list[list[Steps]] = [
+            [
+                tuple((int(end), float(random.normal())) for end in sorted(random.integers(1, 8, random.integers(4))))
+                for _ in range(random.integers(2, 5))
+            ]
+            for _ in range(6)
+        ]
+        outcomes = [random.normal(size=len(own)).tolist() for own in steps]
+        expected, number = {}, 0
+        for own, ends in zip(steps, outcomes, strict=True):
+            rewards = [reward for sample in own for _, reward in sample]
+            mean = np.mean(rewards) if rewards else 0.0
+            std = np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0
+            for sample, outcome in zip(own, ends, strict=True):
+                at_all = (outcome - np.mean(ends)) / (np.std(ends, ddof=1) + 1e-6)
+                expected[number] = [
+                    at_all + sum((reward - mean) / (std + 1e-6) for end, reward in sample if end >= token)
+                    for token in range(1, 8)
+                ]
+                number += 1
+        recipe.algorithm.advantage, recipe.actor.mini_batches = "grpo_process", 3
+        for data_parallel in (1, 3):
+            found = given(recipe, batch(steps, outcomes, {}), data_parallel)
+            assert sorted(found) == sorted(expected)
+            for sample, advantages in expected.items():
+                assert found[sample] == pytest.approx(advantages, rel=1e-5, abs=1e-5)
+
+    def test_a_scorer_without_steps_is_named(self, recipe: Recipe) -> None:
+        recipe.algorithm.advantage = "grpo_process"
+        groups = batch([[(), ()]], [[1.0, 0.0]], {})
+        assert given(recipe, groups)[0] == pytest.approx([np.sqrt(0.5)] * 7, rel=1e-5), (
+            "none of these has any: plain GRPO"
+        )
+        for sample in groups[0].samples:
+            sample.reward_parts = {}
+        with pytest.raises(
+            ValueError, match="'grpo_process', which is made of rewards of steps, and the scorer gave none"
+        ):
+            given(recipe, groups)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "reinforce_plus_plus", "grpo_process"])
+def test_steps_of_zero_change_nothing(recipe: Recipe, advantage: str) -> None:
+    recipe.algorithm.advantage = advantage
+    none, zero = [[(), (), ()]], [[((2, 0.0), (5, 0.0)), ((7, 0.0),), ()]]
+    found = [given(recipe, batch(steps, [[4.0, 0.0, 2.0]], {(0, 0): TURNS})) for steps in (none, zero)]
+    assert found[0] == found[1]
+
+
+def test_estimators_of_whole_samples_see_the_sum(recipe: Recipe) -> None:
+    """4 + 1 + 3, 0 + 5 and 2: mean 5."""
+    recipe.algorithm.normalize_by_std = False
+    found = given(recipe, batch(STEPS[:1], OUTCOMES[:1], {}))
+    assert [own[0] for own in (found[0], found[1], found[2])] == [3, 0, -3]
+
+
+def test_metrics(recipe: Recipe) -> None:
+    recipe.algorithm.advantage, recipe.algorithm.normalize_by_std = "grpo_process", False
+    metrics = plan_step(batch(STEPS[:1], OUTCOMES[:1], {}), recipe, 1, 1).metrics
+    assert metrics["critic/rewards/mean"] == 5 and metrics["critic/score/steps/mean"] == 3
+    assert (metrics["critic/step_count/mean"], metrics["critic/step_count/max"], metrics["critic/step_count/min"]) == (
+        1,
+        2,
+        0,
+    )
+    assert metrics["critic/advantages/max"] == 0, "of first tokens: 2 - 2 + 0, -2 + 2, 0"
+    for group in (groups := batch([[(), ()]], [[1.0, 0.0]], {})):
+        for sample in group.samples:
+            sample.reward_parts = {}
+    recipe.algorithm.advantage = "grpo"
+    assert not [name for name in plan_step(groups, recipe, 1, 1).metrics if "step" in name]
+
+
+def test_estimators_take_a_batch_without_any_step() -> None:
+    outcomes = Outcomes(np.array([1.0, 0.0]), np.array([3, 3]), np.ones(2))
+    assert ADVANTAGES["grpo_process"].of_steps(outcomes, settings()).tolist() == []

@@ -1,0 +1,149 @@
+"""Model FLOPs: equal to what torch counts while transformers' own models run, and what follows from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+from megarl.batching.flops import FORWARD_BACKWARD, ModelFlops, model_flops
+from megarl.hf.shape import COUNTED
+from megarl.platform.devices import peak_flops
+from megarl.train import speed
+from tests.support.megatron_models import COMMON, EXPERTS
+
+LENGTHS = [5, 24]
+SPARSE = {**EXPERTS, "head_dim": 16}
+DENSE_FIRST = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_routed_experts": 8, "n_group": 1, "topk_group": 1}
+LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
+
+# Name: (class of the model, class of the configuration, what it adds to COMMON)
+CASES = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {"head_dim": 32}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4}),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        {**EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 48, "decoder_sparse_step": 2},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**SPARSE, "num_experts": 4, "mlp_only_layers": [1]},
+    ),
+    "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeConfig", {**SPARSE, **DENSE_FIRST}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {**EXPERTS, **DENSE_FIRST, **LATENT, "q_lora_rank": 40, "num_key_value_heads": 4},
+    ),
+    "deepseek_v3 without a query latent": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {**EXPERTS, **DENSE_FIRST, **LATENT, "q_lora_rank": None, "num_key_value_heads": 4},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+            "vision_config": {"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64},
+        },
+    ),
+}
+
+
+def build(name: str) -> torch.nn.Module:
+    model_class, config_class, own = CASES[name]
+    settings = {**COMMON, "num_hidden_layers": 3, **own}
+    vision = {"vision_config": settings.pop("vision_config")} if "vision_config" in settings else {}
+    if vision:
+        settings = {"text_config": settings, "tie_word_embeddings": False, **vision}
+    config = getattr(transformers, config_class)(**settings)
+    config._attn_implementation = "eager"  # two matrix products over the full square, which torch counts
+    config._experts_implementation = "eager"
+    return getattr(transformers, model_class)(config)
+
+
+def full_square(flops: ModelFlops, length: int) -> float:
+    """What an attention that computes masked pairs too executes: all length^2 of them."""
+    return flops.per_token * length + flops.per_pair * length**2
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_what_torch_counts(name: str) -> None:
+    """Forward, and forward with backward, to the last FLOP, attention counted over its full square."""
+    model = build(name)
+    flops = model_flops(model.config.to_dict())
+    for length in LENGTHS:
+        with FlopCounterMode(display=False) as counter:
+            logits = model(input_ids=torch.arange(length)[None], use_cache=False).logits
+            forward = counter.get_total_flops()
+            logits.sum().backward()
+        assert [forward] == [full_square(flops, length)]
+        assert counter.get_total_flops() == FORWARD_BACKWARD * forward
+
+
+def test_every_counted_model_is_checked() -> None:
+    assert {name.split()[0] for name in CASES} == set(COUNTED)
+
+
+def test_causal_attention_needs_each_pair_once() -> None:
+    flops = ModelFlops(per_token=5, per_pair=2)
+    pairs = [(query, key) for query in range(7) for key in range(7) if key <= query]
+    assert flops.of([7]).tolist() == [5 * 7 + 2 * len(pairs)]
+    assert flops.of([1]).tolist() == [full_square(flops, 1)]
+    assert flops.of_update([7]).tolist() == [3 * flops.of([7])[0]]
+    assert flops.of_update([7], frozen=True).tolist() == [2 * 5 * 7 + 3 * 2 * len(pairs)]
+    assert np.allclose(flops.of([40_000]), full_square(flops, 40_000) / 2, rtol=1e-4)  # far past the linear part
+
+
+def test_billions_of_known_models() -> None:
+    """Half of the linear part is the parameters that a token meets: 6.5 G of Qwen2.5-7B's 7.6 G (its input embedding
+    is a look-up), 37 G of DeepSeek-V3's 671 G."""
+    qwen = {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28}
+    qwen |= {"num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064}
+    assert model_flops(qwen).per_token / 2 == pytest.approx(7.07e9, rel=0.001)
+    deepseek = {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61}
+    deepseek |= {"num_attention_heads": 128, "vocab_size": 129280, "moe_intermediate_size": 2048}
+    deepseek |= {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3}
+    deepseek |= {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    assert model_flops(deepseek | {"v_head_dim": 128}).per_token / 2 == pytest.approx(36.6e9, rel=0.001)
+
+
+def test_what_nobody_checked_is_refused() -> None:
+    with pytest.raises(ValueError, match="'mamba' model are not counted"):
+        model_flops({"model_type": "mamba"})
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H20", 148),
+        ("Ascend910B1", 363.7),
+        ("Ascend910B2", 353.9),
+        ("Ascend910B3", 294.9),
+        ("Ascend910B4-1", 245.8),
+        ("Ascend910_9392", 353.9),
+    ],
+)
+def test_peaks(device: str, tflops: float) -> None:
+    assert peak_flops(device) == pytest.approx(tflops * 1e12, rel=1e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA RTX A1000", "Ascend910B2C", "NVIDIA H2000"])
+def test_an_unknown_device_has_no_peak_and_no_mfu(device: str) -> None:
+    assert peak_flops(device) is None
+    assert speed("actor", 2e12, peak_flops(device)) == {"perf/tflops_per_device/actor": 2.0}
+
+
+def test_mfu() -> None:
+    assert speed("actor", 2e12, 8e12) == {"perf/tflops_per_device/actor": 2.0, "perf/mfu/actor": 0.25}

@@ -1,0 +1,205 @@
+"""Saves beside training, and kills at every moment of a save."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.checkpoint import folder as checkpoint
+from megarl.checkpoint.folder import check_whole, find_checkpoint, list_checkpoints
+from megarl.checkpoint.manifest import find_damage
+from megarl.checkpoint.saver import Saver
+from megarl.recipe.schema import TrainConfig
+from tests.support.checkpoint_parts import Trainers, names, saver, state
+
+
+def test_beside_training_a_checkpoint_appears_when_it_is_written(tmp_path: Path) -> None:
+    trainers = Trainers()
+    one = saver(tmp_path, trainers, save_in_background=True, keep_checkpoints=1)
+    assert one.save(1, state()) == {}
+    trainers.contents = b"trained on"
+    assert one.poll() == {} and one.pending
+    assert list_checkpoints(tmp_path) == [], "it is not whole yet"
+    trainers.work()
+    assert one.poll() == {"checkpoint/write_seconds": 1.5, "checkpoint/bytes": 16.0} and not one.pending
+    assert one.poll() == {}
+    one.save(2, state())
+    assert names(tmp_path) == [".step_000002.partial", "step_000001"], "the only whole one went too early"
+    one.save(3, state())  # waits for the one before
+    assert names(tmp_path) == [".step_000003.partial", "step_000002"]
+    one.finish()
+    assert names(tmp_path) == ["step_000003"] and find_damage(tmp_path / "step_000003") is None
+
+
+def test_a_write_that_fails_beside_training_is_raised_at_the_next_step(tmp_path: Path) -> None:
+    trainers = Trainers()
+    one = saver(tmp_path, trainers, save_in_background=True)
+    one.save(1, state())
+    one.save(2, state())
+    trainers.error = RuntimeError("disk full")
+    with pytest.raises(RuntimeError, match="disk full"):
+        one.poll()
+    assert names(tmp_path) == ["step_000001"]
+    assert one.rescue(wait=True) is None, "there is nothing left to wait for"
+
+
+def test_the_end_of_a_run_waits_for_receipts_and_calls_nobody(tmp_path: Path) -> None:
+    trainers = Trainers()
+    one = saver(tmp_path, trainers, save_in_background=True)
+    one.save(1, state())
+    assert one.rescue(wait=False) is None and one.pending
+    looks = []
+
+    def check() -> None:
+        looks.append(1)
+        trainers.work()
+
+    one._check = check
+    trainers.call = None  # type: ignore[method-assign, assignment]
+    assert one.rescue(wait=True) == tmp_path / "step_000001"
+    assert looks == [1] and names(tmp_path) == ["step_000001"]
+
+
+def test_the_end_may_come_while_a_checkpoint_is_made_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at each call that `commit` makes: what had been written is visible afterwards."""
+    calls = Operations(monkeypatch)
+    for moment in range(1, 40):
+        folder = tmp_path / str(moment)
+        trainers = Trainers()
+        one = saver(folder, trainers, save_in_background=True)
+        one.save(1, state())
+        trainers.work()
+        calls.at(moment, interrupt)
+        try:
+            one.poll()
+        except KeyboardInterrupt:
+            calls.at(0, interrupt)
+            one.rescue(wait=True)
+            assert names(folder) == ["step_000001"] and find_damage(folder / "step_000001") is None
+        else:
+            assert moment > 5, "too few moments were tried"
+            return
+    raise AssertionError("it never came to its end")
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+class Operations:
+    """Counts what a save does to the disk, and does something else before one of them."""
+
+    NAMES = ((os, "fsync"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "mkdir"))
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = self.moment = 0
+        self.action: Callable[[], None] = interrupt
+        for module, name in self.NAMES:
+            monkeypatch.setattr(module, name, self._counted(getattr(module, name)))
+
+    def at(self, moment: int, action: Callable[[], None]) -> None:
+        self.count, self.moment, self.action = 0, moment, action
+
+    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == self.moment:
+                self.action()
+            return function(*args, **kwargs)
+
+        return counted
+
+
+def test_everything_is_on_the_disk_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file, every folder that names one, and, after the rename, the folder of checkpoints."""
+    fsync, rename = os.fsync, os.rename
+    events: list[str] = []
+
+    def record(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def renamed(old: Any, new: Any) -> None:
+        rename(old, new)
+        events.append("renamed")
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "rename", renamed)
+    saver(tmp_path).save(1, state())
+    before, after = events[: events.index("renamed")], events[events.index("renamed") + 1 :]
+    final = tmp_path / "step_000001"
+    partial = str(checkpoint.partial_path(tmp_path, 1))
+    assert {str(path).replace(str(final), partial) for path in (final, *final.rglob("*"))} <= set(before)
+    assert str(tmp_path) in after
+
+
+def test_killed_at_every_moment_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL before each thing that a save does to the disk, of the second save and of the retention after it:
+    the newest whole one is found, and the next session saves as if nothing had been."""
+    calls = Operations(monkeypatch)
+    found_steps = []
+    for moment in range(1, 200):
+        folder = tmp_path / str(moment)
+        calls.at(0, kill)
+        saver(folder, keep_checkpoints=1).save(1, state())
+        child = os.fork()
+        if child == 0:
+            calls.at(moment, kill)
+            try:
+                saver(folder, keep_checkpoints=1).save(2, state())
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        notices: list[str] = []
+        found = find_checkpoint("auto", folder, checksums=True, notice=notices.append)
+        assert found is not None
+        assert all(find_damage(path) is None for path in list_checkpoints(folder)), "what bears the name is not whole"
+        step = checkpoint.checkpoint_step(found)
+        found_steps.append(step)
+        partial = checkpoint.partial_path(folder, 2).exists()
+        assert step == 1 or not partial
+        assert bool(notices) == partial and all("step_000002" in notice for notice in notices)
+        saver(folder, keep_checkpoints=1).save(3, state())
+        assert names(folder) == ["step_000003"], "a killed save left something behind"
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        shutil.rmtree(folder)
+    assert status == 0 and len(found_steps) > 15
+    assert found_steps == sorted(found_steps), "a later moment found an older checkpoint"
+    assert found_steps[0] == 1 and found_steps[-2] == 2
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_groups_that_take_turns_are_saved_as_one(tmp_path: Path) -> None:
+    """The critic beside the trainers: each comes to the devices before its part is copied, and both make one checkpoint."""
+    critic, trainers = Trainers(), Trainers()
+    said: list[Any] = []
+    critic.contents = b"critic's"
+    groups: Any = {"critic": critic, "trainer": trainers}
+    for name, group in groups.items():
+        stage = group.stage_save
+        group.stage_save = lambda *args, name=name, stage=stage: said.append((name, args[1])) or stage(*args)
+    both = Saver(tmp_path, groups, TrainConfig(), lambda: None, come=said.append)
+    both.save(1, state())
+    assert said == ["critic", ("critic", True), "trainer", ("trainer", True)]
+    written = tmp_path / "step_000001"
+    assert (written / "critic" / "tensors_0").read_bytes() == b"critic's\0"
+    assert (written / "trainer" / "tensors_1").read_bytes() == b"weights\1"
+    check_whole(written)
+    (written / "critic" / "tensors_1").unlink()
+    with pytest.raises(ValueError, match="critic/tensors_1"):
+        check_whole(written)
+    trainers.error = RuntimeError("disk full")
+    with pytest.raises(RuntimeError, match="disk full"):
+        both.save(2, state())
+    assert names(tmp_path) == ["step_000001"], "half a checkpoint stays hidden, and goes"

@@ -1,0 +1,294 @@
+"""Trainers and engines over Ray: one Ray for the whole file, a cluster of its own for each test."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megarl.cluster import CallFailed, ServiceDied, WorkerFailed, host_name
+from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
+
+pytestmark = pytest.mark.stack
+THREADS = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def one_ray():
+    from megarl.cluster.ray import env as ray_env
+
+    ray_env.prepare(private=True)
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=16,
+        resources={"NPU": 4},
+        include_dashboard=False,
+        _node_ip_address="127.0.0.1",
+        object_store_memory=128 << 20,
+        logging_level="error",
+        log_to_driver=False,
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture
+def connect(one_ray, tmp_path):
+    from megarl.cluster.device_map import Demand
+    from megarl.cluster.ray.cluster import RayCluster
+    from megarl.cluster.ray.devices import RayDevices
+
+    clusters = []
+
+    def connect(trainers=0, engines=0, tensor_parallel=1, *, critics=0, npus=False, shared=True):
+        kind = ("NPU", "ASCEND_RT_VISIBLE_DEVICES") if npus else (None, "")
+        devices = RayDevices(*kind, Demand(trainers, engines, tensor_parallel, shared=shared, critics=critics))
+        role = {"trainer_env": THREADS | {"ROLE": "trainer"}, "service_env": THREADS | {"ROLE": "engine"}}
+        clusters.append(RayCluster(None, devices, tmp_path, **role))
+        return clusters[-1]
+
+    yield connect
+    for cluster in clusters:
+        cluster.shutdown()
+
+
+def test_calls_scatters_and_collectives(connect, tmp_path):
+    group = connect(2).start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
+    first, second = group.call("identify")
+    assert (first[0], first[2:], second[0], second[2:]) == (0, ("0", "2", "trainer"), 1, ("1", "2", "trainer"))
+    assert group.call("sum", 2) == [4.0, 4.0]
+    assert group.scatter("echo", [("a",), ("b",)]) == [(0, "a"), (1, "b")]
+    assert "trainer rank 1" in (tmp_path / "trainer-1.log").read_text()
+    group.shutdown()
+    assert wait_until(lambda: not alive(first[1]) and not alive(second[1]), 5)
+
+
+@pytest.mark.parametrize(
+    ("method", "says"),
+    [
+        (
+            "die_in_collective",
+            r"trainer rank 1 on .* \(pid \d+\) died: its process ended without a word(.|\n)*the last words",
+        ),
+        ("raise_in_collective", r"trainer rank 1 on .* \(pid \d+\) failed: ValueError: this rank has had enough"),
+    ],
+)
+def test_the_first_cause_is_told_within_seconds(connect, method, says):
+    cluster = connect(2, 1)
+    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    pids = [*engine.call("child_pid").result(timeout=60)]
+    group = cluster.start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
+    pids += [place[1] for place in group.call("identify")]
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=says) as caught:
+        group.call(method, 1)
+    assert time.monotonic() - began < 8
+    assert ("had enough" in caught.value.failure.traceback) == (method == "raise_in_collective")
+    assert wait_until(lambda: not any(map(alive, pids)), 5)  # an engine's own child too
+
+
+def test_a_trainer_that_is_stopped_is_named(connect, monkeypatch):
+    """It closes no connection and answers nothing, and a collective of the others gives up after half an hour."""
+    from megarl.cluster import sigstop_watch
+    from megarl.cluster.ray import watch
+
+    monkeypatch.setattr(sigstop_watch, "LOOK_SECONDS", 0.3)
+    group = connect(2).start_trainers("tests.support.cluster_workers:Reducer", 2, (), {})
+    monkeypatch.setattr(watch.ray, "remote", None)  # a function of its own for each look would stay in the cluster
+    pids = [place[1] for place in group.call("identify")]
+    began = time.monotonic()
+    says = rf"trainer rank 1 on .* \(pid {pids[1]}\) failed: its process has been stopped for 3 s in stop_in_collective"
+    with pytest.raises(WorkerFailed, match=says):
+        group.call("stop_in_collective", 1)
+    assert time.monotonic() - began < 15
+    assert wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+def test_a_constructor_that_raises_is_told(connect):
+    with pytest.raises(WorkerFailed, match="TypeError"):
+        connect(1).start_trainers("tests.support.cluster_workers:Engine", 1, (), {})
+    engine = connect(0, 1, shared=False).start_service(
+        "tests.support.cluster_workers:Engine", (-1,), name="engine0", devices=1, env={}
+    )
+    with pytest.raises(ServiceDied, match="ValueError: scale is negative"):
+        engine.call("scaled", 1).result(timeout=60)
+
+
+def test_a_critic_beside_the_trainers(connect, one_ray, tmp_path):
+    """With pretended NPUs: a second group, whose data reach the first by reference, and whose end is named."""
+    cluster = connect(1, 1, critics=1, npus=True)
+    assert start_engines(cluster, 1) == ["0"]
+    actor = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+    critic = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {}, name="critic")
+    assert critic.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0"], "all three fit on one device"
+    ((word, refs),) = critic.scatter_with_data("give", [([[1, 2], [3]], [])], parts=2)
+    assert word == "from 0" and all(isinstance(ref.ref, one_ray.ObjectRef) for ref in refs)
+    assert actor.scatter("total", [(refs,)]) == [6.0]
+    with pytest.raises(WorkerFailed, match=r"critic rank 0 on .* failed: ValueError: no more values"):
+        critic.call("raise_on", 0, "no more values")
+    assert "critic rank 0" in (tmp_path / "critic-0.log").read_text()
+
+
+def test_a_service_answers_many_calls_at_once(connect, one_ray, tmp_path):
+    cluster = connect(1, 1)
+    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    futures = [engine.call("slow", i) for i in range(300)]
+    assert [future.result(timeout=60) for future in futures] == list(range(300))
+    assert engine.call("concurrency").result() > 100
+    assert engine.host == host_name()
+    assert engine.call("variable", "ROLE").result() == "engine"
+    with pytest.raises(CallFailed, match=r"service engine0 on .* failed: KeyError: 'no such prompt'"):
+        engine.call("fail").result()
+    assert engine.alive()
+
+    # The vectors lie in Ray's store; a trainer that is handed the reference fetches them itself.
+    control, data = engine.call_with_data("generate", 4).result()
+    assert control == {"lengths": [4, 4]}
+    assert isinstance(data.ref, one_ray.ObjectRef)
+    assert data.get()[1].tokens.tolist() == [1, 2, 3, 4]
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+    assert group.call("fetch", data, 1) == [[1, 2, 3, 4]]
+    with pytest.raises(CallFailed, match="KeyError"):
+        engine.call_with_data("fail").result()
+
+    _, child = engine.call("child_pid").result()
+    engine.stop()
+    assert "closed in order" in (tmp_path / "engine0.log").read_text()
+    assert wait_until(lambda: not alive(child), 5)
+
+
+def test_a_killed_service_ends_the_call_that_trainers_are_in(connect):
+    cluster = connect(1, 1)
+    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+    engine.call("die_later", 0.3).result(timeout=60)
+    waiting = [engine.call("slow", i) for i in range(3)]
+    began = time.monotonic()
+    with pytest.raises(ServiceDied, match=r"service engine0 .* died: .*(.|\n)*the engine's last words"):
+        group.call("sleep", 100)
+    assert time.monotonic() - began < 8
+    assert all(future.result() in range(3) for future in waiting)  # they were done before
+    with pytest.raises(ServiceDied):
+        engine.call("scaled", 1).result(timeout=10)
+
+
+def start_engines(cluster, count, devices=1):
+    """What each engine sees of the devices."""
+    engines = [
+        cluster.start_service("tests.support.cluster_workers:Engine", (3,), name=f"engine{i}", devices=devices, env={})
+        for i in range(count)
+    ]
+    return [engine.call("variable", "ASCEND_RT_VISIBLE_DEVICES").result(timeout=60) for engine in engines]
+
+
+def test_engines_that_share_devices_spread_over_them(connect):
+    """With pretended NPUs: two engines and a trainer would not fit on one of them."""
+    cluster = connect(2, 2, npus=True)
+    assert start_engines(cluster, 2) == ["0", "1"]
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, (), {})
+    assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0,1", "0,1"]
+    assert [identity[2] for identity in group.call("identify")] == ["0", "1"]
+
+
+def test_engines_with_devices_of_their_own(connect):
+    assert wait_until(lambda: _free_npus() == 4, 10)
+    cluster = connect(1, 1, 3, npus=True, shared=False)
+    assert start_engines(cluster, 1, devices=3) == ["1,2,3"]
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+    assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0"]
+    with pytest.raises(ValueError, match=r"need 1 of NPU, and what is free does not hold them so: 0 on 127\.0\.0\.1"):
+        connect(1, npus=True)
+
+
+def test_processes_without_devices_never_wait_for_room(connect):
+    cluster = connect(20, 40)  # of 16 CPUs
+    assert len(cluster._devices.trainers) == 20
+    assert connect(1, 1, npus=False)._devices.next_engine(1)
+
+
+def test_a_process_that_ray_does_not_start_is_named(connect, monkeypatch):
+    """Ray would wait for room as long as it takes: here more is taken of a device than it has."""
+    from megarl.cluster.ray import cluster as ray_cluster
+    from megarl.cluster.ray import devices as ray_devices
+
+    assert wait_until(lambda: _free_npus() == 4, 10)
+    monkeypatch.setattr(ray_cluster, "START_SECONDS", 4.0)
+    monkeypatch.setattr(ray_devices, "SHARE", 0.6)
+    cluster = connect(1, 1, npus=True)
+    start_engines(cluster, 1)
+    with pytest.raises(WorkerFailed, match=r"trainer rank 0 on 127\.0\.0\.1 failed: Ray has not started .* within 4 s"):
+        cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+
+    cluster = connect(1, 1, npus=True)
+    cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
+    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    time.sleep(4.1)
+    with pytest.raises(ServiceDied, match=r"service engine0 on 127\.0\.0\.1 failed: Ray has not started"):
+        cluster.check()
+    with pytest.raises(ServiceDied):
+        engine.call("scaled", 1).result(timeout=10)
+
+
+def test_an_idle_trainer_that_dies_is_named(connect):
+    cluster = connect(2, 1)
+    engine = cluster.start_service("tests.support.cluster_workers:Engine", (3,), name="engine0", devices=1, env={})
+    group = cluster.start_trainers("tests.support.cluster_workers:Echo", 2, (), {})
+    engine.call("scaled", 1).result(timeout=60)
+    began = time.monotonic()
+    for _ in range(10):
+        cluster.check()
+    assert time.monotonic() - began < 1
+    pids = [identity[1] for identity in group.call("identify")]
+    os.kill(pids[1], signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(WorkerFailed, match=rf"trainer rank 1 on .* \(pid {pids[1]}\) died: its process ended"):
+        while True:
+            cluster.check()
+            time.sleep(1)
+    assert time.monotonic() - began < 3
+    assert wait_until(lambda: not any(map(alive, pids)), 5)
+
+
+def test_a_service_that_dies_is_named_and_one_that_was_stopped_is_not(connect):
+    cluster = connect(0, 2, shared=False)
+    first, second = (
+        cluster.start_service("tests.support.cluster_workers:Engine", (3,), name=f"engine{i}", devices=1, env={})
+        for i in range(2)
+    )
+    second.call("scaled", 1).result(timeout=60)
+    first.stop()
+    cluster.check()
+    second.call("die_later", 0.0)
+    began = time.monotonic()
+    with pytest.raises(ServiceDied, match=r"service engine1 on .* died"):
+        while time.monotonic() < began + 3:
+            cluster.check()
+            time.sleep(0.2)
+
+
+def _free_npus():
+    import ray
+
+    return ray.available_resources().get("NPU", 0)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_outlives_the_controller(tmp_path, how):
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | THREADS
+    controller = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.cluster_workers", "ray", str(tmp_path)],
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    fact = next(line for line in controller.stdout if line.startswith("FACT pids"))
+    pids = [int(pid) for pid in fact.split()[2:]] + descendants(controller.pid)
+    assert all(map(alive, pids)) and len(pids) > 5  # Ray's own processes among them
+    controller.send_signal(how)
+    assert wait_until(lambda: not any(map(alive, pids)) and controller.poll() is not None, 10)

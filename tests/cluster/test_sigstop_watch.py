@@ -1,0 +1,64 @@
+"""A process that is stopped is found by looks at it; one that is busy, or was stopped for a moment, is not."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megarl.cluster import sigstop_watch
+from megarl.cluster.failures import Place, WorkerFailed
+from megarl.cluster.sigstop_watch import LOOKS, LocalWatch, Looks, stopped_of
+from tests.support.cluster_workers import wait_until
+
+PLACES = [Place("trainer rank 0", "node7", 100), Place("trainer rank 1", "node7", 101)]
+
+
+@pytest.fixture
+def busy():
+    """A process whose threads cannot run: native code keeps the interpreter's lock."""
+    process = subprocess.Popen([sys.executable, "-c", "import ctypes; ctypes.PyDLL(None).sleep(1000)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_stopped_process_is_told_from_a_busy_one_and_from_none(busy):
+    assert stopped_of([busy.pid, 1 << 30]) == []
+    busy.send_signal(signal.SIGSTOP)
+    assert wait_until(lambda: stopped_of([1 << 30, busy.pid]) == [busy.pid], 5)
+    busy.send_signal(signal.SIGCONT)
+    assert wait_until(lambda: stopped_of([busy.pid]) == [], 5)
+
+
+def test_looks_in_a_row_count():
+    looks = Looks(PLACES, "update_actor")
+    for _ in range(3):  # a pause that ended, again and again
+        for _ in range(LOOKS - 1):
+            looks.note([0, 1], [101])
+        looks.note([0, 1], [])
+    for _ in range(LOOKS - 1):
+        looks.note([0, 1], [101])
+    looks.note([0], [])  # a look at another machine says nothing of this one
+    says = r"trainer rank 1 on node7 \(pid 101\) failed: its process has been stopped for 20 s in update_actor"
+    with pytest.raises(WorkerFailed, match=says) as caught:
+        looks.note([1], [101])
+    assert not caught.value.failure.is_communication, "a cause, and no consequence of another's"
+
+
+def test_a_pause_of_whoever_looks_is_one_look(busy, monkeypatch):
+    """As of a controller that was stopped with all others, whose clock has moved on."""
+    busy.send_signal(signal.SIGSTOP)
+    assert wait_until(lambda: stopped_of([busy.pid]) == [busy.pid], 5)
+    watch = LocalWatch([Place("trainer rank 0", pid=busy.pid)], "update_actor")
+    leap = [0.0]
+    now = time.monotonic
+    monkeypatch.setattr(sigstop_watch.time, "monotonic", lambda: now() + leap[0])
+    for _ in range(LOOKS - 1):
+        leap[0] += 1000
+        watch.check()
+        watch.check()  # not due
+    leap[0] += 1000
+    with pytest.raises(WorkerFailed):
+        watch.check()

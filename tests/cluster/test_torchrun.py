@@ -1,0 +1,116 @@
+"""Trainers under torchrun: rank 0 controls, the others serve."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megarl.recipe.schema import Recipe
+from tests.support.cluster_workers import ROOT, alive, wait_until
+
+pytestmark = pytest.mark.stack
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Start a scenario under torchrun; ends it with the test."""
+    started = []
+
+    def launch(scenario):
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+        command += ["-m", "tests.support.cluster_workers", scenario, str(tmp_path)]
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
+        started.append(
+            subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+        return started[-1]
+
+    yield launch
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def pids_of(process):
+    """The process ids that the scenario tells of: engine, its child, rank 0."""
+    for line in process.stdout:
+        if line.startswith("FACT pids"):
+            return [int(pid) for pid in line.split()[2:]]
+    raise AssertionError("the scenario ended early")
+
+
+def test_a_good_run(launch, tmp_path):
+    output, _ = launch("good").communicate(timeout=90)
+    facts = [line for line in output.splitlines() if line.startswith("FACT")]
+    assert facts[-1] == "FACT done", output
+    assert "(1, " in facts[0] and facts[0].count("'2', 'trainer'") == 2
+    assert facts[1] == "FACT [4.0, 4.0] [(0, 'a'), (1, 'b')]"
+    assert facts[2] == "FACT ['from 0', 'from 1'] [9.0, 9.0]"
+    assert facts[3] == "FACT ['engine', '2', None]"
+    assert "trainer rank 1" in (tmp_path / "trainer-1.log").read_text()
+    assert not any(alive(pid) for pid in map(int, facts[4].split()[2:]))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "says"),
+    [
+        ("die_in_collective", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
+        ("raise_in_collective", "WorkerFailed trainer rank 1 on .* failed: ValueError: this rank has had enough"),
+        (
+            "stop_in_collective",
+            r"WorkerFailed trainer rank 1 on .* \(pid \d+\) failed: its process has been stopped for 3 s",
+        ),
+        (
+            "stopped_before_a_large_call",
+            r"WorkerFailed trainer rank 1 on .* \(pid \d+\) failed: its process has been stopped for 3 s",
+        ),
+        ("trainer_dies_polled", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
+        ("trainer_dies_unpolled", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
+        ("engine_dies", r"ServiceDied service engine0 on .* died: .*SIGKILL"),
+    ],
+)
+def test_the_first_cause_is_told_within_seconds(launch, scenario, says):
+    process = launch(scenario)
+    pids = pids_of(process)
+    output, _ = process.communicate(timeout=60)
+    (fact,) = [line for line in output.splitlines() if line.startswith("FACT failed")]
+    assert re.search(says, fact), output
+    assert float(fact.split()[2]) < (3 if scenario.startswith("trainer_dies") else 8)
+    assert process.returncode != 0
+    assert wait_until(lambda: not any(map(alive, pids)), 5)
+    if scenario == "die_in_collective":
+        assert "  the last words" in output
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_torchrun(launch, how):
+    process = launch("idle")
+    pids = pids_of(process)
+    assert all(map(alive, pids))
+    process.send_signal(how)
+    assert wait_until(lambda: not any(map(alive, pids)), 10)
+
+
+def test_what_cannot_work_is_refused(monkeypatch, tmp_path):
+    from megarl.cluster import connect, transport
+    from megarl.platform import select
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    recipe = Recipe()
+    assert transport(recipe) == "ray"
+    recipe.cluster.transport = "torchrun"
+    with pytest.raises(ValueError, match=r"torchrun --nproc-per-node 1"):
+        transport(recipe)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert transport(recipe) == "torchrun"
+    with pytest.raises(ValueError, match=r"launch/multinode\.sh"):
+        connect(recipe, select("cpu"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
+    with pytest.raises(ValueError, match=r"--nproc-per-node 1, or set cluster\.trainers=16"):
+        connect(recipe, select("cpu"))

@@ -1,0 +1,335 @@
+"""The acceptance's runner, results, bundle and command line. Stages themselves: tests/commands/accept/test_stages.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.commands.accept import bundle, command, runner
+from megarl.commands.accept.catalogue import STAGES, shares, stage_numbers
+from megarl.commands.accept.result import (
+    StageResult,
+    at_least,
+    at_most,
+    equal,
+    figure,
+    from_json,
+    judge,
+    not_run,
+    to_json,
+    verdict_of,
+)
+from megarl.commands.accept.settings import Settings, parse_stages, read_settings, write_settings
+from megarl.commands.doctor.machine import Output
+from megarl.errors import InputError
+from megarl.platform.kinds import KINDS
+
+ROOT = Path(__file__).parents[3]
+PLANTED = ROOT / "tests" / "planted"
+ENVIRONMENT = STAGES[0]
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, module: str, fault: str) -> None:
+    """Let processes that start from now on have `fault`, "module:function" of tests/planted, in `module`."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(PLANTED), str(ROOT)]))
+    monkeypatch.setenv("PLANTED_IN", module)
+    monkeypatch.setenv("PLANTED_FAULT", fault)
+
+
+def stage_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str, seconds: float = 60.0) -> StageResult:
+    """The result of the stage of environment with its `run` replaced by a function of faults_of_stages."""
+    plant(monkeypatch, "megarl.commands.accept.stages.environment", f"faults_of_stages:{fault}")
+    write_settings(tmp_path, Settings("cpu", 2, recipe=str(ROOT / "recipes" / "quickstart.yaml")))
+    return runner.run_stage(tmp_path, ENVIRONMENT, seconds)
+
+
+class TestRunner:
+    def test_a_stage_that_passes(self, monkeypatch, tmp_path):
+        result = stage_with(monkeypatch, tmp_path, "passes")
+        assert (result.verdict, result.reason) == ("PASS", "")
+        assert [check.value for check in result.checks] == [0.01]
+
+    def test_the_first_failed_check_is_the_reason(self, monkeypatch, tmp_path):
+        result = stage_with(monkeypatch, tmp_path, "fails")
+        assert result.verdict == "FAIL"
+        assert result.reason == "attention backward: 0.5 (<= 0.01): the kernel is wrong at [3, 1] (and 1 more)"
+
+    def test_an_exception_names_what_was_under_way(self, monkeypatch, tmp_path):
+        result = stage_with(monkeypatch, tmp_path, "raises")
+        assert result.verdict == "FAIL"
+        assert result.reason == "RuntimeError: no such engine at: opening the engine"
+
+    def test_a_stage_that_hangs_is_killed_with_its_stacks(self, monkeypatch, tmp_path):
+        child_file = runner.stage_folder(tmp_path, ENVIRONMENT) / "child.txt"
+
+        def time_is_over(process, deadline, stop=None):
+            """When the stage hangs, however long this machine took to start it."""
+            end = time.monotonic() + 60
+            while not (child_file.exists() and child_file.read_text()) and time.monotonic() < end:
+                time.sleep(0.05)
+            return False
+
+        monkeypatch.setattr(runner, "_wait", time_is_over)
+        result = stage_with(monkeypatch, tmp_path, "hangs", seconds=4.0)
+        assert result.verdict == "FAIL"
+        assert result.reason.startswith("not finished after 4 s at: all_reduce over ranks 0 and 1")
+        assert len(result.checks) == 1, "checks made before it hung are lost"
+        folder = runner.stage_folder(tmp_path, ENVIRONMENT)
+        log = (folder / runner.LOG).read_text()
+        assert "faults_of_stages.py" in log and "in waiting_child" in log, "stacks of stage and child"
+        child = int((folder / "child.txt").read_text())
+        assert not Path(f"/proc/{child}").exists() or not runner._alive(child), "the stage's child lives on"
+
+    def test_two_stages_at_a_time(self, monkeypatch, tmp_path):
+        """Results are in the order of the stages, and both are on disk."""
+        both = threading.Barrier(2, timeout=20)
+
+        def run_stage(directory, stage, seconds, stop):
+            both.wait()
+            return judge(stage.number, stage.name, [at_most("x", 1.0, limit=2.0)], 1.0)
+
+        monkeypatch.setattr(runner, "run_stage", run_stage)
+        stages = list(STAGES[:2])
+        results = runner.run_stages(tmp_path, stages, {0: 50.0, 1: 50.0}, lambda text: None, together=2)
+        assert [result.number for result in results] == [0, 1]
+        assert len(from_json((tmp_path / runner.RESULTS).read_text())) == 2
+
+    def test_an_interrupt_ends_the_stages_that_run(self, monkeypatch, tmp_path):
+        """Neither their processes nor later stages outlive it."""
+        plant(monkeypatch, "megarl.commands.accept.stages.environment", "faults_of_stages:hangs")
+        write_settings(tmp_path, Settings("cpu", 2))
+        child = runner.stage_folder(tmp_path, ENVIRONMENT) / "child.txt"
+        begun: list[str] = []
+
+        def interrupt() -> None:
+            end = time.monotonic() + 60
+            while not (child.exists() and child.read_text()) and time.monotonic() < end:
+                time.sleep(0.05)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+        waiting = threading.Thread(target=interrupt)
+        waiting.start()
+        with pytest.raises(KeyboardInterrupt):
+            runner.run_stages(tmp_path, STAGES[:2], {0: 90.0, 1: 95.0}, begun.append)
+        waiting.join()
+        assert len(begun) == 1 and not (tmp_path / runner.RESULTS).exists()
+        assert not runner._alive(int(child.read_text())), "the stage's child lives on"
+
+    def test_the_time_limit(self):
+        with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+            began = time.monotonic()
+            assert not runner._wait(process, began + 0.3)
+            assert 0.3 <= time.monotonic() - began < 5
+            process.kill()
+            assert runner._wait(process, time.monotonic() + 30)
+
+    def test_a_stage_that_dies_names_the_signal(self, monkeypatch, tmp_path):
+        result = stage_with(monkeypatch, tmp_path, "dies")
+        assert result.reason == "killed by SIGSEGV at: a kernel that crashes"
+
+    def test_a_stage_reads_settings_and_recipe(self, monkeypatch, tmp_path):
+        result = stage_with(monkeypatch, tmp_path, "reads_settings")
+        assert result.verdict == "PASS", result.reason
+
+    def test_resume_keeps_ended_stages_and_runs_the_others(self, monkeypatch, tmp_path):
+        write_settings(tmp_path, Settings("cpu", 2))
+        earlier = judge(0, "environment", [at_most("x", 1.0, limit=2.0)], 3.0)
+        (tmp_path / runner.RESULTS).write_text(to_json([earlier]))
+        lines: list[str] = []
+        results = runner.run_stages(tmp_path, [ENVIRONMENT], {0: 5.0}, lines.append)
+        assert results == [earlier] and lines == ["0 environment: PASS (from the earlier call)"]
+        (tmp_path / runner.RESULTS).unlink()
+        plant(monkeypatch, "megarl.commands.accept.stages.environment", "faults_of_stages:passes")
+        assert runner.run_stages(tmp_path, [ENVIRONMENT], {0: 60.0}, lines.append)[0].checks[0].name == "gap"
+        assert from_json((tmp_path / runner.RESULTS).read_text())[0].verdict == "PASS"
+
+
+class TestResults:
+    def test_limits(self):
+        assert at_most("x", 1.0, limit=1.0).verdict == "PASS"
+        assert at_most("x", 1.1, limit=1.0).verdict == "FAIL"
+        assert at_most("x", float("nan"), limit=1.0).verdict == "FAIL"
+        assert at_least("x", 1.0, limit=1.0).verdict == "PASS"
+        assert at_least("x", 0.9, limit=1.0, cause="slow link").line() == "x: 0.9 (>= 1): slow link"
+        assert at_least("x", float("inf"), limit=1.0).verdict == "FAIL"
+        assert equal("x", "a", "b").verdict == "FAIL"
+
+    def test_verdicts(self):
+        good, bad, absent = at_most("a", 0, limit=1), at_most("b", 2, limit=1), not_run("c", "no engine")
+        assert judge(1, "s", [good, absent], 0).verdict == "PASS"
+        assert judge(1, "s", [good, bad], 0).verdict == "FAIL"
+        assert judge(1, "s", [good], 0, error="killed").reason == "killed"
+        only = judge(1, "s", [absent], 0)
+        assert (only.verdict, only.reason) == ("NOT RUN", "no engine")
+        assert judge(1, "s", [], 0).verdict == "NOT RUN"
+        passed, failed = judge(1, "s", [good], 0), judge(2, "t", [bad], 0)
+        assert judge(1, "s", [figure("layout", "x"), absent], 0).verdict == "NOT RUN", "a figure proves nothing"
+        assert judge(7, "speed", [figure("rate", 1.0)], 0).verdict == "PASS", "a stage that only measures"
+        assert verdict_of([passed]) == ("PASS", "")
+        assert verdict_of([passed, only]) == ("PASS", "stage 1, s, was not run: no engine")
+        assert verdict_of([passed, failed]) == ("FAIL", "stage 2, t: b: 2 (<= 1)")
+        assert verdict_of([only]) == ("NOT RUN", "stage 1, s, was not run: no engine")
+        assert verdict_of([]) == ("NOT RUN", "no stage was run")
+
+    def test_json_round_trip(self):
+        result = judge(1, "s", [at_most("a", 0.5, limit=1.0), figure("b", "x"), not_run("c", "why")], 2.0)
+        assert from_json(to_json([result])) == [result]
+        broken = judge(1, "s", [at_most("a", float("nan"), limit=1.0)], 2.0)
+        assert json.loads(to_json([broken]))[0]["checks"][0]["value"] == "nan"
+
+
+class TestBundle:
+    def results(self) -> list[StageResult]:
+        checks = [at_most("fine", 0.001, limit=0.01), at_most("attention", 0.3, limit=0.01, cause="wrong | kernel")]
+        return [judge(1, "kernels", checks, 12.3), judge(2, "model parity", [not_run("x", "no time")], 0.0)]
+
+    def test_verdict_page_says_the_failure_first(self):
+        page = bundle.verdict_page(Settings("cpu", 2), self.results())
+        lines = page.splitlines()
+        assert lines[0] == "# FAIL: stage 1, kernels: attention: 0.3 (<= 0.01): wrong | kernel"
+        assert "| 1 kernels | FAIL | 12 | 1 of 2 | attention: 0.3 (<= 0.01): wrong \\| kernel |" in lines
+        checks = [line for line in lines if "| FAIL | 0.3 | <= 0.01 |" in line or "| PASS | 0.001 | <= 0.01 |" in line]
+        assert [line.split(" | ")[0] for line in checks] == ["| attention", "| fine"]
+        assert "2 model parity | NOT RUN" in page
+
+    def test_archive_holds_the_ends_of_logs_and_no_models(self, tmp_path):
+        directory = tmp_path / "accept-x"
+        (directory / "1-kernels").mkdir(parents=True)
+        (directory / "1-kernels" / "log.txt").write_text("first line\n" + "x" * bundle.TAIL)
+        (directory / "1-kernels" / "trace.bin").write_bytes(b"0" * (bundle.MOST + 1))
+        (directory / "shared").mkdir()
+        (directory / "shared" / "model.safetensors").write_bytes(b"0" * 10)
+        run = directory / "6-rl_step" / "runs" / "tiny"
+        (run / "checkpoints" / "step_1").mkdir(parents=True)
+        (run / "checkpoints" / "step_1" / "state.json").write_text("{}")
+        (run / "metrics.jsonl").write_text("{}")
+        archive = tmp_path / "accept-x.tar.gz"
+        problems = bundle.write_bundle(directory, Settings("cpu", 2), self.results(), archive)
+        assert any("trace.bin" in problem for problem in problems)
+        with tarfile.open(archive) as tar:
+            names = set(tar.getnames())
+            log = tar.extractfile("accept-x/1-kernels/log.txt").read()
+        assert {
+            "accept-x/verdict.md",
+            "accept-x/packages.txt",
+            "accept-x/environment.txt",
+            "accept-x/devices.txt",
+        } <= names
+        assert log.startswith(b"... the last 256 KiB") and b"first line" not in log
+        assert "accept-x/6-rl_step/runs/tiny/metrics.jsonl" in names and not any(
+            "checkpoints" in name for name in names
+        )
+        assert not any("safetensors" in name or "trace.bin" in name for name in names)
+
+    def test_traces_are_packed_up_to_a_limit(self, tmp_path, monkeypatch):
+        directory = tmp_path / "accept-x"
+        traces = directory / "6-rl_step" / "runs" / "tiny" / "profile"
+        (traces / "step_2").mkdir(parents=True)
+        (traces / "step_2" / "rank0.json.gz").write_bytes(b"0" * (bundle.MOST + 1))
+        (traces / "step_2" / "rank1.json.gz").write_bytes(b"0" * (bundle.MOST + 2))
+        monkeypatch.setattr(bundle, "ALL_TRACES", 2 * bundle.MOST)
+        archive = tmp_path / "accept-x.tar.gz"
+        problems = bundle.write_bundle(directory, Settings("cpu", 2), self.results(), archive)
+        with tarfile.open(archive) as tar:
+            names = {name.rpartition("/")[2] for name in tar.getnames()}
+        assert "rank0.json.gz" in names and "rank1.json.gz" not in names
+        assert any("1 files of traces, beyond 2 MiB" in problem for problem in problems)
+
+    def test_commands_of_each_device(self, monkeypatch):
+        """hccn_tool for every device; a command that is not installed is named once."""
+        asked: list[str] = []
+
+        def run(words: list[str], *_: object) -> Output | None:
+            asked.append(" ".join(words))
+            return None if words[0] == "npu-smi" else Output(0, f"link of {words[2]}", "")
+
+        monkeypatch.setattr(bundle, "run", run)
+        problems: list[str] = []
+        text = bundle.device_status(Settings("npu", 2), problems)
+        assert "$ hccn_tool -i 0 -link -g\nlink of 0" in text and "$ hccn_tool -i 1 -link -g\nlink of 1" in text
+        assert problems == ["npu-smi: there is no such command"] and asked.count("npu-smi info") == 1
+
+    def test_environment_is_an_allow_list_without_secrets(self):
+        prefixes = [kind.environment[0] for kind in KINDS if kind.environment]
+        assert prefixes, "kinds of devices name their variables"
+        given = {
+            f"{prefixes[0]}X": "1",
+            "AWS_SECRET_ACCESS_KEY": "s",
+            "VLLM_API_KEY": "s",
+            "VLLM_USE_V1": "1",
+            "HOME": "/h",
+        }
+        given |= {"RAY_AUTH_TOKEN": "s", "HF_TOKEN": "s"}
+        assert set(bundle.environment(given).split()) == {f"{prefixes[0]}X=1", "VLLM_USE_V1=1"}
+
+
+class TestCommand:
+    def test_stages_of_a_command_line(self):
+        known = stage_numbers()
+        assert parse_stages("1-3,5", tuple(range(9))) == (1, 2, 3, 5)
+        assert parse_stages(str(known[-1]), known) == (known[-1],)
+        for wrong in ("9", "3-1", "a", "", "1-99"):
+            with pytest.raises(InputError, match="names no stages"):
+                parse_stages(wrong, tuple(range(9)))
+
+    def test_time_is_divided_and_left_to_later_stages(self):
+        ends = shares(STAGES, 60.0)
+        assert list(ends) == [stage.number for stage in STAGES]
+        assert sorted(ends.values()) == list(ends.values()) and max(ends.values()) < 3600
+
+    def test_settings_survive_for_resume(self, tmp_path):
+        settings = Settings("cpu", 2, 1, 30.0, (0, 1), "/r.yaml", ("a=1",))
+        write_settings(tmp_path, settings)
+        assert read_settings(tmp_path) == settings
+        with pytest.raises(InputError, match="holds no acceptance"):
+            read_settings(tmp_path / "none")
+
+    def test_expect_names_every_stage_and_starts_nothing(self, capsys, tmp_path):
+        options = command.Options(device="cpu", out=tmp_path, expect=True)
+        assert command.accept(ROOT / "recipes" / "quickstart.yaml", [], options) == 0
+        text = capsys.readouterr().out
+        for stage in STAGES:
+            assert f"{stage.number} {stage.name}, " in text and stage.passes in text
+        assert "8 bundle" in text and not list(tmp_path.iterdir())
+
+    def test_bad_input_is_refused_before_anything_starts(self, tmp_path):
+        with pytest.raises(InputError, match="RAY_ADDRESS"):
+            command.accept(None, [], command.Options(device="cpu", nodes=2, out=tmp_path))
+        with pytest.raises(InputError, match=r"cluster\.device"):
+            command.accept(None, [], command.Options(device="tpu", out=tmp_path))
+        assert not list(tmp_path.iterdir())
+
+    def test_exit_status_and_archive(self, monkeypatch, tmp_path, capsys):
+        options = command.Options(device="cpu", stages="0,8", out=tmp_path)
+        plant(monkeypatch, "megarl.commands.accept.stages.environment", "faults_of_stages:fails")
+        assert command.accept(None, [], options) == 1
+        (archive,) = tmp_path.glob("accept-*.tar.gz")
+        assert "FAIL: stage 0, environment: attention backward" in capsys.readouterr().out
+        directory = archive.with_name(archive.name.removesuffix(".tar.gz"))
+        assert command.accept(None, [], command.Options(resume=directory)) == 1, "the failure is kept"
+        monkeypatch.setenv("PLANTED_FAULT", "faults_of_stages:passes")
+        assert command.accept(None, [], command.Options(resume=directory)) == 1, "a stage that has ended does not run"
+        assert command.accept(None, [], command.Options(resume=directory, stages="0")) == 0, (
+            "it is named, and runs again"
+        )
+
+    @pytest.mark.parametrize("options", [{"minutes": 5.0}, {"nodes": 2}, {"device": "cpu"}, {"out": Path("x")}])
+    def test_resume_refuses_what_it_would_ignore(self, tmp_path, options):
+        write_settings(tmp_path, Settings("cpu", 2, stages=(0,)))
+        with pytest.raises(InputError, match=f"leave --{next(iter(options))}"):
+            command.accept(None, [], command.Options(resume=tmp_path, **options))
+
+    def test_broken_results_are_input(self, tmp_path):
+        write_settings(tmp_path, Settings("cpu", 2, stages=(0,)))
+        (tmp_path / runner.RESULTS).write_text('[{"number": 0}')
+        with pytest.raises(InputError, match="Delete it"):
+            command.accept(None, [], command.Options(resume=tmp_path))

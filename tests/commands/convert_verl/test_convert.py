@@ -1,0 +1,380 @@
+"""A verl script becomes the recipe that does the same, or an error that says what cannot be known."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from docs.generate.from_verl import PAGE, document
+from megarl import load_recipe
+from megarl.cli import app
+from megarl.commands.convert_verl.command import convert
+from megarl.commands.convert_verl.parser import read_command
+from megarl.commands.convert_verl.sheet import value_of
+from megarl.commands.convert_verl.table import RL, SFT, TRAINER, Option
+from megarl.errors import InputError
+from megarl.exit_status import guarded
+from megarl.recipe.load import flat_settings, to_yaml
+from megarl.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = (ROOT / "tests" / "fixtures" / "verl" / "dapo_megatron.sh").read_text()
+# The documents that verl publishes for Ascend, with scripts in them.
+DOCUMENTS = Path(os.environ.get("MEGARL_VERL_DOCS", "verl-documents-are-not-here"))
+GRPO = "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m data.train_files=a.parquet actor_rollout_ref.rollout.n=2"
+VALUES = ["1=run-7", "HOME=/h"]
+
+
+def settings(text: str, *given: str, rows: int | None = None) -> dict[str, Any]:
+    """The recipe's own settings, by dotted key."""
+    flat: dict[str, Any] = {}
+
+    def walk(content: dict[str, Any], prefix: str) -> None:
+        for name, value in content.items():
+            walk(value, f"{prefix}{name}.") if isinstance(value, dict) else flat.update({f"{prefix}{name}": value})
+
+    walk(yaml.safe_load(convert(text, given, rows=rows).text), "")
+    return flat
+
+
+def arguments(text: str, **given: str) -> list[str]:
+    return [argument.text for argument in read_command(text, given).arguments]
+
+
+class TestScript:
+    def test_every_setting_by_hand(self) -> None:
+        """One of them taken for another, or at another scale."""
+        assert settings(SCRIPT, *VALUES, rows=100) == {
+            "name": "run-7",
+            "model.path": "/h/models/Qwen3-30B-A3B",
+            "data.train_files": ["/h/data/dapo.parquet"],
+            "data.eval_files": ["a.parquet", "b.parquet"],
+            "data.prompts_per_step": 16,
+            "data.max_prompt_length": 2048,
+            "data.overlong_prompts": "filter",  # nothing is cut
+            "rollout.samples_per_prompt": 16,
+            "rollout.max_response_length": 20480,
+            "rollout.tensor_parallel": 4,
+            "rollout.engines": 8,  # 2 x 16 devices / 4
+            "rollout.engine_args.enforce_eager": True,
+            "rollout.engine_args.gpu_memory_utilization": 0.5,  # verl's default
+            "algorithm.clip_high": 0.28,
+            "algorithm.dual_clip": 10.0,
+            "algorithm.aggregation": "seq_mean_token_sum",
+            "algorithm.kl_coef": 0.001,  # verl's default
+            "algorithm.dynamic_sampling.enabled": True,
+            "algorithm.dynamic_sampling.metric": "accuracy",
+            "algorithm.dynamic_sampling.max_attempts": 30,  # 10 batches of 48 prompts are 30 of 16
+            "algorithm.overlong.penalty_buffer": 4096,
+            "actor.mini_batches": 8,  # 16 prompts / 2
+            "actor.max_tokens_per_micro_batch": 22528,
+            "actor.optimizer.warmup_steps": 80,  # verl's schedule moves once in 8 mini batches
+            "megatron.tensor_parallel": 4,
+            "megatron.pipeline_parallel": 2,
+            "megatron.expert_parallel": 2,
+            "megatron.expert_tensor_parallel": 4,  # Megatron's own default is the tensor-parallel size
+            "megatron.recompute": "full",
+            "megatron.offload": True,
+            "megatron.extra.moe_grouped_gemm": True,
+            "cluster.trainers": 32,
+            "train.steps": 18,  # 3 epochs of 100 // 16 whole batches
+            "train.save_every": 20,
+            "train.resume": "auto",
+            "evaluation.every": 5,
+            "evaluation.at_end": True,
+            "evaluation.temperature": 0.0,  # verl's validation is greedy
+            "observe.trackers": ["wandb"],
+        }
+
+    def test_notes_name_line_and_reason(self) -> None:
+        """An option that silently goes missing."""
+        notes = "\n".join(convert(SCRIPT, VALUES).notes)
+        assert "data.truncation=left: nothing is cut" in notes
+        assert re.search(r"line \d+: actor_rollout_ref\.actor\.not_an_option=1: not known here", notes)
+        assert re.search(r"yarn_scaling_factor=40: no counterpart: the model's config.json decides it", notes)
+        assert "trainer.total_epochs=3: a run's length is train.steps" in notes
+        line = SCRIPT.splitlines().index(next(one for one in SCRIPT.splitlines() if "yarn_" in one)) + 1
+        assert f"line {line}: actor_rollout_ref.actor.megatron.override_transformer_config.yarn_scaling_factor" in notes
+
+    def test_every_option_is_taken_over_or_named(self) -> None:
+        """A value that is neither in the recipe nor in a note: the table forgot a word."""
+        notes = "\n".join(convert(SCRIPT, VALUES).notes)
+        known = [*RL, *TRAINER]
+        for argument in read_command(SCRIPT, {"1": "x", "HOME": "/h"}).arguments:
+            name = argument.text.lstrip("+").split("=")[0]
+            taken = any(option.to and re.fullmatch(option.verl.replace("*", ".*"), name) for option in known)
+            assert taken or name in notes or name.startswith("--"), name
+
+    def test_settings_behind_the_file_win(self) -> None:
+        own = settings(SCRIPT, *VALUES, "megatron.expert_parallel=4", "NNODES=1")
+        assert own["megatron.expert_parallel"] == 4 and own["cluster.trainers"] == 16
+
+    @pytest.mark.parametrize(
+        ("options", "groups", "spread"),
+        [
+            ({"data_parallel_size": 4, "expert_parallel_size": 16}, 4, None),
+            ({"expert_parallel_size": 4}, None, True),
+            ({"engine_kwargs.vllm.enable_expert_parallel": True}, None, True),
+            ({"data_parallel_size": 1, "expert_parallel_size": 1}, None, None),
+        ],
+    )
+    def test_experts_spread_over_engines(
+        self, options: dict[str, Any], groups: int | None, spread: bool | None
+    ) -> None:
+        """They would each be held by every engine, which they may not fit."""
+        added = "".join(f"    actor_rollout_ref.rollout.{name}={value} \\\n" for name, value in options.items())
+        place = "    actor_rollout_ref.rollout.tensor_model_parallel_size=4 \\\n"
+        assert place in SCRIPT
+        own = settings(SCRIPT.replace(place, place + added), *VALUES)
+        assert own.get("rollout.data_parallel") == groups and own.get("rollout.expert_parallel") == spread
+
+    def test_a_layout_that_does_not_divide_is_noted(self) -> None:
+        """Qwen3-30B-A3B has 4 key/value heads."""
+        notes = convert(SCRIPT, [*VALUES, "megatron.tensor_parallel=8", "megatron.expert_tensor_parallel=8"]).notes
+        assert any("megatron.tensor_parallel=8 does not divide the model's 4 key/value heads" in note for note in notes)
+
+
+@pytest.mark.skipif(not DOCUMENTS.is_dir(), reason="verl's documents are not on this machine (MEGARL_VERL_DOCS)")
+class TestPublishedScripts:
+    @staticmethod
+    def scripts() -> list[str]:
+        """From each `set -x` to the end of the command that trains."""
+        found = []
+        for path in sorted(DOCUMENTS.glob("*.txt")):
+            for text in path.read_text().split("set -x\n")[1:]:
+                script: list[str] = []
+                for line in text.splitlines():
+                    script.append(line)
+                    if "trainer." in " ".join(script[-6:]) and not line.rstrip().endswith("\\") and len(script) > 20:
+                        break
+                found.append("\n".join(script))
+        return found
+
+    def test_each_becomes_a_recipe_that_loads(self, tmp_path: Path) -> None:
+        scripts = self.scripts()
+        assert len(scripts) == 5
+        recipes = []
+        for number, script in enumerate(scripts):
+            path = tmp_path / f"{number}.yaml"
+            given = ["1=8", "2=out"] + ([] if "model.path" in script or "partial" in script else ["model.path=m"])
+            path.write_text(convert(script, given, rows=7473).text)
+            recipes.append(load_recipe(path))
+        sft = next(recipe for recipe in recipes if recipe.train.source == "sft")
+        assert (sft.lora.rank, sft.lora.alpha, sft.data.prompts_per_step, sft.cluster.trainers) == (32, 16, 512, 8)
+        assert sft.train.steps == 14 and sft.actor.optimizer.warmup_steps == 1 and sft.actor.optimizer.decay == "cosine"
+        first, large = recipes[0], next(recipe for recipe in recipes if "Qwen2-7B" in recipe.model.path)
+        assert (first.actor.mini_batches, first.rollout.engines, first.algorithm.kl_coef) == (2, 4, 0.001)
+        assert (large.actor.mini_batches, large.cluster.trainers, large.rollout.tensor_parallel) == (1, 16, 4)
+        assert large.train.steps == 15 * (7473 // 16)
+
+
+class TestMeaning:
+    def test_gae_takes_verls_lambda_and_the_actors_mini_batches(self) -> None:
+        text = GRPO.replace("grpo", "gae") + " actor_rollout_ref.actor.ppo_mini_batch_size=512 critic.optim.lr=2e-5"
+        own = settings(text)
+        assert own["algorithm.lam"] == 1.0 and own["critic.mini_batches"] == 2 and own["critic.optimizer.lr"] == 2e-5
+        assert own["critic.trainers"] == 8
+
+    def test_a_critic_that_nobody_asks_for_is_left_out_and_named(self) -> None:
+        done = convert(f"{GRPO} critic.optim.lr=2e-5")
+        assert "critic.optimizer.lr=2e-05: left out, no critic" in "\n".join(done.notes)
+
+    def test_a_mini_batch_larger_than_the_batch(self) -> None:
+        done = convert(f"{GRPO} data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=64")
+        assert "a step has 16 prompts: one mini batch of all" in "\n".join(done.notes)
+
+    def test_samples_of_a_micro_batch_become_tokens(self) -> None:
+        """20 samples of up to 512 + 128 tokens."""
+        own = settings(f"{GRPO} actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=20 data.max_response_length=128")
+        assert own["actor.max_tokens_per_micro_batch"] == 12800
+
+    def test_sequence_parallel_holds_that_many_tokens_more(self) -> None:
+        extra = "use_dynamic_bsz=True ppo_max_token_len_per_gpu=5632 ulysses_sequence_parallel_size=4"
+        own = settings(GRPO + "".join(f" actor_rollout_ref.actor.{one}" for one in extra.split()))
+        assert own["actor.max_tokens_per_micro_batch"] == 22528 and own["megatron.tensor_parallel"] == 4
+
+    def test_kl_in_the_reward(self) -> None:
+        own = settings(f"{GRPO} algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.02 algorithm.kl_penalty=kl")
+        assert (
+            own["algorithm.kl_in_reward"] and own["algorithm.kl_coef"] == 0.02 and own["algorithm.kl_estimator"] == "kl"
+        )
+
+    def test_one_step_off_has_devices_of_its_own(self) -> None:
+        text = GRPO.replace("verl.trainer", "verl.experimental.one_step_off_policy")
+        own = settings(f"{text} trainer.n_gpus_per_node=8 rollout.n_gpus_per_node=4 rollout.nnodes=1")
+        assert own["cluster.placement"] == "disaggregated" and own["rollout.max_staleness"] == 1
+        assert own["cluster.trainers"] == 8 and own["rollout.engines"] == 2
+
+    @pytest.mark.parametrize(
+        ("extra", "said"),
+        [
+            (
+                "data.train_batch_size=10 actor_rollout_ref.actor.ppo_mini_batch_size=4",
+                "does not divide into mini batches",
+            ),
+            ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "8 devices do not divide into engines of 3"),
+            ("actor_rollout_ref.actor.use_kl_loss=True algorithm.use_kl_in_reward=True", "both True"),
+            (
+                "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=full",
+                "full has no counterpart",
+            ),
+            ("data.train_files=a.csv", "neither .parquet nor .jsonl"),
+            ("~data.train_files", "deletes an option"),
+            ("data.x='${data.y}'", "refers to other options"),
+            ("words", "no override of the form key=value"),
+        ],
+    )
+    def test_what_cannot_be_had_is_refused(self, extra: str, said: str) -> None:
+        with pytest.raises(InputError, match=re.escape(said)):
+            convert(f"{GRPO} {extra}")
+
+    def test_fields_of_ddp_are_carried_over_for_actor_and_critic(self) -> None:
+        """Those that megarl decides itself are left out, with a note."""
+        text = f"{GRPO} algorithm.adv_estimator=gae"
+        for role in ("actor_rollout_ref.actor", "critic"):
+            text += f" +{role}.megatron.override_ddp_config.overlap_grad_reduce=True"
+            text += f" +{role}.megatron.override_ddp_config.grad_reduce_in_fp32=True"
+        own = settings(text)
+        assert own["megatron.ddp.overlap_grad_reduce"] is own["critic.megatron.ddp.overlap_grad_reduce"] is True
+        assert not [key for key in own if key.endswith("grad_reduce_in_fp32")]
+        assert "critic.megatron.ddp.grad_reduce_in_fp32=True: left out" in convert(text).text
+
+    def test_every_key_of_the_table_is_a_key_of_recipes(self) -> None:
+        """A key that was renamed here and not there."""
+        known = flat_settings(to_yaml(Recipe())).keys()
+
+        def exists(key: str) -> bool:
+            fields = ("megatron.extra.", "megatron.ddp.", "critic.megatron.ddp.", "rollout.engine_args.")
+            return key in known or key.startswith(fields)
+
+        options: list[Option] = [*RL, *SFT, *TRAINER]
+        assert not [key for option in options if option.to for key in option.to.split(", ") if not exists(key)]
+
+    def test_page_is_up_to_date(self) -> None:
+        assert PAGE.read_text() == document(), "run python -m docs.generate.from_verl"
+
+
+class TestShell:
+    MAIN = "python -m verl.trainer.main_ppo"
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("a='x y' b=\"p q\" \\\n  c=1", ["a=x y", "b=p q", "c=1"]),
+            ("a=['console']", ["a=[console]"]),
+            ("a=1\\\nb", ["a=1b"]),  # without a blank the shell joins them, too
+            ('a="$V" b=$V $NONE_', ["a=1 2", "b=1", "2"]),
+            ('"${L[@]}" x=${L}', ["k=1", "m=a b", "x=k=1"]),
+            ("a=$((N*2+7/2)) b=$((-7/2)) c=$((${N}%4)) d=$(( (1+2)*3 ))", ["a=23", "b=-3", "c=2", "d=9"]),
+            ("a=${U:-d e} b=${N:-7} c=${E:-x} d=${E-x} f=${N:+y}", ["a=d", "e", "b=10", "c=x", "d=", "f=y"]),
+            ('a=${U:-"$N/z"} # b=1', ["a=10/z"]),
+            ("a=1 > log 2>&1 &", ["a=1"]),
+            ('a=\\"q\\" $@ "$@"', ['a="q"']),
+        ],
+    )
+    def test_words_are_the_shells(self, text: str, expected: list[str]) -> None:
+        """As bash has it: held to bash itself below."""
+        script = f"V='1 2'\nN=10\nE=\nNONE_=\nL=(k=1 'm=a b')\n{self.MAIN} {text}\n"
+        assert arguments(script) == expected
+        if " $@" not in text and ">" not in text:
+            assert self.by_bash(script) == expected
+
+    @classmethod
+    def by_bash(cls, script: str) -> list[str]:
+        import subprocess
+
+        told = script.replace(cls.MAIN, "printf '%s\\0'")
+        return subprocess.run(["bash", "-c", told], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("a=$(nproc)", "line 1: the value of $(nproc) is known only where the script runs"),
+            ("a=`nproc`", "the value of `nproc`"),
+            ("a=$U", "line 1: $U is set nowhere in the script"),
+            ("a=${U%.sh}", "${U%.sh}"),
+            ("a={1,2}", "a brace expansion"),
+            ("a=$((1 ? 2 : 3))", "the arithmetic $((1 ? 2 : 3)) is not read"),
+            ("a='b", "' is opened and not closed"),
+            ("<<EOF", "a here-document"),
+        ],
+    )
+    def test_what_a_shell_alone_knows_is_an_error(self, text: str, said: str) -> None:
+        with pytest.raises(InputError, match=re.escape(said)):
+            arguments(f"{self.MAIN} {text}")
+
+    @pytest.mark.parametrize(
+        "before",
+        [
+            "if true; then X=1; fi",
+            "for X in 1 2; do Y=$X; X=3; done",
+            "true && X=1",
+            "f() {\nX=1\n}",
+            "( X=1 )",
+            "case a in a) X=1;; esac",
+        ],
+    )
+    def test_what_may_not_happen_is_not_known(self, before: str) -> None:
+        """Taking the one or the other branch would be a guess."""
+        with pytest.raises(InputError, match=r"\$X is (not known: line \d|set nowhere)"):
+            arguments(f"{before}\n{self.MAIN} a=$X")
+        assert arguments(f"{before}\n{self.MAIN} a=$X", X="7") == ["a=7"]
+
+    def test_a_value_that_is_not_needed_may_be_unknown(self) -> None:
+        assert arguments(f"NOW=$(date)\nLOG=logs/$NOW\nmkdir -p $LOG\n{self.MAIN} a=1 | tee $LOG") == ["a=1"]
+
+    def test_one_command_trains(self) -> None:
+        with pytest.raises(InputError, match="no command that trains"):
+            arguments("python -m other a=1")
+        with pytest.raises(InputError, match="several commands train, in lines 1, 2"):
+            arguments(f"{self.MAIN} a=1\n{self.MAIN} a=2")
+        with pytest.raises(InputError, match="line 2: the training command stands within"):
+            arguments(f"if true; then\n{self.MAIN} a=1\nfi")
+
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("1e-6", 1e-6),
+            ("0.", 0.0),
+            ("-1", -1),
+            ("True", True),
+            ("null", None),
+            ("[q_proj,v_proj]", ["q_proj", "v_proj"]),
+            ("[[6],[8]]", [[6], [8]]),
+            ("a/b.parquet", "a/b.parquet"),
+        ],
+    )
+    def test_values(self, text: str, value: Any) -> None:
+        """1e-6 is a word to YAML."""
+        assert value_of(text, 1) == value and type(value_of(text, 1)) is type(value)
+
+
+class TestCommandLine:
+    def run(self, *words: str) -> int:
+        return guarded(lambda: app(args=["convert-config", *words], standalone_mode=False), debug=False)
+
+    def test_file_to_file(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        script, out = tmp_path / "run.sh", tmp_path / "recipe.yaml"
+        script.write_text(SCRIPT)
+        assert self.run(str(script), *VALUES, "--rows", "100", "--out", str(out)) == 0
+        assert load_recipe(out).train.steps == 18
+        said = capsys.readouterr()
+        assert "data.truncation=left" in said.err and "# From run.sh" in out.read_text()
+        assert all(f"#   {line}" in out.read_text() for line in said.err.splitlines() if line.startswith("line "))
+        assert self.run(str(script), *VALUES, "--out", str(out)) == 2
+        assert "is there already" in capsys.readouterr().err
+
+    def test_standard_input(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr("sys.stdin", io.StringIO(GRPO))
+        assert self.run("-") == 0
+        assert yaml.safe_load(capsys.readouterr().out)["model"]["path"] == "m"
+
+    def test_errors_are_one_block(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert self.run("no/such.sh") == 2
+        assert "input error: no/such.sh cannot be read" in capsys.readouterr().err

@@ -1,0 +1,328 @@
+"""`megarl doctor` as a whole: its versions, its lines, a recipe's needs, and every node of a real Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from megarl import load_recipe
+from megarl import platform as platforms
+from megarl.commands.doctor import command, network, system
+from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
+from megarl.commands.doctor.found import platform_of
+from megarl.commands.doctor.machine import Machine
+from megarl.commands.doctor.nearest_versions import nearest_set
+from megarl.commands.doctor.nodes import NodeReport, compared
+from megarl.commands.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
+from megarl.commands.doctor.versions import PYTHON, SETS
+from megarl.commands.launch.topology import DEFAULT_PORT
+from megarl.platform.device_kind import DeviceKind
+from megarl.platform.kinds import KINDS, NPU
+from megarl.platform.transformer_engine import WANTED as TRANSFORMER_ENGINE
+from megarl.recipe.paths import with_absolute_paths
+from megarl.recipe.schema import ExchangeConfig
+from tests.commands.launch.test_multinode import node  # noqa: F401 - a fixture
+from tests.support.doctor_machine import FakeMachine, cpu_machine, npu_machine
+
+ROOT = Path(__file__).parents[3]
+
+
+class TestVersions:
+    def test_the_cpus_set_is_the_lock(self) -> None:
+        """A lock that moves on without the table makes every fresh installation a warning."""
+        lock = dict(re.findall(r"^([\w.-]+)==([^\s]+)$", (ROOT / "launch/requirements-cpu.txt").read_text(), re.M))
+        (cpu,) = (one for one in SETS if one.device == "cpu")
+        assert not {name: lock.get(name) for name, wanted in cpu.packages.items() if lock.get(name) not in SpecifierSet(wanted)}  # fmt: skip
+
+    @pytest.mark.parametrize("extra", ["cpu", "cuda", "npu"])
+    def test_what_the_extras_pin_is_in_the_sets(self, extra: str) -> None:
+        text = (ROOT / "setup.cfg").read_text()
+        part = re.search(rf"^{extra} =\n((?:    .*\n)+)", text, re.M)
+        assert part is not None
+        pins = dict(re.findall(r"^    ([\w-]+) == (\S+)$", part[1], re.M))
+        newest = next(one for one in SETS if one.device == extra)
+        assert pins and all(version in SpecifierSet(newest.packages[name]) for name, version in pins.items())
+
+    def test_the_cuda_lock_is_of_the_set_and_of_the_extras(self) -> None:
+        (cuda,) = (one for one in SETS if one.device == "cuda")
+        files = ("requirements-cuda.txt", "requirements-cuda-te.txt")
+        lock, engine = (
+            dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "launch" / name).read_text(), re.M)) for name in files
+        )
+        assert {name: lock.get(name) for name, wanted in cuda.packages.items() if lock.get(name) not in SpecifierSet(wanted)} == {}  # fmt: skip
+        parts = ("transformer-engine", "transformer-engine-cu13", "transformer-engine-torch")
+        (version,) = {engine[part] for part in parts}
+        assert version in SpecifierSet(TRANSFORMER_ENGINE)
+        text = (ROOT / "setup.cfg").read_text().replace(" ", "")
+        assert f"vllm{cuda.packages['vllm']}" in text
+        assert f"transformer-engine[core_cu13,pytorch]{TRANSFORMER_ENGINE}" in text
+        needed = re.search(r"^install_requires=\n((?:\w.*\n)+)", text, re.M)
+        assert needed is not None
+        names = [re.split(r"[<>=]", line)[0] for line in needed[1].split()]
+        assert not [name for name in names if name not in lock], "megarl's own requirements are in the lock"
+        assert lock["torch"].startswith("2.13.") and lock["nvidia-cuda-runtime"].startswith("13.0.")
+
+    def test_python_is_that_of_setup_cfg(self) -> None:
+        assert f"python_requires = >={PYTHON[0]},<{PYTHON[1]}" in (ROOT / "setup.cfg").read_text()
+
+    def test_a_machine_is_held_to_the_set_that_it_is_nearest_to(self, tmp_path: Path) -> None:
+        machine = npu_machine(tmp_path)
+        assert nearest_set(machine, NPU.sets).system["CANN"] == "9.1.0"
+        machine.packages |= {"torch": "2.7.1", "torch-npu": "2.7.1", "transformers": "4.57.6", "vllm": "0.11.0"}
+        machine.packages |= {"vllm-ascend": "0.11.0rc1", "triton-ascend": "3.2.0rc4"}
+        assert nearest_set(machine, NPU.sets).system["CANN"] == "8.3.RC1"
+
+
+class TestFactsOfOthers:
+    """What the doctor says of other parts without importing them is held to these here."""
+
+    def test_of_the_platforms(self) -> None:
+        """Of ranges of ports it says that megarl sets them."""
+        for kind in KINDS:
+            for env in (kind.platform().trainer_env(60), kind.platform().rollout_env()):
+                assert {one.variable: env[one.variable] for one in kind.port_ranges} == {
+                    one.variable: one.default for one in kind.port_ranges
+                }
+
+    @pytest.mark.parametrize(("npu", "cuda"), [(True, True), (True, False), (False, True), (False, False)])
+    def test_the_platform_is_the_one_that_select_takes(self, npu: bool, cuda: bool, monkeypatch, tmp_path) -> None:
+        taken = []
+        here = {"npu": npu, "cuda": cuda, "cpu": True}
+        monkeypatch.setattr(DeviceKind, "is_here", lambda kind: here[kind.name])
+        for name, module in (("npu", "NPUPlatform"), ("cuda", "CUDAPlatform"), ("cpu", "CPUPlatform")):
+            monkeypatch.setattr(f"megarl.platform.{name}.{module}", lambda name=name: taken.append(name))
+        platforms.select("auto")
+        machine = cpu_machine(tmp_path)
+        machine.packages |= {"torch-npu": "2.10.0"} if npu else {}
+        machine.torch["kind"] = "cuda" if cuda else "cpu"
+        assert [platform_of(machine, Needs()).kind.name] == taken
+
+    def test_of_the_exchange_and_of_ray(self) -> None:
+        from megarl.cluster.ray import start
+        from megarl.weight_sync import session
+
+        assert Needs().buckets == session.EXPORT_SLOTS
+        assert (system._STORE_LEAST, system._STORE_SHARE) == (start.STORE_LEAST, start.STORE_SHARE)
+        assert Needs().bucket_bytes == ExchangeConfig().bucket_mb << 20
+        assert DEFAULT_PORT == 6379
+
+    def test_what_runs_programs_is_registered(self) -> None:
+        from megarl import agents, rewards
+
+        found = {agents.find(name).name if name == "code_interpreter" else rewards.find(name).name for name in _RUNS_PROGRAMS}  # fmt: skip
+        assert found == set(_RUNS_PROGRAMS)
+
+
+class TestLines:
+    def report(self, host: str, *findings: Finding) -> NodeReport:
+        return NodeReport(host, int(host[-1]), [dataclasses.replace(one, check="c", host=host) for one in findings])
+
+    def test_failing_nodes_come_first_and_say_only_what_is_wrong(self) -> None:
+        reports = [
+            self.report("node0", ok("fine"), warning("so so", "look")),
+            self.report("node1", ok("fine")),
+            self.report("node2", ok("fine"), warning("so so", "look"), fail("bad", "mend")),
+        ]
+        ordered = command.failing_first(reports)
+        assert [report.rank for report in ordered] == [2, 0, 1]
+        head, first, second = command.node_lines(ordered[0])
+        assert head == "node rank 2 (node2): 1 of 3 ok"
+        assert first.split() == ["FAIL", "c", "bad", "->", "mend"] and second.split()[0] == "warning"
+
+    def test_a_rank_is_told_where_there_is_one(self) -> None:
+        finding = Finding("FAIL", "bad", "mend", "ports", "node3")
+        assert command.as_object(finding) == {
+            "check": "ports", "status": "FAIL", "text": "bad", "remedy": "mend", "host": "node3",
+        }  # fmt: skip
+        assert command.as_object(dataclasses.replace(finding, rank=0))["rank"] == 0
+
+
+@dataclasses.dataclass
+class Answer:
+    """As megarl.commands.run_on_all_nodes.NodeAnswer, which needs Ray."""
+
+    host: str
+    rank: int
+    value: NodeReport | None = None
+    error: str = ""
+    clock_ahead: float = 0.0
+    clock_known: float = 0.01
+
+
+def test_a_node_that_is_unlike_the_others_is_named() -> None:
+    same, other = {"torch": "2.10.0", "ray": "2.60.0"}, {"torch": "2.9.0"}
+    answers = [
+        Answer("10.0.0.1", 0, NodeReport("a", None, [], versions=same)),
+        Answer("10.0.0.2", 1, NodeReport("b", None, [ok("fine")], versions=other)),
+        Answer("10.0.0.3", 2, NodeReport("c", None, [], versions=same), clock_ahead=-7.5),
+        Answer("10.0.0.4", 3, error="no answer within 240 s"),
+        Answer("10.0.0.5", 4, NodeReport("e", None, [], versions=same), clock_ahead=7.5, clock_known=7.0),
+    ]
+    told = [report.findings[0] for report in compared(answers)]
+    assert [one.status for one in told] == ["ok", "FAIL", "warning", "FAIL", "ok"]
+    assert "ray not installed (there 2.60.0), torch 2.9.0 (there 2.10.0)" in told[1].text
+    assert "-7.5 s" in told[2].text and told[3].text == "no answer within 240 s"
+    assert [(one.host, one.rank) for one in told] == [(answer.host, answer.rank) for answer in answers]
+
+
+class TestRecipe:
+    def recipe(self, data: Path, tmp_path: Path, *settings: str):
+        files = [f"data.{kind}_files=[{data / 'data' / name}.parquet]" for kind, name in (("train", "train"), ("eval", "test"))]  # fmt: skip
+        given = [f"model.path={data / 'model'}", *files, f"runs_dir={tmp_path / 'runs'}", *settings]
+        return with_absolute_paths(load_recipe(ROOT / "recipes/quickstart.yaml", given))
+
+    def test_all_is_there(self, quickstart_data: Path, tmp_path: Path) -> None:
+        found = list(stages(self.recipe(quickstart_data, tmp_path)))
+        assert [(one.check, one.status) for one in found] == [
+            (f"recipe: {stage}", "ok") for stage in ("settings", "model", "data", "rewards")
+        ]
+
+    @pytest.mark.parametrize(
+        ("setting", "stage", "says"),
+        [
+            ("rollout.engine=vlm", "settings", "vlm"),
+            ("model.path=nowhere", "model", "model.path = "),
+            ("data.eval_files=[gone.parquet]", "data", "gone.parquet"),
+            ("reward.function=gsm9k", "rewards", "gsm9k"),
+        ],
+    )
+    def test_what_is_missing_fails_its_stage(self, setting, stage, says, quickstart_data, tmp_path) -> None:
+        *before, last = stages(self.recipe(quickstart_data, tmp_path, setting))
+        assert (last.check, last.status) == (f"recipe: {stage}", "FAIL") and says in last.text
+        assert all(one.status == "ok" for one in before) and "\n" not in last.text + last.remedy
+        assert ("not reached" in last.text) == (stage != "rewards")
+
+    def test_what_it_needs(self, quickstart_data: Path, tmp_path: Path) -> None:
+        """The quickstart's: two trainers and an engine; float32 weights want 4 + 8 bytes each in a checkpoint."""
+        from safetensors import safe_open
+
+        recipe = self.recipe(quickstart_data, tmp_path, "exchange.bucket_mb=1")
+        with safe_open(str(quickstart_data / "model" / "model.safetensors"), "pt") as file:
+            count = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - no mapping
+        needs = needs_of(recipe, {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "m", "RAY_ADDRESS": "m:6379"})
+        assert (needs.processes, needs.nodes, needs.ray_address) == (3, 2, "m:6379")
+        assert needs.checkpoint_bytes == 12 * count and (needs.bucket_bytes, needs.buckets) == (1 << 20, 4 * 2)
+        recipe.exchange.route = "export"
+        assert needs_of(recipe, {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "m"}).buckets == 2
+
+    def test_devices_are_counted_where_they_lie(self, quickstart_data: Path, tmp_path: Path) -> None:
+        """Two trainers of one tensor-parallel group fit two machines with a device each; an engine of two does not."""
+        recipe = self.recipe(quickstart_data, tmp_path)
+        assert device_demand(recipe, "npu", [("a", 1), ("b", 1)]).status == "ok"
+        recipe.rollout.tensor_parallel = 2
+        found = device_demand(recipe, "npu", [("a", 1), ("b", 1)])
+        assert found.status == "FAIL" and "1 on a, 1 on b" in found.text
+        assert device_demand(recipe, "cpu", [("a", 0)]).status == "ok"
+
+    def test_a_recipe_without_training_data_is_evaluated(self, quickstart_data: Path, tmp_path: Path) -> None:
+        """One engine, and no trainer that it would wait for."""
+        recipe = self.recipe(quickstart_data, tmp_path, "data.train_files=[]")
+        assert needs_of(recipe, {}).processes == 1 and not needs_of(recipe, {}).trains
+        assert device_demand(recipe, "cuda", [("a", 1)]).status == "ok"
+        assert [one.status for one in stages(recipe)] == ["ok"] * 4
+
+    def test_a_directory_with_a_run_is_told(self, quickstart_data: Path, tmp_path: Path) -> None:
+        recipe = self.recipe(quickstart_data, tmp_path)
+        assert run_name(recipe).status == "ok"
+        metrics = tmp_path / "runs" / recipe.name / "metrics.jsonl"
+        metrics.parent.mkdir(parents=True)
+        metrics.write_text("{}\n")
+        found = run_name(recipe)
+        assert found.status == "warning" and "train.resume=auto" in found.remedy
+
+
+class TestThisMachine:
+    """What the fakes of the other tests leave out: how a real machine is asked."""
+
+    def test_a_port_that_somebody_listens_on(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            assert "in use" in Machine().cannot_bind(port)
+        assert Machine().cannot_bind(port) == ""
+
+    def test_commands_that_end_hang_crash_and_are_not_there(self) -> None:
+        machine = Machine()
+        assert machine.run(["no-such-program"]) is None
+        hanging = machine.run(["sleep", "60"], 0.2)
+        assert hanging is not None and not hanging.good and "did not end" in hanging.last_error
+        crashed = machine.python_code("import megarl, os; os.kill(os.getpid(), 11)", 30)
+        assert not crashed.good and "-11" in crashed.last_error
+        assert machine.python_code("raise ImportError('libx.so')", 30).last_error == "ImportError: libx.so"
+
+    def test_the_hub_is_asked_for_no_longer_than_it_may_take(self) -> None:
+        """Something listens and never answers; and a server that says no is a server that is there."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            before = time.monotonic()
+            assert Machine().fetch(f"http://127.0.0.1:{server.getsockname()[1]}", 0.3)
+            assert time.monotonic() - before < 3
+        assert Machine().fetch("http://127.0.0.1:9", 3) == "[Errno 111] Connection refused"
+
+    def test_interfaces(self) -> None:
+        assert network.interfaces_up(Machine())["lo"]
+
+
+class TestCommand:
+    @pytest.fixture
+    def here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeMachine:
+        machine = cpu_machine(tmp_path)
+        monkeypatch.setattr(command, "Machine", lambda: machine)
+        return machine
+
+    def test_a_machine_that_is_well(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
+        assert command.doctor(None, [], as_json=False, nodes=None) == 0
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert all(line.startswith("ok ") for line in lines) and last == f"0 failed, 0 to look at, {len(lines)} ok"
+
+    def test_status_and_json_of_a_failure(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
+        """Nothing but the list may stand on stdout: scripts read it."""
+        here.packages.pop("mbridge")
+        assert command.doctor(None, [], as_json=True, nodes=False) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert [one["check"] for one in found if one["status"] == "FAIL"] == ["packages"]
+        assert set(found[0]) == {"check", "status", "text", "remedy", "host"}
+
+    def test_a_cluster_that_is_not_there(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
+        """It is told, and this machine looked at all the same."""
+        here.environ["RAY_ADDRESS"] = "ray://10.0.0.1:10001"
+        assert command.doctor(None, [], as_json=True, nodes=None) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert found[0]["check"] == "node" and "client" in found[0]["text"] and "RAY_ADDRESS" in found[0]["remedy"]
+        assert "packages" in {one["check"] for one in found}
+
+    def test_one_node_of_several_says_that_the_others_were_not_looked_at(self, here, capsys) -> None:
+        here.environ |= {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
+        assert command.doctor(None, [], as_json=False, nodes=None) == 0
+        assert "this one alone is looked at -> start launch/multinode.sh" in capsys.readouterr().out
+
+    def test_a_recipe_that_does_not_load_is_bad_input(self) -> None:
+        from tests.support.stack import run
+
+        done = run("doctor", "recipes/quickstart.yaml", "train.stepps=3")
+        assert done.returncode == 2 and "did you mean train.steps" in done.stderr and not done.stdout
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+def test_every_node_of_a_real_cluster(node, tmp_path: Path) -> None:  # noqa: F811 - the fixture
+    """Two nodes of this machine, by the launcher: both are looked at, each by its rank."""
+    out = tmp_path / "found.json"
+    code = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-m', 'megarl', 'doctor', '--json'], stdout=open({str(out)!r}, 'w')).returncode)"  # fmt: skip
+    head, member = node(0, sys.executable, "-c", code), node(1, "true")
+    output, _ = head.communicate(timeout=400)
+    found = json.loads(out.read_text())
+    failed = [one for one in found if one["status"] == "FAIL"]
+    assert head.returncode == (1 if failed else 0) == member.wait(30), output
+    assert {(one["host"], one["rank"]) for one in found} == {("127.0.0.2", 0), ("127.0.0.3", 1)}
+    checks = [{one["check"] for one in found if one["rank"] == rank} for rank in (0, 1)]
+    assert checks[0] == checks[1] >= {"node", "packages", "run directory", "shared memory", "imports"}
+    said = [one["text"] for one in found if one["check"] == "run directory"]
+    assert all("seen from here as from the controller" in text for text in said)
+    assert not failed, failed

@@ -1,0 +1,210 @@
+"""`megarl doctor` against faults planted one at a time into machines that are well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.commands.doctor.catalogue import CHECKS
+from megarl.commands.doctor.check import check, run_check
+from megarl.commands.doctor.finding import Finding, Needs, ok
+from megarl.commands.doctor.machine import Output
+from megarl.commands.doctor.npu_checks import Chip, chips
+from tests.support.doctor_machine import (
+    A2,
+    A3,
+    GIB,
+    INSTALL_INFO,
+    MACHINES,
+    MEMINFO,
+    VERSION_CFG,
+    FakeMachine,
+    npu_machine,
+)
+
+RECIPE = Needs(recipe=True, processes=3)
+CLUSTER = Needs(nodes=2)
+
+
+def examine(machine: FakeMachine, needs: Needs = RECIPE) -> list[Finding]:
+    return [finding for one in CHECKS for finding in run_check(one, machine, needs)]
+
+
+@pytest.mark.parametrize("kind", MACHINES)
+@pytest.mark.parametrize("needs", [Needs(), RECIPE, CLUSTER], ids=["no recipe", "recipe", "two nodes"])
+def test_a_machine_that_is_well_has_nothing_to_be_told(kind: str, needs: Needs, tmp_path: Path) -> None:
+    """A doctor that finds something everywhere is read by nobody."""
+    found = examine(MACHINES[kind](tmp_path), needs)
+    assert [finding for finding in found if finding.status != "ok"] == []
+    named = {finding.check for finding in found}
+    assert ("cann" in named) == (kind == "npu") and ("nvidia" in named) == (kind == "cuda")
+
+
+# name: (machine, what is done to it, check, status, words of text and remedy, needs)
+Fault = tuple[str, Callable[[FakeMachine], object], str, str, list[str], Needs]
+DRIVER_INFO = "/usr/local/Ascend/driver/version.info"
+ATB_PATH, CANN_INFO = "/usr/local/Ascend/nnal/atb/latest/version.info", "/usr/local/Ascend/cann-9.1.0/aarch64-linux/ascend_toolkit_install.info"  # fmt: skip
+FAULTS: dict[str, Fault] = {
+    "torch beside another torch_npu": ("npu", lambda m: m.packages.update({"torch": "2.9.0+cpu"}), "pairs", "FAIL", ["torch-npu 2.10.0.post4", "torch==2.10.0"], RECIPE),
+    "vllm beside another vllm-ascend": ("npu", lambda m: m.packages.update({"vllm": "0.22.1+empty"}), "pairs", "FAIL", ["vllm-ascend", "vllm==0.23.*"], RECIPE),
+    "plain triton": ("npu", lambda m: m.packages.update({"triton": "3.6.0"}), "pairs", "FAIL", ["pip uninstall -y triton"], RECIPE),
+    "another mbridge": ("npu", lambda m: m.packages.update({"mbridge": "0.14.0"}), "packages", "warning", ["mbridge 0.14.0 (there 0.15.1)", "CANN 9.1.0"], RECIPE),
+    "no MindSpeed": ("npu", lambda m: m.packages.pop("mindspeed"), "packages", "FAIL", ["not installed: mindspeed"], RECIPE),
+    "vLLM of long ago, and no recipe": ("cuda", lambda m: m.packages.update({"vllm": "0.11.2"}), "packages", "warning", ["can evaluate and not train"], Needs()),
+    "no Ray": ("cuda", lambda m: m.packages.pop("ray"), "packages", "FAIL", ["not installed: ray"], RECIPE),
+    "Megatron of before backends": ("cuda", lambda m: m.packages.update({"megatron-core": "0.12.1"}), "packages", "FAIL", ["0.12.1", "0.13 or later"], RECIPE),
+    "vLLM that takes no weights": ("cuda", lambda m: m.packages.update({"vllm": "0.11.0"}), "packages", "FAIL", ["cannot take new weights"], RECIPE),
+    "Python too new": ("cuda", lambda m: setattr(m, "python", (3, 13, 0)), "python", "FAIL", ["3.13.0"], RECIPE),
+    "Python of another set": ("npu", lambda m: setattr(m, "python", (3, 11, 9)), "python", "warning", ["Python 3.12"], RECIPE),
+    "CUDA's torchvision on a CPU": ("cpu", lambda m: m.packages.update({"torchvision": "0.28.0"}), "pairs", "FAIL", ["+cpu build"], RECIPE),
+    "torch does not import": ("cuda", lambda m: m.broken.update({"import json, torch": "ImportError: libcudnn.so.9"}), "platform", "FAIL", ["libcudnn.so.9"], RECIPE),
+    "Megatron does not import": ("cpu", lambda m: m.broken.update({"megarl.megatron.trainer": "ImportError: cannot import name 'x'"}), "imports", "FAIL", ["cannot import name", "python -c"], RECIPE),
+    "vLLM's build for another device": ("npu", lambda m: setattr(m, "engine", "cuda"), "imports", "FAIL", ["'cuda'", "npu"], RECIPE),
+    "NPUs that nothing uses": ("npu", lambda m: (m.packages.pop("torch-npu"), m.torch.update(kind="cpu")), "platform", "warning", ["left idle", "torch_npu"], Needs()),
+    "an NPU asked for and none here": ("cpu", lambda m: None, "platform", "FAIL", ["torch_npu is not installed", "cluster.device=auto"], Needs(device="npu")),
+    "no device visible": ("npu", lambda m: (m.torch.update(names=[]), m.environ.update(ASCEND_RT_VISIBLE_DEVICES="")), "devices", "FAIL", ["sees none", "ASCEND_RT_VISIBLE_DEVICES"], RECIPE),
+    "a device number too high": ("npu", lambda m: m.environ.update(ASCEND_RT_VISIBLE_DEVICES="0,7"), "devices", "FAIL", ["there are 2 devices"], RECIPE),
+    "CANN not installed": ("npu", lambda m: m.remove(CANN_INFO), "cann", "FAIL", ["no CANN", "install CANN 9.1.0"], RECIPE),
+    "CANN not sourced": ("npu", lambda m: (m.environ.pop("ASCEND_HOME_PATH"), m.write("/usr/local/Ascend/cann/aarch64-linux/ascend_toolkit_install.info", INSTALL_INFO.format("9.1.0"))), "cann", "FAIL", ["not in the environment", "set_env.sh"], RECIPE),
+    "another CANN": ("npu", lambda m: m.write(CANN_INFO, INSTALL_INFO.format("8.5.0")), "cann", "warning", ["CANN 8.5.0", "9.1.0"], RECIPE),
+    "libhccl does not load": ("npu", lambda m: m.broken.update({"libhccl": "OSError: libhccl.so: cannot open shared object file"}), "cann", "FAIL", ["libhccl.so", "source"], RECIPE),
+    "no NNAL": ("npu", lambda m: m.remove(ATB_PATH), "nnal", "FAIL", ["install the NNAL"], RECIPE),
+    "NNAL of another CANN": ("npu", lambda m: m.write(ATB_PATH, "Ascend-cann-atb : 8.5.0\n"), "nnal", "FAIL", ["8.5.0", "CANN 9.1.0", "install NNAL 9.1.0"], RECIPE),
+    "libatb with an undefined symbol": ("npu", lambda m: m.broken.update({"libatb": "OSError: libatb.so: undefined symbol: _ZN3atb15Create"}), "nnal", "FAIL", ["undefined symbol"], RECIPE),
+    "the driver is not mounted": ("npu", lambda m: m.remove("/usr/local/Ascend/driver/version.info"), "npu driver", "FAIL", ["mount the host's"], RECIPE),
+    "a driver that this CANN excludes": ("npu", lambda m: m.write(DRIVER_INFO, "Version=25.0.rc1.1\n"), "npu driver", "FAIL", ["25.0.rc1.1", "CANN 9.1.0 works with 25.2.0", "take the CANN 9.0.0 set", "CANN=9.0.0"], RECIPE),
+    "a driver that every CANN excludes": ("npu", lambda m: m.write(DRIVER_INFO, "Version=24.1.rc3\n"), "npu driver", "FAIL", ["24.1.rc3", "update the driver and firmware to 25.2.0 or later"], RECIPE),
+    "CANN of another patch and no package": ("npu", lambda m: (m.packages.pop("torch-npu"), m.write(CANN_INFO, INSTALL_INFO.format("8.5.2"))), "cann", "warning", ["CANN 8.5.2", "CANN 8.5.1 set", "CANN=8.5.1"], RECIPE),
+    "a manager not passed in": ("npu", lambda m: m.remove("/dev/devmm_svm"), "npu driver", "FAIL", ["/dev/devmm_svm"], RECIPE),
+    "npu-smi fails": ("npu", lambda m: m.programs.update({"npu-smi": Output(1, "dcmi module initialize failed. ret is -8005")}), "npu health", "FAIL", ["-8005"], RECIPE),
+    "a chip that is not well": ("npu", lambda m: m.programs.update({"npu-smi": Output(0, A2)}), "npu health", "FAIL", ["chip 1 (910B4-1) is Warning", "-i 1"], RECIPE),
+    "a chip that somebody holds": ("npu", lambda m: m.programs.update({"npu-smi": Output(0, A2)}), "npu health", "warning", ["1 (27 of 64 GiB)"], RECIPE),
+    "a chip not passed in": ("npu", lambda m: m.remove("/dev/davinci1"), "npu health", "warning", ["2 chips, 1 have"], RECIPE),
+    "expandable segments for engines": ("npu", lambda m: m.environ.update(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"), "npu environment", "warning", ["unset PYTORCH_NPU_ALLOC_CONF"], RECIPE),
+    "a driver older than torch's CUDA": ("cuda", lambda m: m.torch.update(cuda="14.0"), "nvidia", "FAIL", ["13.0", "14.0", "update the driver"], RECIPE),
+    "no Transformer Engine": ("cuda", lambda m: m.packages.pop("transformer-engine"), "transformer-engine", "warning", ["1.2 to 2 times as long", "estimated", "requirements-cuda-te.txt"], RECIPE),
+    "Transformer Engine too new for Megatron": ("cuda", lambda m: m.packages.update({"transformer-engine": "2.20.2", "transformer-engine-torch": "2.20.2", "transformer-engine-cu13": "2.20.2"}), "transformer-engine", "warning", ["2.20.2", ">=2.9,<2.12"], RECIPE),
+    "Transformer Engine without its torch part": ("cuda", lambda m: m.packages.pop("transformer-engine-torch"), "transformer-engine", "FAIL", ["without transformer-engine-torch"], RECIPE),
+    "parts of Transformer Engine of two versions": ("cuda", lambda m: m.packages.update({"transformer-engine-cu13": "2.10.0"}), "transformer-engine", "FAIL", ["transformer-engine-cu13 2.10.0", "one version"], RECIPE),
+    "Transformer Engine for another CUDA": ("cuda", lambda m: m.packages.update({"transformer-engine-cu12": m.packages.pop("transformer-engine-cu13")}), "transformer-engine", "FAIL", ["torch for CUDA 13.0", "transformer-engine-cu13==2.11.0"], RECIPE),
+    "Transformer Engine built for another torch": ("cuda", lambda m: m.broken.update({"import transformer_engine": "undefined symbol: _ZN3c10"}), "transformer-engine", "FAIL", ["undefined symbol", "--no-build-isolation"], RECIPE),
+    "vLLM of after the range": ("cuda", lambda m: m.packages.update({"vllm": "0.34.0"}), "packages", "warning", ["vllm 0.34.0 (there >=0.32,<0.34)"], RECIPE),
+    "a GPU that somebody holds": ("cuda", lambda m: m.programs.update({"nvidia-smi --query-gpu=index,memory.used,memory.total": Output(0, "0, 4, 81559\n1, 40960, 81559\n")}), "nvidia", "warning", ["1 (40 of 80 GiB)"], RECIPE),
+    "the driver does not answer": ("cuda", lambda m: m.programs.update({"nvidia-smi": Output(9, "NVIDIA-SMI has failed")}), "nvidia", "FAIL", ["NVIDIA-SMI has failed"], RECIPE),
+    "Ray's port taken": ("cpu", lambda m: m.taken.add(6379), "ports", "FAIL", ["6379", "MASTER_PORT"], CLUSTER),
+    "HCCL's ports taken": ("npu", lambda m: m.taken.update(range(60000, 60048)), "ports", "FAIL", ["3 of 51", "4 processes", "EJ0003"], RECIPE),
+    "HCCL's ports handed out": ("npu", lambda m: m.write("/proc/sys/net/ipv4/ip_local_reserved_ports", "\n"), "ports", "warning", ["ip_local_reserved_ports=60000-60050"], RECIPE),
+    "no range": ("npu", lambda m: m.environ.update(HCCL_NPU_SOCKET_PORT_RANGE="61050-61000"), "ports", "FAIL", ["61050-61000", "61000-61050"], RECIPE),
+    "an interface that is not there": ("npu", lambda m: m.environ.update(HCCL_SOCKET_IFNAME="enp67s0f0"), "interfaces", "FAIL", ["enp67s0f0", "eth0"], RECIPE),
+    "an interface that is down": ("cuda", lambda m: m.environ.update(GLOO_SOCKET_IFNAME="ib0"), "interfaces", "FAIL", ["ib0 is down"], RECIPE),
+    "interfaces left to chance": ("npu", lambda m: (m.write("/sys/class/net/eth1/flags", "0x1003"), m.write("/sys/class/net/eth1/operstate", "up")), "interfaces", "warning", ["HCCL_SOCKET_IFNAME", "eth0, eth1"], CLUSTER),
+    "a launcher that says too little": ("cpu", lambda m: m.environ.update(NNODES="2", NODE_RANK="1"), "launch", "FAIL", ["MASTER_ADDR"], RECIPE),
+    "a cluster that is not there": ("cpu", lambda m: None, "ray", "FAIL", ["127.0.0.1:9", "RAY_ADDRESS"], Needs(ray_address="127.0.0.1:9")),
+    "a clock never set": ("cpu", lambda m: setattr(m, "started", 0.0), "clocks", "FAIL", ["1970"], RECIPE),
+    "a clock that jumps": ("cpu", lambda m: setattr(m, "slow_clock", 3.0), "clocks", "warning", ["+3.00 s"], RECIPE),
+    "a clock that nobody keeps": ("cpu", lambda m: m.programs.update(timedatectl=Output(0, "no\n")), "clocks", "warning", ["NTP", "chronyd"], RECIPE),
+    "few open files": ("npu", lambda m: setattr(m, "limits", (1024, 4096)), "open files", "warning", ["1024", "32768", "--ulimit"], RECIPE),
+    "few open files, and more to be had": ("cpu", lambda m: setattr(m, "limits", (1024, 524288)), "open files", "warning", ["ulimit -n 32768"], CLUSTER),
+    "docker's /dev/shm": ("cpu", lambda m: m.disks.update({"/dev/shm": (64 << 20, 64 << 20)}), "shared memory", "FAIL", ["64 MiB", "--shm-size"], RECIPE),
+    "/dev/shm too small for the largest tensor": ("cpu", lambda m: m.disks.update({"/dev/shm": (8 * GIB, 8 * GIB)}), "shared memory", "FAIL", ["6.0 GiB for 2 buckets", "2.4 GiB for Ray"], Needs(bucket_bytes=3 * GIB)),
+    "no memory left": ("cpu", lambda m: m.write("/proc/meminfo", MEMINFO.format(8 << 20, 4 << 20)), "memory", "warning", ["4.0 GiB of 8.0 GiB", "6.0 GiB for 3 processes"], RECIPE),
+    "a container's limit": ("cpu", lambda m: (m.write("/sys/fs/cgroup/memory.max", f"{4 * GIB}"), m.write("/sys/fs/cgroup/memory.current", f"{3 * GIB}")), "memory", "warning", ["1.0 GiB of 4.0 GiB"], RECIPE),
+    "runs_dir on a file": ("cpu", lambda m: m.write("/runs"), "run directory", "FAIL", ["is a file", "runs_dir"], Needs(runs_dir="/runs/here")),
+    "no room for checkpoints": ("cpu", lambda m: m.disks.update({"/runs": (100 * GIB, 50 * GIB)}), "run directory", "warning", ["90.0 GiB", "keep_checkpoints"], Needs(runs_dir="/runs", checkpoint_bytes=30 * GIB, checkpoints=3)),
+    "a full disk": ("cpu", lambda m: m.disks.update({"/runs": (100 * GIB, 1 << 20)}), "run directory", "FAIL", ["1 MiB free"], Needs(runs_dir="/runs")),
+    "storage that is not shared": ("cpu", lambda m: None, "run directory", "FAIL", ["not the directory", "all nodes share"], Needs(runs_dir="/runs", token=("/runs/.token", "abc"))),
+    "/tmp nearly full": ("cpu", lambda m: m.disks.update({"/tmp": (100 * GIB, 2 * GIB)}), "temporary files", "warning", ["2.0 GiB of 100.0 GiB", "RAY_TMPDIR"], RECIPE),
+    "no sandbox, and none asked for": ("cpu", lambda m: m.lacking.append("bwrap is not installed: apt-get install bubblewrap"), "sandbox", "warning", ["bubblewrap"], RECIPE),
+    "no sandbox for the code interpreter": ("cpu", lambda m: m.lacking.append("bwrap is not installed: apt-get install bubblewrap"), "sandbox", "FAIL", ["code_interpreter needs it"], Needs(sandbox="code_interpreter")),
+    "no hub": ("cpu", lambda m: setattr(m, "unreachable", "no answer within 3 s"), "hub", "warning", ["HF_ENDPOINT"], RECIPE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, tmp_path: Path) -> None:
+    """By its own check, with its remedy. (That nothing is found without the fault, the test above says.)"""
+    kind, plant, check_name, status, words, needs = FAULTS[name]
+    machine = MACHINES[kind](tmp_path)
+    plant(machine)
+    found = [one for one in examine(machine, needs) if one.check == check_name and one.status == status]
+    assert found, [one for one in examine(machine, needs) if one.status != "ok"]
+    said = " ".join(f"{one.text} {one.remedy}" for one in found)
+    assert not [word for word in words if word not in said], said
+    assert all(one.remedy and one.host == "node0" for one in found)
+
+
+def test_what_a_recipe_does_without_is_not_missed(tmp_path: Path) -> None:
+    """SFT under torchrun: no engine, no Ray."""
+    machine = MACHINES["cuda"](tmp_path)
+    del machine.packages["ray"], machine.packages["vllm"]
+    found = examine(machine, Needs(recipe=True, engines=False, ray=False))
+    assert [one for one in found if one.check == "packages" and one.status != "ok"] == []
+
+
+def test_a_check_that_raises_or_hangs_is_a_failure_and_not_the_end(tmp_path: Path) -> None:
+    @check("raises", "")
+    def raises(machine, needs):
+        yield ok("first")
+        raise KeyError("no such thing")
+
+    @check("hangs", "", seconds=0.2)
+    def hangs(machine, needs):
+        import time
+
+        time.sleep(5)
+        yield ok("late")
+
+    (one,), (other,) = (run_check(each, npu_machine(tmp_path), Needs()) for each in (raises, hangs))
+    assert one.status == other.status == "FAIL" and one.check == "raises"
+    assert "KeyError: 'no such thing'" in one.text and "did not end within 0 s" in other.text
+
+
+def test_rows_of_npu_smi() -> None:
+    """An A3's card has two chips, which torch counts as devices; an A2's has one. Processes are no chips."""
+    assert chips(A3) == [Chip(0, 0, "Ascend910", "OK", 3131, 65536), Chip(0, 1, "Ascend910", "OK", 2886, 65536)]
+    assert chips(A2) == [Chip(0, 0, "910B4-1", "OK", 3394, 65536), Chip(1, 1, "910B4-1", "Warning", 27547, 65536)]
+
+
+def test_where_cann_says_its_version(tmp_path: Path) -> None:
+    """version.cfg names the runtime's number first: 7.6.0.1.220 is no CANN."""
+    from megarl.commands.doctor.npu_checks import cann_version
+
+    machine = npu_machine(tmp_path)
+    machine.write("/opt/a/version.cfg", VERSION_CFG)
+    machine.write("/opt/b/runtime/version.info", "Version=9.0.0\n")
+    machine.write("/opt/c/runtime/version.info", "Version=7.6.0.1.220\n")
+    machine.write("/opt/d/aarch64-linux/ascend_all_cann_install.info", INSTALL_INFO.format("9.1.0"))
+    assert [cann_version(machine, f"/opt/{name}") for name in "abcd"] == ["8.0.0", "9.0.0", None, "9.1.0"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [("26.1.0", "CANN 9.1.0"), ("25.5.2", "CANN 9.1.0"), ("25.2.0", "CANN 9.1.0"), ("25.0.rc1.1", "CANN 9.0.0"), ("24.1.rc3", None)],
+)  # fmt: skip
+def test_the_newest_set_for_a_driver(tmp_path: Path, driver: str, name: str | None) -> None:
+    """On a host with nothing but a driver, its line names the set to build; CANN is in the image."""
+    from megarl.commands.doctor.npu_checks import newest_set_for, set_of
+
+    chosen = newest_set_for(driver)
+    assert (chosen and chosen.name) == name
+    machine = npu_machine(tmp_path)
+    machine.packages.clear()
+    machine.write(DRIVER_INFO, f"Version={driver}\n")
+    for folder in ("/usr/local/Ascend/cann-9.1.0", "/usr/local/Ascend/nnal"):
+        machine.remove(folder)
+    machine.environ.pop("ASCEND_HOME_PATH")
+    assert set_of(machine).name == (name or "CANN 9.1.0")
+    found = [one.text for one in examine(machine, RECIPE) if one.check == "npu driver"]
+    assert name is None or f"the newest set for this driver is {name}" in found[0]
+
+
+def test_a_set_whose_least_driver_is_not_documented(tmp_path: Path) -> None:
+    """CANN 8.3.RC1's release notes name no oldest driver: the line leaves it out."""
+    machine = npu_machine(tmp_path)
+    machine.packages |= {"torch": "2.7.1", "torch-npu": "2.7.1", "transformers": "4.57.6", "vllm": "0.11.0"}
+    machine.packages |= {"vllm-ascend": "0.11.0rc1", "triton-ascend": "3.2.0rc4", "numpy": "1.26.4"}
+    machine.write(DRIVER_INFO, "Version=25.3.rc1\n")
+    (line,) = (one.text for one in examine(machine, RECIPE) if one.check == "npu driver")
+    assert line == "25.3.rc1; CANN 8.3.RC1 was released with 25.3.rc1"

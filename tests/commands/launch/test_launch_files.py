@@ -1,0 +1,269 @@
+"""launch/slurm.sh with an srun that starts processes of this machine, and the Kubernetes manifests' structure."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megarl.cluster.process import free_port
+from megarl.commands.launch.topology import read_topology
+from megarl.preflight.load import load_recipe
+from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
+
+BASH = shutil.which("bash")
+LAUNCH = Path(ROOT, "launch")
+# Field names, types and what is required, of KubeRay 1.7.0's RayJob, as far as launch/kuberay.yaml goes into it.
+RAYJOB = json.loads(Path(ROOT, "tests/fixtures/kuberay/rayjob_v1.json").read_text())
+
+# As Slurm's: a process a node, each told which it is; signals are handed on, and the first status that is not 0 returned.
+SRUN = """#!/usr/bin/env bash
+echo "$@" > "$SRUN_CALLED"
+while [[ $1 == --* ]]; do shift; done
+for rank in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do
+  SLURM_NODEID=$rank "$@" &
+  tasks+=($!)
+done
+trap 'kill -TERM "${tasks[@]}" 2> /dev/null' TERM
+status=0
+for task in "${tasks[@]}"; do
+  while kill -0 "$task" 2> /dev/null; do wait "$task"; one=$?; done
+  [ "$status" != 0 ] || status=$one
+done
+exit "$status"
+"""
+
+
+@pytest.fixture
+def sbatch(tmp_path):
+    """Run launch/slurm.sh as Slurm does: a copy of it, with the variables of a job."""
+    started = []
+    copy = shutil.copy(LAUNCH / "slurm.sh", tmp_path / "slurm_script")
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+
+    def sbatch(*arguments, nodes=1, **environ):
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_", "PET_"))}
+        job = {"SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": str(nodes)}
+        job |= {"SLURM_CPUS_ON_NODE": "2", "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(free_port())}
+        job |= {
+            "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "SRUN_CALLED": str(tmp_path / "called"),
+        }
+        job |= {"DEVICES_PER_NODE": "1", "OMP_NUM_THREADS": "1", **environ}
+        started.append(
+            subprocess.Popen(
+                [BASH, copy, *arguments],
+                cwd=tmp_path,
+                env=clean | {name: value for name, value in job.items() if value},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield sbatch
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(30)
+
+
+def test_slurm_starts_the_launcher_once_a_node_and_returns_its_status(sbatch, tmp_path):
+    job = sbatch("--", sys.executable, "-c", "import os; print(os.environ['HCCL_SOCKET_IFNAME']); raise SystemExit(5)",
+                 MEGARL_INTERFACE="bond0")  # fmt: skip
+    output, _ = job.communicate(timeout=60)
+    assert (output, job.returncode) == ("bond0\n", 5)
+    called = (tmp_path / "called").read_text().split()
+    assert {"--ntasks=1", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"} <= set(called)
+    assert "bash launch/multinode.sh -- " in " ".join(called)
+
+
+def test_slurm_hands_the_signal_of_a_preemption_to_the_run(sbatch):
+    code = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(9)); print('up', flush=True); time.sleep(60)"
+    job = sbatch("--", sys.executable, "-c", code)
+    assert job.stdout.readline() == "up\n"
+    ours = descendants(job.pid)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(20) == 128 + signal.SIGTERM  # what the launcher says of itself
+    assert wait_until(lambda: not [pid for pid in ours if alive(pid)], 10)
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_slurm_joins_two_nodes(sbatch):
+    code = "import ray; ray.init(log_to_driver=False, logging_level='error'); print('NODES', len(ray.nodes()))"
+    job = sbatch("--", sys.executable, "-c", code, nodes=2)
+    output, _ = job.communicate(timeout=120)
+    assert "NODES 2" in output
+    assert job.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [({"SLURM_JOB_ID": ""}, "runs in a Slurm job"), ({"SLURM_SUBMIT_DIR": "/usr"}, "no launch/multinode.sh in /usr")],
+)
+def test_slurm_says_what_is_wrong_with_how_it_was_called(sbatch, environ, says):
+    job = sbatch("recipe.yaml", **environ)
+    output, _ = job.communicate(timeout=20)
+    assert says in output
+    assert job.returncode == 2
+
+
+# --- Kubernetes ---------------------------------------------------------------------------------
+
+
+def problems(value, schema, path="spec"):
+    """What of `value` the schema does not know, lacks or has of another type."""
+    if "fields" in schema:
+        if not isinstance(value, dict):
+            return [f"{path} is no mapping"]
+        unknown = [f"{path}.{name} is no field" for name in value if name not in schema["fields"]]
+        lacking = [f"{path}.{name} is required" for name in schema["required"] if name not in value]
+        return unknown + lacking + [p for name, one in value.items() if name in schema["below"] for p in problems(one, schema["below"][name], f"{path}.{name}")]  # fmt: skip
+    if "items" in schema:
+        return [p for number, one in enumerate(value) for p in problems(one, schema["items"], f"{path}[{number}]")]
+    if value not in schema.get("enum", [value]):
+        return [f"{path} is one of {schema['enum']}"]
+    kinds = {"string": str, "integer": int, "boolean": bool, "object": dict}
+    return [] if isinstance(value, kinds[schema["type"]]) else [f"{path} is a {schema['type']}"]
+
+
+def manifest(name):
+    return list(yaml.safe_load_all((LAUNCH / name).read_text()))
+
+
+def nodes_and_devices(recipe):
+    """Of its head: Hardware: ..., nodes x devices."""
+    line = next(line for line in Path(ROOT, recipe).read_text().splitlines() if line.startswith("# Hardware:"))
+    nodes, devices = line.rsplit(",", 1)[1].split("x")
+    return int(nodes), int(devices)
+
+
+def test_the_rayjob_has_fields_that_kuberay_knows():
+    (job,) = manifest("kuberay.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert problems(job["spec"], RAYJOB) == []
+    wrong = job["spec"] | {"ttl": 1, "backoffLimit": "0"}
+    assert problems(wrong, RAYJOB) == ["spec.ttl is no field", "spec.backoffLimit is a integer"]
+
+
+def test_the_rayjob_is_closed_in_itself():
+    (job,) = manifest("kuberay.yaml")
+    cluster = job["spec"]["rayClusterSpec"]
+    assert f"ray == {cluster['rayVersion']}" in Path(ROOT, "setup.cfg").read_text()
+    assert cluster["authOptions"] == {"mode": "token"}
+    (workers,) = cluster["workerGroupSpecs"]
+    recipe = job["spec"]["entrypoint"].split()[-1]
+    nodes, devices = nodes_and_devices(recipe)
+    assert 1 + workers["replicas"] == 1 + workers["minReplicas"] == nodes
+    assert load_recipe(recipe, []).cluster.trainers == nodes * devices
+    for group in (cluster["headGroupSpec"], workers):
+        assert json.loads(json.loads(group["rayStartParams"]["resources"])) == {"NPU": devices}
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
+        check_pod(group["template"]["spec"], devices)
+        assert group["rayStartParams"]["num-cpus"] == group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]  # fmt: skip
+
+
+def check_pod(pod, devices):
+    (container,) = pod["containers"]
+    for amounts in (container["resources"]["limits"], container["resources"]["requests"]):
+        assert amounts["huawei.com/Ascend910"] == devices
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    assert {"/dev/shm", "/usr/local/Ascend/driver"} <= {mount["mountPath"] for mount in container["volumeMounts"]}
+
+
+def test_the_plain_job_tells_each_pod_which_node_it_is():
+    service, job = manifest("kubernetes.yaml")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    environ = {one["name"]: one["value"] for one in pod["containers"][0]["env"] if "value" in one}
+    topology = read_topology(environ | {"JOB_COMPLETION_INDEX": "3", "MEGARL_NODE_IP": "10.0.0.3"})
+    recipe = pod["containers"][0]["args"][-1]
+    assert (topology.node_rank, topology.nodes, topology.devices_per_node) == (3, *nodes_and_devices(recipe))
+    assert spec["completions"] == spec["parallelism"] == topology.nodes
+    # The first pod's name, as Kubernetes makes it of the Job's and the headless Service's.
+    assert topology.master == f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert (service["metadata"]["name"], service["spec"]["clusterIP"]) == (pod["subdomain"], "None")
+    assert service["spec"]["selector"] == spec["template"]["metadata"]["labels"]
+    check_pod(pod, topology.devices_per_node)
+
+
+def test_the_rayjob_passes_kuberays_own_schema():
+    """Strictly: the API server drops unknown fields, and the job then runs without them."""
+    import jsonschema
+
+    if not os.environ.get("MEGARL_KUBERAY_CRD"):
+        pytest.skip("MEGARL_KUBERAY_CRD names no ray.io_rayjobs.yaml")
+    crd = yaml.safe_load(Path(os.environ["MEGARL_KUBERAY_CRD"]).read_text())
+    schema = next(one for one in crd["spec"]["versions"] if one["name"] == "v1")["schema"]["openAPIV3Schema"]
+    closed(schema["properties"]["spec"])
+    errors = jsonschema.Draft7Validator(schema).iter_errors(manifest("kuberay.yaml")[0])
+    assert [f"{list(error.path)}: {error.message}" for error in errors] == []
+
+
+def closed(schema):
+    if isinstance(schema, dict):
+        if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+            schema.setdefault("additionalProperties", False)
+        if schema.pop("x-kubernetes-int-or-string", False):
+            schema["type"] = ["integer", "string"]
+            schema.pop("anyOf", None)
+            schema.pop("pattern", None)
+    for below in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else []:
+        closed(below)
+
+
+@pytest.fixture
+def bare_environment(tmp_path):
+    """A virtual environment whose locked packages count as installed: those of this Python, through a path file."""
+    venv = tmp_path / "an environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    for name in ("requirements-cpu.txt", "requirements-dev.txt"):
+        shutil.copy(LAUNCH / name, venv / f"installed-{name}")
+    (site,) = venv.glob("lib/python3*/site-packages")
+    packages = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "tested.pth").write_text("\n".join(packages))
+    return venv
+
+
+def _run(arguments, cwd, **environ):
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(arguments, cwd=cwd, env=clean | environ, capture_output=True, text=True, timeout=120)
+
+
+def _install(venv):
+    """In the repository, where `import megarl` works without any installation."""
+    return _run([BASH, LAUNCH / "install_cpu.sh"], ROOT, MEGARL_VENV=str(venv), PYTHONPATH=str(ROOT))
+
+
+def test_the_installer_installs_megarl_itself(bare_environment, tmp_path):
+    venv = bare_environment
+    done = _install(venv)
+    assert done.returncode == 0 and f"installed megarl from {os.path.realpath(ROOT)}" in done.stdout, done.stderr
+    found = _run([venv / "bin/python", "-c", "import megarl; print(megarl.__file__)"], tmp_path)
+    assert Path(found.stdout.strip()).parent == Path(os.path.realpath(ROOT), "megarl"), found.stderr
+    shown = _run([venv / "bin/megarl", "plan", "--help"], tmp_path)
+    assert shown.returncode == 0 and "RECIPE" in shown.stdout, shown.stderr
+    again = _install(venv)
+    assert again.returncode == 0 and "megarl" not in again.stdout, "nothing is left to do"
+
+
+def test_the_installer_leaves_an_installation_of_another_checkout(bare_environment, tmp_path):
+    venv, other = bare_environment, tmp_path / "other"
+    (other / "megarl").mkdir(parents=True)
+    (other / "megarl/__init__.py").touch()
+    (site,) = venv.glob("lib/python3*/site-packages")
+    (site / "megarl.pth").write_text(f"{other}\n")
+    (venv / "bin/megarl").write_text("#!/bin/sh\n")
+    (venv / "bin/megarl").chmod(0o755)
+    done = _install(venv)
+    assert done.returncode == 0 and f"runs {os.path.realpath(other)}; `python -m megarl` in" in done.stdout, done.stderr
+    assert (site / "megarl.pth").read_text() == f"{other}\n" and (venv / "bin/megarl").read_text() == "#!/bin/sh\n"

@@ -1,0 +1,190 @@
+"""launch/multinode.sh: where a node stands, how the launchers keep together, and two nodes on loopback."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megarl.cluster.process import free_port
+from megarl.cluster.ray import env as ray_env
+from megarl.commands.launch.multinode import ray_command
+from megarl.commands.launch.rendezvous import Attendance, RollCall
+from megarl.commands.launch.topology import first_host, read_topology
+from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank", "nodes", "master", "devices"),
+    [
+        ({}, 0, 1, "127.0.0.1", None),
+        ({"NODE_RANK": "3", "NNODES": "4", "MASTER_ADDR": "a", "DEVICES_PER_NODE": "16"}, 3, 4, "a", 16),
+        ({"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "gpu[07-08]"}, 1, 2, "gpu07", None),
+        ({"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_MASTER_ADDR": "m", "PET_NPROC_PER_NODE": "8"}, 1, 2, "m", 8),
+        ({"JOB_COMPLETION_INDEX": "1", "NNODES": "2", "MASTER_ADDR": "m", "HOSTNAME": "x-0"}, 1, 2, "m", None),
+        ({"HOSTNAME": "trainer-5", "NNODES": "8", "MASTER_ADDR": "trainer-0.trainer"}, 5, 8, "trainer-0.trainer", None),
+        ({"NODE_RANK": "0", "SLURM_NODEID": "1", "NNODES": "2", "MASTER_ADDR": "m"}, 0, 2, "m", None),
+    ],
+)
+def test_topology(environ, rank, nodes, master, devices):
+    topology = read_topology(environ)
+    assert (topology.node_rank, topology.nodes, topology.master, topology.devices_per_node) == (
+        rank,
+        nodes,
+        master,
+        devices,
+    )
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ({"NNODES": "2", "MASTER_ADDR": "m", "HOSTNAME": "login"}, "set NODE_RANK"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "set MASTER_ADDR"),
+        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "m"}, "ranks are 0 to 1"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is no number"),
+        ({"MEGARL_JOIN_TIMEOUT": "soon"}, "MEGARL_JOIN_TIMEOUT=soon"),
+        ({"NNODES": "0"}, "0 nodes: there is at least this one"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: Ray takes it"),
+        ({"DEVICES_PER_NODE": "0"}, "a node without devices"),
+    ],
+)
+def test_topology_that_does_not_add_up(environ, says):
+    with pytest.raises(ValueError, match=says):
+        read_topology(environ)
+
+
+def test_first_host_of_a_slurm_list():
+    lists = {"n1": "n1", "n1,n2": "n1", "gpu[007-010,12],login": "gpu007", "a[3,5]-ib": "a3-ib", "c[1-2]": "c1"}
+    assert {text: first_host(text) for text in lists} == lists
+
+
+def test_each_kind_of_device_is_announced_to_ray():
+    topology = read_topology({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "DEVICES_PER_NODE": "8"})
+    assert "--num-gpus=8" in ray_command(topology, "cuda")
+    assert '--resources={"megarl_node_1": 1, "NPU": 8}' in ray_command(topology, "npu")
+    assert "--num-cpus=8" in ray_command(topology, "cpu")
+    assert "--address=10.0.0.1:6379" in ray_command(topology, "cpu")
+
+
+def test_a_cluster_of_ours_has_a_token_of_its_own_unless_the_user_has_chosen():
+    first, second = ray_env.authentication({}), ray_env.authentication({})
+    assert first["RAY_AUTH_MODE"] == "token"
+    assert first["RAY_AUTH_TOKEN"] != second["RAY_AUTH_TOKEN"]
+    assert ray_env.authentication({"RAY_AUTH_TOKEN": "theirs"}) == {}
+    assert ray_env.authentication({"RAY_AUTH_MODE": "disabled"}) == {}
+
+
+def test_roll_call():
+    port = free_port()
+    calls = RollCall("127.0.0.1", port, 3, {"KEY": "value"})
+    first = Attendance("127.0.0.1", port, 1, 3, timeout=5)
+    assert wait_until(lambda: calls.absent() == [2], 5)
+    assert not first.ready
+    calls.open()
+    late = Attendance("127.0.0.1", port, 2, 3, timeout=5)
+    assert wait_until(lambda: first.ready and late.ready, 5)
+    assert first.environment == {"KEY": "value"}
+    for rank, nodes, says in [(1, 3, "rank 1 is taken"), (3, 3, "not one of 1 to 2"), (2, 2, "the head counts 3")]:
+        stranger = Attendance("127.0.0.1", port, rank, nodes, timeout=5)
+        assert wait_until(lambda stranger=stranger: stranger.over, 5)
+        assert says in stranger.refusal
+        assert stranger.environment == {}
+    assert not first.begun
+    calls.begin()
+    assert wait_until(lambda: first.begun and late.begun, 5)
+    late.ask_to_end()
+    assert wait_until(lambda: calls.to_end() == [2], 5)
+    late.fail("its Ray has ended")
+    late.close()
+    assert wait_until(lambda: calls.absent() == [2], 5)
+    assert calls.failed() == {2: "its Ray has ended"}
+    calls.finish(7)
+    assert wait_until(lambda: first.over, 5)
+    assert first.status == 7
+
+
+def test_a_head_that_is_not_there_is_named():
+    with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:\d+ after 0 s"):
+        Attendance("127.0.0.1", free_port(), 1, 2, timeout=0)
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+NODES = """
+import os, sys, ray
+ray.init(log_to_driver=False, logging_level="error")
+print("NODES", sorted(node["NodeManagerAddress"] for node in ray.nodes()), ray.cluster_resources()["CPU"])
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def node():
+    """Start launch/multinode.sh as one of two nodes of this machine."""
+    started = []
+    port = str(free_port())
+
+    def node(rank, *command, nodes=2, timeout=60):
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "SLURM_", "PET_"))}
+        env |= {"NNODES": str(nodes), "NODE_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env |= {"DEVICES_PER_NODE": "1", "MEGARL_JOIN_TIMEOUT": str(timeout), "OMP_NUM_THREADS": "1"}
+        started.append(
+            subprocess.Popen(
+                [shutil.which("bash"), "launch/multinode.sh", "--", *command],
+                cwd=ROOT,
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield node
+    for process in started:
+        process.terminate()
+        process.wait(30)
+
+
+def test_a_single_node_runs_the_command_as_it_is(node):
+    process = node(0, sys.executable, "-c", "raise SystemExit(5)", nodes=1)
+    assert process.wait(30) == 5
+
+
+@pytest.mark.stack
+def test_two_nodes_join_run_and_return_one_exit_status(node):
+    head = node(0, sys.executable, "-c", NODES)
+    time.sleep(2)  # the other one is late
+    member = node(1, "true")
+    output, _ = head.communicate(timeout=120)
+    assert "NODES ['127.0.0.2', '127.0.0.3'] 2.0" in output
+    assert head.returncode == 7
+    assert member.wait(30) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_a_node_that_does_not_come_is_named(node):
+    head, member = node(0, "true", nodes=3, timeout=25), node(1, "true", nodes=3, timeout=25)
+    output, _ = head.communicate(timeout=120)
+    assert "node rank 2 of 3 did not join within 25 s" in output
+    assert head.returncode == 1
+    assert member.wait(30) == 1
+
+
+@pytest.mark.stack
+def test_ctrl_c_on_the_head_ends_both_nodes(node):
+    head, member = node(0, "sleep", "1000"), node(1, "true")
+    for line in head.stdout:
+        if "nodes have joined" in line:
+            break
+    ours = descendants(head.pid) + descendants(member.pid)
+    assert len(ours) > 5  # Ray's own processes among them
+    head.send_signal(signal.SIGINT)
+    assert head.wait(20) == 128 + signal.SIGINT
+    assert member.wait(20) == 128 + signal.SIGINT
+    assert not [pid for pid in ours if alive(pid)]

@@ -1,0 +1,94 @@
+"""What an engine's rank holds, by vLLM's model without memory: a real engine's workers hold it, and published models."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.commands.plan.count.ask import ENGINES, EngineQuestion, ask
+from megarl.engines import limits_of
+from megarl.engines.base import EngineSpec
+from megarl.hf import published
+from tests.support.megatron_models import write_model
+
+ROOT = Path(__file__).parents[3]
+# Model, tensor parallel, engines of a group, whole experts -> billions of parameters, KiB of the KV cache a token.
+PUBLISHED: list[tuple[str, int, int, bool, float, float]] = [
+    ("Qwen3-8B", 1, 1, False, 8.190735360, 144),  # 8.2 B
+    ("Qwen3-30B-A3B", 1, 1, False, 30.532122624, 96),  # 30.5 B
+    ("DeepSeek-V3", 1, 1, False, 671.026419200, 68.625),  # 671 B; 70.272 KB: arXiv 2505.09343, table 1
+    ("DeepSeek-V3", 2, 128, True, 12.905780736, 68.625),
+    ("Qwen3-30B-A3B", 4, 4, True, 2.206808064, 24),
+    ("Qwen2.5-VL-7B-Instruct", 1, 1, False, 8.292166656, 56),
+]
+
+
+def asked(name: str, directory: Path, spec: EngineSpec, **changes: Any) -> EngineQuestion:
+    return EngineQuestion(name, replace(spec, model_path=str(directory), **changes))
+
+
+def spec(directory: Path, **settings: Any) -> EngineSpec:
+    return EngineSpec(
+        "e", str(directory), **{"dtype": "bfloat16", "max_model_len": 3072, "load_weights": False, **settings}
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_published_models(tmp_path: Path) -> None:
+    questions = []
+    for name, tensor, data, experts, *_ in PUBLISHED:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(published.read(name)))
+        made = spec(directory, tensor_parallel=tensor, data_parallel=data, expert_parallel=experts)
+        questions.append(asked("vllm", directory, made))
+    answers = ask(questions, ENGINES)
+    assert [answer.get("error") for answer in answers] == [None] * len(questions)
+    found = [(answer["parameters"] / 1e9, answer["cache_per_token"] / 1024) for answer in answers]
+    assert found == [(billions, cache) for *_, billions, cache in PUBLISHED]
+    for answer in answers:
+        assert answer["largest"] < answer["weights"] and answer["working"] < 2**32
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_a_real_engines_worker_holds_it(name: str, experts: bool, tmp_path: Path) -> None:
+    directory = write_model(name, tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    settings: dict[str, Any] = {"tensor_parallel": 2, "expert_parallel": experts, "max_model_len": 128}
+    made = spec(directory, dtype="float32", **settings)
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "config.json").write_text(json.dumps(config))
+    (answer,) = ask([asked("vllm", tmp_path / "alone", made)], ENGINES)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.engine_counts"],
+        input=json.dumps(asdict(made)),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    first = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
+    assert [answer["parameters"], answer["weights"], answer["cache_per_token"]] == first
+
+
+def test_what_arguments_say_of_steps_and_memory() -> None:
+    vllm = limits_of("vllm", spec(Path("m")))
+    assert (vllm.tokens, vllm.sequences, vllm.share, vllm.covers_step) == (2048, 128, 0.92, True)
+    whole = limits_of("vllm", spec(Path("m"), engine_args={"enable_chunked_prefill": False, "max_num_seqs": 7}))
+    assert (whole.tokens, whole.sequences) == (3072, 7)
+    cpu = limits_of("vllm", spec(Path("m"), device="cpu"))
+    assert (cpu.tokens, cpu.cache) == (8192, 256 << 20)
+    sglang = limits_of("sglang", spec(Path("m"), engine_args={"mem_fraction_static": 0.3, "chunked_prefill_size": -1}))
+    assert (sglang.tokens, sglang.share, sglang.covers_step) == (16384, 0.3, False) and sglang.assumed

@@ -1,0 +1,133 @@
+"""Estimated seconds of a step: the phases that a recipe has, what is in them, and what must make them faster."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.commands.plan.count.types import Links
+from megarl.commands.plan.show.estimate_table import seconds_columns
+from megarl.commands.plan.time.estimate import estimate
+from megarl.hf import published
+from megarl.platform.devices import device_named
+from megarl.preflight.load import load_recipe
+from tests.support import plans
+from tests.support.estimate_cases import QWEN, rank, recipe
+
+ROOT = Path(__file__).parents[3]
+
+
+def of(**settings: Any) -> Any:
+    return estimate(recipe(**settings), QWEN, QWEN, device_named("H100"))
+
+
+def names(**settings: Any) -> list[str]:
+    return [phase.name for phase in of(**settings).phases]
+
+
+def test_phases_follow_the_recipe() -> None:
+    assert names(megatron__offload=False) == ["gen", "old_log_prob", "update_actor", "weight_exchange"]
+    assert names() == ["gen", "hand_over", "old_log_prob", "update_actor", "weight_exchange"]
+    assert names(algorithm__kl_coef=0.1)[2:4] == ["old_log_prob", "reference"]
+    assert names(algorithm__old_log_probs="current") == ["gen", "hand_over", "update_actor", "weight_exchange"]
+    stays = {"megatron__offload": False, "critic__megatron__offload": False}
+    critic = ["gen", "values", "adv", "update_critic", "old_log_prob", "update_actor", "weight_exchange"]
+    assert names(algorithm__advantage="gae", **stays) == critic
+    in_reward = names(algorithm__advantage="gae", algorithm__kl_in_reward=True, algorithm__kl_coef=0.1, **stays)
+    assert in_reward[1:6] == ["old_log_prob", "reference", "values", "adv", "update_critic"]
+    assert names(algorithm__advantage="reinforce_plus_plus", **stays)[2] == "adv"
+    taught = names(algorithm__kl_coef=0.1, algorithm__reference="teacher", **stays)
+    assert taught == ["gen", "teacher", "old_log_prob", "update_actor", "weight_exchange"]
+    demonstrations = {"train__source": "sft", "algorithm__loss": "sft", "algorithm__advantage": "none"}
+    assert names(**demonstrations) == ["update_actor"]
+
+
+def test_a_step_is_its_phases_one_after_the_other() -> None:
+    found = of()
+    assert found.seconds == pytest.approx(sum(phase.seconds for phase in found.phases))
+    assert found.tokens == 32 * 8 * (512 + 512) and found.tokens_per_second == found.tokens / found.seconds
+
+
+def test_engines_that_run_ahead_write_beside_the_trainers() -> None:
+    disaggregated = {"rollout__max_staleness": 1, "cluster__placement": "disaggregated"}
+    found = of(**disaggregated)
+    seconds = {phase.name: phase.seconds for phase in found.phases}
+    trained = seconds["old_log_prob"] + seconds["update_actor"]
+    assert found.seconds == pytest.approx(max(seconds["gen"], trained) + seconds["weight_exchange"])
+    assert found.phases[1].begin == 0.0 and found.phases[-1].begin == seconds["gen"]
+    few = of(rollout__engines=64, **disaggregated)
+    assert few.seconds < found.seconds, "with more engines than that, the trainers are what is waited for"
+
+
+def test_greedy_samples_and_filtered_groups_are_written_too() -> None:
+    plain, greedy = (of(algorithm__advantage=name).phases[0].seconds for name in ("grpo", "remax"))
+    assert greedy > plain
+    made = recipe(algorithm__dynamic_sampling__enabled=True)
+    tried = estimate(made, QWEN, None, device_named("H100"), tried=4.0).phases[0]
+    assert tried.seconds > plain and "75% of groups are filtered" in tried.assumed
+
+
+def test_what_was_counted_takes_the_place_of_formulas() -> None:
+    made, device = recipe(rollout__engine_args={"max_num_seqs": 64}, megatron__offload=False), device_named("H100")
+    free, narrow = (
+        estimate(made, QWEN, None, device, engine=one).phases[0] for one in (None, rank(cache=2 * 1000 * 1024))
+    )
+    assert narrow.seconds > free.seconds and "2 sequences at a time" in narrow.assumed
+    assert "experts" not in narrow.assumed, "the model is dense"
+    planned = estimate(made, QWEN, None, device, links=Links("planned", 10, 10, 10, 0)).phases[-1]
+    assert planned.seconds < 1e-6 and "planned copies" in planned.assumed
+
+
+def test_factors_multiply_their_phase() -> None:
+    device = device_named("H100")
+    slower = replace(device, factors={"gen": 3.0})
+    plain, tripled = (estimate(recipe(), QWEN, None, one).phases[0] for one in (device, slower))
+    assert tripled.seconds == pytest.approx(3 * plain.seconds) and "times 3, as was measured" in tripled.assumed
+
+
+@pytest.mark.parametrize(
+    ("slower", "faster"),
+    [
+        ({"cluster__trainers": 8}, {"cluster__trainers": 16}),
+        ({"rollout__engines": 2}, {"rollout__engines": 8}),
+        ({"rollout__max_response_length": 4096}, {"rollout__max_response_length": 1024}),
+        ({"data__prompts_per_step": 256}, {"data__prompts_per_step": 128}),
+        ({"megatron__recompute": "full"}, {"megatron__recompute": "none"}),
+        ({"megatron__offload": True}, {"megatron__offload": False}),
+        ({"actor__mini_batches": 4}, {"actor__mini_batches": 1}),
+        ({"rollout__engine_args": {"max_num_seqs": 8}}, {"rollout__engine_args": {"max_num_seqs": 64}}),
+        ({}, {"lora__rank": 8}),
+    ],
+)
+def test_what_must_be_faster(slower: dict[str, Any], faster: dict[str, Any]) -> None:
+    common: dict[str, Any] = {"cluster__trainers": 8, "rollout__engines": 8, "data__prompts_per_step": 256}
+    common |= {"rollout__max_response_length": 4096}
+    assert of(**(common | slower)).seconds > of(**(common | faster)).seconds
+
+
+@pytest.mark.parametrize("name", ["train_share", "prefill_share", "decode_share", "link_share"])
+def test_a_better_share_is_faster(name: str) -> None:
+    device = device_named("910C")
+    made = recipe(cluster__trainers=8, megatron__tensor_parallel=2, megatron__offload=True)
+    worse, better = (estimate(made, QWEN, None, replace(device, **{name: share})) for share in (0.2, 0.4))
+    assert better.seconds < worse.seconds
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo_deepseek_v3", "ppo_qwen3_8b", "one_step_off_qwen3_8b", "sft_peft_qwen3_8b", "grpo_qwen2.5_vl_7b"]
+)
+def test_recipes_of_each_kind_are_estimated(name: str) -> None:
+    path = ROOT / "recipes" / f"{name}.yaml"
+    shape = re.search(r"^# Shape: (.*)$", path.read_text(), re.MULTILINE)
+    assert shape
+    model = published.read(shape[1])
+    found = estimate(load_recipe(path, []), model, model, device_named("910B"))
+    assert 0 < found.seconds < 86_400 and found.tokens_per_micro_batch > 1
+    assert all(phase.seconds > 0 and phase.bound and phase.assumed for phase in found.phases)
+    phases, *columns = seconds_columns(replace(plans.BARE, estimate=found))
+    assert phases == ["phase", *(phase.name for phase in found.phases), "step"]
+    assert all(len(column) == len(phases) for column in columns)

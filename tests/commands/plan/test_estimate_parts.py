@@ -1,0 +1,351 @@
+"""Seconds of trainers, engines and links, worked out by hand for round numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.commands.plan.count.types import Links
+from megarl.commands.plan.time import trainers as training
+from megarl.commands.plan.time.cost import Cost, all_to_all_seconds, host_seconds, ring_seconds, send_seconds
+from megarl.commands.plan.time.engines import Engines, generate, read, room
+from megarl.commands.plan.time.estimate import estimate
+from megarl.commands.plan.time.lengths import Lengths, MicroBatches, micro_batches
+from megarl.commands.plan.time.trainers import Passes, Trainers, update_passes
+from megarl.commands.plan.time.weight_sync import exchange, export_host_seconds, moved, uncounted
+from megarl.engines.limits import Limits
+from megarl.platform.devices import device_named
+from megarl.recipe.schema import Recipe
+from tests.support.estimate_cases import DENSE, DEVICE, QWEN, SPARSE, rank, recipe
+
+BATCH = MicroBatches(count=3, tokens=1000, pairs=50_000)
+WEIGHTS, PAIRS, OUTPUT = (
+    2 * 1600 * 1000,
+    2 * 4 * 4 * 50_000,
+    2 * 1000 * 1000,
+)  # FLOPs of a forward pass over a micro batch
+
+
+def trainers(count: int = 1, shape: Any = DENSE, output: bool = True, **settings: Any) -> Trainers:
+    return Trainers(recipe(cluster__trainers=count, **settings), shape, DEVICE, output)
+
+
+# --- lengths -------------------------------------------------------------------------------------------------------
+
+
+def test_responses_are_spread_around_their_mean() -> None:
+    lengths = Lengths.around(prompt=5, mean=30, limit=40, assumed="")
+    assert (lengths.shortest, lengths.longest, lengths.response, lengths.tokens) == (20, 40, 30, 35)
+    assert Lengths.around(5, 3, 40, "").longest == 5, "as far below as above, down to one token"
+    drawn = np.linspace(20, 40, 100_001)
+    assert lengths.age == pytest.approx(float((drawn**2).mean() / 2 / drawn.mean()), rel=1e-4)
+    assert [lengths.longer(tokens) for tokens in (0, 20, 35, 40)] == [1, 1, 0.25, 0]
+    assert lengths.samples(4).tolist() == [28, 32, 38, 42] and lengths.samples(4).mean() == 35
+
+
+def test_a_mean_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"a mean response of 2000 tokens is not between 1 and rollout.max_response_l"):
+        Lengths.of(Recipe(), 2000)
+
+
+def test_micro_batches_are_those_of_the_schedule() -> None:
+    equal = Lengths(prompt=100, shortest=300, longest=300, assumed="")
+    made = recipe(actor__max_tokens_per_micro_batch=1000)
+    found = micro_batches(
+        made, DENSE, equal, samples=20, data_parallel=2
+    )  # 10 of 400 tokens each, two to a micro batch
+    assert found == MicroBatches(5, 800, 2 * 400 * 401 / 2)
+    made.megatron.virtual_pipeline, made.megatron.pipeline_parallel = 2, 4
+    assert micro_batches(made, DENSE, equal, 20, 2).count == 8, "a multiple of the stages"
+    many = micro_batches(recipe(actor__max_tokens_per_micro_batch=1000), DENSE, equal, 6000, 2)
+    assert (many.count, many.tokens) == (1500, 800), "3,000 samples as 256 are laid out"
+
+
+def test_padding_is_computed_and_groups_stay_together() -> None:
+    spread = Lengths(prompt=0, shortest=1, longest=399, assumed="")
+    padded = recipe(actor__max_tokens_per_micro_batch=800, megatron__packing=False)
+    packed = recipe(actor__max_tokens_per_micro_batch=800)
+    assert (
+        micro_batches(packed, DENSE, spread, 32, 1).tokens * micro_batches(packed, DENSE, spread, 32, 1).count == 6400
+    )
+    found = micro_batches(padded, DENSE, spread, 32, 1)
+    assert found.tokens * found.count > 6500
+    small, equal = recipe(actor__max_tokens_per_micro_batch=300), Lengths(0, 200, 200, "")
+    assert micro_batches(small, DENSE, equal, 8, 1, together=2) == MicroBatches(4, 400, 2 * 200 * 201 / 2)
+    pairs = recipe(train__source="preferences", algorithm__loss="dpo", algorithm__advantage="none")
+    pairs.actor.max_tokens_per_micro_batch = 300
+    found = estimate(pairs, QWEN, None, device_named("H100"), lengths=equal)
+    assert (found.micro_batches, found.tokens_per_micro_batch, found.tokens) == (32, 400, 64 * 200)
+
+
+# --- links ---------------------------------------------------------------------------------------------------------
+
+
+def test_rings_and_all_to_alls() -> None:
+    assert ring_seconds(DEVICE, 1e9, 1) == 0
+    assert ring_seconds(DEVICE, 1e9, 4) == pytest.approx(0.75), "three quarters of it, at 1e9"
+    assert ring_seconds(DEVICE, 1e9, 4, stride=4) == pytest.approx(7.5), "one member a node: one port"
+    assert ring_seconds(DEVICE, 1e9, 4, stride=2) == pytest.approx(3.75), "two members a node: two ports"
+    assert all_to_all_seconds(DEVICE, 1e9, 4) == pytest.approx(0.75)
+    assert all_to_all_seconds(DEVICE, 1e9, 8) == pytest.approx(5.0), "half of it to the other node, at 1e8"
+    assert send_seconds(DEVICE, 1e9, 1) == 1 and send_seconds(DEVICE, 1e9, 4) == 10 and host_seconds(DEVICE, 1e9) == 1
+
+
+def test_what_takes_the_most_is_the_bound() -> None:
+    cost = Cost(compute=1, links=2) * 2 + Cost(host=3)
+    assert (cost.seconds, cost.bound, cost.parts) == (9, "links between devices", {"compute": 2, "links": 4, "host": 3})
+
+
+# --- trainers ------------------------------------------------------------------------------------------------------
+
+
+def test_a_forward_pass() -> None:
+    found = training.forward(trainers(), BATCH, mini_batches=2)
+    assert found == Cost(compute=pytest.approx(6 * (WEIGHTS + PAIRS + OUTPUT) / 1e12))
+    critic = training.forward(trainers(output=False), BATCH, mini_batches=2)
+    assert critic.compute == pytest.approx(6 * (WEIGHTS + PAIRS) / 1e12), "a critic has no output layer"
+
+
+def test_a_pipeline_waits_while_it_fills_and_drains() -> None:
+    piped = trainers(2, megatron__pipeline_parallel=2)
+    each = (WEIGHTS / 2 + PAIRS / 2 + OUTPUT) / 1e12  # the last stage, which has the output layer
+    hop = 1000 * 10 * 2 / 1e9
+    found = training.forward(piped, BATCH, mini_batches=1)
+    assert found.parts == pytest.approx({"compute": 3 * each, "links": 3 * hop, "bubble": each + hop})
+    assert training.bubble(piped, BATCH) == pytest.approx(1 / 4)
+    chunks = trainers(2, megatron__pipeline_parallel=2, megatron__virtual_pipeline=2)
+    assert training.bubble(chunks, BATCH) == pytest.approx(1 / 7)
+    assert training.forward(chunks, BATCH, 1).bubble == pytest.approx((each + 2 * hop) / 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"megatron__keep_logits": True}, Passes(3, 3, 3, 2, 3, 2)),
+        ({}, Passes(3, 3, 4, 2, 3, 2)),
+        ({"megatron__recompute": "selective"}, Passes(3, 4, 4, 2, 3, 2)),
+        ({"megatron__recompute": "full"}, Passes(4, 4, 4, 3, 4, 2)),
+        ({"lora__rank": 8, "megatron__keep_logits": True}, Passes(2, 3, 2, 2, 3, 2)),
+    ],
+)
+def test_what_an_update_computes(settings: dict[str, Any], expected: Passes) -> None:
+    assert update_passes(recipe(**settings)) == expected
+
+
+def test_an_update_with_its_optimizer_step() -> None:
+    alone = training.update(trainers(), BATCH, mini_batches=2)
+    assert alone.compute == pytest.approx(6 * (3 * WEIGHTS + 3 * PAIRS + 4 * OUTPUT) / 1e12)
+    parameters = 4 * 400 + 2 * 1000
+    assert alone.memory == pytest.approx(2 * parameters * (4 + 24 + 2) / 1e9), "Adam reads and writes 30 bytes each"
+    shared = training.update(trainers(4), BATCH, mini_batches=1)
+    assert shared.memory == pytest.approx(parameters / 4 * 30 / 1e9), "each of four updates its share"
+    assert shared.links == pytest.approx(parameters * (4 + 2) * 3 / 4 / 1e9), "gradients are summed, weights gathered"
+    swapped = training.update(trainers(megatron__extra={"swap_optimizer": True}), BATCH, 1)
+    assert swapped.host == pytest.approx(2 * 12 * parameters / 1e9)
+
+
+def test_tensor_parallel_ranks_exchange_activations() -> None:
+    cut = training.forward(trainers(2, megatron__tensor_parallel=2), BATCH, 1)
+    assert cut.compute == pytest.approx(3 * (WEIGHTS + PAIRS + OUTPUT) / 2 / 1e12)
+    assert cut.links == pytest.approx(3 * 4 * 4 * (1000 * 10 * 2 / 2) / 1e9), "four halves a layer, of 20,000 bytes"
+
+
+def test_tokens_go_to_their_experts_and_back() -> None:
+    spread = training.forward(trainers(4, SPARSE, megatron__expert_parallel=4), BATCH, 1)
+    sent = 1000 * 10 * 2 * 2  # to two experts each
+    assert spread.links == pytest.approx(3 * 4 * 2 * sent * 3 / 4 / 1e9)
+    assert spread.compute == pytest.approx(3 * (2 * 1000 * (4 * (100 + 20 + 100) + 1000) + PAIRS) / 1e12)
+
+
+def test_sparse_layers_exchange_activations_around_attention_alone() -> None:
+    cut = training.forward(trainers(2, SPARSE, megatron__tensor_parallel=2), BATCH, 1)
+    assert cut.links == pytest.approx(3 * 4 * 2 * (1000 * 10 * 2 / 2) / 1e9)
+    within = training.forward(trainers(2, SPARSE, megatron__expert_tensor_parallel=2), BATCH, 1)
+    assert within.links == pytest.approx(3 * 4 * 2 * (1000 * 10 * 2 * 2 * 2 / 2) / 1e9), (
+        "gathered and summed in experts"
+    )
+
+
+def test_context_parallel_ranks_exchange_keys_and_values() -> None:
+    cut = training.forward(trainers(2, megatron__context_parallel=2), BATCH, 1)
+    assert cut.links == pytest.approx(3 * 4 * (1000 * 8 * 2 / 2) / 1e9)
+    assert cut.compute == pytest.approx(3 * (WEIGHTS + PAIRS + OUTPUT) / 2 / 1e12)
+
+
+def test_without_a_distributed_optimizer_every_rank_updates_all() -> None:
+    parameters = 4 * 400 + 2 * 1000
+    found = training.update(trainers(2, megatron__distributed_optimizer=False), BATCH, 1)
+    assert found.memory == pytest.approx(parameters * 30 / 1e9)
+    assert found.links == pytest.approx(parameters * (4 + 4) / 2 / 1e9), "an all-reduce of gradients in float32"
+
+
+def test_the_reference_policy_changes_places_with_the_policy() -> None:
+    assert training.reference_swap(trainers()).host == pytest.approx(4 * 2 * (4 * 400 + 2 * 1000) / 1e9)
+    assert training.reference_swap(trainers(lora__rank=8)) == Cost()
+
+
+# --- engines -------------------------------------------------------------------------------------------------------
+
+
+def engines(shape: Any = DENSE, **fields: Any) -> Engines:
+    return Engines(shape, DEVICE, **{"count": 1, "tensor": 1, **fields})
+
+
+SAME = Lengths(prompt=10, shortest=100, longest=100, assumed="")
+
+
+def test_responses_are_written_step_by_step() -> None:
+    """All begin together, and all end together: 100 steps of 5 sequences, whose caches grow from 10 to 110 tokens."""
+    found = generate(engines(), SAME, prompts=1, samples=5)
+    step = 2 * (4 * 400 + 1000) + 5 * 60 * (4 * 8 * 2)  # weights but the embedding; caches of 60 tokens in the mean
+    assert found.memory == pytest.approx(100 * step / 1e9)
+    assert found.compute == pytest.approx((2 * 1600 * 10 + 2 * 4 * 4 * 55) / 1e12), (
+        "the prompt once, without an output layer"
+    )
+    apart = generate(engines(prefix=False), SAME, 1, 5)
+    assert apart.compute == pytest.approx(5 * found.compute)
+
+
+def test_more_than_an_engine_writes_at_a_time_goes_in_waves() -> None:
+    one, three = (generate(engines(sequences=5), SAME, 1, count) for count in (5, 15))
+    assert three.memory == pytest.approx(3 * one.memory)
+
+
+def test_the_longest_response_sets_the_end() -> None:
+    """As many tokens, but one response is twice as long as the mean: weights are read for twice as many steps, and
+    caches are longer."""
+    spread = Lengths(10, 1, 199, "")
+    same, longer = (generate(engines(), lengths, 1, 5) for lengths in (SAME, spread))
+    weights, cached = 99 * 2 * (4 * 400 + 1000), 5 * (spread.age - SAME.age) * 100 * 64
+    assert longer.memory - same.memory == pytest.approx((weights + cached) / 1e9, rel=0.01)
+
+
+def test_experts_that_no_token_is_sent_to_are_not_read() -> None:
+    one, many = (generate(engines(SPARSE), SAME, 1, count) for count in (1, 60))
+    cache = 100 * 60 * 4 * 8 * 2
+    rest = 2 * (4 * 120 + 1000)
+    assert one.memory == pytest.approx((100 * (rest + 2 * 4 * 8 * 50 * (1 - 0.75)) + cache) / 1e9), "a quarter of them"
+    assert many.memory == pytest.approx((100 * (rest + 2 * 4 * 8 * 50) + 60 * cache) / 1e9, rel=1e-4), "all of them"
+
+
+def test_experts_of_a_group_meet_the_tokens_of_all_its_engines() -> None:
+    alone, group = (generate(engines(SPARSE, count=4, group=n, spread=n > 1), SAME, 4, 1) for n in (1, 4))
+    saved = alone.memory - group.memory
+    assert saved == pytest.approx(100 * 2 * 1600 * (0.25 - (1 - 0.75**4) / 4) / 1e9)
+    assert group.links == pytest.approx(2 * 4 * (10 * 2 * 2) * 3 / 4 / 1e9 * (100 + 10))
+
+
+def test_tensor_parallel_engines_sum_after_attention_and_mlp() -> None:
+    found = generate(engines(tensor=2), SAME, 1, 5)
+    assert found.links == pytest.approx(4 * 4 * (10 * 2 / 2) / 1e9 * (5 * 100 + 10))
+
+
+def test_a_wide_batch_is_bound_by_compute() -> None:
+    slow = engines(sequences=1e9)
+    slow = replace(slow, device=replace(DEVICE, flops=2e9))
+    assert generate(slow, SAME, 1, 100).bound == "compute"
+
+
+def test_the_cache_bounds_how_many_are_written_at_a_time() -> None:
+    small = engines()
+    memory = 1.0 * 2**30 * 64  # of a device with 64 GiB
+    big = replace(small, device=replace(DEVICE, memory=64))
+    left = memory * 0.5 - 2 * (1600 + 2000) - 4 * 2**30
+    token = 4 * 8 * 2
+    wide = Limits(1, 10**9, 0.5, "", True)
+    assert room(big, SAME, wide) == pytest.approx(left / token / 110)
+    assert room(big, SAME, replace(wide, sequences=64)) == 64
+    assert room(small, SAME, wide) == 1, "an engine that has no room at all is refused elsewhere"
+    assert room(small, SAME, replace(wide, sequences=256), rank(cache=10**9)) == 256, "what was counted wins"
+    assert room(small, SAME, wide, rank(cache=110 * 1000 * 7)) == 7
+    assert room(small, SAME, replace(wide, cache=110 * token * 7)) == 7, "as given outright"
+    assert room(small, SAME, replace(wide, share=None, sequences=9)) == 9, "an engine that finds it out itself"
+
+
+@pytest.mark.parametrize(
+    ("engine", "arguments", "sequences"),
+    [
+        ("vllm", {}, 128),
+        ("vllm", {"max_num_seqs": 3}, 3),
+        ("sglang", {}, 256),
+        ("sglang", {"max_running_requests": 5, "max_num_seqs": 7}, 5),
+    ],
+)
+def test_an_engines_own_names_and_defaults_decide(engine: str, arguments: dict[str, Any], sequences: int) -> None:
+    made = recipe(rollout__engine=engine, rollout__engine_args=arguments)
+    found = estimate(made, QWEN, None, device_named("H100")).phases[0]
+    assert f"; {sequences} sequences at a time" in found.assumed
+
+
+def test_a_teacher_reads_whole_samples() -> None:
+    assert read(engines(count=2), 100, 6).compute == pytest.approx(6 / 2 * (2 * 1600 * 100 + 32 * 5050) / 1e12)
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+
+def test_an_exchange_sends_what_is_planned() -> None:
+    planned = Links("planned", sent=1_000_000, received=4_000_000, total=16_000_000, between_nodes=4_000_000)
+    found = exchange(trainers(), engines(), planned)
+    assert found.parts == pytest.approx({"links": 4e6 / 5e7, "host": 5e6 / 1e9}), (
+        "4 MB over the host's interface, 5 through the host"
+    )
+    two_nodes = exchange(trainers(8, rollout__engines=8), engines(count=8), planned)
+    assert two_nodes.parts["links"] == pytest.approx(2e6 / 5e7), "two interfaces carry half each"
+    apart = exchange(trainers(exchange__transport="device"), engines(), planned)
+    assert apart.parts == pytest.approx({"links": 1e6 / 1e8 + 3e6 / 1e9}), (
+        "the rest over links, and fingerprints meanwhile"
+    )
+    mapped = exchange(trainers(exchange__transport="ipc"), engines(), planned)
+    assert mapped.parts == pytest.approx({"links": 4e6 / 5e7 + 3e6 / 1e9, "host": 1.25e6 / 1e9}), (
+        "what stays on the node over its links; a quarter goes to another one, through the host"
+    )
+    whole = exchange(trainers(2), engines(), None)
+    size = 2 * (1600 + 2000)
+    assert whole.parts == pytest.approx({"links": size / 2 / 1e9, "host": 2 * size / 1e9})
+
+
+def test_before_a_plan_is_made_an_engine_rank_receives_what_it_holds() -> None:
+    """Two engines of two devices: each device has half of the dense weights; a node has four devices."""
+    size = 2 * (1600 + 2000)
+    near = uncounted(trainers(4), engines(count=2, tensor=2))
+    assert (near.sent, near.received, near.total, near.between_nodes) == (size // 4, size // 2, 2 * size, 0)
+    made = trainers(2, cluster__placement="disaggregated", rollout__engines=2, rollout__tensor_parallel=2)
+    assert uncounted(made, engines(count=2, tensor=2)).between_nodes == 2 * size
+
+
+def exported(**settings: Any) -> float:
+    """Seconds over links, of 2 engines."""
+    made = trainers(2, rollout__engines=2, **settings)
+    return exchange(made, engines(count=2), None).links
+
+
+def test_engines_beside_the_trainers_may_be_on_another_node() -> None:
+    """A node has four devices. Its host receives a model once, however many engine ranks it has."""
+    size = 2 * (1600 + 2000)
+    near = exported(cluster__placement="disaggregated")
+    assert exported(rollout__tensor_parallel=2) == near, "colocated, on the trainers' own devices"
+    two_of_four = exported(cluster__placement="disaggregated", rollout__tensor_parallel=2)
+    assert two_of_four == pytest.approx(near + size / 5e7)
+    over_gloo = {"rollout__tensor_parallel": 2, "exchange__transport": "collective"}
+    assert exported(cluster__placement="disaggregated", **over_gloo) == pytest.approx(near + 2 * size / 5e7)
+    beside_critic = {"algorithm__advantage": "gae", "critic__trainers": 1}
+    assert exported(cluster__placement="disaggregated", **beside_critic) == pytest.approx(near + size / 5e7)
+    recipe = trainers(2, exchange__bucket_mb=1).recipe
+    assert export_host_seconds(recipe, DEVICE, 1e6, first=0, count=4) == 0.0
+    two_nodes = export_host_seconds(recipe, DEVICE, 1e6, first=0, count=12)
+    assert two_nodes == pytest.approx((1e6 + 2**20) / 5e7), "the second begins a bucket later"
+
+
+def test_on_a_cpu_nothing_moves() -> None:
+    assert moved(trainers(2, megatron__offload=True, cluster__device="cpu")) == Cost()
+
+
+def test_offloading_moves_weights_and_states() -> None:
+    assert moved(trainers(megatron__offload=False)) == Cost()
+    parameters = 1600 + 2000
+    assert moved(trainers(2)) == moved(trainers(2, megatron__offload=True)), "unset, of colocated engines"
+    assert moved(trainers(2, megatron__offload=True)).host == pytest.approx(parameters * (2 + 12 / 2) / 1e9)

@@ -1,0 +1,203 @@
+"""The weight exchange of a recipe before anything has started: bytes by link, from config.json and the layouts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.cli import app
+from megarl.commands.plan import build, explain, explain_command
+from megarl.commands.plan.count.types import Links
+from megarl.commands.plan.weight_flows import flows, totals
+from megarl.exit_status import guarded
+from megarl.hf import published
+from megarl.hf.shape import model_shape
+from megarl.preflight.load import load_recipe
+from megarl.recipe.schema import Recipe
+from megarl.weight_sync.sharded.plan import ExchangePlan, Hosts, plan
+from megarl.weight_sync.sharded.slices import Describer, Description, tensors_held
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+HALF = 3 * 4 * 2  # bytes of half a tensor
+
+
+def description(*names: str, rows: tuple[int, int] = (0, 6)) -> Description:
+    """Of tensors [6, 4] in bfloat16."""
+    describer = Describer()
+    for name in names:
+        box = (rows[0], 0, rows[1], 4)
+        describer.add(describer.tensor(name, (6, 4)), box, describer.parameter(name, "bfloat16"), 0, 4)
+    return describer.done()
+
+
+def run(*arguments: str) -> int:
+    return guarded(lambda: app(args=list(arguments), standalone_mode=False), debug=False)
+
+
+def small_plan() -> ExchangePlan:
+    """Two stages on two machines, the second's holds an expert; two engines, one on each machine."""
+    engine = description("a", "b.experts.1")
+    return plan(
+        [description("a"), description("b.experts.1", rows=(0, 3)), description("b.experts.1", rows=(3, 3))],
+        [engine, engine],
+        Hosts(["n0", "n1", "n1"], ["n0", "n1"]),
+        1 << 20,
+    )
+
+
+def test_bytes_by_link() -> None:
+    """a: on n0, and from there to n1. b: on n1; to n0 as well, which comes first in the order of relays."""
+    made = small_plan()
+    first, second = flows(made, ["stage 0", "stage 1", "stage 1"])
+    assert (first.source, first.what, first.audience, first.senders) == ("stage 0", "others", (2, 2), 1)
+    assert (first.sent, first.relayed, first.between_hosts, first.buckets) == (2 * HALF, 2 * HALF, 2 * HALF, 1)
+    assert (second.source, second.what, second.audience, second.senders) == ("stage 1", "experts", (1, 1), 2)
+    assert (second.sent, second.sent_by_rank, second.relayed) == (4 * HALF, 2 * HALF, 0)
+    assert (second.received_by_rank, second.between_hosts, second.buckets) == (2 * HALF, 2 * HALF, 4)
+    told = totals(made)
+    assert (told.sent, told.received, told.received_by_rank) == (6 * HALF, 8 * HALF, 4 * HALF)
+    assert (told.relayed_by_rank, told.between_hosts, told.streams, told.buckets) == (2 * HALF, 4 * HALF, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("transport", "way"),
+    [("auto", "out of memory"), ("ipc", "out of memory"), ("collective", "before it"), ("device", "before it")],
+)
+def test_relays_are_named_after_the_transport(transport, way) -> None:
+    """Ranks of a machine read the same memory only where the transport shares it."""
+    recipe = Recipe()
+    recipe.exchange.transport = transport
+    assert way in explain_command._relays(recipe)
+
+
+def test_buckets_of_rows_add_up_to_those_there_are() -> None:
+    """But for buckets with experts and other weights, which are in two rows, as is said."""
+    both = description("a", "b.experts.1")
+    mixed = plan([both], [both, both], Hosts(["n0"], ["n0", "n0"]), 1 << 20)
+    for made, rows, there, said in (
+        (small_plan(), [1, 4], 5, ""),
+        (mixed, [1, 1], 1, ", of which 1 is in two rows"),
+    ):
+        found = flows(made, ["stage 0"] * len(made.hosts.trainers))
+        assert ([flow.buckets for flow in found], totals(made).buckets) == (rows, there)
+        assert explain_command._shared(found, totals(made)) == said
+
+
+def test_where_ranks_are() -> None:
+    recipe = Recipe()
+    recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
+    assert explain.hosts(recipe, 2).engines == ["node 0", "node 0", "node 1", "node 1"]
+    recipe.cluster.placement = "disaggregated"
+    assert explain.hosts(recipe, 2).engines == ["node 2", "node 2", "node 3", "node 3"]
+    assert set(explain.hosts(recipe, None).engines) == {"node 0"}
+
+
+def test_a_plan_says_what_it_does_not_count_of_connections() -> None:
+    recipe, model = Recipe(), published.read("Qwen3-8B")
+    assert build.OF_CONNECTIONS not in build._notes(recipe, [], [], model)
+    recipe.exchange.transport = "device"
+    assert build.OF_CONNECTIONS in build._notes(recipe, [], [], model)
+
+
+def test_exported_every_engine_rank_reads_the_whole_model() -> None:
+    recipe = Recipe()
+    recipe.cluster.trainers, recipe.rollout.engines, recipe.rollout.tensor_parallel = 4, 2, 2
+    recipe.model.dtype = "bfloat16"
+    model = published.read("Qwen3-8B")
+    whole = 2 * model_shape(model).total
+    assert explain.exported(recipe, model, 2) == Links("export", whole, whole, 4 * whole, whole)
+    recipe.exchange.transport = "collective"
+    assert explain.exported(recipe, model, 2).between_nodes == 2 * whole, "each rank of the other node gets its own"
+    recipe.exchange.transport = "auto"
+    assert explain.exported(recipe, model, None).between_nodes == 0
+
+
+def test_experts_of_later_ranks_have_later_numbers() -> None:
+    names = ("model.layers.1.mlp.experts.2.up", "model.layers.1.mlp.experts.3.up", "model.layers.1.mlp.gate")
+    later = explain._later(description(*names), 3)
+    assert later.tensors == ("model.layers.1.mlp.experts.8.up", "model.layers.1.mlp.experts.9.up", names[2])
+
+
+def test_tensors_are_asked_about_layer_by_layer() -> None:
+    names = ["m.10.experts.2.w", "m.9.experts.10.w", "m.9.experts.2.w", "lm_head"]
+    held = tensors_held([description(*names[:2]), description(*names[1:])])
+    assert [name for name, *_ in held] == ["lm_head", *reversed(names[:3])]
+    assert held[0][1:] == ((6, 4), "bfloat16")
+
+
+def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given = []
+    monkeypatch.setattr(explain_command, "planned", lambda *asked: given.append(asked[2]) or small_plan())
+    monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
+    recipe = str(RECIPES / "dapo_qwen3_30b.yaml")
+    assert run("exchange", recipe) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100 and given == [16], "the head says 16 devices a machine"
+    assert "stage 1" in text and "Sent by 3 trainer ranks" in text and "5 buckets of at most" in text
+    assert "A rank has connections with 2 others at most, over gloo." in text
+    apart = ["cluster.placement=disaggregated", "megatron.offload=false", "exchange.route=planned"]
+    assert run("exchange", recipe, *apart, "exchange.transport=device") == 0
+    assert "A rank has connections with 4 others at most, device to device." in capsys.readouterr().out
+    given.pop()
+    assert run("exchange", recipe, "--json", "--per-node", "4") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["totals"]["sent"] == 6 * HALF and len(told["flows"]) == 2 and given[1] == 4
+
+
+def test_the_old_form_still_works_with_a_notice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(explain_command, "planned", lambda *asked: small_plan())
+    monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
+    assert run("exchange", "--explain", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=auto") == 0
+    printed = capsys.readouterr()
+    assert "Sent by 3 trainer ranks" in printed.out and "megarl exchange RECIPE" in printed.err
+
+
+def test_without_a_recipe_the_usage_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("exchange") == 2
+    assert "RECIPE" in capsys.readouterr().err
+
+
+def test_training_without_engines_sends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("exchange", str(RECIPES / "quickstart_sft.yaml")) == 2
+    assert "no engines" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, model, settings, received",
+    [
+        ("dapo_qwen3_30b", "Qwen3-30B-A3B", ["rollout.tensor_parallel=4", "rollout.engines=4"], 15.285e9),
+        ("grpo_deepseek_v3", "DeepSeek-V3", [], 25.812e9),
+    ],
+)
+def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: list[str], received: float) -> None:
+    """Figures of a trace of vLLM's loader with another script, and of the sizes of the tensors."""
+    recipe = load_recipe(RECIPES / f"{name}.yaml", settings)
+    made = explain.planned(recipe, published.read(model), 16)
+    assert totals(made).received_by_rank == pytest.approx(received, rel=1e-4)
+    for rank in (0, len(made.hosts.engines) - 1):
+        need = made.needs.descriptions[made.needs.class_of[rank]]
+        got = sum(int(one.buckets.sum()) * (4 if one.dtype == "float32" else 2) for one in made.receives(rank).streams)
+        assert got == need.nbytes
+    sent = np.bincount(made.sources, made.nbytes, len(made.hosts.trainers))
+    assert sent.max() <= 1.2 * sent.mean()
+
+
+def test_what_a_run_refuses_is_not_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """In a second, as `plan` says it, and not what vLLM says of it after half a minute."""
+    assert run("exchange", str(RECIPES / "dapo_qwen3_30b.yaml"), "rollout.engines=5") == 2
+    assert "rollout.engines x rollout.tensor_parallel = 5 x 4" in capsys.readouterr().err
+
+
+def test_an_exported_exchange_is_told_from_what_is_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(explain_command, "planned", lambda *_: small_plan())
+    monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
+    assert run("exchange", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=export") == 0
+    assert "do not go this way: exchange.route=export" in " ".join(capsys.readouterr().out.split())

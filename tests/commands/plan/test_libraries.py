@@ -1,0 +1,106 @@
+"""Device memory of communicators, contexts and graphs, worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.commands.plan.count.counts import Held
+from megarl.commands.plan.count.devices import places
+from megarl.commands.plan.count.engines import Engine
+from megarl.commands.plan.count.kv_cache import rank_of
+from megarl.commands.plan.count.libraries import Libraries, libraries_of, trainer_groups
+from megarl.commands.plan.count.refusals import too_large
+from megarl.commands.plan.count.stages import Stage
+from megarl.commands.plan.count.types import Variable
+from megarl.engines.limits import Limits
+from megarl.engines.specs import policy_spec
+from megarl.platform.devices import device_named
+from megarl.preflight.load import load_recipe
+from tests.commands.plan.test_devices import ENGINE, HELD, recipe
+
+RECIPES = Path(__file__).parents[3] / "recipes"
+GIB, MIB = 2**30, 2**20
+NPU = device_named("910C")
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "groups"),
+    [
+        ({}, 1, 0),
+        ({}, 8, 2),  # everyone, data parallel
+        ({"tensor_parallel": 2}, 8, 4),  # and tensor, model parallel
+        (
+            {"tensor_parallel": 2, "context_parallel": 2, "pipeline_parallel": 2},
+            8,
+            6,
+        ),  # data parallel with context is one
+        ({"pipeline_parallel": 8, "expert_parallel": 32}, 256, 6),  # everyone, PP, DP, model; EP, and model of experts
+        (
+            {"expert_parallel": 2, "expert_tensor_parallel": 2},
+            8,
+            6,
+        ),  # everyone, DP; EP, ETP, expert DP, model of experts
+    ],
+)
+def test_groups_of_a_layout(layout: dict[str, int], world: int, groups: int) -> None:
+    made = recipe().megatron
+    for name, value in layout.items():
+        setattr(made, name, value)
+    assert trainer_groups(made, world) == groups
+
+
+def test_deepseek_v3_on_256_devices() -> None:
+    """Engines: everyone, TP 2, DP 128 and the experts' 256 ranks have 2 x 200 MiB, their dispatch 2 x 240."""
+    made = load_recipe(RECIPES / "grpo_deepseek_v3.yaml", [])
+    variables = [Variable("engines", "HCCL_BUFFSIZE", "240", "computed")]
+    found = libraries_of(made, NPU, variables, "HCCL_BUFFSIZE")
+    assert found.communicators["actor"] == 6 * 400 * MIB
+    assert found.communicators["rollout"] == (4 * 400 + 480) * MIB
+    assert (found.context, found.graphs) == (GIB // 2, GIB)
+    trainers = [Variable("trainers", "HCCL_BUFFSIZE", "300", "cluster.environment")]
+    assert libraries_of(made, NPU, trainers, "HCCL_BUFFSIZE").communicators["actor"] == 6 * 600 * MIB
+    made.rollout.engine_args["enforce_eager"] = True
+    assert libraries_of(made, NPU).graphs == 0
+    assert libraries_of(made, None) == Libraries()
+
+
+def test_libraries_lie_on_a_device_in_every_phase() -> None:
+    """A trainer and an engine rank: two contexts, both ones' groups, graphs, and weights made anew."""
+    libraries = Libraries({"actor": 7, "rollout": 5}, context=3, graphs=11)
+    engine = replace(ENGINE, remade=2)
+    stage = Stage("actor", 0, 0, HELD, None, None, {})
+    kept: dict[str, Any] = {"swaps": {"actor": None, "critic": None}, "largest": 0}
+    (before,) = places(recipe(), [stage], {"rollout": engine}, **kept)
+    (after,) = places(recipe(), [stage], {"rollout": engine}, **kept, libraries=libraries)
+    for old, new in zip(before.uses, after.uses, strict=True):
+        assert new.parts == old.parts | {"communicators": 12, "contexts": 6, "graphs": 11, "re-made weights": 2}
+    (alone, *_) = places(recipe(placement="disaggregated"), [stage], {"rollout": engine}, **kept, libraries=libraries)
+    assert (
+        alone.uses[0].parts.items() >= {"communicators": 7, "contexts": 3}.items()
+        and "graphs" not in alone.uses[0].parts
+    )
+
+
+def test_an_engines_groups_come_out_of_its_share() -> None:
+    made = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", [])
+    spec = policy_spec(made, "engine0", load_weights=False)
+    counts = {"weights": GIB, "beside": 0, "cache_per_token": 1.0, "working": GIB, "parameters": 1, "largest": 1}
+    limits = Limits(tokens=1, sequences=1, share=0.5, share_key="x", covers_step=True)
+    engine = Engine("rollout", "vllm", 1, spec, limits, {**counts, "asleep": 1, "remade": 0})
+    plain, less = rank_of(engine, 64.0), rank_of(engine, 64.0, communicators=GIB)
+    assert plain is not None and less is not None
+    assert (plain.cache, less.cache) == (30 * GIB, 29 * GIB)
+
+
+def test_a_trainers_libraries_alone_can_make_a_device_too_small() -> None:
+    held = Held(1, 1, 20 * GIB, 0, 40 * GIB, 0, 0, 0)
+    stage = Stage("actor", 0, 0, held, None, None, {})
+    kept: dict[str, Any] = {"swaps": {"actor": None, "critic": None}, "largest": 0}
+    libraries = Libraries({"actor": 5 * GIB})
+    (place,) = places(recipe(placement="disaggregated"), [stage], {}, **kept, libraries=libraries)
+    (refusal,) = too_large([place], 64.0)
+    assert "communicators 5.0" in refusal.what

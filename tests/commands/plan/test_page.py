@@ -1,0 +1,293 @@
+"""The page of a plan: self-contained, true to the plan, and there for any plan, whatever it lacks."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.commands.plan.count.types import HostUse, PhaseTime, Place, Plan, Proposal, Refusal, Use, Variable
+from megarl.commands.plan.show import drawing
+from megarl.commands.plan.show.console import host_columns
+from megarl.commands.plan.show.estimate_table import remarks, seconds_columns
+from megarl.commands.plan.show.page import render, verdict, write_page
+from megarl.commands.plan.show.units import GIB, Unit
+from megarl.commands.plan.time.spread import Ratios, spreads
+from megarl.engines.routes import Route
+from tests.observe.test_report import EVIL, Page
+from tests.support import plans
+
+ALL = ("LARGE", "TOO_LARGE", "SMALL", "INTERLEAVED", "AHEAD", "BARE")
+
+
+def read(plan: Plan, folder: Path) -> Page:
+    """The page as a browser would read it."""
+    write_page(plan, folder / "plan.html")
+    return Page(folder / "plan.html")
+
+
+def pieces(page: Page) -> list[tuple[str, str]]:
+    """(title, style) of what is drawn."""
+    return [
+        (str(found["title"]), str(found["style"])) for tag, found in page.elements if tag == "i" and "title" in found
+    ]
+
+
+def words(page: Page) -> str:
+    return re.sub(r"\s+", " ", page.text)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_page_fetches_nothing(name: str, tmp_path: Path) -> None:
+    page = read(getattr(plans, name), tmp_path)
+    assert len((tmp_path / "plan.html").read_bytes()) < 200_000
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base", "script"), (tag, attributes)
+        assert "src" not in attributes, (tag, attributes)
+        assert not (attributes.get("href") or "#").startswith(("http", "//")), (tag, attributes)
+    assert "default-src 'none'" in (tmp_path / "plan.html").read_text()
+
+
+def test_words_of_a_plan_are_text(tmp_path: Path) -> None:
+    evil = replace(
+        plans.LARGE,
+        recipe=EVIL,
+        stages=[replace(plans.stage(0), role=EVIL)] * 2,
+        places=[Place(EVIL, 1, [Use(EVIL, {EVIL: GIB})])],
+        estimate=replace(plans.ESTIMATE, phases=[PhaseTime(EVIL, 1.0, EVIL, EVIL)]),
+        refusals=[Refusal(EVIL, EVIL, EVIL)],
+        proposals=[Proposal(EVIL, 1.0)],
+        unchecked=[EVIL],
+        notes=[EVIL],
+    )
+    page = read(evil, tmp_path)
+    assert not [tag for tag, _ in page.elements if tag in ("img", "script")]
+    assert page.text.count(EVIL) >= 16, "in legends and bars, too"
+    assert [title for title, _ in pieces(page) if EVIL in title] == [
+        f"{EVIL}: {EVIL} 1.0 GiB",
+        f"{EVIL}: 1.00 s of {EVIL}",
+    ]
+
+
+def test_what_is_wrong_comes_first(tmp_path: Path) -> None:
+    text = words(read(plans.TOO_LARGE, tmp_path))
+    order = [
+        text.index(part)
+        for part in (
+            "cannot work",
+            "megatron.pipeline_parallel",
+            "910B has 40",
+            "more stages",
+            "megatron.recompute=full, with 1.21 × the seconds of a step",
+            "Fullest device",
+        )
+    ]
+    assert order == sorted(order)
+
+
+def test_verdicts() -> None:
+    large = plans.LARGE
+    assert verdict(large) == ("fits", "good")
+    assert verdict(plans.TOO_LARGE) == ("cannot work", "bad")
+    assert verdict(replace(plans.TOO_LARGE, refusals=[])) == ("does not fit", "bad")
+    assert verdict(replace(large, device=None, memory=None))[1] == "warn"
+    engines = replace(large, not_counted=["rollout", "teacher"])
+    assert verdict(engines) == ("not known: what engines hold (rollout, teacher)", "warn")
+    unknown = replace(large, stages=[replace(large.stages[0], activations=None, not_counted="images")])
+    assert verdict(unknown) == ("not known: activations are not counted", "warn")
+
+
+def test_bars_are_the_plans(tmp_path: Path) -> None:
+    """Every part of every phase of every place, one behind the other, to the scale on which the device's line stands."""
+    charts, parts = drawing.memory(plans.LARGE, Unit("GiB", GIB)), drawing.parts_of(plans.LARGE.places)
+    assert len(charts) == 8
+    for place, chart in zip(plans.LARGE.places, charts, strict=True):
+        assert chart.line is not None and [row.name for row in chart.rows] == [use.phase for use in place.uses]
+        for use, row in zip(place.uses, chart.rows, strict=True):
+            sizes = {parts[piece.number]: piece.width / chart.line * 64 for piece in row.pieces}
+            assert sizes == pytest.approx({part: size / GIB for part, size in use.parts.items()}, abs=0.01)
+            ends = [0.0, *(piece.left + piece.width for piece in row.pieces)]
+            assert [piece.left for piece in row.pieces] == pytest.approx(ends[:-1]) and row.end == pytest.approx(
+                ends[-1]
+            )
+        for at, text in chart.ticks:
+            assert at / chart.line * 64 == pytest.approx(float(text), abs=0.01)
+    titles = [title for title, style in pieces(read(plans.LARGE, tmp_path)) if style.startswith("left:0.0%")]
+    assert titles.count("gen: engine weights 22.0 GiB") == 8
+
+
+def test_a_device_that_is_far_larger_is_no_line(tmp_path: Path) -> None:
+    """The bars would be too small to be seen."""
+    tiny = replace(plans.SMALL, memory=64.0)
+    (chart,) = drawing.memory(tiny, Unit.of(tiny.most))
+    assert chart.line is None and chart.rows[0].end == pytest.approx(100 / 1.14, abs=0.01)
+    assert "The device has 64 GiB, far more than is drawn" in words(read(tiny, tmp_path))
+    assert "The dashed line is what the device has" in words(read(plans.LARGE, tmp_path))
+
+
+def test_more_parts_than_colours_are_told_apart(tmp_path: Path) -> None:
+    use = Use("gen", {f"part {number}": GIB for number in range(14)})
+    (chart,) = drawing.memory(replace(plans.LARGE, places=[Place("actor", 1, [use])]), Unit.of(GIB))
+    assert [(piece.colour, piece.hatched) for piece in chart.rows[0].pieces[-3:]] == [(11, False), (0, True), (1, True)]
+    page = read(replace(plans.LARGE, places=[Place("actor", 1, [use])]), tmp_path)
+    assert [found["title"] for tag, found in page.elements if tag == "i" and found.get("class") == "hatched" and "title" in found] == [
+        "gen: part 12 1.0 GiB", "gen: part 13 1.0 GiB",
+    ]  # fmt: skip
+
+
+def test_what_does_not_fit_is_marked(tmp_path: Path) -> None:
+    plan = replace(plans.LARGE, memory=50.7, places=plans.LARGE.places[:1])
+    write_page(plan, tmp_path / "plan.html")
+    html = (tmp_path / "plan.html").read_text()
+    assert re.findall(r'<td class="fault">([^<]*)<', html) == ["51.0"]  # gen; the update's 50.5 fits
+    assert re.findall(r'<b class="bad"[^>]*>([^<]*)<', html) == ["51.0"]
+
+
+def test_a_tiny_model_is_shown_in_mib(tmp_path: Path) -> None:
+    page = read(plans.SMALL, tmp_path)
+    assert "1.6 MiB" in page.text and "0.00" not in page.text
+    assert [title for title, _ in pieces(page)] == [
+        "update_actor: weights 0.76 MiB",
+        "update_actor: activations 0.86 MiB",
+    ]
+    (chart,) = drawing.memory(plans.SMALL, Unit.of(plans.SMALL.most))
+    assert chart.line is None and chart.rows[0].text == "1.6"
+    assert [Unit("GiB", GIB).show(size * GIB) for size in (0, 0.041, 1.26, 53, 1234)] == [
+        "0",
+        "0.04",
+        "1.3",
+        "53.0",
+        "1,234",
+    ]
+
+
+def test_what_is_lacking_is_said(tmp_path: Path) -> None:
+    text = words(read(plans.SMALL, tmp_path))
+    for said in (
+        "no device given",
+        "One pipeline stage",
+        "No time is estimated: that needs a device",
+        "Nothing to tell",
+    ):
+        assert said in text
+    text = words(read(plans.BARE, tmp_path))
+    assert "No device's memory was counted" in text and "No stage was counted" in text
+
+
+def test_the_pipeline_is_the_estimates(tmp_path: Path) -> None:
+    drawn = drawing.schedule(plans.INTERLEAVED, "actor")
+    assert (len(drawn.stages), drawn.chunks, drawn.micro_batches, drawn.known) == (4, 2, 64, True)
+    slots = [slot for stage in drawn.stages for slot in stage]
+    assert drawn.fold is not None and len(slots) < 400
+    assert max(int(slot.text) for slot in slots) == 64
+    assert max(slot.left + slot.width for slot in slots) == pytest.approx(100)
+    for stage in drawn.stages:
+        for one, other in itertools.pairwise(stage):
+            assert one.left + one.width <= other.left + 0.01
+    assert [kind[:2] for kind in drawn.kinds] == [
+        ("forward, chunk 1", False), ("forward, chunk 2", False), ("backward, chunk 1", True), ("backward, chunk 2", True)
+    ]  # fmt: skip
+    page = read(plans.INTERLEAVED, tmp_path)
+    titles = [title for title, _ in pieces(page) if "micro batch" in title]
+    assert len(titles) == len(slots) and "backward, chunk 2 of micro batch 64" in titles
+
+
+def test_a_plain_schedule_is_megatrons_own_times() -> None:
+    """Stage 0 of 8: eight forward passes, then it waits for the last stage's first backward pass to come back."""
+    drawn = drawing.schedule(replace(plans.LARGE, estimate=None), "actor")
+    first, last = drawn.stages[0], drawn.stages[7]
+    assert [slot.kind for slot in first[:9]] == [0] * 8 + [1]
+    forward = first[0].width
+    assert first[8].left / forward == pytest.approx(8 + 2 * 7, rel=0.01), "seven stages' backward passes, twice as long"
+    assert last[0].left / forward == pytest.approx(7, rel=0.01) and last[1].width / forward == pytest.approx(
+        2, rel=0.01
+    )
+
+
+def test_without_an_estimate_a_pipeline_is_an_example(tmp_path: Path) -> None:
+    plan = replace(plans.LARGE, estimate=None)
+    assert drawing.schedule(plan, "actor").micro_batches == 16
+    assert "How many micro batches there are is not estimated here; drawn with 16" in words(read(plan, tmp_path))
+
+
+def test_phases_stand_where_they_begin(tmp_path: Path) -> None:
+    """One behind the other, or beside it; each cut into what its seconds are spent on."""
+    page = read(plans.LARGE, tmp_path)
+    assert "none of it is measured" in words(page) and "assumed for update_actor: the bubble of 8 stages" in words(page)
+    chart = drawing.time(plans.ESTIMATE)
+    assert chart.line is not None
+    a_second = chart.line / plans.ESTIMATE.seconds
+    assert [row.pieces[0].left / a_second for row in chart.rows[:3]] == pytest.approx([0, 482.2, 502.6], abs=0.1)
+    gen = replace(plans.PHASES[0], seconds=3.0, parts={"memory": 2.0, "compute": 1.0})
+    ahead = replace(plans.AHEAD.estimate, phases=[gen, *plans.AHEAD.estimate.phases[1:]])
+    chart, parts = drawing.time(ahead), drawing.spent_on(ahead)
+    assert chart.line is not None
+    a_second = chart.line / ahead.seconds
+    assert [row.pieces[0].left / a_second for row in chart.rows[:3]] == pytest.approx([0, 0, 20.4], abs=0.1)
+    assert {parts[piece.number]: round(piece.width / a_second, 1) for piece in chart.rows[0].pieces} == {
+        "memory bandwidth": 2.0,
+        "compute": 1.0,
+    }
+
+
+def test_engines_stand_in_a_table(tmp_path: Path) -> None:
+    teacher = replace(plans.LARGE.engine, parameters=7_615_616_512, devices=2, cache=None, sequences=None)
+    text = words(read(replace(plans.LARGE, readers={"teacher": teacher}), tmp_path))
+    assert "rollout1" + "11,000,000,000" in text.replace(" ", "") and "teacher27,615,616,512" in text.replace(" ", "")
+
+
+def test_hosts_routes_and_ranges_are_there_as_on_the_console(tmp_path: Path) -> None:
+    """Every figure that the console prints of them, and the machine with too little marked."""
+    hosts = [
+        HostUse("node 0", 1, {"offloaded": 160 * GIB, "asleep": 459 * GIB}),
+        HostUse("nodes 1-15", 15, {"offloaded": 700 * GIB, "asleep": 459 * GIB}),
+    ]
+    routes = [
+        Route("planned", "exchange.route=auto", "CANN 9", "slow at first"),
+        Route("none", "too old", "CANN 8"),
+        Route("planned", "x", "CANN 10"),
+    ]
+    ratios = [Ratios("run of A", True, {"gen": 2.0, "step": 1.0}), Ratios("run of B", True, {"gen": 8.0})]
+    plan = replace(
+        plans.LARGE,
+        device=replace(plans.DEVICE, host_memory=1024.0),
+        hosts=hosts,
+        routes=routes,
+        estimate=replace(plans.ESTIMATE, weights={"planned": 13.1, "export": 223.0}),
+        spread=spreads(plans.ESTIMATE, experts=True, ratios=ratios),
+        compared=["run of A", "run of B"],
+        alike="with experts",
+        environment=[Variable("engines", "HCCL_BUFFSIZE", "240", "needs it")],
+    )
+    page = read(plan, tmp_path)
+    text = words(page)
+    for column in [*host_columns(hosts, 1024.0), *seconds_columns(plan)]:
+        assert all(cell in text for cell in column), column
+    html = (tmp_path / "plan.html").read_text()
+    assert re.findall(r'<td class="fault">([^<]*)<', html) == ["135.0 short"]
+    for expected in (
+        "Weight route: planned on CANN 9",
+        "exchange.route=auto; slow at first. No route was measured on a device yet",
+        "elsewhere: none on CANN 8: too old",
+        "engines: HCCL_BUFFSIZE=240 (needs it)",
+        *remarks(plan),
+    ):
+        assert expected in text, expected
+    assert re.search(r"export\s*223 s\s*planned\s*13.1 s", text) and "CANN 10" not in text
+
+
+def test_the_page_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.html"
+    path.write_text("the one of before")
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        write_page(plans.SMALL, path)
+    assert path.read_text() == "the one of before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_thousand_micro_batches_stay_small() -> None:
+    many = replace(plans.LARGE, estimate=replace(plans.ESTIMATE, micro_batches=1024))
+    assert len(render(many)) - len(render(plans.SMALL)) < 150_000

@@ -1,0 +1,341 @@
+"""What a plan is made of: the largest work of a stage, live memory, phases, balanced experts, and the command."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.cli import app
+from megarl.commands.plan import build
+from megarl.commands.plan.command import plan
+from megarl.commands.plan.count.ask import Asker, Question
+from megarl.commands.plan.count.counts import Activations, Held, Phase, phases
+from megarl.commands.plan.count.interpolate import ends, may_be_alike, on_the_line
+from megarl.commands.plan.count.libraries import NOT_COUNTED
+from megarl.commands.plan.count.live_tensors import Live
+from megarl.commands.plan.count.stages import Counted, Stage, built_from, stages, stages_of
+from megarl.commands.plan.count.types import Proposal
+from megarl.commands.plan.count.workload import Workload, first_ranks, image_grid, image_tokens, largest
+from megarl.commands.plan.meta_device import KnownValues
+from megarl.commands.plan.options import Options, device_of
+from megarl.commands.plan.search.suggest import Nearest
+from megarl.errors import InputError
+from megarl.exit_status import guarded
+from megarl.hf import published
+from megarl.preflight.load import load_recipe
+from megarl.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[3]
+HELD = Held(parameters=10, trained=10, weights=20, buffers=1, gradients=40, masters=30, moments=60, reference=21)
+BEYOND = Activations(forward=3, update=9, kept=5, optimizer=50)
+
+
+def recipe(tokens: int, prompt: int, response: int, **megatron: object) -> Recipe:
+    made = Recipe()
+    made.actor.max_tokens_per_micro_batch = tokens
+    made.data.max_prompt_length, made.rollout.max_response_length = prompt, response
+    for name, value in megatron.items():
+        setattr(made.megatron, name, value)
+    return made
+
+
+def test_where_vllm_is_not_installed_nothing_is_said_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run elsewhere may well send planned copies."""
+    made = recipe(1000, 100, 300)
+    counts = Counted([Stage("actor", 0, 0, HELD, BEYOND, None, {})], [])
+    monkeypatch.setattr("megarl.commands.plan.explain.importlib.util.find_spec", lambda _: None)
+    monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
+    monkeypatch.setattr(build, "engines", lambda *_: [])
+    plan = build.make_plan(made, {"rollout": published.read("Qwen3-8B")}, None)
+    assert plan.exchange is None and any("not known here: vLLM is not installed" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("route", ["auto", "planned"])
+def test_what_cannot_be_planned_goes_by_export_if_it_may(monkeypatch: pytest.MonkeyPatch, route: Any) -> None:
+    """As a run with `exchange.route: auto` does; `planned` would refuse to start."""
+
+    def refused(*_: Any) -> Any:
+        raise ValueError("layer 0 is no box")
+
+    made = recipe(1000, 100, 300)
+    made.exchange.route = route
+    counts = Counted([Stage("actor", 0, 0, HELD, BEYOND, None, {})], [])
+    monkeypatch.setattr(build, "planned_from", refused)
+    monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
+    monkeypatch.setattr(build, "engines", lambda *_: [])
+    plan = build.make_plan(made, {"rollout": published.read("Qwen3-8B")}, None)
+    (note,) = (note for note in plan.notes if "layer 0 is no box" in note)
+    if route == "auto":
+        assert plan.exchange is not None and plan.exchange.route == "export" and "go by export" in note
+    else:
+        assert plan.exchange is None and "not known" in note
+
+
+def test_the_largest_micro_batch_is_full() -> None:
+    assert largest(recipe(1000, 100, 300), 0).lengths == [333, 333, 334]
+    assert largest(recipe(1000, 100, 300, context_parallel=2), 0).lengths == [400] * 5
+
+
+def test_a_sequence_longer_than_a_micro_batch_goes_alone() -> None:
+    assert largest(recipe(1000, 500, 1500), 0).lengths == [2000]
+    assert largest(recipe(1000, 500, 1500, packing=False), 0).lengths == [2000]
+
+
+def test_padding_counts_as_tokens() -> None:
+    assert largest(recipe(1000, 100, 300, packing=False), 0).lengths == [400, 400]
+
+
+def test_earlier_stages_have_more_under_way() -> None:
+    piped = recipe(10, 5, 5, pipeline_parallel=4)
+    assert [largest(piped, stage).micro_batches for stage in range(4)] == [4, 3, 2, 2]
+    interleaved = recipe(10, 5, 5, pipeline_parallel=4, virtual_pipeline=2)
+    assert largest(interleaved, 3) == Workload([10], 8, None)
+    assert first_ranks(piped.megatron, 32) == [0, 8, 16, 24]
+
+
+def test_the_largest_image() -> None:
+    """A prompt's length at most, or of so many pixels, 28 x 28 a token; about square, in whole tokens."""
+    made = recipe(1000, 100, 300)
+    assert image_tokens(made, 28 * 28) == 100
+    made.data.max_pixels = 28 * 28 * 30 + 1
+    assert image_tokens(made, 28 * 28) == 30
+    assert image_grid(30, 2) == (10, 12) and image_grid(1, 2) == (2, 2) and image_grid(7, 1) == (2, 3)
+
+
+def test_values_that_the_host_sent_are_followed() -> None:
+    """Through views, sums, operations on the spot and those whose size hangs on them, and no further."""
+    meta = torch.device("meta")
+    grids = torch.empty(2, 3, dtype=torch.int64, device=meta)
+    grids._on_host = torch.tensor([[1, 4, 6], [1, 8, 4]])
+    with KnownValues():
+        assert [torch.arange(rows * columns).numel() for _, rows, columns in grids] == [24, 32]
+        sizes = torch.repeat_interleave(grids[:, 1] * grids[:, 2], grids[:, 0])
+        sizes += 1
+        offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+        assert offsets.device == meta and offsets._on_host.tolist() == [0, 25, 58]
+        assert int(sizes.max()) == 33 and sizes.cpu().tolist() == [25, 33]
+        unknown = torch.empty(2, dtype=torch.int64, device=meta)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            int((sizes + unknown).sum())
+
+
+def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With DeepEP's dispatcher a rank is built with another one, which holds as much; its activations are not counted."""
+    asked: list[Question] = []
+
+    class Answers:
+        def __enter__(self) -> Answers:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def submit(self, question: Question) -> Future[dict[str, object]]:
+            asked.append(question)
+            future: Future[dict[str, object]] = Future()
+            future.set_result({"held": asdict(HELD), "largest": question.rank})
+            return future
+
+    monkeypatch.setattr("megarl.commands.plan.count.stages.Asker", Answers)
+    path, model = ROOT / "recipes" / "dapo_qwen3_30b.yaml", published.read("Qwen3-30B-A3B")
+    extra = (
+        "megatron.extra={moe_token_dispatcher_type: flex, moe_flex_dispatcher_backend: deepep, moe_grouped_gemm: true}"
+    )
+    found = stages(load_recipe(path, [extra]), model, model)
+    assert asked[0].work is None
+    assert asked[0].recipe.megatron.extra == {"moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True}
+    assert "moe_token_dispatcher_type=flex" in str(found[0].not_counted) and found[0].activations is None
+
+
+def test_phases_without_offload() -> None:
+    found = phases(HELD, BEYOND, reference=True, leaves=False)
+    assert found["update"] == Phase(151 + 9, 21)
+    assert found["optimizer"] == Phase(151 + 50, 21)
+    assert found["rollout"] == found["exchange"] == found["resident"] == Phase(151, 21)
+
+
+def test_phases_with_offload() -> None:
+    found = phases(HELD, None, reference=False, leaves=True)
+    assert found == {"resident": Phase(151, 110), "exchange": Phase(21, 110), "rollout": Phase(1, 110)}
+
+
+def test_swapped_states_are_on_the_host() -> None:
+    found = phases(HELD, BEYOND, reference=False, leaves=False, swaps=3)
+    assert found["update"] == Phase(61 + 9, 90)
+    assert found["optimizer"] == Phase(61 + 30, 90), "a third of the states at a time"
+
+
+def test_live_memory_counts_each_memory_once_while_it_is_there() -> None:
+    meta = torch.device("meta")
+    weight = torch.empty(100, 100, device=meta, requires_grad=True)
+    with Live(meta) as live:
+        weight.detach().zero_()
+        assert live.now == 0, "what was there before does not count"
+        made = torch.empty(10, 100, device=meta)
+        view = made.view(100, 10)
+        del made
+        assert live.now == 4000
+        product = view.view(10, 100) @ weight
+        del view
+        loss = product.relu().sum()
+        assert live.kept == 0
+        loss.backward()
+        assert live.kept == 4000 + 4000 + 4000 + 4 + 4, "input, product, its relu, the sum, its gradient"
+    assert weight.grad is not None and live.peak >= live.kept + weight.grad.nbytes
+
+
+def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Colocated with what sleeps, a trainer alone has 151 GiB, and the optimizer's step 50 beside."""
+    held, beyond = (type(one)(**{k: v << 30 for k, v in asdict(one).items()}) for one in (HELD, BEYOND))
+    stage = Stage("actor", 0, 0, held, beyond, None, phases(held, beyond, reference=True, leaves=False))
+    monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
+    monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
+    monkeypatch.setattr(
+        "megarl.commands.plan.build.proposals",
+        lambda *_, **__: Nearest([Proposal("megatron.pipeline_parallel=2", 1.234)], stopped),
+    )
+    monkeypatch.setattr("megarl.commands.plan.build.counted_libraries", lambda *_: NOT_COUNTED)
+    stopped = True
+    path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
+    assert plan(path, [], Options(memory=151 + 50)) == 0
+    assert plan(path, [], Options(memory=151 + 48)) == 1
+    printed = capsys.readouterr().out
+    assert "2.0 short" in printed and "actor 0 needs 201.0 GiB in update_actor, Adam: optimizer 90.0" in " ".join(
+        printed.split()
+    )
+    assert "  fits, with 1.23 x the seconds of a step: megatron.pipeline_parallel=2\n" in printed
+    words = " ".join(printed.split())
+    assert "and 1 found in that time; plan --search looks for longer (--seconds)." in words
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_a_calibration_file_is_read_before_the_device_is_looked_for(tmp_path: Path) -> None:
+    """A recipe without a machine: what is wrong with the file comes first, then that there is no device to apply it to."""
+    path = ROOT / "recipes" / "retool.yaml"
+    assert device_of(path, None, None)[0] is None
+    with pytest.raises(InputError, match=r"none\.yaml: there is no such file"):
+        plan(path, [], Options(calibration=tmp_path / "none.yaml"))
+    good = tmp_path / "good.yaml"
+    good.write_text("schema: 1\ndevice: 910B\nsource: here\n")
+    with pytest.raises(InputError, match=r"--calibration has rates .* Give --device as well"):
+        plan(path, [], Options(calibration=good))
+
+
+def test_what_was_not_counted_is_not_said_to_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = Stage("actor", 0, 0, HELD, None, "images", phases(HELD, None, reference=True, leaves=False))
+    monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
+    monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
+    monkeypatch.setattr("megarl.commands.plan.build.counted_libraries", lambda *_: NOT_COUNTED)
+    monkeypatch.setattr("megarl.commands.plan.build.hosts_of", lambda *_: [])
+    path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
+    assert plan(path, [], Options(memory=3)) == 0
+    printed = capsys.readouterr().out
+    assert "not known" in printed and " left" not in printed and "Activations are not known: images." in printed
+
+
+def test_a_machine_has_as_many_devices_as_the_head_says(tmp_path: Path) -> None:
+    """16 a machine: a tenth of a step's seconds hangs on it. A user's own number wins."""
+    path = ROOT / "recipes" / "grpo_deepseek_v3.yaml"
+    for name in (None, "910B", "910b"):
+        found, notes = device_of(path, name, None)
+        assert (
+            found is not None
+            and found.per_node == 16
+            and notes == ["910B: 16 devices a machine, as the recipe's head says."]
+        )
+    other, notes = device_of(path, "H100", None)
+    assert other is not None and other.per_node == 8 and "as the table of devices has it" in notes[0]
+    own = tmp_path / "own.yaml"
+    own.write_text("910B: {like: 910B, per_node: 4}")
+    found, notes = device_of(path, None, own)
+    assert found is not None and found.per_node == 4 and f"as {own} says" in notes[0]
+
+
+_DAPO = "recipes/dapo_qwen3_30b.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["recipes/dapo_qwen3_30b.yaml", "--device", "H10O"], "Nearest: H100"),
+        (["recipes/tiny/TINY", "--device", "H100"], "there is no file"),
+        (["recipes/dapo_qwen3_30b.yaml", "--model", "Qwen3-30B"], "config.json of 'Qwen3-30B' is not kept"),
+        (["recipes/dapo_qwen3_30b.yaml", "cluster.trainers=12"], "12 processes do not divide by"),
+        (["recipes/dapo_qwen3_30b.yaml", "cluster.trainers=12"], "divides   megarl.instead=1"),
+        (["recipes/quickstart.yaml", "--search"], "give --device"),
+        (
+            [_DAPO, "--out", "x.yaml"],
+            "--out writes the calibration that --calibrate fits. Give --calibrate RUN as well",
+        ),
+        ([_DAPO, "--seconds", "5"], "--seconds is how long --search looks. Give --search as well"),
+        ([_DAPO, "--search", "--html", "x.html"], "--html writes the page of a recipe's plan; --search prints"),
+        (
+            [_DAPO, "--calibrate", "runs/x", "--html", "x.html"],
+            "--html writes the page of a recipe's plan; --calibrate",
+        ),
+        ([_DAPO, "--calibrate", "runs/x", "--json"], "--json prints a plan"),
+        ([_DAPO, "--calibrate", "runs/x", "--response", "9"], "--response is the mean response"),
+        ([_DAPO, "--calibrate", "runs/x", "--search"], "--search looks for layouts; --calibrate"),
+        (["recipes/quickstart.yaml", "--response", "9"], "Give --device as well"),
+        (["recipes/quickstart.yaml", "--devices", "megarl/platform/devices.yaml"], "Give --device as well"),
+        (["recipes/quickstart.yaml", "--devices", "there/is/none.yaml"], "none.yaml: cannot be read as YAML"),
+    ],
+)
+def test_bad_input_is_said(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setattr("megarl.commands.plan.search.command.untried", lambda _: ["megarl.instead=1"])
+    assert guarded(lambda: app(args=["plan", *arguments], standalone_mode=False), debug=False) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_all_of_deepseek_v3_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    """Summed over pipeline stages and expert-parallel ranks, the ranks hold the published 671 billion parameters."""
+    made, model = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml"), published.read("DeepSeek-V3")
+    found = stages(made, model, model)
+    experts = 3 * model["hidden_size"] * model["moe_intermediate_size"] * model["n_routed_experts"]
+    layers = model["num_hidden_layers"] - model["first_k_dense_replace"]
+    local = layers * experts // made.megatron.expert_parallel
+    total = sum(stage.held.parameters for stage in found) - local + layers * experts
+    assert total == pytest.approx(671e9, rel=0.001)
+    assert all(stage.activations is not None for stage in found)
+    assert json.dumps([stage.rank for stage in found]) == json.dumps([32 * number for number in range(8)])
+
+
+def test_stages_that_hold_the_same_lie_on_a_line() -> None:
+    held = {1: "dense", 2: "sparse", 3: "sparse", 4: "sparse"}
+    assert ends(held) == (2, 4)
+    first, last = Activations(3, 90, 50, 7, 1, 2), Activations(3, 50, 10, 7, 1, 2)
+    assert on_the_line(3, (2, 4), first, last) == Activations(3, 70, 30, 7, 1, 2)
+    made = recipe(10, 5, 5, pipeline_parallel=5)
+    assert may_be_alike(made.megatron) == [1, 2, 3]
+    made.megatron.virtual_pipeline = 2
+    assert may_be_alike(made.megatron) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["Qwen3-30B-A3B", "DeepSeek-V3"])
+def test_what_lies_between_two_stages_is_what_they_would_count(model: str, tmp_path: Path) -> None:
+    """DeepSeek-V3's second stage has a dense layer, which the others have not."""
+    made = recipe(4096, 1024, 3072, pipeline_parallel=7, expert_parallel=2, recompute="selective")
+    made.cluster.trainers = 14
+    layers = {"num_hidden_layers": 14} | ({"first_k_dense_replace": 3} if model == "DeepSeek-V3" else {})
+    config = published.read(model) | layers
+    built = built_from(made, config, tmp_path / "model")
+    with Asker() as asker:
+        short = stages_of("actor", built, made.megatron, asker)
+        full = stages_of("actor", built, made.megatron, asker, numbers=list(range(7)))
+    assert [stage.activations for stage in short] == [stage.activations for stage in full]
+    assert len({stage.activations for stage in short[1:6]}) > 3

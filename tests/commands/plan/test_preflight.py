@@ -1,0 +1,177 @@
+"""What `plan` looks at beside memory: what it says of what is here, and of what is not."""
+
+from __future__ import annotations
+
+import ast
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from docs.generate import rehearsed
+from megarl.commands.plan.preflight import Checked, checked
+from megarl.data.rows import sample_rows, write_parquet
+from megarl.hf import weights
+from megarl.preflight.load import load_recipe
+from megarl.recipe.header import shape_of
+from megarl.recipe.source_fields import fields_of, problem
+
+ROOT = Path(__file__).parents[3]
+COLUMNS = ("prompt", "data_source", "reward_model")
+
+
+def look(name: str, *given: str) -> Checked:
+    path = ROOT / "recipes" / f"{name}.yaml"
+    return checked(load_recipe(path, given), path)
+
+
+def here(data: Path, *more: str) -> list[str]:
+    files = [f"data.train_files=[{data}/data/train.parquet]", f"data.eval_files=[{data}/data/test.parquet]"]
+    return [f"model.path={data}/model", *files, *more]
+
+
+@pytest.mark.parametrize("path", rehearsed.recipes(), ids=rehearsed.name_of)
+def test_every_recipe_passes_without_its_model_and_data(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a laptop: nothing is refused, and what is missing is named."""
+    monkeypatch.chdir(tmp_path)
+    found = checked(load_recipe(path), path)
+    assert not found.refusals
+    assert any(line.startswith("model.path: ") for line in found.unchecked)
+    assert any(line.startswith("data.train_files: ") for line in found.unchecked)
+
+
+def test_what_is_here_is_looked_at(quickstart_data: Path, tmp_path: Path) -> None:
+    """A sample of the rows, and how many that are; the scorer's verdict on their own ground truth."""
+    found = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
+    assert not found.refusals and not found.unchecked
+    notes = "\n".join(found.notes)
+    assert "At most 1 checkpoint of about " in notes and " MB is there at a time" in notes
+    assert "Of 256 of 4,096 training rows the longest has 36 tokens; data.max_prompt_length is 64" in notes
+    assert "The scorer gsm8k gives rows of megarl/word_problems 1 for their ground truth, else 0." in notes
+    assert not list(tmp_path.iterdir()), "the run's directory was made"
+
+
+def test_columns_are_looked_at_without_a_tokenizer(quickstart_data: Path, tmp_path: Path) -> None:
+    found = look("grpo_qwen3_8b", *here(quickstart_data)[1:], f"runs_dir={tmp_path}")
+    assert not found.refusals
+    assert any("no tokenizer here" in line for line in found.unchecked)
+
+
+def test_a_run_that_is_there_stands_in_the_way_here_alone(quickstart_data: Path, tmp_path: Path) -> None:
+    """Whoever plans a recipe that has been run would otherwise have to rename it first."""
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart" / "metrics.jsonl").write_text('{"step": 1}\n')
+    found = look("quickstart", *here(quickstart_data), f"runs_dir={tmp_path}")
+    assert not found.refusals
+    assert any("already holds a run" in line and "train.resume=auto" in line for line in found.unchecked)
+
+
+def test_judges_services_and_servers_are_named_and_not_asked(quickstart_data: Path, tmp_path: Path) -> None:
+    given = [
+        "reward.functions.gsm8k=1", "reward.functions.judge=1", "judge.path=models/Qwen3-8B", "judge.prompt='{{ response }}'",
+        "data.chat_template=true", "agent.mcp.search.url=http://127.0.0.1:1/mcp", f"runs_dir={tmp_path}",
+    ]  # fmt: skip
+    found = look("quickstart", *here(quickstart_data, *given))
+    lines = "\n".join(found.unchecked)
+    assert "reward: judge is not asked here" in lines and "agent.mcp: search" in lines
+    assert not any("127.0.0.1" in one.what for one in found.refusals)
+
+
+def test_checkpoints_that_this_disk_has_no_room_for_are_said(tmp_path: Path) -> None:
+    """671 B parameters of 14 bytes, in two checkpoints and the one being written. It is another machine's disk that they come to lie on."""
+    found = look("grpo_deepseek_v3", "train.save_every=5", f"runs_dir={tmp_path}")
+    assert any("3 checkpoints of about 9.39 TB are there" in line for line in found.unchecked), found.unchecked
+
+
+def test_a_judge_of_which_nothing_is_known_is_named(tmp_path: Path) -> None:
+    """It is no part of what is counted of trainers; a policy of which nothing is known is refused."""
+    given = ["reward.function=judge", "judge.path=models/mine", "judge.prompt='{{ response }}'", f"runs_dir={tmp_path}"]
+    found = look("grpo_qwen3_8b", *given)
+    assert not found.refusals and any(line.startswith("judge.path: there is no such") for line in found.unchecked)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    given = ["rollout.engine_args.max_sequences=4", "megatron.expert_parallel=2", "critic.model_path=null"]
+    found = look("grpo_qwen3_8b", *given)
+    assert {refusal.key for refusal in found.refusals} == {"rollout.engine_args", "megatron.expert_parallel"}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_a_sample_is_spread_over_the_file_and_names_its_rows(tmp_path: Path, suffix: str) -> None:
+    rows = [
+        {"prompt": str(number), "data_source": "x", "reward_model": {"ground_truth": "1"}} for number in range(1000)
+    ]
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "parquet":
+        write_parquet(path, rows)
+    else:
+        path.write_text("\n\n".join(map(json.dumps, rows)))  # empty lines are no rows
+    sample, total = sample_rows(path, 5, COLUMNS)
+    assert total == 1000 and [row.values["prompt"] for row in sample] == ["0", "250", "500", "749", "999"]
+    place = "row 250" if suffix == "parquet" else "line 501"
+    assert sample[1].where == f"{path}, {place}"
+    everything, _ = sample_rows(path, 2000, COLUMNS)
+    assert len(everything) == 1000
+
+
+def test_a_large_file_is_sampled_in_seconds(tmp_path: Path) -> None:
+    line = json.dumps({"prompt": "word " * 200, "data_source": "x", "reward_model": {"ground_truth": "1"}}) + "\n"
+    path = tmp_path / "rows.jsonl"
+    path.write_text(line * 50_000)  # 50 MB
+    began = time.process_time()
+    assert sample_rows(path, 256, COLUMNS)[1] == 50_000
+    assert time.process_time() - began < 2
+
+
+def test_whole_weights_have_no_fault(quickstart_data: Path, tmp_path: Path) -> None:
+    assert weights.find_fault(quickstart_data / "model", 2) is None
+    assert weights.find_fault(quickstart_data / "model", 4) == "its files have no weights of layer 2 and 1 others of 4"
+    assert sum(weights.sizes(quickstart_data / "model")) > 100_000
+
+
+def test_what_a_declaration_says(tmp_path: Path) -> None:
+    source = tmp_path / "source.py"
+    source.write_text(
+        "class A:\n  switch: bool = x\n  count: int | None = None\n  share: Optional[float] = None\n"
+        "  word: Literal['a', 'b'] = 'a'\n  either: Union[int, str] = 1\n  other: Config = None\nclass B:\n  no: int = 1\n"
+    )
+    known = fields_of(source, "A")
+    assert list(known) == ["switch", "count", "share", "word", "either", "other"]
+    for name, right, wrong in (
+        ("switch", [True], [1, "true", None]),
+        ("count", [None, 4], [True, 4.0, "4"]),
+        ("share", [None, 1, 0.5], [True, "0.5"]),
+        ("word", ["a"], ["c", None]),
+        ("either", [1, "x", 2.0], []),
+        ("other", [object()], []),
+    ):
+        assert all(problem("it", known[name], value) is None for value in right)
+        assert all(problem("it", known[name], value) is not None for value in wrong), name
+    assert isinstance(known["switch"], ast.expr)
+
+
+def test_a_shape_is_a_bases_up_to_the_file_that_names_the_model(tmp_path: Path) -> None:
+    """A recipe of another model on a base with a shape would be planned as that one."""
+    (tmp_path / "base.yaml").write_text("# Shape: Qwen3-8B\nmodel:\n  path: somewhere\n")
+    (tmp_path / "same.yaml").write_text("base: base.yaml\n")
+    (tmp_path / "other.yaml").write_text("base: base.yaml\nmodel:\n  path: models/mine\n")
+    (tmp_path / "teacher.yaml").write_text("# Shape of teacher.path: Qwen3-32B\nbase: base.yaml\n")
+    assert shape_of(tmp_path / "same.yaml") == "Qwen3-8B"
+    assert shape_of(tmp_path / "other.yaml") is None
+    assert shape_of(tmp_path / "teacher.yaml", "teacher.path") == "Qwen3-32B"
+    assert shape_of(tmp_path / "teacher.yaml") == "Qwen3-8B"
+
+
+def test_each_recipe_has_a_row_of_its_own_that_is_not_an_earlier_ones() -> None:
+    """An outcome of a recipe that has changed since says nothing of it."""
+    record = rehearsed.read_record()
+    now = {rehearsed.name_of(path): rehearsed.digest_of(path) for path in rehearsed.recipes()}
+    assert {name: outcome.digest for name, outcome in record.items()} == now, (
+        "run python -m docs.generate.rehearsals, or with --page, which says of those that they were not run"
+    )
+    assert all(outcome.seconds > 0 for outcome in record.values() if outcome.rehearsal != rehearsed.NOT_RUN)
+    page = rehearsed.table(record)
+    assert all(f"| [{name}](../recipes/{name}) |" in page for name in now)

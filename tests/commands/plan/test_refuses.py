@@ -1,0 +1,86 @@
+"""A list of mutated recipes, each of which `plan` refuses with advice, before it starts to count."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.cli import app
+from megarl.exit_status import guarded
+from tests.support.refused_recipes import DPO, QUICK, REFUSED, SCORED, SFT, TOO_LARGE, Bad
+
+ROOT = Path(__file__).parents[3]
+_FILES = {QUICK: ("train", "test"), SFT: ("sft", None), DPO: ("preferences", None)}
+
+
+@pytest.fixture
+def counts_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("ranks were counted")
+
+    monkeypatch.setattr("megarl.commands.plan.command.make_plan", started)
+    monkeypatch.setattr("megarl.commands.plan.search.command.untried", lambda _: [])  # of layouts that do not divide
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    yield
+    sys.modules.pop("own_scorer", None)
+
+
+def refusal_of(bad: Bad, data: Path, place: Path, output: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """The exit status of `plan`, and what it said."""
+    given = [one.replace("HERE", str(place)) for one in bad.given]
+    train, test = _FILES.get(bad.recipe.removesuffix(".yaml"), (None, None))
+    if train is not None:
+        shutil.copytree(data, place, dirs_exist_ok=True)
+        if bad.damage is not None:
+            bad.damage(place)
+        own = [
+            f"model.path={place}/model",
+            f"data.train_files=[{place}/data/{train}.parquet]",
+            f"runs_dir={place}/runs",
+        ]
+        own += [f"data.eval_files=[{place}/data/{test}.parquet]"] if test else []
+        given = [*own, *given]
+    arguments = ["plan", str(ROOT / "recipes" / bad.recipe), *given, *bad.options]
+    status = guarded(lambda: app(args=arguments, standalone_mode=False), debug=False)
+    return status, output.readouterr().err
+
+
+def check(bad: Bad, status: int, said: str) -> None:
+    assert status == 2, said or "it was not refused"
+    assert "Traceback" not in said and "debug" not in said
+    assert bad.key in said and bad.words in said, said
+
+
+CALLED = [pytest.param(bad, id=bad.name, marks=pytest.mark.slow) for bad in SCORED]
+
+
+@pytest.mark.parametrize("bad", [*(pytest.param(bad, id=bad.name) for bad in REFUSED), *CALLED])
+def test_what_cannot_work_is_refused_with_advice(
+    bad: Bad,
+    quickstart_data: Path,
+    tmp_path: Path,
+    counts_nothing: None,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # where a recipe's own scorer lies
+    check(bad, *refusal_of(bad, quickstart_data, tmp_path, capsys))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", TOO_LARGE, ids=lambda bad: bad.name)
+def test_memory_that_does_not_suffice_is_refused(
+    bad: Bad, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With status 1, after counting; what is too large, and by how much, stands in the plan."""
+    monkeypatch.chdir(ROOT)  # the processes that count import megarl from there
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    arguments = ["plan", str(ROOT / "recipes" / bad.recipe), *bad.given, *bad.options]
+    assert guarded(lambda: app(args=arguments, standalone_mode=False), debug=False) == 1
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err and bad.key in said.out and bad.words in said.out, said.out

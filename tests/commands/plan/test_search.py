@@ -1,0 +1,442 @@
+"""The order in which a search counts layouts, what it says of the others, and that what it finds fits."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.commands.plan.build import make_plan
+from megarl.commands.plan.count.ask import Asker, Question
+from megarl.commands.plan.count.counts import Activations, Held
+from megarl.commands.plan.count.host import Tenants
+from megarl.commands.plan.count.stages import Stage, built_from, stages_of
+from megarl.commands.plan.search import search as module
+from megarl.commands.plan.search import suggest
+from megarl.commands.plan.search.command import known
+from megarl.commands.plan.search.fits import HostTooSmallError, Judge, Subject, too_large
+from megarl.commands.plan.search.forecast import Forecast
+from megarl.commands.plan.search.layouts import Choice, Engines, choice_of, chosen, overrides, refusal
+from megarl.commands.plan.search.lower_bound import at_least, held_at_least, largest_parts
+from megarl.commands.plan.search.search import Found, families, search
+from megarl.commands.plan.search.step_time import Clock
+from megarl.commands.plan.show.search_console import name_of, said, show, why
+from megarl.commands.plan.time.estimate import estimate
+from megarl.errors import InputError
+from megarl.platform.devices import devices
+from megarl.preflight.load import load_recipe
+from megarl.recipe.load import to_yaml
+from megarl.recipe.schema import Recipe
+from tests.commands.plan.test_layouts import DENSE, SPARSE, recipe
+
+ROOT = Path(__file__).parents[3]
+H100 = devices()["H100"]
+NO_ASKER: Any = None  # of whom nothing is asked
+
+
+def subject(trainers: int = 4, model: dict[str, Any] = SPARSE, **megatron: Any) -> Subject:
+    made = recipe(trainers, **megatron)
+    made.data.max_prompt_length, made.rollout.max_response_length = 32, 32
+    made.actor.max_tokens_per_micro_batch = 64
+    return Subject(made, {**model, "head_dim": 8, "max_position_embeddings": 512}, None, H100)
+
+
+class Judges:
+    """In the place of `judge.Judge`: layouts without recomputation are too large, one shape is refused, and one is
+    forecast to be too large."""
+
+    def __init__(
+        self, *_: Any, refuses: tuple[int, ...] = (), doubts: tuple[int, ...] = (), waits: float = 0.0
+    ) -> None:
+        self.refuses, self.doubts, self.waits, self.counted = refuses, doubts, waits, []  # type: ignore[var-annotated]
+        self.engines = Engines(4, 1, 1, None)
+        self.not_counted = "rollout: nothing is known"
+
+    def too_large(self, choice: Choice) -> bool:
+        return choice.layout.pipeline_parallel == 4
+
+    def is_forecast(self, choice: Choice) -> bool:
+        return choice.recompute == "none"  # others are left to who counts
+
+    def excess(self, choice: Choice, near: float = 1.01) -> float:
+        return float(choice.layout.shape == self.doubts)
+
+    def refused(self, choice: Choice) -> str | None:
+        return "not this one" if choice.layout.shape == self.refuses else None
+
+    def peak(self, choice: Choice) -> int:
+        time.sleep(self.waits)
+        self.counted.append(choice)
+        return 2**30 if choice.recompute == "full" else 2**40
+
+    def made(self, made: Recipe, choice: Choice) -> Recipe:
+        return chosen(made, choice)
+
+
+def run(asked: Subject, judge: Judges, *, seconds: float = 60.0, wanted: int = 10) -> Found:
+    clock = Clock(asked.device, asked.shape, None, None)
+    return module._Search(asked, judge, clock, time.monotonic() + seconds, wanted).run()  # type: ignore[arg-type]
+
+
+def everything(found: Found) -> int:
+    others = found.too_large + found.unlikely + found.counted_too_large + sum(found.refused.values())
+    others += found.hosts_too_small
+    return len(found.best) + others + found.slower + found.not_reached
+
+
+def test_the_fastest_come_first_and_shapes_once() -> None:
+    found = run(subject(), Judges(), wanted=1000)
+    assert len(found.best) > 5 and found.not_reached == 0
+    assert [one.seconds for one in found.best] == sorted(one.seconds for one in found.best)
+    shapes = [one.choice.layout.shape for one in found.best]
+    assert len(set(shapes)) == len(shapes)
+    assert all(one.choice.recompute == "full" for one in found.best), "others were counted, and are too large"
+    assert found.counted_too_large > 0
+    assert everything(found) == found.possible
+
+
+def test_nothing_faster_is_passed_over() -> None:
+    """The first is the fastest of all that fit, whatever else there is."""
+    asked = subject()
+    first = run(asked, Judges(), wanted=1).best[0]
+    clock = Clock(asked.device, asked.shape, None, None)
+    fitting = [
+        clock.seconds(chosen(asked.recipe, choice))
+        for family in families(asked)
+        for choice in family.choices
+        if choice.recompute == "full" and choice.layout.pipeline_parallel < 4
+    ]
+    assert first.seconds == pytest.approx(min(fitting), rel=0.02)
+
+
+def test_what_is_refused_and_what_is_doubted_is_said() -> None:
+    found = run(subject(), Judges(refuses=(1, 1, 1, 1, 1), doubts=(2, 1, 1, 1, 1)), wanted=1000)
+    assert found.refused["not this one"] > 0
+    fitting = {one.choice.layout.shape for one in found.best}
+    assert (1, 1, 1, 1, 1) not in fitting
+    assert (2, 1, 1, 1, 1) in fitting, "with time left, what is unlikely is counted as well"
+    assert len(fitting) == len(found.best), "and no more of a shape than one"
+    assert everything(found) == found.possible
+
+
+def test_a_layout_that_hosts_cannot_hold_is_not_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by a search, which says why, nor by a plan, whose proposals are of other layouts."""
+
+    class Hosts(Judges):
+        def peak(self, choice: Choice) -> int:
+            if choice.offload:
+                raise HostTooSmallError("the host of node 0 needs 99 GiB; there are 64. use more machines")
+            return super().peak(choice)
+
+    found = run(subject(), Hosts(), wanted=1000)
+    assert found.best and not any(one.choice.offload for one in found.best)
+    assert found.hosts_too_small > 0 and everything(found) == found.possible
+    (line,) = (line for line in said(found) if line.startswith("Fit the devices, and not their hosts"))
+    assert f": {found.hosts_too_small}; the first: the host of node 0 needs 99 GiB" in line
+    monkeypatch.setattr(suggest, "Judge", Hosts)
+    asked = subject(recompute="none", offload=False)
+    known = Engines(4, 1, 1, None), None
+    made = suggest.proposals(asked, NO_ASKER, engines=known, seconds=30.0)
+    assert made.found and not any("offload=true" in one.overrides for one in made.found)
+
+
+class Hosts(Judge):
+    """Hosts of two machines of four devices for 8 trainers in 4 stages; offloaded parts alone."""
+
+    def __init__(self, memory: float) -> None:
+        asked = subject(8, pipeline_parallel=4, offload=True)
+        asked.recipe.train.source = "sft"
+        device = replace(H100, per_node=4, host_memory=memory, process_memory=0.0)
+        self._subject, self._asker = replace(asked, device=device), NO_ASKER
+
+    def check(self, sizes: list[int], counted: int) -> None:
+        """`sizes`: GiB of page-locked weights by stage, of which the first `counted` are counted."""
+        stages = [Stage("actor", number, 0, held(size), None, None, {}) for number, size in enumerate(sizes)]
+        tenants = Tenants(self._subject.recipe, stages[:counted], {}, {}, 1, keeps_weights=True)
+        self._check_hosts(tenants, stages[:counted], [])
+
+
+def test_a_layout_that_fits_is_counted_on_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is too large for the devices is not: there is nothing to propose."""
+    judge, beyond = Hosts(23.0), Activations(1, 1, 1, 1)
+    chosen, critic = Future[Any](), Future[Any]()
+    chosen.set_result((Engines(1, 1, 1, None), None))
+    critic.set_result([])
+    judge._built, judge._shape = judge._subject.recipe, judge._subject.shape
+    judge._chosen, judge._critic, judge._choices = chosen, critic, [Engines(1, 1, 1, None)]
+    stages = [Stage("actor", number, 0, held(10), beyond, None, {}) for number in range(4)]
+    monkeypatch.setattr("megarl.commands.plan.search.fits.stages_of", lambda *_: stages)
+    own = choice_of(judge._subject.recipe)
+    with pytest.raises(HostTooSmallError, match="the host of node 0 needs 40"):
+        judge.peak(own)
+    judge._subject = replace(judge._subject, device=replace(judge._subject.device, memory=1e-9))
+    assert judge.peak(own) > judge._subject.limit
+    judge._subject = replace(judge._subject, device=replace(judge._subject.device, memory=80.0, host_memory=50.0))
+    assert 0 < judge.peak(own) < judge._subject.limit
+
+
+def held(size: int) -> Held:
+    return Held(1, 1, 1, 0, 1, 1, 1, 0, weights_pinned=size * 2**30)
+
+
+def test_hosts_of_a_searched_layout_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks a stage, two stages a machine. Where hosts full of the largest stage fit, no other stage is counted."""
+    asked = []
+
+    def rest(role: str, recipe: Recipe, megatron: Any, asker: Any, numbers: list[int]) -> list[Stage]:
+        asked.append(numbers)
+        return [Stage(role, number, 0, held(2), None, None, {}) for number in numbers]
+
+    monkeypatch.setattr("megarl.commands.plan.search.fits.stages_of", rest)
+    Hosts(41.0).check([10, 2, 2, 2], counted=1)
+    assert asked == []
+    Hosts(39.0).check([10, 2, 2, 2], counted=1)
+    assert asked == [[1, 2, 3]], "24 GiB in all of the first machine: 2 x 10 + 2 x 2"
+    with pytest.raises(
+        HostTooSmallError,
+        match=r"host of node 0 needs 24\.0 GiB: offloaded 24\.0; there are 23\. megatron\.offload: set it",
+    ):
+        Hosts(23.0).check([10, 2, 2, 2], counted=1)
+    with pytest.raises(HostTooSmallError, match="node 1 needs 30"):
+        Hosts(29.0).check([1, 1, 5, 10], counted=4)
+
+
+def test_time_ends_a_search() -> None:
+    began = time.monotonic()
+    found = run(subject(), Judges(waits=0.3), seconds=1.0)
+    assert time.monotonic() - began < 5
+    assert found.not_reached > 0 and everything(found) == found.possible
+    assert any("Not reached in" in line for line in said(found))
+
+
+def test_the_recipes_own_is_found_however_little_time_there_is() -> None:
+    """It is the slowest here, and all that is faster takes long to count and is too large."""
+    asked = subject(pipeline_parallel=2, recompute="full", offload=True)
+    own = choice_of(asked.recipe)
+
+    class Slow(Judges):
+        def peak(self, choice: Choice) -> int:
+            if choice == own:
+                return 2**30
+            time.sleep(0.4)
+            return 2**40
+
+    found = run(asked, Slow(), seconds=1.0)
+    assert [one.choice.layout for one in found.best] == [own.layout]
+    assert everything(found) == found.possible
+    assert run(asked, Slow(refuses=own.layout.shape), seconds=1.0).best == []
+
+
+def test_trainers_that_stay_leave_room_for_engines() -> None:
+    """By arithmetic: engines take 0.9 of the device, so no trainer has a fifth of it as they sample."""
+    asked = subject()
+    own = replace(choice_of(asked.recipe), recompute="full")
+    resident = max(held_at_least(asked.recipe, asked.shape, part) for part in largest_parts(asked.recipe, asked.shape))
+    asked.recipe.rollout.engine_args = {"gpu_memory_utilization": 0.9}
+    asked = replace(asked, device=replace(H100, memory=5 * resident / 2**30))
+    assert too_large(asked, replace(own, offload=False))
+    assert not too_large(asked, replace(own, offload=True))
+
+
+def test_a_setting_is_counted_once(tmp_path: Path) -> None:
+    """For all context-parallel sizes above one, and by whichever thread asks first."""
+
+    class Asked:
+        def __init__(self) -> None:
+            self.questions: list[Question] = []
+
+        def submit(self, question: Question) -> Future[dict[str, Any]]:
+            self.questions.append(question)
+            time.sleep(0.01)
+            answer: Future[dict[str, Any]] = Future()
+            answer.set_result({"activations": asdict(Activations(2**20, 2**21, 2**20, 0))})
+            return answer
+
+    made, asker = subject(8), Asked()
+    forecast = Forecast(asker, made.recipe, made.model, made.shape, tmp_path)  # type: ignore[arg-type]
+    with ThreadPoolExecutor(4) as threads:
+        alike = [
+            replace(made.recipe, megatron=replace(made.recipe.megatron, context_parallel=size)) for size in (2, 4, 8, 2)
+        ]
+        assert min(threads.map(forecast.peak, alike)) > 0
+    assert len(asker.questions) == 3, "two stages of a layer each, and one of two"
+    forecast.peak(made.recipe)
+    assert len(asker.questions) == 6, "without context parallel, attention keeps other things"
+
+
+def test_engines_that_were_not_counted_are_said() -> None:
+    found = run(subject(), Judges(), wanted=1)
+    assert "Engines are left out of what fits. rollout: nothing is known." in said(found)
+    assert not any("left out of what fits" in line for line in said(Found()))
+
+
+def test_a_clock_says_what_an_estimate_says() -> None:
+    asked = subject(pipeline_parallel=2, recompute="full")
+    clock = Clock(asked.device, asked.shape, None, 20.0)
+    for family in families(asked)[::7]:
+        made = chosen(asked.recipe, family.choices[0])
+        assert clock.seconds(made) == pytest.approx(estimate(made, asked.model, None, H100, response=20.0).seconds)
+
+
+def test_proposals_end_with_their_time_in_the_middle_of_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Judges):
+        def peak(self, choice: Choice) -> int:
+            time.sleep(1.5)
+            return 0
+
+    asked = subject()
+    monkeypatch.setattr(suggest, "Judge", Slow)
+    monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([choice_of(asked.recipe)]))
+    assert suggest.proposals(asked, NO_ASKER, seconds=0.5) == ([], True), "it would fit, 1.5 s later"
+    monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([]))
+    assert suggest.proposals(asked, NO_ASKER, seconds=60) == ([], False), "nothing was left to look at"
+
+
+def test_three_proposals_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for the fourth, which is being counted when the third is found."""
+
+    class One(Judges):
+        slow = False
+
+        def peak(self, choice: Choice) -> int:
+            if One.slow:
+                time.sleep(0.01)
+                return 0
+            One.slow = True  # the first takes long
+            time.sleep(3)
+            return 0
+
+    monkeypatch.setattr(suggest, "Judge", One)
+    began = time.monotonic()
+    found, stopped = suggest.proposals(subject(), NO_ASKER, seconds=60)
+    assert len(found) == 3 and not stopped and time.monotonic() - began < 2.5
+
+
+def test_what_divides_is_found_without_counting(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = subject(tensor_parallel=4)  # two key/value heads do not divide
+    found = suggest.untried(asked)
+    assert len(found) == 3 and all(line.count("=") <= 2 for line in found), found
+    for line in found:
+        sizes = {key.removeprefix("megatron."): plain for key, plain in (one.split("=") for one in line.split())}
+        made = replace(asked.recipe, megatron=replace(asked.recipe.megatron, **{k: int(v) for k, v in sizes.items()}))
+        assert refusal(made, asked.model) is None
+    small = replace(asked, device=replace(asked.device, memory=1e-6))
+    assert suggest.untried(small) == []
+
+
+def test_proposals_change_as_little_as_they_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = subject(tensor_parallel=4)  # two key/value heads do not divide
+    monkeypatch.setattr(suggest, "Judge", Judges)
+    found, stopped = suggest.proposals(asked, NO_ASKER, seconds=60)
+    assert len(found) == 3 and not stopped
+    assert all("megarl" not in one.overrides and "megatron.recompute=full" in one.overrides for one in found)
+    assert all(len(one.overrides.split()) <= 3 for one in found), found
+    assert [one.times for one in found] == sorted(one.times for one in found)
+    clock = Clock(asked.device, asked.shape, None, None)
+    for one in found:
+        (tmp_path / "recipe.yaml").write_text(to_yaml(asked.recipe))
+        made = load_recipe(tmp_path / "recipe.yaml", one.overrides.split(), check=False)
+        assert one.times == pytest.approx(clock.seconds(made) / clock.seconds(asked.recipe))
+
+
+def test_what_is_proposed_is_more_than_one_way_of_the_same_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller micro batch, or recomputation, of the recipe's own layout are two; with both, which is slower than with
+    one of them, it is none, and neither is another cut of the same layers."""
+
+    class Small(Judges):
+        def peak(self, choice: Choice) -> int:
+            time.sleep(
+                0.3 if choice.tokens == 256 else 0.0
+            )  # 128 is counted before it, which the search looks at later
+            return 2**30 if choice.recompute == "full" or choice.tokens < 512 else 2**40
+
+        def excess(self, choice: Choice, near: float = 1.0) -> float:
+            return 0.0
+
+    asked = subject(pipeline_parallel=2)
+    asked.recipe.actor.max_tokens_per_micro_batch = 512
+    monkeypatch.setattr(suggest, "Judge", Small)
+    found, _ = suggest.proposals(asked, NO_ASKER, seconds=60)
+    lines = {one.overrides for one in found}
+    assert "megatron.recompute=full" in lines and "actor.max_tokens_per_micro_batch=256" in lines, lines
+    assert not any("recompute=full" in line and "tokens" in line for line in lines), lines
+    assert not any("virtual" in line for line in lines), lines
+    assert len(lines) == 3 and "actor.max_tokens_per_micro_batch=128" not in lines, "the same as 256, and slower"
+
+
+def test_without_a_device_nothing_fits() -> None:
+    with pytest.raises(InputError, match="give --device"):
+        known(None)
+
+
+def test_the_table_is_within_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = subject(8, pipeline_parallel=2)
+    show(asked, run(asked, Judges()))
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if not line.startswith("  megatron.")]  # what is to be copied
+    assert max(map(len, lines)) <= 100
+    assert "On the command line" in printed and "megatron.recompute=full" in printed
+
+
+def test_names_and_reasons() -> None:
+    layout = choice_of(recipe(8, tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=3)).layout
+    assert name_of(layout) == "TP2 PP2x3"
+    assert name_of(replace(layout, tensor_parallel=1, pipeline_parallel=1, virtual_pipeline=None)) == "DP"
+    asked = subject(pipeline_parallel=2)
+    own = estimate(asked.recipe, asked.model, None, H100)
+    assert why(own, own) == "as the recipe"
+    assert why(own, None) == "the recipe's own cannot run"
+
+
+# --- with everything counted ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+@pytest.mark.parametrize("model", [DENSE, SPARSE])
+def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) -> None:
+    """What arithmetic says a rank needs at least, it needs; and stages that are not counted need no more than others."""
+    asked = subject(4, model)
+    every = [choice for family in families(asked) for choice in family.choices]
+    built = built_from(asked.recipe, asked.model, tmp_path / "model")
+    with Asker() as asker:
+        forecast = Forecast(asker, built, asked.model, asked.shape, tmp_path / "samples")
+        for choice in every[:: max(1, len(every) // 16)]:
+            made = chosen(built, choice)
+            peaks = {
+                stage.number: max(phase.device for phase in stage.phases.values())
+                for stage in stages_of("actor", made, made.megatron, asker)
+            }
+            assert at_least(made, asked.shape) <= max(peaks.values()), choice
+            looked_at = [part.number for part in largest_parts(made, asked.shape)]
+            assert max(peaks.values()) == max(peaks[number] for number in looked_at), (choice, peaks)
+            assert forecast.peak(made) == pytest.approx(max(peaks.values()), rel=0.5), choice
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_the_best_fits(tmp_path: Path) -> None:
+    """`plan` says of the best that it fits, and of the recipe's own that it does not, with the same memory."""
+    asked = subject(4, DENSE)
+    asked.recipe.rollout.max_response_length = 8160
+    asked = replace(asked, device=replace(H100, memory=0.1))
+    asked.recipe.rollout.engine_args = {
+        "kv_cache_memory_bytes": 2**24,
+        "max_num_batched_tokens": 256,
+        "max_num_seqs": 4,
+    }
+    (tmp_path / "recipe.yaml").write_text(to_yaml(asked.recipe))
+    found = search(asked, seconds=120, wanted=3)
+    assert found.best
+    for one in found.best:
+        given = overrides(asked.recipe, chosen(asked.recipe, one.choice))
+        made = load_recipe(tmp_path / "recipe.yaml", given)
+        plan = make_plan(made, {"rollout": asked.model}, asked.device)
+        assert not plan.refusals, (given, plan.refusals)
+        assert max(place.peak.total for place in plan.places) == one.peak
+    assert json.dumps([one.seconds for one in found.best])

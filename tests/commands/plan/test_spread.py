@@ -1,0 +1,120 @@
+"""Ranges of seconds from published runs, and a calibrated estimate beside the table's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from docs.generate.planner import ratios
+from megarl.commands.plan.count.types import Estimate, PhaseTime, Plan
+from megarl.commands.plan.show.estimate_table import remarks, seconds, seconds_columns
+from megarl.commands.plan.show.tables import transposed
+from megarl.commands.plan.time.estimate import estimate
+from megarl.commands.plan.time.spread import RATIOS, Ratios, published_ratios, ratios_of, spreads
+from megarl.commands.plan.time.timed import with_estimate
+from megarl.hf import published
+from tests.support import plans
+from tests.support.estimate_cases import DEVICE, QWEN, recipe
+
+KNOWN = [
+    Ratios("a", True, {"gen": 2.0, "update_actor": 1.5}),
+    Ratios("b", True, {"gen": 8.0}),
+    Ratios("c", True, {"step": 4.0}),
+    Ratios("dense", False, {"step": 1.0}),
+]
+
+
+def of(*phases: tuple[str, float, float | None]) -> Estimate:
+    found = [PhaseTime(name, seconds, "x", "y", begin) for name, seconds, begin in phases]
+    return Estimate(found, 0.0, 1.0, 1, 1.0, 0.0, 1.0)
+
+
+def test_a_run_published_by_its_step_stands_for_each_phase() -> None:
+    assert ratios_of("gen", experts=True, ratios=KNOWN) == [2.0, 8.0, 4.0]
+    assert ratios_of("update_actor", experts=True, ratios=KNOWN) == [1.5, 4.0]
+    assert ratios_of("gen", experts=True, ratios=KNOWN, without="b") == [2.0, 4.0]
+    assert ratios_of("gen", experts=False, ratios=KNOWN) == [1.0]
+
+
+def test_a_step_of_phases_one_after_the_other() -> None:
+    """gen x 4 (2, 8, 4) and the update x sqrt(6) (1.5, 4); the hand-over, of which nothing is known, stays."""
+    gen, hand_over, update, step = spreads(
+        of(("gen", 10, None), ("hand_over", 1, None), ("update_actor", 10, None)), experts=True, ratios=KNOWN[:3]
+    )
+    assert (gen.low, gen.typical, gen.high, gen.runs) == (20, pytest.approx(40), 80, 3)
+    assert update.typical == pytest.approx(10 * 6**0.5)
+    assert hand_over.name == "hand_over" and hand_over.runs == 1, "by the run that published its step alone"
+    assert (step.low, step.high) == (20 + 4 + 15, 80 + 4 + 40)
+    assert step.typical == pytest.approx(40 + 4 + 10 * 6**0.5)
+    assert spreads(of(("gen", 10, None)), experts=False, ratios=KNOWN[:3]) == []
+
+
+def test_phases_beside_each_other_do_not_add_up() -> None:
+    beside = of(("gen", 10, None), ("update_actor", 6, 0.0), ("weight_exchange", 1, 10.0))
+    step = spreads(beside, experts=True, ratios=[Ratios("one", True, {"update_actor": 5.0})])[-1]
+    assert step.typical == pytest.approx(31), "30 of the update, behind which the exchange waits"
+
+
+def test_the_package_has_the_ratios_of_the_published_runs() -> None:
+    """`python -m docs.generate.planner` writes them anew."""
+    assert yaml.safe_load(RATIOS.read_text()) == ratios()
+    (deepseek,) = [one for one in published_ratios() if "910C" in one.run]
+    assert deepseek.experts and deepseek.of["gen"] == pytest.approx(482.2 / 94.1, rel=0.01)
+
+
+def table(plan: Plan) -> dict[str, dict[str, str]]:
+    """Cells of the table of seconds, by phase and head."""
+    head, *rows = transposed(seconds_columns(plan))
+    return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
+
+
+def test_factor_expected_seconds_and_range_stand_beside_the_raw_ones() -> None:
+    """Raw x factor is what is expected; the runs that the factor is of are named."""
+    estimate = replace(of(("gen", 10, None), ("update_actor", 10, None)), seconds=20.0)
+    spread = spreads(estimate, experts=True, ratios=KNOWN[:3])
+    plan = replace(plans.LARGE, estimate=estimate, spread=spread, compared=["a", "b", "c"], alike="with experts")
+    cells = table(plan)
+    assert list(cells["gen"].values()) == ["gen", "10.0 s", "4.00", "40.0 s", "20.0 s to 80.0 s", "3", "x"]
+    assert cells["step"]["raw"] == "20.0 s" and cells["step"]["range"] == "35.0 s to 120 s"
+    text = " ".join(remarks(plan))
+    assert "3 published runs of models with experts: a; b; c." in text and "Nothing was measured" in text
+    assert "By the others alone" not in text
+
+
+def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once() -> None:
+    """The 32 billion of Qwen3-32B are the one dense run; DeepSeek-V3 was published twice."""
+    made = recipe()
+    dense = with_estimate(plans.BARE, made, {"rollout": QWEN}, DEVICE, DEVICE, None)
+    assert table(dense)["gen"]["range"] == "–" and table(dense)["gen"]["runs"] == "1" and dense.without_own is None
+    deepseek = published.read("DeepSeek-V3")
+    plan = with_estimate(plans.BARE, made, {"rollout": deepseek}, DEVICE, DEVICE, None)
+    assert plan.own_runs == [run for run in plan.compared if run.startswith("DeepSeek-V3")] and len(plan.own_runs) == 2
+    assert plan.without_own is not None and plan.without_own.high < plan.spread[-1].high
+    (line,) = (line for line in remarks(plan) if "By the others alone (2 runs a phase or more)" in line)
+    assert seconds(plan.without_own.typical) in line and plan.own_runs[0] in line
+
+
+def test_a_calibration_stands_beside_the_raw_seconds() -> None:
+    made = recipe()
+    plan = with_estimate(plans.BARE, made, {"rollout": QWEN}, DEVICE, DEVICE, None)
+    assert plan.estimate is not None and plan.spread[-1].name == "step"
+    fast = replace(DEVICE, factors={"update_actor": 2.0})
+    calibrated = with_estimate(plans.BARE, made, {"rollout": QWEN}, fast, DEVICE, None)
+    assert calibrated.estimate is not None and calibrated.estimate.uncalibrated == plan.estimate
+    raw = next(phase.seconds for phase in estimate(made, QWEN, None, DEVICE).phases if phase.name == "update_actor")
+    cells = table(calibrated)["update_actor"]
+    assert (cells["raw"], cells["calibrated"]) == (seconds(raw), seconds(2 * raw)) and "factor" not in cells
+    assert calibrated.spread == [] and "Nothing was measured" not in " ".join(remarks(calibrated))
+
+
+def test_without_a_published_run_the_plan_says_so() -> None:
+    text = " ".join(remarks(replace(plans.LARGE, spread=[])))
+    assert "no published run of such a model is known" in text and "--calibration FILE" in text
+
+
+def test_factors_of_a_users_device_are_not_called_raw() -> None:
+    known = replace(plans.LARGE, device=replace(plans.DEVICE, factors={"gen": 2.0}))
+    assert "estimate" in table(known)["gen"] and "raw" not in table(known)["gen"]
+    assert "with the factors of 910B in --devices" in " ".join(remarks(known))

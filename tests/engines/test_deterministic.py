@@ -1,0 +1,85 @@
+"""Engines of recipes with train.deterministic: their environment, their graphs, and the notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl import load_recipe
+from megarl.engines import engine_env
+from megarl.engines.base import EngineSpec
+from megarl.engines.specs import first_specs
+from megarl.engines.vllm import ascend
+from megarl.engines.vllm.args import build_engine_args, check_plan
+from megarl.platform.base import Platform
+from megarl.platform.cpu import CPUPlatform
+from megarl.platform.cuda import CUDAPlatform
+from megarl.platform.environment import notices, users_first
+from megarl.platform.npu import NPUPlatform
+from megarl.rollout.start_engines import environment_notices
+
+GRPO = Path(__file__).parents[2] / "recipes" / "grpo_qwen3_8b.yaml"
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}
+NPU = {**INVARIANT, "HCCL_DETERMINISTIC": "strict", "LCCL_DETERMINISTIC": "1"}
+
+
+@pytest.mark.parametrize(
+    ("platform", "wanted"), [(NPUPlatform(), NPU), (CUDAPlatform(), INVARIANT), (CPUPlatform(), {})]
+)
+def test_what_engines_get(platform: Platform, wanted: dict[str, str]) -> None:
+    plain, fixed = (engine_env("vllm", platform.engines_env(asked), 1, {}) for asked in (False, True))
+    assert {name: value for name, value in fixed.items() if name not in plain} == wanted
+    assert {name: fixed[name] for name in plain} == plain
+
+
+def test_a_user_cannot_take_it_back_unnoticed() -> None:
+    users = {"VLLM_BATCH_INVARIANT": "0", "HCCL_DETERMINISTIC": "false"}
+    assert users_first(NPU, users) == NPU
+    said = " ".join(notices("engines", NPU, users))
+    assert (
+        "VLLM_BATCH_INVARIANT=0, which is overruled" in said and "HCCL_DETERMINISTIC=false, which is overruled" in said
+    )
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_run_says_so(asked: bool) -> None:
+    recipe = load_recipe(GRPO, [f"train.deterministic={asked}".lower()])
+    said = [notice for notice in environment_notices(recipe, NPUPlatform()) if "batch-invariant" in notice]
+    assert bool(said) is asked
+    assert not [notice for notice in environment_notices(recipe, CPUPlatform()) if "batch-invariant" in notice]
+    assert {spec.deterministic for _, spec in first_specs(recipe, training=True)} == {asked}
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "wanted"),
+    [
+        ({}, {"cudagraph_mode": "PIECEWISE"}),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"cudagraph_mode": "NONE"}),
+        ({"compilation_config": {"mode": 3}}, {"mode": 3, "cudagraph_mode": "PIECEWISE"}),
+        ({"enforce_eager": True}, None),
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, "PIECEWISE or NONE"),
+        ({"compilation_config": 3}, "must be a mapping"),
+    ],
+)
+def test_no_whole_graphs_on_an_npu(
+    engine_args: dict[str, Any], wanted: Any, quickstart_data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from packaging.version import Version
+
+    monkeypatch.setattr(ascend, "running", lambda: Version("0.23.0"))
+    monkeypatch.setattr(ascend, "installed", lambda: Version("0.23.0"))
+    spec = EngineSpec(
+        "engine0", f"{quickstart_data}/model", "bfloat16", 64, engine_args=engine_args, deterministic=True
+    )
+    if isinstance(wanted, str):
+        for refuse in (build_engine_args, check_plan):
+            with pytest.raises(ValueError, match=wanted):
+                refuse(spec, "npu")
+        return
+    check_plan(spec, "npu")
+    assert build_engine_args(spec, "npu").get("compilation_config") == wanted
+    assert "compilation_config" not in build_engine_args(
+        EngineSpec("engine0", f"{quickstart_data}/model", "bfloat16", 64), "npu"
+    )

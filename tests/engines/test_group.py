@@ -1,0 +1,180 @@
+"""Real engines with the experts of one model spread over them: samples, updates and deaths are a group's."""
+
+import dataclasses
+import os
+import signal
+import time
+
+import pytest
+
+from megarl.engines.base import EngineDead
+from megarl.weight_sync.full.sender import WeightSender
+from tests.support.engine_process import (
+    PATIENCE,
+    EngineProcess,
+    assert_exact,
+    build_model,
+    change,
+    load_model,
+    make_requests,
+    reference,
+    spec,
+    update_all,
+)
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+
+class EngineGroup:
+    def __init__(self, path, size=2, **changes):
+        self.engines = [EngineProcess() for _ in range(size)]
+        for engine in self.engines:
+            engine.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")
+        seat = self.engines[0].open_meeting_place("127.0.0.1")
+        changes = {"data_parallel": size, "expert_parallel": True, **changes}
+        starting = [
+            engine.begin(
+                "start", spec(path, name=f"e{rank}", **changes), dataclasses.replace(seat, rank=rank, size=size)
+            )
+            for rank, engine in enumerate(self.engines)
+        ]
+        try:
+            self.infos = [start.result(PATIENCE) for start in starting]
+        except BaseException:
+            self.kill()  # else Python waits for them at its end
+            raise
+
+    def generate(self, *requests):
+        """One list for each engine; completions by engine."""
+        calls = [engine.begin("generate", one) for engine, one in zip(self.engines, requests, strict=True) if one]
+        return [call.result(PATIENCE)[1] for call in calls]
+
+    def exchange(self):
+        receivers = [tuple(receiver) for info in self.infos for receiver in info["receivers"]]
+        sender = WeightSender.open("127.0.0.1", receivers, bucket_bytes=1 << 18, timeout=120.0)
+        for engine in self.engines:
+            engine.connect_exchange(sender.session)
+        return sender
+
+    def kill(self):
+        for engine in self.engines:
+            engine.process.kill()
+
+    def close(self):
+        for ending in [engine.begin("shutdown") for engine in self.engines]:
+            ending.result(30)
+        for engine in self.engines:
+            engine.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return build_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start():
+    groups = []
+
+    def make(*arguments, **changes):
+        groups.append(EngineGroup(*arguments, **changes))
+        return groups[-1]
+
+    yield make
+    for group in groups:
+        group.kill()
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_samples_of_unequal_loads_and_of_each_version_are_the_models(start, tmp_path, kind):
+    """Experts that a member does not have or has of another version, a step that one takes without the other."""
+    path = build_model(tmp_path / "model", kind)
+    group, model = start(path, load_weights=False), load_model(path)
+    assert [name for info in group.infos for name, _ in info["receivers"]] == ["e0/0", "e1/0"]
+    sender = group.exchange()
+    many, few = make_requests(6), make_requests(2, max_tokens=40, seed=1)
+    for version in (1, 2, 3):
+        update_all(group.engines, sender, change(model, version, tmp_path), version)
+        for loads in ((many, few), (few, []), ([], many)):
+            for requests, completions in zip([one for one in loads if one], group.generate(*loads), strict=True):
+                assert_exact(model, requests, completions)
+        (answers,) = group.generate([], make_requests(3, n=1, temperature=0.0))
+        for number, (answer,) in answers.items():
+            prompt = make_requests(3)[number].prompt.tokens
+            assert reference(model, prompt, answer.tokens.tolist()).argmax(-1).tolist() == answer.tokens.tolist()
+    sender.close()
+    group.close()
+
+
+def test_ranks_of_several_engines_share_the_experts_of_a_layer(start, path, tmp_path):
+    """Two engines of two ranks: each rank of the four has one expert, and computes a part of its engine's tokens."""
+    group, model = start(path, tensor_parallel=2, load_weights=False), load_model(path)
+    assert [name for info in group.infos for name, _ in info["receivers"]] == ["e0/0", "e0/1", "e1/0", "e1/1"]
+    sender = group.exchange()
+    many, few = make_requests(4), make_requests(1, n=1, max_tokens=30, seed=1)
+    for version in (1, 2):
+        update_all(group.engines, sender, change(model, version, tmp_path), version)
+        for requests, completions in zip((many, few), group.generate(many, few), strict=True):
+            assert_exact(model, requests, completions)
+    sender.close()
+    group.close()
+
+
+def test_an_update_waits_for_all_and_goes_on_under_the_new_weights(start, path, tmp_path):
+    """An update of one member while another steps would hang both: it begins when all have been told."""
+    group, model = start(path), load_model(path)
+    sender = group.exchange()
+    first, second = group.engines
+    running = first.begin("generate", make_requests(2, max_tokens=100))
+    early = second.begin("update_weights", 1)
+    weights = change(model, 1, tmp_path)
+    assert_exact(load_model(path), make_requests(1), second.generate(make_requests(1))[1])  # steps go on
+    assert not early.done()
+    for engine in (first, second):
+        engine.pause()
+    for engine in (first, second):
+        engine.resume()
+    late = first.begin("update_weights", 1)
+    sender.send(1, weights.items())
+    assert early.result(PATIENCE).fingerprint == late.result(PATIENCE).fingerprint
+    running.result(PATIENCE)
+    requests = make_requests(3)
+    assert_exact(model, requests, second.generate(requests)[1])
+    sender.close()
+    group.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_death_ends_the_group(start, path, victim):
+    """The other would wait in a collective for half an hour; the one that holds the store dies as any other."""
+    group = start(path)
+    survivor = group.engines[1 - victim]
+    running = survivor.begin("generate", make_requests(2, max_tokens=100))
+    watching = survivor.begin("watch")
+    time.sleep(0.2)
+    began = time.monotonic()
+    os.kill(group.engines[victim].process.pid, signal.SIGKILL)
+    for call in (running, watching):
+        with pytest.raises(EngineDead, match=f"'e{1 - victim}'"):
+            call.result(20)
+    assert 4 < time.monotonic() - began < 12  # the one that was killed is known of by then, and told first
+
+
+def test_an_unknown_name_is_found_though_no_engine_reads_all_experts(start, path, tmp_path):
+    group, model = start(path), load_model(path)
+    sender = group.exchange()
+    weights = change(model, 1, tmp_path)
+    name = next(name for name in weights if ".experts.3." in name)
+    weights["model.layers.0.mlp.experts.3.stray.weight"] = weights[name]
+    with pytest.raises(Exception, match=r"1 exported tensors are unknown.*experts\.3\.stray"):
+        update_all(group.engines, sender, weights, 1)
+    sender.close()
+
+
+def test_experts_of_one_engine_are_spread_over_its_ranks(start, path, tmp_path):
+    engine, model = EngineProcess(), load_model(path)
+    engine.start(spec(path, tensor_parallel=2, expert_parallel=True))
+    requests = make_requests(3)
+    assert_exact(model, requests, engine.generate(requests)[1])
+    engine.shutdown()
+    engine.close()

@@ -1,0 +1,110 @@
+"""The route of the weights, said before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megarl.commands.plan.count.types import Links
+from megarl.commands.plan.routes import as_expected, expected_routes
+from megarl.commands.plan.show.console import route_lines
+from megarl.commands.plan.time.estimate import estimate
+from megarl.engines.routes import Route, check_route, route_of, routes_of_sets
+from megarl.engines.vllm.reload import RouteSupport, support_of
+from megarl.errors import RecipeError
+from megarl.hf.published import read
+from megarl.platform.devices import device_named
+from megarl.platform.kinds import kind_of
+from tests.support import plans
+from tests.support.estimate_cases import DEVICE, QWEN, recipe
+
+UNKNOWN = RouteSupport("9.9.9", "installed", None, "vLLM 9.9.9 finishes a layer in another way")
+
+
+@pytest.mark.parametrize(
+    ("settings", "support", "name", "why"),
+    [
+        ({}, support_of("0.23.0"), "planned", "exchange.route=auto"),
+        ({}, None, "planned", "the version of vLLM is not known here"),
+        ({}, UNKNOWN, "export", "vLLM 9.9.9 finishes"),
+        ({}, support_of("0.11.0"), "none", "no layerwise reload"),
+        ({"exchange__route": "export"}, support_of("0.23.0"), "export", "the recipe says so"),
+        ({"rollout__engine": "sglang"}, None, "export", "takes whole tensors alone"),
+        ({"lora__rank": 8}, support_of("0.23.0"), "adapters", "where engines can hold them"),
+        ({"lora__rank": 8, "exchange__adapters": "merged"}, support_of("0.23.0"), "export", "adapters go whole"),
+    ],
+)
+def test_a_route_follows_from_recipe_and_version(
+    settings: dict[str, Any], support: RouteSupport | None, name: str, why: str
+) -> None:
+    route = route_of(recipe(**settings), support, "a version")
+    assert route.name == name and why in str(route)
+
+
+def test_every_set_of_versions_has_a_route() -> None:
+    routes = routes_of_sets(recipe(), kind_of("npu").sets)
+    assert routes[0].name == "planned" and "CANN 9.1.0 (vLLM 0.23.0)" in routes[0].on
+    assert [route.name for route in routes if "vLLM 0.11.0" in route.on] == ["none"]
+
+
+def test_a_route_that_engines_cannot_take_is_refused_before_the_start() -> None:
+    insists = recipe(exchange__route="planned")
+    with pytest.raises(
+        RecipeError, match=r"(?s)exchange.route = 'planned'.*cannot take it on here: vLLM 9.9.9 finishes"
+    ):
+        check_route(insists, route_of(insists, UNKNOWN, "here"))
+    with pytest.raises(RecipeError, match="engines cannot be given weights on here"):
+        check_route(recipe(), route_of(recipe(), support_of("0.11.0"), "here"))
+    check_route(recipe(), route_of(recipe(), UNKNOWN, "here"))
+    check_route(recipe(train__source="sft"), route_of(recipe(), support_of("0.11.0"), "here"))
+
+
+def test_train_says_a_fallback_with_what_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.preflight import run
+
+    monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
+    made = recipe(rollout__engines=4, rollout__tensor_parallel=2, model__dtype="bfloat16")
+    (notice,) = run.route_notices(made, read("Qwen3-8B"))
+    assert "export on vLLM 9.9.9, installed here" in notice and "each of 8 engine ranks receives" in notice
+    assert "15.3 GiB an update" in notice
+    monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: support_of("0.23.0"))
+    assert run.route_notices(made, read("Qwen3-8B")) == []
+
+
+def test_doctor_warns_of_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl.commands.doctor.recipe import weights
+
+    made = recipe(data__train_files=["x"])
+    monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
+    (finding,) = weights(made)
+    assert finding.status == "warning" and "vLLM 9.9.9 finishes" in finding.text
+    made.exchange.route = "planned"
+    assert weights(made)[0].status == "FAIL"
+
+
+def test_a_plan_counts_the_expected_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.commands.plan.routes.routes_of_sets", lambda *_: [route_of(recipe(), UNKNOWN, "a set")])
+    made = recipe(cluster__device="npu")
+    routes = expected_routes(made, device_named("910B"))
+    assert [route.name for route in routes] == ["export"]
+    assert as_expected(made, routes).exchange.route == "export" and made.exchange.route == "auto"
+    assert expected_routes(recipe(train__source="sft"), None) == []
+
+
+def test_the_console_names_the_route_and_both_costs() -> None:
+    links = Links("planned", 10**6, 10**6, 10**6, 0)
+    found = estimate(recipe(rollout__engines=8, cluster__trainers=8), QWEN, None, DEVICE, links=links)
+    assert set(found.weights) == {"planned", "export"} and found.weights["export"] > 10 * found.weights["planned"]
+    exchanged = next(phase for phase in found.phases if phase.name == "weight_exchange")
+    assert found.weights["planned"] == pytest.approx(exchanged.seconds)
+    routes = [
+        Route("planned", "exchange.route=auto", "one"),
+        Route("none", "too old", "two"),
+        Route("planned", "x", "three"),
+    ]
+    lines = route_lines(replace(plans.BARE, routes=routes, estimate=found, device=DEVICE))
+    assert lines[0].startswith("weight route: planned on one: exchange.route=auto; no route was measured")
+    assert "export " in lines[1] and "planned " in lines[1] and "0.1 GB/s" in lines[1]
+    assert lines[2:] == ["  elsewhere: none on two: too old"]

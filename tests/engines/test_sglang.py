@@ -1,0 +1,339 @@
+"""SGLang behind the engine protocol: on a stand-in of its offline engine, whose names and parameters, with the other facts
+that the adapter rests on, are held to SGLang's source where MEGARL_SGLANG names an unpacked wheel (0.5.23).
+
+A real SGLang runs on the CPU where MEGARL_SGLANG_PYTHON names an interpreter that has it: its own engine for CPUs needs kernels
+that no package index has, and AMX; here the kernels have a stand-in. On a device it was not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megarl import load_recipe
+from megarl.engines import check_args, check_plan, create, engine_env
+from megarl.engines.base import EngineDead, EngineRefused, EngineSpec, GenerationAborted
+from megarl.engines.sglang import args, worker
+from megarl.engines.sglang.args import LOADER, build_engine_args
+from megarl.errors import RecipeError
+from megarl.preflight.run import check_device
+from megarl.types import GenerationRequest, Prompt, Sampling
+from megarl.weight_sync.full.sender import WeightSender
+from megarl.weight_sync.session import ExchangeError, compare_reports
+from tests.support import fake_sglang
+from tests.support.fake_sglang import END, VOCABULARY
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def spec(tmp_path) -> EngineSpec:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "eos_token_id": END}))
+    return EngineSpec("e0", str(tmp_path), "bfloat16", 40, load_weights=False, sleep_mode=True)
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return fake_sglang.install(monkeypatch)
+
+
+@pytest.fixture
+def engine(fake, spec):
+    engine = create("sglang", spec)
+    engine.info = engine.start()
+    engine.real = fake.made[0]
+    yield engine
+    engine.shutdown()
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {"table": torch.randn(VOCABULARY, VOCABULARY), "scale": torch.tensor(1.5)}
+
+
+@pytest.fixture
+def exchange(engine, tmp_path_factory):
+    """Sends weights to the engine, as a trainer does."""
+    folder = str(tmp_path_factory.mktemp("shm"))
+    sender = WeightSender.open("127.0.0.1", engine.info["receivers"], bucket_bytes=512, timeout=10.0, shm_dir=folder)
+    engine.connect_exchange(sender.session)
+    with ThreadPoolExecutor(1) as pool:
+
+        def send(version: int, values: dict[str, torch.Tensor]):
+            sending = pool.submit(sender.send, version, values.items())
+            return engine.update_weights(version), sending
+
+        yield send
+    sender.close()
+
+
+def request(group: int, n: int = 3, **sampling: object) -> GenerationRequest:
+    options = {"max_tokens": 8, **sampling}
+    return GenerationRequest(
+        group, Prompt(f"p{group}", (group % 7, 3), "", "x"), Sampling(n, **options), seed=100 * group
+    )
+
+
+def generate(engine, *requests: GenerationRequest) -> dict[int, list]:
+    done: dict[int, list] = {}
+    engine.generate(requests, lambda group, completions: done.update({group: completions}))
+    return done
+
+
+# --- the adapter --------------------------------------------------------------------------------
+
+
+def test_weights_arrive_and_samples_follow_them(engine, exchange) -> None:
+    """Samples of old or no weights, a fingerprint that is not the sender's, prefixes that the old weights computed."""
+    with pytest.raises(EngineRefused, match="has dummy weights; update its weights first"):
+        generate(engine, request(0))
+    for version in (1, 2):
+        report, sending = exchange(version, weights(version))
+        compare_reports(sending.result(10), {"e0/0": report})
+        assert torch.equal(engine.real.model.table, weights(version)["table"])
+    assert engine.real.calls == ["begin", "update, flush True", "end"] * 2
+    first = generate(engine, request(1), request(2, temperature=0.7))
+    assert sorted(first) == [1, 2] and [len(samples) for samples in first.values()] == [3, 3]
+    table = weights(2)["table"] * 1.5
+    for group, temperature in ((1, 1.0), (2, 0.7)):
+        for sample in first[group]:
+            reads = [3, *sample.tokens[:-1].tolist()]
+            wanted = (table[reads] / temperature).log_softmax(-1).gather(1, torch.tensor(sample.tokens[:, None]).long())
+            np.testing.assert_allclose(sample.log_probs, wanted[:, 0].numpy(), atol=1e-5)
+
+
+def test_sample_i_draws_from_seed_plus_i(engine, exchange) -> None:
+    """Siblings that are equal, or that another engine could not repeat."""
+    exchange(1, weights(1))[1].result(10)
+    samples = generate(engine, request(1, n=4))[1]
+    assert len({tuple(sample.tokens) for sample in samples}) > 1
+    alone = GenerationRequest(9, request(1).prompt, Sampling(1, 8), seed=102)
+    assert np.array_equal(generate(engine, alone)[9][0].tokens, samples[2].tokens)
+
+
+def test_greedy_and_stopping(engine, exchange) -> None:
+    exchange(1, weights(1))[1].result(10)
+    (greedy,) = generate(engine, request(1, n=1, temperature=0.0))[1]
+    assert np.isnan(greedy.log_probs).all() and greedy.finish_reason == "length" and len(greedy.tokens) == 8
+    with pytest.raises(ValueError, match="n is 2; ask for n=1"):
+        generate(engine, request(1, n=2, temperature=0.0))
+    stop = int(greedy.tokens[2])
+    (stopped,) = generate(engine, request(1, n=1, temperature=0.0, stop_token_ids=(stop, END)))[1]
+    assert stopped.finish_reason == "stop" and stopped.tokens.tolist() == greedy.tokens[:3].tolist()
+    with pytest.raises(ValueError, match=rf"SGLang would also stop at the model's ends of text, \[{END}\]"):
+        generate(engine, request(1, stop_token_ids=(stop,)))
+    with pytest.raises(ValueError, match="= 47; the engine was started for 1 to 40 in all"):
+        generate(engine, request(1, max_tokens=45))
+
+
+def test_a_response_that_is_cut_ends_the_engine(engine, exchange) -> None:
+    """SGLang makes max_new_tokens smaller without a word where its cache is small: samples would be cut ones."""
+    exchange(1, weights(1))[1].result(10)
+    engine.real.longest = 5
+    with pytest.raises(EngineDead, match="cut a response at 5 of 8 tokens"):
+        generate(engine, request(1))
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        ({"table": torch.ones(VOCABULARY, VOCABULARY)}, "1 parameters of the engine's model lack values: scale"),
+        ({"table": torch.ones(VOCABULARY - 1, VOCABULARY), "scale": torch.ones(())}, "lack values: table"),
+    ],
+)
+def test_weights_that_are_not_all_there(engine, exchange, values, said) -> None:
+    with pytest.raises(ExchangeError, match=said):
+        exchange(1, values)
+    assert engine.real.calls == ["begin", "update, flush True", "shutdown"]
+    with pytest.raises(EngineDead, match="lack values"):
+        engine.update_weights(2)
+
+
+def test_running_requests_keep_their_weights(engine, exchange) -> None:
+    exchange(1, weights(1))[1].result(10)
+    engine.real.seconds = 0.05
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, engine, request(1))
+        while not engine.call(lambda: engine.running):
+            time.sleep(0.005)
+        for refused in (lambda: engine.update_weights(2), engine.sleep):
+            with pytest.raises(EngineRefused, match="while 1 requests run"):
+                refused()
+        engine.abort()
+        with pytest.raises(GenerationAborted):
+            running.result(5)
+    assert len(engine.real.tokenizer_manager.aborted) == 3
+    engine.real.seconds = 0.0
+    assert list(generate(engine, request(2))) == [2]
+
+
+def test_pause_holds_the_schedulers(engine, exchange) -> None:
+    exchange(1, weights(1))[1].result(10)
+    engine.pause()
+    assert engine.real.calls[-1] == "info", "nothing waited for the schedulers"
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (generate(engine, request(1)), done.set()))
+        assert not done.wait(0.2)
+        engine.resume()
+        assert done.wait(5)
+
+
+def test_sleep_and_wake(engine, exchange) -> None:
+    """Weights are dropped, and come anew before anything is sampled; graphs come back last."""
+    exchange(1, weights(1))[1].result(10)
+    assert engine.info["can_sleep"] is True and engine.info["can_update_in_flight"] is False
+    engine.sleep()
+    with pytest.raises(EngineRefused, match=r"sleeps \(weights, kv_cache\)"):
+        generate(engine, request(1))
+    with pytest.raises(EngineRefused, match="no memory for weights while they sleep"):
+        engine.update_weights(2)
+    with pytest.raises(EngineRefused, match=r"wake\(\['graphs'\]\)"):
+        engine.wake(["graphs"])
+    engine.wake(["weights"])
+    exchange(2, weights(2))[1].result(10)
+    engine.wake(["kv_cache"])
+    assert [call for call in engine.real.calls if call.startswith("re")] == [
+        "release",
+        "resume ['weights']",
+        "resume ['kv_cache', 'cuda_graph']",
+    ]
+    assert not engine.real.asleep and list(generate(engine, request(1))) == [1]
+    engine.sleep()
+    engine.wake()
+    with pytest.raises(EngineRefused, match="dropped its weights when it went to sleep"):
+        generate(engine, request(1))
+
+
+def test_an_sglang_without_update_sessions_is_refused(fake, spec, monkeypatch) -> None:
+    monkeypatch.delattr(fake, "begin_weight_update")
+    with pytest.raises(RuntimeError, match=r"no begin_weight_update.*0\.5\.23"):
+        create("sglang", spec).start()
+
+
+# --- what is refused before anything starts -----------------------------------------------------
+
+
+def test_arguments(spec, monkeypatch) -> None:
+    monkeypatch.setattr(args, "fields", lambda: ["mem_fraction_static", "attention_backend"])
+    with pytest.raises(ValueError, match="did you mean 'mem_fraction_static'"):
+        check_args("sglang", {"mem_fraction": 0.3}, "rollout")
+    with pytest.raises(
+        ValueError, match=r"rollout\.engine_args\.tp_size cannot be given: set rollout\.tensor_parallel"
+    ):
+        check_args("sglang", {"tp_size": 2}, "rollout")
+    with pytest.raises(ValueError, match=r"model_path cannot be given: set model\.path instead"):
+        check_args("sglang", {"model_path": "x"}, "rollout")
+    with pytest.raises(ValueError, match=r"ep_size cannot be given: set rollout\.expert_parallel"):
+        check_args("sglang", {"ep_size": 2}, "rollout")
+    spread = build_engine_args(replace(spec, tensor_parallel=4, expert_parallel=True), "npu")
+    assert (spread["tp_size"], spread["ep_size"]) == (4, 4), "rollout.expert_parallel was read and ignored"
+    monkeypatch.setattr(args, "fields", lambda: ["ep_size"])
+    fixed = replace(spec, tensor_parallel=4, engine_args={"ep_size": 2}, recipe_section="judge")
+    assert build_engine_args(fixed, "npu")["ep_size"] == 2, "a judge has no expert_parallel"
+    made = build_engine_args(spec, "npu")
+    assert "ep_size" not in made
+    assert made["load_format"] == "dummy" and made["custom_weight_loader"] == [LOADER]
+    assert made["context_length"] == 42 and made["enable_memory_saver"] is True
+    assert made["enable_deterministic_inference"] is True, "requests' seeds would be ignored"
+    unseeded = build_engine_args(replace(spec, seeded=False), "cuda")
+    assert unseeded["enable_deterministic_inference"] is False
+    assert made["attention_backend"] == made["sampling_backend"] == "ascend"
+    assert "attention_backend" not in build_engine_args(spec, "cuda")
+
+
+def test_a_response_cut_short_names_the_section_of_its_engine() -> None:
+    from megarl.engines.sglang.engine import _completion
+
+    output = {"output_ids": [1], "meta_info": {"finish_reason": {"type": "length"}}}
+    with pytest.raises(RuntimeError, match=r"raise judge\.engine_args\.mem_fraction_static"):
+        _completion(output, Sampling(1, 2), "judge")
+
+
+def test_environment() -> None:
+    platform = pytest.importorskip("megarl.platform.npu").NPUPlatform().rollout_env()
+    environment = engine_env("sglang", platform, 2, {})
+    assert environment["SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT"] == "1" and environment["TASK_QUEUE_ENABLE"] == "1"
+    assert engine_env("sglang", platform, 2, {"disable_cuda_graph": True})["TASK_QUEUE_ENABLE"] == "2"
+    assert environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+
+
+@pytest.mark.parametrize(
+    "change, device, said",
+    [
+        ({}, "cpu", r"rollout\.engine(.|\n)*AMX(.|\n)*rollout\.engine=vllm"),
+        ({"return_routed_experts": True}, "npu", r"routing_replay(.|\n)*old_log_probs"),
+        ({"prompt_top_k": 5, "recipe_section": "teacher"}, "npu", r"given tokens(.|\n)*teacher\.engine=vllm"),
+    ],
+)
+def test_plans_that_sglang_cannot_serve(spec, change, device, said) -> None:
+    with pytest.raises(RecipeError, match=said):
+        check_plan("sglang", EngineSpec(spec.name, spec.model_path, spec.dtype, 40, **change), device)
+    check_plan("sglang", spec, "npu")
+
+
+def test_seeds_on_an_npu_need_a_package(spec, fake) -> None:
+    with pytest.raises(RecipeError, match="batch_invariant_ops"):
+        check_plan("sglang", spec, "npu")
+    check_plan("sglang", spec, "cuda")
+
+
+def test_images_are_refused(spec) -> None:
+    Path(spec.model_path, "config.json").write_text(json.dumps({"vision_config": {}}))
+    with pytest.raises(RecipeError, match="images"):
+        check_plan("sglang", spec, "npu")
+
+
+def test_the_recipe_is_refused_on_a_cpu_before_anything_starts() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b_sglang.yaml")
+    check_device(recipe, "npu")
+    with pytest.raises(RecipeError, match="sglang"):
+        check_device(recipe, "cpu")
+
+
+def test_answers_of_ranks(tmp_path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"{rank}.json").write_text(json.dumps({"error": f"of {rank}"}))
+    assert [one["error"] for one in worker.answers(str(tmp_path), 2)] == ["of 0", "of 1"]
+
+
+# --- a real SGLang, on the CPU ------------------------------------------------------------------
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_a_real_sglang_on_the_cpu(kind: str, tmp_path) -> None:
+    """Its log-probs are transformers' at the sampling temperature, seeds are a sample's own, its weights the sender's."""
+    interpreter = os.environ.get("MEGARL_SGLANG_PYTHON")
+    if not interpreter:
+        pytest.skip("MEGARL_SGLANG_PYTHON names no interpreter that has SGLang 0.5.23, megarl's packages and triton")
+    environment = engine_env("sglang", {}, 1, {}) | {
+        "PYTHONPATH": f"{ROOT}/tests/stand_ins:{ROOT}",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # there may be no compiler
+    }
+    command = [interpreter, "-m", "tests.support.sglang_cpu", kind, str(tmp_path / "model")]
+    done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    said: dict[str, list] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("{"):
+            for name, value in json.loads(line).items():
+                said.setdefault(name, []).append(value)
+    assert "told_to_the_sender" in said, done.stdout + done.stderr
+    assert np.max(said["gap"]) < 5e-5 and len(said["gap"]) == 2
+    assert said["repeats"] == said["seed_plus_1"] == said["differ"] == said["stops"] == [True]
+    assert said["ends"] == [["length", "stop"]]
+    assert said["paused"] == [[]] and said["resumed"] == [[[0]]]
+    assert said["aborted"][0][0].startswith("GenerationAborted") and said["after_abort"] == [[1]]
+    assert "1 parameters of the engine's model lack values: lm_head.weight" in said["weight_left_out"][0]
+    assert "lack values: lm_head.weight" in said["told_to_the_sender"][0][0]

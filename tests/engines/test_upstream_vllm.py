@@ -1,0 +1,127 @@
+"""vLLM's faults that megarl mends, each without its mend: a test here that fails says that the mend can go.
+
+See docs/upstream.md. The mended behaviour is held by tests/engines/test_vllm.py and tests/weight_sync/test_engine_gap.py.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from megarl.engines import engine_env
+from tests.support.engine_process import (
+    EngineProcess,
+    build_model,
+    change,
+    exchange,
+    gaps,
+    load_model,
+    make_requests,
+    spec,
+    update,
+)
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+BOUND = 5e-5  # of a log-prob in float32, where all is well
+COMPAT, ARGS = "megarl.engines.vllm.compat", "megarl.engines.vllm.args"
+
+
+@pytest.fixture(scope="module")
+def process():
+    process = EngineProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def without(process):
+    """Leaves functions of megarl out of the engine's process, by module and name, until the test's end."""
+    left_out = []
+
+    def leave_out(module, name, instead="nothing"):
+        left_out.append((module, name))
+        process.replace(module, name, instead)
+
+    yield leave_out
+    for module, name in left_out:
+        process.replace(module, name, None)
+    process.shutdown()
+
+
+def largest_gap(process, model):
+    requests = make_requests(3)
+    completions = process.generate(requests)[1]
+    return max(gaps(model, request, sample).max() for request in requests for sample in completions[request.group])
+
+
+def printed(code):
+    """The last word that `code` prints in a process of its own."""
+    environment = os.environ | engine_env("vllm", {}, threads=1, engine_args={})
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=200
+    )
+    return done.stdout.split()[-1]
+
+
+def test_rotary_operator_on_cpu_is_wrong_with_latent_attention(process, without, tmp_path):
+    path = build_model(tmp_path, "deepseek_v3")
+    without(ARGS, "_without_rotary_op")
+    process.start(spec(path))
+    assert largest_gap(process, load_model(path)) > 100 * BOUND
+
+
+def test_softmax_routing_where_config_json_names_none(process, without, tmp_path):
+    path = build_model(tmp_path, "deepseek_v3")
+    without(ARGS, "_missing_routing", "topk_method_alone")
+    process.start(spec(path))
+    assert largest_gap(process, load_model(path)) > 100 * BOUND
+
+
+def test_expert_kernels_keep_old_weights_over_a_reload(process, without, tmp_path):
+    path = build_model(tmp_path, "qwen3_moe")
+    model = load_model(path)
+    without(COMPAT, "drop_packed_experts")
+    sender = exchange(process, process.start(spec(path)))
+    update(process, sender, change(model, 1, tmp_path))
+    assert largest_gap(process, model) > 100 * BOUND
+    sender.close()
+
+
+def test_reload_waits_for_a_tied_output_layer(process, without, tmp_path):
+    path = build_model(tmp_path, "qwen2_tied")
+    model = load_model(path)
+    without(COMPAT, "tied_layers")
+    sender = exchange(process, process.start(spec(path)))
+    with pytest.raises(ValueError, match=r"1 parameters of the engine's model got no weights: lm_head\.weight"):
+        update(process, sender, change(model, 1, tmp_path))
+    sender.close()
+
+
+def test_reload_leaves_a_tied_output_layer_packed(process, without, tmp_path):
+    path = build_model(tmp_path, "qwen2_tied")
+    model = load_model(path)
+    without(COMPAT, "repack_tied")
+    sender = exchange(process, process.start(spec(path)))
+    update(process, sender, change(model, 1, tmp_path))
+    assert largest_gap(process, model) > 100 * BOUND
+    sender.close()
+
+
+def test_expert_kernel_on_cpu_ignores_the_expert_map():
+    """Read, not run: with expert parallel it ends its process."""
+    code = (
+        "import inspect; from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts as E;"
+        "print(inspect.getsource(E.apply).count('expert_map'))"
+    )
+    assert printed(code) == "1", "it does more with the map than to take it"
+
+
+def test_communicator_for_cpus_has_no_uneven_collectives():
+    code = (
+        "from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase as B;"
+        "from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator as C;"
+        "print(C.all_gatherv is B.all_gatherv and C.reduce_scatterv is B.reduce_scatterv)"
+    )
+    assert printed(code) == "True", "it has some of its own"

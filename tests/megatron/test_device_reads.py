@@ -1,0 +1,29 @@
+"""A trainer's forward and backward pass must not read values of the device: the host would wait for it at every layer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.activations_cases import case, config_of
+
+CASES = [
+    case("Qwen3-8B", 2, context_parallel=2, recompute="selective"),
+    case("Qwen3-30B-A3B", 4, tensor_parallel=2, expert_parallel=2, recompute="full"),
+    case("DeepSeek-V3", 2, expert_parallel=2),
+]
+
+
+def test_a_pass_reads_nothing_of_the_device(tmp_path: Path) -> None:
+    """Counts of tokens that go to experts are on the host, where Megatron's all-to-all needs them."""
+    for asked in CASES:
+        (tmp_path / asked["model"]).mkdir()
+        (tmp_path / asked["model"] / "config.json").write_text(json.dumps(config_of(asked["model"])))
+    file = tmp_path / "cases.json"
+    file.write_text(json.dumps([{**asked, "directory": str(tmp_path)} for asked in CASES]))
+    command = [sys.executable, "-m", "tests.support.device_reads_worker", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {asked["name"]: [] for asked in CASES}

@@ -1,0 +1,123 @@
+"""Images among packed tokens: positions, places and what is refused, against transformers and by hand."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.megatron.batch import MicroBatch, pack
+from megarl.megatron.images import ImageLayout, Images, batch_positions, positions_of
+from megarl.types import SampleImages
+
+LAYOUT = ImageLayout(merge=2, patch=1, patch_values=3)
+IMAGE = 9
+
+
+def test_positions_worked_by_hand() -> None:
+    """Two words, an image of 2 x 3 tokens, two words: these go on behind the longer side."""
+    assert positions_of(10, [2], [[1, 4, 6]], merge=2).tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+
+
+def test_positions_are_those_of_transformers() -> None:
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+
+    from tests.support.vl_model import IMAGE, config
+
+    model = Qwen2_5_VLModel.__new__(Qwen2_5_VLModel)
+    torch.nn.Module.__init__(model)
+    model.config = config()
+    drawn = random.Random(5)
+    for _ in range(30):
+        tokens, starts, grids = [5] * drawn.randint(0, 3), [], []
+        for _ in range(drawn.randint(1, 4)):
+            grids.append([1, 2 * drawn.randint(1, 5), 2 * drawn.randint(1, 5)])
+            starts.append(len(tokens))
+            tokens += [IMAGE] * (grids[-1][1] * grids[-1][2] // 4) + [5] * drawn.randint(1, 6)
+        ids = torch.tensor([tokens])
+        expected, _ = model.get_rope_index(
+            ids, (ids == IMAGE).int(), torch.tensor(grids), None, attention_mask=torch.ones_like(ids)
+        )
+        assert torch.equal(positions_of(len(tokens), starts, grids, merge=2), expected[:, 0])
+
+
+def batch() -> MicroBatch:
+    """Text; then text around an image of 2 x 1 tokens, and one of 1 x 1. The last image token was sampled: text."""
+    tokens = torch.tensor([1, IMAGE, 2, 3, IMAGE, IMAGE, 4, IMAGE, 5, IMAGE])
+    pixels = torch.arange(12 * 3, dtype=torch.float32).view(12, 3)
+    images = Images(pixels, torch.tensor([[1, 4, 2], [1, 2, 2]]), sequences=[1, 1], starts=[1, 4])
+    return MicroBatch(tokens, [3, 7], images=images)
+
+
+def test_every_sequence_counts_from_zero_and_sampled_placeholders_are_text() -> None:
+    own = batch()
+    assert batch_positions(own.images, own.lengths, LAYOUT)[1].tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_rank_places_the_rows_whose_tokens_it_holds(ranks: int) -> None:
+    """Together, the ranks put every row once, and each where its placeholder lies with the position it must have."""
+    seen = []
+    for rank in range(ranks):
+        stream = pack(
+            batch(),
+            context_parallel=ranks,
+            context_rank=rank,
+            sequence_parallel=2,
+            device=torch.device("cpu"),
+            image_layout=LAYOUT,
+        )
+        assert stream.positions.shape == (3, stream.share) and stream.images is not None
+        for row, place in zip(stream.images.rows.tolist(), stream.images.places.tolist(), strict=True):
+            assert stream.tokens[place] == IMAGE
+            seen.append((row, stream.positions[:, place].tolist()))
+    assert sorted(seen) == [(0, [1, 1, 1]), (1, [1, 2, 1]), (2, [4, 4, 4])]
+
+
+def test_micro_batches_gather_their_samples_images() -> None:
+    one = SampleImages(np.ones((4, 3), np.float32), np.array([[1, 2, 2]]), np.array([7]))
+    two = SampleImages(np.zeros((8, 3), np.float32), np.array([[1, 2, 2], [1, 2, 2]]), np.array([1, 3]))
+    images = Images.of([None, one, None, two])
+    assert images is not None and (images.sequences, images.starts) == ([1, 3, 3], [7, 1, 3])
+    assert images.pixels[:, 0].tolist() == [1.0] * 4 + [0.0] * 8 and images.grids.tolist() == [[1, 2, 2]] * 3
+    assert Images.of([None, None]) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"pixels": torch.zeros(12, 4)}, "prepared for another model"),
+        ({"pixels": torch.zeros(11, 3)}, "11 patches"),
+        ({"grids": torch.tensor([[2, 2, 2], [1, 2, 2]])}, "videos are not supported"),
+        ({"grids": torch.tensor([[1, 8, 1], [1, 2, 2]])}, "multiples of 2"),
+        ({"starts": [1, 5]}, r"takes 1 placeholder tokens from index 5 on; its sequence of 5 tokens has \[\]"),
+        ({"starts": [0, 4]}, r"has \[3, 9\] there"),
+        ({"starts": [1, 2]}, "images before it end at 3"),
+    ],
+)
+def test_images_that_do_not_fit_their_tokens_are_refused(change: dict[str, Any], words: str) -> None:
+    own = batch()
+    assert own.images is not None
+    fields = {**vars(own.images), **change}
+    if change.get("starts") == [1, 5]:
+        own.lengths, own.tokens = [3, 5], own.tokens[:8]
+    broken = MicroBatch(own.tokens, own.lengths, images=Images(**fields))
+    with pytest.raises(ValueError, match=words):
+        pack_plainly(broken, LAYOUT)
+
+
+def test_images_for_a_model_without_eyes_are_refused() -> None:
+    with pytest.raises(ValueError, match="no vision tower"):
+        pack_plainly(batch(), None)
+
+
+def pack_plainly(micro_batch: MicroBatch, layout: ImageLayout | None) -> None:
+    cpu = torch.device("cpu")
+    pack(micro_batch, context_parallel=1, context_rank=0, sequence_parallel=1, device=cpu, image_layout=layout)

@@ -1,0 +1,157 @@
+"""Every layout computes what one process computes, and what transformers computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.support import held_ranks, holdings_check, megatron_critic
+from tests.support.megatron_layouts import (
+    OPTIONS,
+    PARITY,
+    RESHARD_FOUR,
+    RESHARD_MORE_FOUR,
+    RESHARD_MORE_ONE,
+    RESHARD_MORE_TWO,
+    RESHARD_ONE,
+    RESHARD_TWO,
+    RESUME,
+    SWAP,
+)
+from tests.support.megatron_models import LENGTHS, MODELS, global_batch, write_model
+from tests.support.megatron_runs import (
+    WORKER,
+    cases,
+    check_gradient,
+    check_weights,
+    checkpoint_tensors,
+    launch,
+    log_probs_of,
+    of_transformers,
+    selected,
+)
+
+pytestmark = [pytest.mark.stack, pytest.mark.timeout(1800)]  # the first test waits for all launches
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_more_layouts(tmp_path: Path) -> None:
+    for model in ("qwen3_moe", "qwen2_tied"):
+        write_model(model, tmp_path / "models")
+    for processes, some in ((2, RESHARD_MORE_TWO), (1, RESHARD_MORE_ONE), (4, RESHARD_MORE_FOUR)):
+        launch(processes, some, tmp_path)
+    held_ranks.check(tmp_path, [*RESHARD_MORE_TWO, *RESHARD_MORE_ONE, *RESHARD_MORE_FOUR])
+
+
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of models/ and of what the workers wrote. One launch a number of processes."""
+    directory = tmp_path_factory.mktemp("megatron")
+    for model in MODELS:
+        write_model(model, directory / "models")
+    wanted = selected(request, [*PARITY, *OPTIONS])
+    others = {  # two processes first: others read their checkpoints
+        2: [*RESUME, *RESHARD_TWO, *megatron_critic.TWO, SWAP],
+        1: [*RESHARD_ONE, *megatron_critic.ONE],
+        4: RESHARD_FOUR,
+    }
+    for processes, more in others.items():
+        launch(processes, [*(one for one in wanted if one["processes"] == processes), *more], directory)
+    return directory
+
+
+@cases(PARITY[:1])
+def test_trainers_on_a_cpu_warn_of_nothing(results: Path, case: dict[str, Any]) -> None:
+    """What is to be expected there is left out: a user could act on none of it."""
+    for log in results.glob(f"{WORKER}-*.log"):
+        assert "Warning" not in log.read_text(), log.read_text()
+
+
+@pytest.mark.slow
+def test_the_planner_counts_what_ranks_hold(request: pytest.FixtureRequest, results: Path) -> None:
+    """To the byte, on every rank of every case that ran: weights, gradients, master weights, moments."""
+    critics = [*megatron_critic.ONE, *megatron_critic.TWO]
+    held_ranks.check(results, [*selected(request, [*PARITY, *OPTIONS]), *RESUME, *critics])
+
+
+@pytest.mark.slow
+def test_the_planner_knows_which_boxes_ranks_hold(
+    request: pytest.FixtureRequest, results: Path, tmp_path: Path
+) -> None:
+    """Each rank's description, which the rank itself has held to mbridge's export."""
+    for case in selected(request, [*PARITY, *OPTIONS]):
+        holdings_check.check_planned(results, case, tmp_path / case["name"])
+
+
+@cases(PARITY, OPTIONS)
+def test_log_probs_are_those_of_transformers(results: Path, case: dict[str, Any]) -> None:
+    rows = log_probs_of(results, case["name"])
+    assert sorted(rows) == list(range(len(LENGTHS)))
+    for number, expected in enumerate(of_transformers(results / "models" / case["model"])):
+        for value, wanted in zip(rows[number], expected, strict=True):
+            torch.testing.assert_close(value, wanted, atol=2e-5, rtol=0)
+
+
+@cases(PARITY, OPTIONS)
+def test_export_is_the_original_bit_for_bit(results: Path, case: dict[str, Any]) -> None:
+    """Loaded, exported and written: every tensor that the original has, untrained ones too, and no other."""
+    original = checkpoint_tensors(results / "models" / case["model"])
+    exported = checkpoint_tensors(results / f"{case['name']}.hf")
+    assert exported.keys() == original.keys()
+    for name, weight in original.items():
+        assert exported[name].dtype == weight.dtype and torch.equal(exported[name], weight), name
+    if case["model"] == "deepseek_v3":
+        assert "model.layers.4.eh_proj.weight" in original, "this test is to prove that MTP layers survive"
+
+
+@cases(PARITY, OPTIONS)
+def test_training_does_not_depend_on_the_layout(results: Path, case: dict[str, Any]) -> None:
+    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
+    for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
+        assert metrics["tokens"] == sum(LENGTHS)
+        assert metrics == pytest.approx(expected, rel=2e-6), "a loss or gradient norm depends on the layout"
+    check_weights(got["after"], one["after"], checkpoint_tensors(results / "models" / case["model"]))
+
+
+@cases([case for case in PARITY if case["processes"] == 1])
+def test_gradient_is_that_of_transformers(results: Path, case: dict[str, Any]) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        results / "models" / case["model"],
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
+    )
+    check_gradient(results, case["name"], model, [{"input_ids": tokens[None]} for tokens in global_batch()[0]])
+
+
+@cases(RESUME)
+def test_saved_hf_directory_is_what_was_exported(results: Path, case: dict[str, Any]) -> None:
+    """The resumed run's equality to the last bit is asserted in the worker; here, the directory it wrote."""
+    saved = checkpoint_tensors(results / f"{case['name']}.hf")
+    weights = torch.load(results / f"{case['name']}.weights.pt", weights_only=True)
+    original = checkpoint_tensors(results / "models" / case["model"])
+    assert saved.keys() == original.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in saved.items())
+    assert (results / f"{case['name']}.hf" / "config.json").read_text() == (
+        results / "models" / case["model"] / "config.json"
+    ).read_text()
+
+
+def test_a_swapped_optimizer_resumes_to_the_last_bit(results: Path) -> None:
+    """Equality is asserted in the worker: with and without the swap, and after weights and gradients left the device."""
+    went_on = torch.load(results / f"{SWAP['name']}.went_on.pt", weights_only=True)
+    assert len(went_on["metrics"]) == 2 and went_on["weights"]
+
+
+@pytest.mark.parametrize("case", megatron_critic.ONE, ids=lambda case: case["name"])
+def test_values_match_transformers(results: Path, case: dict[str, Any]) -> None:
+    megatron_critic.check_against_transformers(results, case["name"])
+
+
+@pytest.mark.parametrize("case", [*megatron_critic.ONE, *megatron_critic.TWO], ids=lambda case: case["name"])
+def test_layout_changes_nothing_of_the_critic(results: Path, case: dict[str, Any]) -> None:
+    megatron_critic.check_against_one_process(results, case)

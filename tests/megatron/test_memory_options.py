@@ -1,0 +1,60 @@
+"""Options that trade memory for work change nothing but memory: updates are the same to the last bit.
+
+Offloading is held to the same by tests/support/megatron_worker.py, after a resume; what each option saves is measured by
+benchmarks/memory.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.megatron_models import write_model
+from tests.support.trainer_processes import run_cases
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "selective": {"recompute": "selective"},
+    "full": {"recompute": "full"},
+    "keep_logits": {"keep_logits": True},
+}
+MODELS = [("qwen3_moe", "float32"), ("deepseek_v3", "float32"), ("qwen3", "bfloat16")]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("memory")
+    cases = [
+        {"name": f"{model}-{option}", "model": str(directory / model), "dtype": dtype, "megatron": megatron}
+        for model, dtype in MODELS
+        for option, megatron in OPTIONS.items()
+    ]
+    for model, _ in MODELS:
+        write_model(model, directory)
+    run_cases("tests.support.memory_worker", 1, cases, directory)
+    return directory
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "plain"])
+@pytest.mark.parametrize("model", [model for model, _ in MODELS])
+def test_an_update_is_the_same_to_the_last_bit(results: Path, model: str, option: str) -> None:
+    plain, other = (torch.load(results / f"{model}-{name}.pt", weights_only=True) for name in ("plain", option))
+    assert other["metrics"] == plain["metrics"]
+    for name, weight in plain["weights"].items():
+        assert torch.equal(other["weights"][name], weight), name
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("model", [model for model, _ in MODELS])
+def test_recompute_keeps_less(results: Path, model: str) -> None:
+    """Without this, an option that nothing reads would pass."""
+    saved = {
+        option: torch.load(results / f"{model}-{option}.pt", weights_only=True)["saved"]
+        for option in ("plain", "selective", "full")
+    }
+    assert saved["full"] < 0.5 * saved["plain"], saved
+    assert saved["selective"] < saved["plain"], saved

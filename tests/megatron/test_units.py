@@ -1,0 +1,372 @@
+"""The trainer's pure parts, against hand-worked numbers and against autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.errors import RecipeError
+from megarl.hf.config import number_of_experts, text_fields
+from megarl.hf.published import read as published
+from megarl.hf.shape import COUNTED
+from megarl.megatron.batch import MicroBatch, pack
+from megarl.megatron.config_fields import check_extra, check_extra_names, fields_of_megatron
+from megarl.megatron.layout import check_layout, uses_sequence_parallel, vocab_divisor
+from megarl.megatron.model_checks import PROVEN, check_model
+from megarl.megatron.native_kernels import rms_norm, rotate_packed
+from megarl.megatron.optimizer import learning_rate
+from megarl.megatron.vocab import log_probs_and_entropy
+from megarl.recipe.schema import Recipe
+from megarl.recipe.training import MegatronConfig, OptimizerConfig
+from tests.support.megatron_models import MODELS
+from tests.support.vl_model import config as vl_config
+
+DENSE = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 12, "vocab_size": 1000}
+VISION = {"model_type": "qwen2_5_vl", "text_config": DENSE, "vision_config": {"num_heads": 6, "intermediate_size": 96}}
+SPARSE = {**DENSE, "num_experts": 8, "moe_intermediate_size": 96}
+LATENT = {
+    **DENSE,
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 33,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "processes", "settings", "words"),
+    [
+        (DENSE, 6, {"tensor_parallel": 4}, "6 is no multiple of 4"),
+        (DENSE, 16, {"tensor_parallel": 16}, "8 attention heads"),
+        (DENSE, 8, {"tensor_parallel": 8}, "4 key/value heads"),
+        ({**DENSE, "intermediate_size": 99}, 2, {"tensor_parallel": 2}, "intermediate_size of 99 .99 / 2 = 49.5"),
+        ({**LATENT, "n_shared_experts": 3}, 2, {"tensor_parallel": 2}, "n_shared_experts of 99"),
+        (DENSE, 6, {"context_parallel": 4}, "6 is no multiple of 4"),
+        (DENSE, 5, {"pipeline_parallel": 5}, "12 layers .* over the remaining 5"),
+        (DENSE, 24, {"pipeline_parallel": 24}, "12 layers .* over the remaining 24"),
+        (DENSE, 4, {"pipeline_parallel": 4, "first_stage_layers": 2}, "= 10 layers .* remaining 3"),
+        (DENSE, 2, {"pipeline_parallel": 2, "first_stage_layers": 4, "last_stage_layers": 6}, "2 layers remain"),
+        (DENSE, 2, {"pipeline_parallel": 2, "first_stage_layers": 12}, "= 0 layers .* remaining 1"),
+        (
+            DENSE,
+            3,
+            {"pipeline_parallel": 3, "virtual_pipeline": 2, "first_stage_layers": 3, "last_stage_layers": 5},
+            "does not divide the 3 layers of the first",
+        ),
+        (DENSE, 2, {"pipeline_parallel": 2, "virtual_pipeline": 4}, "virtual_pipeline=4 does not divide the 6"),
+        (DENSE, 1, {"virtual_pipeline": 2}, "needs megatron.pipeline_parallel > 1"),
+        (DENSE, 1, {"first_stage_layers": 2}, "needs megatron.pipeline_parallel > 1"),
+        (DENSE, 2, {"expert_parallel": 2}, "dense"),
+        (DENSE, 2, {"tensor_parallel": 2, "expert_tensor_parallel": 2}, "dense"),
+        (DENSE, 1, {"moe_aux_loss_coef": 0.1}, "dense"),
+        (DENSE, 1, {"moe_z_loss_coef": 0.1}, "dense"),
+        (VISION, 4, {"tensor_parallel": 4}, "vision tower's num_heads of 6"),
+        (VISION, 2, {"pipeline_parallel": 2, "virtual_pipeline": 2}, "virtual pipeline stages of qwen2_5_vl"),
+        (SPARSE, 3, {"expert_parallel": 3}, "8 experts"),
+        (SPARSE, 4, {"expert_parallel": 8}, "1 x 1 = 4|4 x 1 x 1 = 4"),
+        (SPARSE, 4, {"expert_parallel": 4, "expert_tensor_parallel": 2}, "4 x 2 = 8"),
+        (SPARSE, 64, {"expert_tensor_parallel": 64}, "width of 96"),
+        (SPARSE, 2, {"tensor_parallel": 2, "sequence_parallel": False}, "Leave megatron.sequence_parallel unset"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(
+    model: dict[str, Any], processes: int, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        check_layout(model, MegatronConfig(**settings), processes)
+    assert any(f"megatron.{key}" in str(error.value) for key in settings), "the message names no key to change"
+
+
+def test_layouts_that_divide_pass() -> None:
+    check_layout(DENSE, MegatronConfig(tensor_parallel=4, pipeline_parallel=2, context_parallel=2), 32)
+    check_layout(DENSE, MegatronConfig(pipeline_parallel=4, first_stage_layers=2, last_stage_layers=4), 4)
+    check_layout(SPARSE, MegatronConfig(tensor_parallel=2, expert_parallel=8, expert_tensor_parallel=1), 8)
+    check_layout({**DENSE, "kv_lora_rank": 512}, MegatronConfig(tensor_parallel=8), 8)
+    assert vocab_divisor(DENSE, MegatronConfig(tensor_parallel=3)) == 3
+    assert vocab_divisor(DENSE, MegatronConfig(tensor_parallel=4)) is None
+    assert uses_sequence_parallel(MegatronConfig(tensor_parallel=2))
+    assert not uses_sequence_parallel(MegatronConfig(tensor_parallel=2, sequence_parallel=False))
+
+
+GLM = {"model_type": "glm4_moe", "attention_bias": True, "num_experts_per_tok": 8}
+YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"model_type": "gpt_neox"}, "'gpt_neox' model. megarl trains deepseek_v3, glm4_moe, .* others too"),
+        ({"model_type": "mixtral"}, "nothing proves"),
+        ({"model_type": "qwen2_moe"}, "nothing proves"),
+        ({"model_type": "gemma3", "vision_config": {}}, "nothing proves"),
+        (
+            {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
+            "fp8.*Take the unquantised model, or convert it to bfloat16",
+        ),
+        (
+            {"model_type": "llama", "compression_config": {"format": "pack"}},
+            "compression_config.*Take the unquantised model",
+        ),
+        ({**VISION, "text_config": {**DENSE, "quantization_config": {"quant_method": "awq"}}}, "awq"),
+        *(({"model_type": kind, "hidden_act": "gelu"}, "hidden_act: gelu") for kind in ("llama", "qwen2", "qwen3_moe")),
+        *(({"model_type": kind, "use_sliding_window": True}, "sliding") for kind in ("qwen2", "qwen3", "qwen3_moe")),
+        ({**VISION, "text_config": {**DENSE, "use_sliding_window": True}}, "sliding"),
+        *(({"model_type": kind, "attention_bias": True}, "attention_bias") for kind in ("llama", "qwen3", "qwen3_moe")),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"model_type": "qwen3", "attention_dropout": 0.1}, "attention_dropout"),
+        ({"model_type": "qwen3_moe", "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
+        ({**GLM, "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
+        ({**GLM, "norm_topk_prob": False}, "norm_topk_prob"),
+        ({**GLM, "attention_bias": False}, "attention_bias: false"),
+        ({"model_type": "glm4_moe"}, "attention_bias: false"),
+        ({**GLM, "n_shared_experts": 2}, "n_shared_experts: 2"),
+        ({**GLM, "n_group": 2}, "n_group"),
+        ({**GLM, "tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({**GLM, "partial_rotary_factor": 1.0}, "partial_rotary_factor"),
+        ({**GLM, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
+        ({"model_type": "qwen2", "rope_scaling": {"type": "yarn", "factor": 4}}, "rotary scaling 'yarn'"),
+        ({"model_type": "llama", "rope_parameters": {"rope_type": "llama3"}}, "rotary scaling 'llama3'"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "some dense layers .mlp_only_layers"),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 2}, "some dense layers .decoder_sparse_step"),
+        ({**LATENT, "rope_parameters": {"rope_type": "linear"}}, "rotary scaling 'linear'"),
+        ({**LATENT, "norm_topk_prob": False}, "norm_topk_prob"),
+        ({**LATENT, "num_experts_per_tok": 1}, "num_experts_per_tok: 1"),
+        ({**LATENT, "n_shared_experts": 0}, "no shared experts"),
+        ({**LATENT, "attention_bias": True}, "attention_bias"),
+        ({**LATENT, "tie_word_embeddings": True}, "tie_word_embeddings"),
+        ({**LATENT, "quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({**LATENT, "num_experts_per_tok": 8}, "8 / 2 = 4"),
+        ({**LATENT, "rope_interleave": False}, "rope_interleave"),
+        ({**LATENT, "rope_parameters": {**YARN, "attention_factor": 1.5}}, "attention_factor"),
+        ({**LATENT, "rope_parameters": {**YARN, "truncate": False}}, "truncate"),
+        ({**LATENT, "rope_parameters": {**YARN, "mscale": 1.0}}, "only one of mscale"),
+    ],
+)
+def test_what_megatron_has_no_form_for_is_refused(model: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_model(model)
+
+
+def test_models_that_megatron_computes_pass() -> None:
+    for rotary in ({"rope_scaling": None}, {"rope_scaling": {**YARN, "type": "yarn"}}, {"rope_parameters": YARN}):
+        check_model({**LATENT, **rotary})
+    check_model({**LATENT, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 6})
+    check_model({"model_type": "qwen3_moe", "mlp_only_layers": [], "decoder_sparse_step": 1})
+    check_model({"model_type": "qwen2", "attention_bias": True, "use_sliding_window": False, "sliding_window": 4096})
+    check_model({"model_type": "llama", "tie_word_embeddings": True, "hidden_act": "silu"})
+    check_model({**GLM, "n_group": 1, "use_qk_norm": True, "quantization_config": None, "partial_rotary_factor": 0.5})
+    check_model({**VISION, "text_config": {**DENSE, "model_type": "qwen2_5_vl_text"}})
+
+
+def test_every_model_that_is_trained_is_held_to_transformers() -> None:
+    """The models of the layout tests are of these families."""
+    tried = {MODELS[name]().config.model_type for name in MODELS}
+    assert {*tried, vl_config().model_type} == set(PROVEN) <= set(COUNTED), "and their FLOPs are counted"
+
+
+def test_fields_of_the_text_part_count_and_the_whole_keeps_its_own() -> None:
+    text = {"hidden_size": 64, "model_type": "text", "tie_word_embeddings": True, "num_local_experts": 4}
+    whole = {"hidden_size": 32, "model_type": "whole", "tie_word_embeddings": False, "vision_config": {}}
+    merged = text_fields({**whole, "text_config": text})
+    assert {name: merged[name] for name in whole} == {**whole, "hidden_size": 64}
+    assert number_of_experts(merged) == 4 and number_of_experts(whole) == 0
+    assert text_fields(whole) == whole and text_fields({**whole, "text_config": None})["hidden_size"] == 32
+
+
+def rates(total: int, **settings: Any) -> list[float]:
+    return [learning_rate(step, OptimizerConfig(lr=1.0, **settings), total) for step in range(1, total + 1)]
+
+
+def test_learning_rates_worked_by_hand() -> None:
+    assert rates(3) == [1.0, 1.0, 1.0]
+    assert rates(4, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0]
+    assert rates(7, warmup_steps=2, decay="linear", decay_steps=6) == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert rates(4, decay="linear", min_lr_ratio=0.2) == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    assert rates(4, decay="cosine", min_lr_ratio=0.1) == pytest.approx([0.868198, 0.55, 0.231802, 0.1], abs=1e-6)
+    assert rates(3, warmup_steps=3, decay="cosine") == pytest.approx([1 / 3, 2 / 3, 1.0])
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 rows a block."""
+    monkeypatch.setattr("megarl.megatron.vocab._BLOCK_ELEMENTS_CPU", 22)
+    monkeypatch.setattr("megarl.megatron.vocab._LEAST_ROWS", 1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("blocked", [False, True])
+def test_log_probs_and_entropy_are_those_of_the_softmax(
+    temperature: float, blocked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if blocked:
+        small_blocks(monkeypatch)
+    torch.manual_seed(0)
+    hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = (torch.randn(11, 3, dtype=torch.float64) * 3).requires_grad_()
+    labels = torch.tensor([[0, 1, 0], [8, 3, 4], [3, 8, 2], [3, 3, 3], [1, 0, 8]])  # a row's may repeat
+
+    def ours(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        settings = {"temperature": temperature, "vocab_size": 9, "with_entropy": True}
+        return log_probs_and_entropy(x, w, labels, **settings, keep_logits=False, group=None)
+
+    naive = ((hidden @ weight.T)[:, :9] / temperature).log_softmax(-1)  # entries 9 and 10 are padding
+    log_probs, entropy = ours(hidden, weight)
+    torch.testing.assert_close(log_probs, naive.gather(1, labels))
+    torch.testing.assert_close(entropy, -(naive.exp() * naive).sum(-1))
+    assert torch.autograd.gradcheck(ours, (hidden, weight))
+    (log_probs.sum(1) * entropy).sum().backward()
+    assert torch.equal(weight.grad[9:], torch.zeros(2, 3, dtype=torch.float64))
+
+
+def test_log_probs_without_entropy_have_the_same_gradient() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    settings = {"temperature": 2.0, "vocab_size": 6, "with_entropy": False, "keep_logits": False, "group": None}
+
+    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return log_probs_and_entropy(x, w, torch.tensor([[5], [0], [2], [2]]), **settings)[0]
+
+    assert torch.autograd.gradcheck(ours, (hidden, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_change_memory_and_nothing_else(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_blocks(monkeypatch)
+    torch.manual_seed(0)
+    start = torch.randn(7, 5).to(dtype), torch.randn(11, 5).to(dtype)
+    labels, slopes = torch.randint(0, 11, (7, 1)), torch.randn(2, 7)
+    results = []
+    for keep_logits in (False, True):
+        hidden, weight = (tensor.clone().requires_grad_() for tensor in start)
+        settings = {"temperature": 0.7, "vocab_size": 11, "with_entropy": True, "keep_logits": keep_logits}
+        log_probs, entropy = log_probs_and_entropy(hidden, weight, labels, **settings, group=None)
+        assert len(log_probs.grad_fn.kept) == (4 if keep_logits else 0)
+        (log_probs[:, 0] * slopes[0] + entropy * slopes[1]).sum().backward()
+        results.append((log_probs, entropy, hidden.grad, weight.grad))
+    for recomputed, kept in zip(*results, strict=True):
+        assert torch.equal(recomputed, kept)
+
+
+def test_norm_and_rotation_have_the_gradients_they_say() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 5, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x, (5,), weight, 1e-5))
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-5), (x, weight))
+
+    angles = torch.randn(4, 1, 1, 2, dtype=torch.float64)
+    freqs = torch.cat([angles, angles], -1)
+    offsets = torch.tensor([0, 3, 7], dtype=torch.int32)
+    t = torch.randn(7, 2, 6, dtype=torch.float64, requires_grad=True)  # the last 2 of 6 are not rotated
+    rotated = rotate_packed(t, offsets, freqs)
+    for start, end in pairwise(offsets.tolist()):
+        for token in range(start, end):
+            z = torch.complex(t[token, :, :2], t[token, :, 2:4])
+            z = z * torch.polar(torch.ones(2, dtype=torch.float64), angles[token - start, 0, 0])
+            torch.testing.assert_close(rotated[token, :, :4], torch.cat([z.real, z.imag], -1))
+    torch.testing.assert_close(rotated[..., 4:], t[..., 4:])
+    assert torch.autograd.gradcheck(lambda a: rotate_packed(a, offsets, freqs), (t,))
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 2)])
+def test_packing_pairs_each_logit_with_the_token_it_predicts(ranks: int, sequence_parallel: int, packing: bool) -> None:
+    batch = MicroBatch(torch.arange(100, 113), [5, 1, 7], counted=[True, False, True])
+    streams = [
+        pack(
+            batch,
+            context_parallel=ranks,
+            context_rank=rank,
+            sequence_parallel=sequence_parallel,
+            device=torch.device("cpu"),
+            packing=packing,
+        )
+        for rank in range(ranks)
+    ]
+    assert all(stream.as_read(stream.tokens).shape[1] % sequence_parallel == 0 for stream in streams)
+    assert len({stream.share for stream in streams}) == 1
+    # The model reads [b, s] and its rows come out with s first.
+    inputs, positions = (
+        torch.cat([stream.as_read(getattr(stream, name)).T.flatten() for stream in streams])
+        for name in ("tokens", "positions")
+    )
+    labels, sequences, row_tokens = (
+        torch.cat([getattr(stream, name) for stream in streams]) for name in ("labels", "sequences", "row_tokens")
+    )
+    first = streams[0]
+    assert first.targets.tolist() == [1, 2, 3, 4, 7, 8, 9, 10, 11, 12], "the first token of a sequence has none"
+    assert labels[first.sources].tolist() == batch.tokens[first.targets].tolist()
+    assert inputs[first.sources].tolist() == batch.tokens[first.targets - 1].tolist()
+    assert positions[first.sources].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    real = row_tokens >= 0
+    assert sorted(row_tokens[real].tolist()) == list(range(13))
+    assert torch.equal(inputs[real], batch.tokens[row_tokens[real]])
+    expected = torch.tensor([0] * 5 + [-1] + [2] * 7)
+    assert torch.equal(sequences[real], expected[row_tokens[real]]) and (sequences[~real] == -1).all()
+    assert first.lengths.tolist() == [5, 1, 7] and batch.counted_tokens == 12
+    if ranks == sequence_parallel == 1:
+        assert first.share == (13 if packing else 21), "nothing is padded that need not be"
+        assert first.as_read(first.tokens).shape == ((1, 13) if packing else (3, 7))
+
+
+def test_context_parallel_ranks_hold_chunks_from_both_ends() -> None:
+    """What attention's masks over ranks assume; it evens out the causal work."""
+    for rank, positions in ((0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])):
+        stream = pack(
+            MicroBatch(torch.arange(8), [8]),
+            context_parallel=2,
+            context_rank=rank,
+            sequence_parallel=1,
+            device=torch.device("cpu"),
+        )
+        assert stream.positions.tolist() == positions
+
+
+def test_names_in_extra_are_checked_against_megatrons_source() -> None:
+    """Read, not imported; so what is read must be what the classes have."""
+    from megatron.core.transformer import MLATransformerConfig
+
+    assert fields_of_megatron() == {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    recipe = Recipe()
+    recipe.cluster.device, recipe.megatron.extra = "cpu", {"moe_router_dtype": "fp32", "recompute_modules": ["mlp"]}
+    check_extra(recipe, DENSE, "megatron")
+    recipe.megatron.extra = {"moe_router_dtypee": "fp32"}
+    with pytest.raises(ValueError, match=r"critic\.megatron\.extra\.moe_router_dtypee .* Nearest: moe_router_dtype\."):
+        check_extra(recipe, DENSE, "critic.megatron")
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        ({"moe_token_dispatcher_type": "alltol"}, r"Megatron knows allgather, alltoall, flex[\s\S]*write alltoall"),
+        ({"recompute_granularity": "some"}, "Megatron knows full, selective"),
+        ({"moe_grouped_gemm": "no"}, "expects true or false"),
+    ],
+)
+def test_values_in_extra_are_those_that_megatron_declares(extra: dict[str, Any], words: str) -> None:
+    """Else a trainer says it, half a minute later."""
+    recipe = Recipe()
+    recipe.cluster.device, recipe.megatron.extra = "cpu", extra
+    with pytest.raises(RecipeError, match=words):
+        check_extra_names(recipe, "megatron")
+    recipe.megatron.extra = {
+        "moe_token_dispatcher_type": "alltoall",
+        "recompute_granularity": None,
+        "num_moe_experts": 4,
+    }
+    check_extra_names(recipe, "megatron")
+
+
+def test_fp8_with_block_scales_names_the_command_that_converts_it() -> None:
+    blocks = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    with pytest.raises(ValueError, match=r"quantised.*megarl convert-weights"):
+        check_model(published("DeepSeek-V3") | blocks)
+    with pytest.raises(ValueError, match=r"quantised.*awq.*Take the unquantised model"):
+        check_model(published("DeepSeek-V3") | {"quantization_config": {"quant_method": "awq"}})

@@ -1,0 +1,81 @@
+"""Qwen2.5-VL: every layout computes what transformers computes, with packed images and text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.megatron_layouts import VL
+from tests.support.megatron_models import LENGTHS
+from tests.support.megatron_runs import check_gradient, check_weights, checkpoint_tensors, launch, log_probs_of
+from tests.support.vl_model import (
+    VL_MODELS,
+    transformers_inputs,
+    transformers_model,
+    vl_of_transformers,
+    write_vl_model,
+)
+
+pytestmark = pytest.mark.stack
+
+UPSTREAM = {"name": "upstream", "kind": "upstream", "model": "vl"}
+RESUME = {"name": "resume", "kind": "resume", "model": "vl", "megatron": {"tensor_parallel": 2}}
+QUICK = [one for one in VL if not one["slow"]]
+SLOW = [one for one in VL if one["slow"]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of models/ and of what the workers of all cases wrote."""
+    directory = tmp_path_factory.mktemp("megatron")
+    for model, fields in VL_MODELS.items():
+        write_vl_model(directory / "models" / model, **fields)
+    for processes, before in ((1, [UPSTREAM]), (2, [])):
+        launch(processes, [*before, *(one for one in QUICK if one["processes"] == processes)], directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def slow_results(results: Path) -> Path:
+    for processes, more in ((2, [RESUME]), (4, [])):
+        launch(processes, [*(one for one in SLOW if one["processes"] == processes), *more], results)
+    return results
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: case["name"])
+def test_layout_changes_nothing(results: Path, case: dict[str, Any]) -> None:
+    check(results, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SLOW, ids=lambda case: case["name"])
+def test_more_layouts_change_nothing(slow_results: Path, case: dict[str, Any]) -> None:
+    """A resumed run's equality is asserted in the worker of the same launch."""
+    check(slow_results, case)
+
+
+@pytest.mark.parametrize("model", VL_MODELS)
+def test_gradient_is_that_of_transformers(results: Path, model: str) -> None:
+    """Of the vision tower, too."""
+    check_gradient(results, f"{model}-TP1", transformers_model(results / "models" / model), transformers_inputs())
+
+
+def check(results: Path, case: dict[str, Any]) -> None:
+    rows = log_probs_of(results, case["name"])
+    assert sorted(rows) == list(range(len(LENGTHS)))
+    for number, expected in enumerate(vl_of_transformers(results / "models" / case["model"])):
+        for value, wanted in zip(rows[number], expected, strict=True):
+            torch.testing.assert_close(value, wanted, atol=2e-5, rtol=0)
+
+    original = checkpoint_tensors(results / "models" / case["model"])
+    exported = checkpoint_tensors(results / f"{case['name']}.hf")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in original.items()), "round trip is not exact"
+
+    one, got = (torch.load(results / f"{name}.pt", weights_only=True) for name in (case["reference"], case["name"]))
+    for metrics, expected in zip(got["metrics"], one["metrics"], strict=True):
+        assert metrics == pytest.approx(expected, rel=2e-6), "a loss or gradient norm depends on the layout"
+    check_weights(got["after"], one["after"], original)

@@ -1,0 +1,244 @@
+"""Traces of trainers, and deterministic kernels: what a run writes, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import types
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from megarl import load_recipe, platform
+from megarl.commands.plan.preflight import Checked, _check_run
+from megarl.engines.base import EngineTraces
+from megarl.engines.vllm.args import _profiler_config
+from megarl.errors import RecipeError
+from megarl.observe.profiling import Profiling
+from megarl.platform.cpu import CPUPlatform
+from megarl.platform.kinds import kind_of
+from megarl.platform.tracing import TraceOptions
+from megarl.preflight.recipe.observe import check_traces
+from megarl.recipe.observe import traces_notice
+from megarl.rollout.start_engines import environment_notices
+from megarl.trainer import worker
+from tests.runs.test_train import settings
+from tests.support import stack
+
+SFT = stack.ROOT / "recipes" / "tiny" / "sft.yaml"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("observe.profile_steps=[2,31]", r"go from 1 to 30, and 31 is none"),
+        ("observe.profile_steps=[0]", r"0 is none"),
+        ("observe.profile_ranks=[2]", r"\(cluster\.trainers\) go from 0 to 1, and 2 is none"),
+        ("observe.profile_ranks=[]", "nothing would be traced"),
+        ("observe.profile_engines=[0]", "train.source=sft has no engines"),
+        ("observe.trackers=[wand]", "no tracker 'wand'"),
+    ],
+)
+def test_steps_and_ranks_that_there_are_not(given: str, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(SFT, ["observe.profile_steps=[2]", given])
+
+
+GRPO = stack.ROOT / "recipes" / "tiny" / "grpo.yaml"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["cluster.device=npu", "observe.profile_level=level3"], "'level3' is not among them: .* level_none, level0"),
+        (["cluster.device=npu", "observe.profile_metrics=L2Cache"], "level1 and level2 alone"),
+        (["cluster.device=npu", "observe.profile_level=level_none"], "profile_mstx=true"),
+        (["cluster.device=npu", "observe.profile_export=json"], "text, db"),
+        (["cluster.device=npu", "observe.profile_contents=[shapes]"], "add cpu or device"),
+        (["cluster.device=cuda", "observe.profile_level=level1"], "that of GPUs has none"),
+        (["cluster.device=cuda", "observe.profile_contents=[cpu,modules]"], "'modules' is not among them"),
+        (["cluster.device=cuda", "observe.profile_mstx=true"], "no such setting"),
+        (["cluster.device=cpu", "observe.profile_analysis=false"], "no such setting"),
+        (["cluster.device=cpu", "observe.profile_contents=[device]"], "'device' is not among them"),
+        (["observe.profile_engines=[9]"], r"engines \(rollout\.engines\) go from 0"),
+        (["observe.profile_engines=[0]", "observe.profile_steps=[]"], "no step is traced"),
+    ],
+)
+def test_what_a_profiler_does_not_know_is_refused(given: list[str], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(GRPO, ["observe.profile_steps=[2]", *given])
+
+
+def test_what_every_profiler_of_a_kind_knows_is_taken() -> None:
+    asked = ["observe.profile_steps=[2]", "observe.profile_ranks=[]", "observe.profile_engines=[0]"]
+    npu = ["observe.profile_level=level2", "observe.profile_metrics=MemoryUB", "observe.profile_mstx=true"]
+    npu += ["observe.profile_export=db", "observe.profile_analysis=false", "observe.profile_contents=[device,stack]"]
+    load_recipe(GRPO, ["cluster.device=npu", *asked, *npu])
+    recipe = load_recipe(GRPO, ["cluster.device=auto", *asked, *npu])
+    check_traces(recipe, kind_of("npu"))
+    with pytest.raises(RecipeError, match="of CPU cores"):
+        check_traces(recipe, kind_of("cpu"))  # once auto has become a CPU
+
+
+def test_the_contents_reach_torchs_profiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch.profiler as profiler
+
+    given: dict[str, object] = {}
+    monkeypatch.setattr(profiler, "profile", lambda **settings: given.update(settings))
+    CPUPlatform().profiler(tmp_path, "rank0", TraceOptions(("cpu", "memory", "stack")))
+    assert given["activities"] == [profiler.ProfilerActivity.CPU]
+    named = ("record_shapes", "profile_memory", "with_stack")
+    assert [given[name] for name in named] == [False, True, True]
+    CPUPlatform().profiler(tmp_path, "rank0", TraceOptions())
+    assert [given[name] for name in named] == [True, False, False]
+
+
+def test_engines_get_vllms_profiler_config() -> None:
+    """Names that this vLLM's ProfilerConfig has, with a folder; none where no engine is traced."""
+    from vllm.config import ProfilerConfig
+
+    config = _profiler_config(EngineTraces("/runs/a/profile/engine0", TraceOptions(("cpu", "memory", "modules"))))
+    made = ProfilerConfig(**config)
+    assert made.torch_profiler_dir == "/runs/a/profile/engine0" and made.profiler == "torch"
+    assert made.torch_profiler_with_memory and made.torch_profiler_with_stack and not made.torch_profiler_record_shapes
+
+
+class _Service:
+    """An engine's process that notes what it is asked."""
+
+    def __init__(self, name: str, said: list[str]) -> None:
+        self.name, self.said = name, said
+
+    def call(self, method: str, *args: str) -> Future[None]:
+        self.said.append(" ".join([self.name, method, *args]))
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def test_traces_of_engines_that_sample_ahead_are_explained_before_the_start() -> None:
+    """By `train` and by `plan`; engines that sample one step at a time have nothing to explain."""
+    recipe = load_recipe(GRPO, ["cluster.device=cpu", "observe.profile_steps=[2]", "observe.profile_engines=[0]"])
+    assert traces_notice(recipe) is None
+    recipe.rollout.max_staleness = 2
+    notices = [notice for notice in environment_notices(recipe, CPUPlatform()) if "profile_engines" in notice]
+    assert notices == [traces_notice(recipe)] and "sample up to 3 steps at a time" in notices[0]
+    found = Checked()
+    _check_run(recipe, found)
+    assert notices[0] in found.notes
+    recipe.observe.profile_engines = []
+    assert traces_notice(recipe) is None
+
+
+def test_engines_are_traced_in_the_asked_steps_alone(tmp_path: Path) -> None:
+    said: list[str] = []
+    recipe = load_recipe(GRPO, ["observe.profile_steps=[2]", "observe.profile_ranks=[]", "observe.profile_engines=[0]"])
+    log = types.SimpleNamespace(notice=said.append, phase=lambda name: contextlib.nullcontext())
+    services = [_Service(f"engine{number}", said) for number in range(2)]
+    profiling = Profiling(recipe.observe, None, services, log, tmp_path, 1.0, "engines are fixed")  # type: ignore[arg-type]
+    for step in (1, 2, 3):
+        profiling.before_sampling(step)
+        said.append(f"sample {step}")
+        profiling.after_sampling(step)
+    *calls, notice, last = said
+    assert calls == ["sample 1", "engine0 start_profile step_2", "sample 2", "engine0 stop_profile"]
+    assert "engines are fixed" in notice and last == "sample 3"
+
+
+def test_each_phase_has_a_trace_of_its_own_where_asked(tmp_path: Path) -> None:
+    """`traced` calls write under their phase's name while profiling is on, and only on the ranks that were named."""
+    recipe = load_recipe(GRPO, ["observe.profile_steps=[2]", "observe.profile_discrete=true"])
+    made: list[str] = []
+
+    class Phases(worker.Worker):
+        def __init__(self, rank: int) -> None:
+            self.recipe, self.rank = recipe, rank
+            self.profiler, self.profile_folder = None, None
+            self.platform = types.SimpleNamespace(profiler=self._profiler)
+
+        def _profiler(self, folder: Path, name: str, options: TraceOptions) -> object:
+            where = f"{folder.relative_to(tmp_path)}/{name}"
+            return types.SimpleNamespace(start=lambda: made.append(f"+{where}"), stop=lambda: made.append(f"-{where}"))
+
+        @worker.traced("update_actor")
+        def update(self, value: int) -> int:
+            return value + 1
+
+    one, other = Phases(0), Phases(1)
+    assert one.update(1) == 2 and made == []
+    for each in (one, other):
+        each.start_profile(str(tmp_path / "step_2"), [0])
+        assert each.update(2) == 3
+        each.stop_profile()
+        assert each.update(3) == 4
+    assert made == ["+step_2/update_actor/rank0", "-step_2/update_actor/rank0"]
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_trainer_is_deterministic_where_asked(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    class Stop(Exception):
+        pass
+
+    def set_device(_: int) -> None:
+        raise Stop
+
+    recipe = load_recipe(SFT, [f"train.deterministic={str(asked).lower()}"])
+    stopping = types.SimpleNamespace(prepare=lambda: None, set_device=set_device)
+    monkeypatch.setattr(platform, "select", lambda device: stopping)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    try:
+        with pytest.raises(Stop):
+            worker.Worker(recipe, 1)
+        assert torch.are_deterministic_algorithms_enabled() is asked
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_a_step_is_traced(quickstart_data: Path, tmp_path: Path) -> None:
+    """Of the rank that is asked for alone, forward and backward, and the run goes on; with deterministic kernels."""
+    given = [f"model.path={quickstart_data}/model", f"data.train_files=[{quickstart_data}/data/sft.parquet]"]
+    given += [f"runs_dir={tmp_path}", "name=traced", "train.steps=3", "train.save_at_end=false", "data.eval_files=[]"]
+    given += ["evaluation.at_start=false", "evaluation.every=0", "evaluation.at_end=false", "train.deterministic=true"]
+    given += ["observe.profile_steps=[2]", "observe.profile_ranks=[1]"]
+    done = stack.run("train", str(SFT), *given, torchrun=2)
+    assert done.returncode == 0, done.stderr
+    traces = [path.relative_to(tmp_path) for path in tmp_path.glob("traced/profile/**/*") if path.is_file()]
+    assert traces == [Path("traced/profile/step_2/rank1.json.gz")]
+    events = json.loads(gzip.decompress((tmp_path / traces[0]).read_bytes()))["traceEvents"]
+    named = [event.get("name", "") for event in events]
+    assert "aten::mm" in named and any("Backward" in name for name in named), "no backward pass in it"
+    lines = stack.metrics(tmp_path / "traced")
+    assert len(lines) == 3 and [("timing_s/profile" in line) for line in lines] == [False, True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.stack
+def test_engines_and_phases_are_traced_in_a_run(quickstart_data: Path, tmp_path: Path) -> None:
+    """Real trainers and a real engine: a trace of the engine while it samples, and one for each phase of the trainer."""
+    small = ["train.steps=2", "cluster.trainers=1", "megatron.expert_parallel=1", "train.save_every=0"]
+    small += ["train.save_at_end=false", "algorithm.dynamic_sampling.enabled=false", "observe.profile_discrete=true"]
+    small += ["evaluation.at_start=false", "evaluation.at_end=false", "observe.profile_steps=[2]"]
+    small += ["observe.profile_engines=[0]", "observe.profile_contents=[cpu,memory]"]
+    done = stack.run("train", "recipes/quickstart.yaml", *settings(quickstart_data, tmp_path, "traced", *small))
+    assert done.returncode == 0, done.stderr + done.stdout
+    folder = tmp_path / "traced" / "profile"
+    (engine,) = (folder / "engine0").glob("*.json*")
+    phases = {path.parent.name for path in (folder / "step_2").rglob("rank0.json.gz")}
+    assert "update_actor" in phases and "step_2" not in phases, phases
+    names = []
+    for path in (engine, folder / "step_2" / "update_actor" / "rank0.json.gz"):
+        text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        events = json.loads(text)["traceEvents"]
+        names.append({event.get("name", "") for event in events})
+    assert any("Backward" in name for name in names[1]) and not any("Backward" in name for name in names[0])
+    assert any(name.startswith("aten::") for name in names[0]), "the engine's trace holds no operator"
+    notices = (tmp_path / "traced" / "notices.jsonl").read_text()
+    assert "engines [0] were traced" in notices

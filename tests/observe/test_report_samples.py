@@ -1,0 +1,122 @@
+"""Samples in samples/ and in the report: turns, reasons, and texts that are long or mean harm."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.observe.files import json_line
+from megarl.observe.report.page import write_report
+from megarl.observe.report.samples import MAX_TURNS, TURNS_BYTES, _fair_length, shortened
+from megarl.observe.run_dir import RunDirectory
+from megarl.observe.samples import read_samples, records_of
+from megarl.types import Group, InlineData, Sample, SampleTokens
+from tests.observe.test_report import EVIL, Page
+from tests.support.agent_run import Words, make_agent_run, tool_group
+
+
+def test_a_record_says_what_there_is_and_no_defaults() -> None:
+    record, *_ = records_of([tool_group(7, "openai/gsm8k", 3, "x")], 3, 1, Words("What is 6 times 7?"))  # type: ignore[arg-type]
+    assert record["reason"] == "the last box holds nothing x"
+    assert record["tool_use"] == {"turns": 3, "calls": 2, "failures": 1, "timeouts": 1, "seconds": 30.127}
+    assert (record["row"], record["group"], record["index"]) == ("openai/gsm8k/7", 7, 0)
+    said, answered, _, failed, _ = record["turns"]
+    assert set(said) == {"role", "text", "tokens"}
+    assert answered == {
+        "role": "tool",
+        "text": "42\nx",
+        "tokens": 9,
+        "name": "code_interpreterx",
+        "arguments": {"code": "print(6 * 7)  # x"},
+        "seconds": 0.127,
+        "reward": 0.25,
+    }
+    assert (failed["failure"], failed["seconds"]) == ("timeout", 30.0)
+    plain = Sample(0, 0, InlineData([SampleTokens(np.zeros(3), np.zeros(3), np.zeros(3), "so")]), 1, 2, 2)
+    (record,) = records_of([Group(0, "row", "mine", 0, [plain])], 1, 1, Words("why"))  # type: ignore[arg-type]
+    assert not {"turns", "reason", "tool_use"} & set(record) and record["response"] == "so"
+
+
+def test_turns_become_the_response_of_the_page(tmp_path: Path) -> None:
+    make_agent_run(tmp_path, ["openai/gsm8k"])
+    payload = json.loads(Page(write_report(tmp_path)).scripts[0])
+    looped, *_, plain = payload["samples"][-1]["records"]
+    assert [turn["role"] for turn in looped["turns"]] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert looped["turns"][3]["arguments"] == [["query", ""], ["limit", "3"]]
+    assert "response" not in looped, "it is in its turns already"
+    assert looped["reason"].startswith("the last box holds") and len(plain["turns"]) == 1
+    assert "all of it" in read_samples(RunDirectory(tmp_path), 4)[0]["response"], "samples/ has it as one text, too"
+
+
+def test_what_tools_and_scorers_say_cannot_become_markup(tmp_path: Path) -> None:
+    """Texts, tool answers, arguments, tools' names, reasons and data sources with tags that would end the script."""
+    make_agent_run(tmp_path / "plain", ["openai/gsm8k", "mine"])
+    make_agent_run(tmp_path / "evil", ["openai/gsm8k", EVIL], EVIL)
+    plain, evil = Page(write_report(tmp_path / "plain")), Page(write_report(tmp_path / "evil"))
+    assert [tag for tag, _ in evil.elements] == [tag for tag, _ in plain.elements]
+    assert not set("<>&") & set(evil.scripts[0])
+    payload = json.loads(evil.scripts[0])
+    record = payload["samples"][-1]["records"][0]
+    assert EVIL in record["reason"] and EVIL in record["turns"][1]["text"]
+    assert EVIL in record["turns"][1]["arguments"][0][1] and EVIL in record["turns"][0]["text"]
+    sources = [source for source, _ in payload["sources"]["steps"][-1]["tables"][0]["rows"]]
+    assert EVIL in sources
+
+
+def test_the_pages_script_makes_text_only() -> None:
+    """The one way from a sample's text to markup would be a script that writes HTML."""
+    folder = Path(__file__).parents[2] / "megarl/observe/templates"
+    for path in folder.glob("*.js.j2"):
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|setHTML|eval\(", path.read_text()
+        ), path
+
+
+@pytest.mark.parametrize(
+    "lengths, budget, longest",
+    [([10, 10, 100], 50, 30), ([10, 10], 50, 10), ([], 50, 0), ([100, 100], 50, 25), ([5, 40, 40], 25, 10)],
+)
+def test_long_texts_give_way_first(lengths: list[int], budget: int, longest: int) -> None:
+    assert _fair_length(lengths, budget) == longest
+
+
+def long_turns(count: int, text: str) -> dict[str, Any]:
+    call = {"role": "tool", "text": text, "name": "code_interpreter", "arguments": {"code": text}}
+    short = {"role": "assistant", "text": "So 42.", "tokens": 3}
+    return {"prompt": "p", "response": text * count, "reward": 1.0, "turns": [call, short] * (count // 2)}
+
+
+@pytest.mark.parametrize("text", ["x" * 50_000, "数" * 50_000, "a" * 20_000 + "😀" * 20_000, "\ud800" * 9_000])
+def test_long_turns_have_a_budget_in_bytes(text: str) -> None:
+    """Also of characters that take four bytes: 120 such steps would make a page that no browser opens."""
+    record = shortened(long_turns(6, text))
+    assert len(json_line(record)) < 1.3 * TURNS_BYTES  # JSON escapes some characters
+    assert [turn["text"] for turn in record["turns"][1::2]] == ["So 42."] * 3, "short turns are whole"
+    shown = record["turns"][0]["text"]
+    assert "characters left out here" in shown and shown.startswith(
+        text[:1].encode("utf-8", "backslashreplace").decode()
+    )
+
+
+def test_of_many_turns_the_first_and_the_last_are_shown() -> None:
+    record = shortened(long_turns(2_000, "x" * 100))
+    assert len(record["turns"]) == MAX_TURNS + 1
+    assert record["turns"][MAX_TURNS // 2]["text"] == f"{2_000 - MAX_TURNS:,} turns left out here"
+    assert len(json_line(record)) < TURNS_BYTES + 20_000
+
+
+def test_odd_turns_are_shown_as_far_as_they_go() -> None:
+    """samples/ may have been written by somebody else; and names and arguments are whatever a policy came up with."""
+    odd = {"role": "tool", "name": "n" * 999, "arguments": {f"a{i}": [i, {"b": None}] for i in range(999)}}
+    record = shortened({"response": "r", "turns": [odd, "no turn", {"arguments": "none"}]})
+    assert len(record["turns"]) == 2 and len(record["turns"][0]["name"]) < 200
+    assert record["turns"][0]["arguments"][0] == ("a0", '[0, {"b": null}]')
+    assert record["turns"][0]["arguments"][-1] == ("…", "979 arguments left out here")
+    for nothing in (None, [], "text", [3]):
+        record = shortened({"response": "r", "turns": nothing})
+        assert "turns" not in record and record["response"] == "r"

@@ -1,0 +1,157 @@
+"""Data sources as people see them: tables in report and console, and what is drawn where there are many."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.observe import sources
+from megarl.observe.console import LiveConsole, PlainConsole, figures
+from megarl.observe.metrics import read_metrics
+from megarl.observe.report.charts import present
+from megarl.observe.report.data import collect
+from megarl.observe.run_dir import RunDirectory
+from megarl.observe.sinks import mlflow_name
+from megarl.observe.sources import brief_table, drawn_curves, report_tables
+from tests.support.agent_run import make_agent_run
+
+QUIET = {"samples": 4, "rewards/mean": 0.5, "response_length/mean": 1234, "truncated": 0.25, "scoring_failed": 0}
+
+
+def line(step: int, **of_source: dict[str, float]) -> dict[str, float]:
+    named = {f"source/{source}/{name}": value for source, found in of_source.items() for name, value in found.items()}
+    return {"step": step, **named}
+
+
+def said(metrics: dict[str, float]) -> list[str]:
+    stream = io.StringIO()
+    console = PlainConsole("run", 0, 9, stream)
+    console.step(1, metrics)
+    return stream.getvalue().splitlines()[2:]
+
+
+def test_a_log_is_quiet_about_one_source_without_trouble() -> None:
+    assert said(line(1, gsm8k=QUIET)) == []
+    assert said({"step": 1, "rollout/rewards/mean": 0.5}) == []
+    assert said(line(1, gsm8k={**QUIET, "scoring_failed": 2, "scoring_timeouts": 2})) == [
+        "  gsm8k: samples 4 | reward 0.500 | length 1,234 | cut 25.0% | not scored 2 | time-outs 2"
+    ]
+    assert said(line(1, gsm8k={**QUIET, "agent/tool_timeouts": 3})) == [
+        "  gsm8k: samples 4 | reward 0.500 | length 1,234 | cut 25.0% | tool time-outs 3"
+    ]
+
+
+def test_a_log_has_a_line_for_each_of_several_sources_and_not_for_fifty() -> None:
+    quiet = "samples 4 | reward 0.500 | length 1,234 | cut 25.0%"
+    assert said(line(1, a=QUIET, b=QUIET)) == [f"  a: {quiet}", f"  b: {quiet}"]
+    # of fifty, those with trouble and the largest
+    many = {f"set{i:02d}": {**QUIET, "samples": 100.0 - i} for i in range(50)}
+    many["set49"]["scoring_failed"] = 1
+    lines = said(line(1, **many))
+    assert len(lines) == 9 and lines[-1] == "  and 42 more sources: metrics.jsonl has them all"
+    assert [text.split(":")[0].strip() for text in lines[:-1]] == [f"set{i:02d}" for i in (0, 1, 2, 3, 4, 5, 6, 49)]
+
+
+def test_the_live_display_has_the_table() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    live = LiveConsole("run", 0, 9, stream)
+    try:
+        live._console.width = 80
+        figures = {**QUIET, "accuracy": 0.5, "agent/turns/mean": 2.5}
+        trouble = {"scoring_failed": 7.0, "scoring_timeouts": 5.0, "scoring_crashes": 2.0, "agent/failed_calls": 9.0}
+        live.step(1, line(1, **{"DigitalLearningGmbH/MATH-lighteval": figures, "[bold]mine": {**figures, **trouble}}))
+        with live._console.capture() as captured:
+            live._console.print(live._render())
+    finally:
+        live.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", captured.get())
+    assert re.search(r"DigitalLearningGmbH… +4 +0\.500 +50\.0% +1,234 +25\.0% +2\.5", text), "figures stay whole"
+    assert re.search(r"\[bold\]mine .* 2\.5 +not sc", text), (
+        "a source's name is no markup; its trouble is cut, not wrapped"
+    )
+
+
+def test_evaluations_of_sources_do_not_crowd_a_steps_line() -> None:
+    assert figures({"eval/pass@1": 0.5, "eval/openai/gsm8k/pass@1": 0.25}) == [("eval/pass@1", "0.500")]
+
+
+def test_a_table_leaves_out_columns_of_what_did_not_happen() -> None:
+    table = brief_table(line(1, a=QUIET, b={**QUIET, "scoring_failed": 1, "scoring_crashes": 1}), 8)
+    assert table.head == ["samples", "reward", "length", "cut", "not scored", "crashes"]
+    assert table.rows == [
+        ("a", ["4", "0.500", "1,234", "25.0%", "", ""]),
+        ("b", ["4", "0.500", "1,234", "25.0%", "1", "1"]),
+    ]
+    none_scored = {name: value for name, value in QUIET.items() if name != "rewards/mean"}
+    assert brief_table(line(1, a=QUIET, b=none_scored), 8).rows[1][1][1] == "–"
+
+
+def test_steps_with_trouble_are_among_those_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_STEPS", 10)
+    lines = [line(step, a={**QUIET, "scoring_failed": float(step == 37)}) for step in range(1, 101)]
+    tables = report_tables([{"step": 0, "eval/pass@1": 0.5}, *lines])
+    steps = [entry["step"] for entry in tables["steps"]]
+    assert {1, 37, 100} <= set(steps) and len(steps) <= 15 and tables["of"] == 100
+    assert [entry["step"] for entry in tables["steps"] if entry["not_scored"]] == [37]
+
+
+def test_curves_are_of_the_largest_sources_and_lines_keep_all() -> None:
+    lines = [line(step, **{f"set{i}": {**QUIET, "samples": float(i)} for i in range(12)}) for step in (1, 2)]
+    drawn, note = drawn_curves(lines)
+    kept = {name.split("/")[1] for name in drawn[0] if name.startswith("source/")}
+    assert kept == {f"set{i}" for i in range(4, 12)}
+    assert note == "Curves are of the 8 largest of 12 data sources; metrics.jsonl has them all."
+    assert drawn_curves(lines[:1]) != (lines[:1], "") and drawn_curves([line(1, a=QUIET)]) == ([line(1, a=QUIET)], "")
+
+
+def test_one_source_has_no_chart_of_its_own() -> None:
+    def titles(*names: str) -> list[Any]:
+        return [chart["title"] for chart in present([f"source/{name}/rewards/mean" for name in names])]
+
+    assert titles("openai/gsm8k") == []
+    assert titles("openai/gsm8k", "b") == ["Reward by data source"]
+    (chart,) = present(["eval/pass@1", "eval/maj@4", "eval/openai/gsm8k/pass@1"])
+    assert chart["series"] == [("eval/pass@1", "pass@1"), ("eval/maj@4", "maj@4")]
+    (chart,) = present(["eval/openai/gsm8k/pass@1", "eval/b/pass@1"])
+    assert chart["series"] == [("eval/b/pass@1", "b"), ("eval/openai/gsm8k/pass@1", "openai/gsm8k")]
+
+
+def test_a_runs_tables(tmp_path: Path) -> None:
+    """Through every part: groups to metrics.jsonl to the page's data, with a step that could not all be scored."""
+    make_agent_run(tmp_path, ["openai/gsm8k", "tools/search"])
+    second = read_metrics(tmp_path / "metrics.jsonl")[1]
+    assert second["source/tools/search/scoring_timeouts"] == 2 and second["agent/tool_timeouts"] == 4
+    steps = {entry["step"]: entry for entry in collect(RunDirectory(tmp_path)).sources["steps"]}
+    assert [table["title"] for table in steps[1]["tables"]] == ["Sampled", "Agent loops", "Evaluation"]
+    assert [table["title"] for table in steps[2]["tables"]] == ["Sampled", "Agent loops"]
+    sampled = steps[2]["tables"][0]
+    (row,) = (cells for source, cells in sampled["rows"] if source == "tools/search")
+    found = dict(zip(sampled["head"], row, strict=True))
+    assert (found["samples"], found["reward"], found["length"], found["longest"]) == ("8", "0.500", "69", "108")
+    assert (found["groups"], found["trained on"], found["not scored"], found["crashes"]) == ("2", "1", "4", "1")
+    assert steps[2]["not_scored"] == 4
+    assert json.dumps(steps)
+
+
+def test_fifty_sources_are_written_and_not_all_drawn(tmp_path: Path) -> None:
+    make_agent_run(tmp_path, [f"set{i}" for i in range(50)], steps=2)
+    last = read_metrics(tmp_path / "metrics.jsonl")[-1]
+    assert all(f"source/set{i}/rewards/mean" in last and f"eval/set{i}/pass@1" in last for i in range(50))
+    data = collect(RunDirectory(tmp_path))
+    assert len([name for name in data.series if name.endswith("/rewards/mean") and name.startswith("source/")]) == 8
+    assert "8 largest of 50" in data.series_note
+    assert len(data.sources["steps"][-1]["tables"][0]["rows"]) == 50
+
+
+def test_names_that_mlflow_takes() -> None:
+    assert mlflow_name("eval/pass@1") == "eval/pass_at_1"
+    assert mlflow_name("source/a+b (c)/rewards/mean") == "source/a_b _c_/rewards/mean"

@@ -1,0 +1,269 @@
+"""What is refused of the section `algorithm`, and how a module of the user's own is used."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
+from megarl.preflight.load import load_recipe
+from megarl.preflight.user_functions import try_own_functions
+from megarl.recipe import RecipeError
+from megarl.recipe.algorithm import AlgorithmConfig
+from tests.support.loss_cases import inputs, outcomes
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {path: some/model}\n")
+    return file
+
+
+def refused(recipe: Path, overrides: list[str], key: str, words: str) -> None:
+    """Overrides are settings of `algorithm`, or whole ones of another section."""
+    given = [
+        override if override.startswith(("actor.", "train.")) else f"algorithm.{override}" for override in overrides
+    ]
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, given)
+    assert caught.value.key == f"algorithm.{key}" and words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting", "words"),
+    [
+        (["advantage=rloo", "normalize_by_std=false"], "normalize_by_std", "only grpo, grpo_passk or grpo_process reads it"),
+        (["pass_k=2"], "pass_k", "only pass_at_k reads it"),
+        (["loss=sapo", "clip_high=0.3"], "clip_high", "algorithm.loss 'sapo', and only cispo, clip_cov, dppo_kl"),
+        (["loss=gmpo", "dual_clip=3"], "dual_clip", "only gspo, gspo_token or ppo_clip"),
+        (["tau_negative=2"], "tau_negative", "only sapo reads it"),
+        (["loss=cispo", "ratio_cap=2"], "ratio_cap", "only dppo_kl or dppo_tv"),
+        (["loss=reinforce", "old_log_probs=current"], "old_log_probs", "compares with no older policy"),
+        (["kl_estimator=kl"], "kl_estimator", "algorithm.kl_coef is 0"),
+        (["kl_straight_through=true"], "kl_straight_through", "algorithm.kl_coef is 0"),
+        (["kl_in_reward=true"], "kl_in_reward", "algorithm.kl_coef is 0"),
+        (["kl_target=0.1"], "kl_target", "algorithm.kl_coef is 0"),
+        (["kl_coef=0.1", "kl_horizon=10"], "kl_horizon", "algorithm.kl_target is unset"),
+        (["kl_coef=0.1", "kl_in_reward=true", "kl_straight_through=true"], "kl_straight_through", "has no gradient"),
+        (["advantage=reinforce_plus_plus", "lam=0.5"], "lam", "only gae reads it"),
+        (["correction.truncate=3"], "correction.truncate", "algorithm.correction.weights is none"),
+        (["correction.normalize=true"], "correction.normalize", "algorithm.correction.weights is none"),
+        (["correction.mask_low=0.1"], "correction.mask_low", "algorithm.correction.mask is none"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_nobody_reads(recipe: Path, overrides: list[str], setting: str, words: str) -> None:
+    refused(recipe, overrides, setting, words)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["old_log_probs=current", "actor.mini_batches=2"], "old_log_probs", "the policy moves within a step"),
+        (["advantage=pass_at_k", "pass_k=9"], "pass_k", "a group has 8 samples"),
+        (["correction.mask=token", "correction.mask_low=5"], "correction.mask_high", "nothing lies between"),
+        (["correction.weights=token", "old_log_probs=rollout"], "correction.weights", "would count twice"),
+        (
+            ["loss=reinforce", "correction.weights=token", "correction.normalize=true"],
+            "correction.normalize",
+            "runs no pass that tells it",
+        ),
+        (["kl_coef=0.1", "kl_in_reward=true", "old_log_probs=rollout"], "kl_in_reward", "leaves out the pass"),
+        (["advantage=pass_at_k", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "which the KL would blur"),
+        (["advantage=grpo_process", "kl_coef=0.1", "kl_in_reward=true"], "kl_in_reward", "compares rewards of steps"),
+        (["kl_coef=0.1", "kl_target=0.1", "kl_horizon=255"], "kl_horizon", "a step has 256 samples"),
+        (["train.source=sft", "loss=sft", "advantage=remax"], "advantage", "no rewards"),
+        (["train.source=sft", "loss=sft", "entropy_coef=0.1"], "entropy_coef", "nothing is sampled"),
+        (["train.source=sft", "loss=sft", "dynamic_sampling.enabled=true"], "dynamic_sampling", "nothing is sampled"),
+        (["train.source=preferences", "loss=dpo"], "aggregation", "a mean over pairs"),
+        (["train.source=preferences", "loss=sft"], "loss", "it learns from train.source=sft"),
+        (["loss=dpo", "aggregation=seq_mean_token_mean"], "loss", "it learns from train.source=preferences"),
+        (["options.share=1"], "options", "algorithm.modules names none"),
+        (["correction.veto=2"], "correction.veto", "at most 1"),
+        (["modules=[no.such.module]"], "modules", "No module named 'no'"),
+    ],
+)
+def test_a_combination_that_cannot_be_had(recipe: Path, overrides: list[str], key: str, words: str) -> None:
+    refused(recipe, overrides, key, words)
+
+
+def test_demonstrations_have_no_mismatch_to_correct(recipe: Path) -> None:
+    sft = ["train.source=sft", "loss=sft", "advantage=none", "correction.veto=0.1"]
+    refused(recipe, sft, "correction", "nothing is sampled")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss=gspo", "clip_low=3e-4", "clip_high=4e-4", "aggregation=seq_mean_token_mean"],
+        ["loss=dppo_kl", "old_log_probs=rollout", "correction.mask=token"],
+        ["loss=reinforce", "correction.weights=token", "correction.mask=sequence", "correction.veto=1e-4"],
+        ["advantage=reinforce_plus_plus", "loss=reinforce", "kl_coef=0.1", "kl_in_reward=true", "gamma=0.9"],
+        ["advantage=gae", "kl_coef=0.1", "kl_in_reward=true", "kl_target=0.05", "kl_horizon=500"],
+        ["old_log_probs=current", "correction.weights=sequence"],
+        ["correction.weights=token", "correction.normalize=true"],
+        ["advantage=pass_at_k", "pass_k=8", "kl_coef=0.1", "kl_straight_through=true"],
+    ],
+)
+def test_what_can_be_had(recipe: Path, overrides: list[str]) -> None:
+    load_recipe(recipe, [f"algorithm.{override}" for override in overrides])
+
+
+MODULE = """
+from megarl.algorithms.advantages import advantage
+from megarl.algorithms.losses import policy_loss
+
+
+@advantage("twice")
+def twice(outcomes, settings):
+    return outcomes.rewards * settings.options["factor"]
+
+
+@policy_loss("squared", needs_old_log_probs=False)
+def squared(inputs, settings):
+    return inputs.log_probs.square(), {"mine/log_prob": inputs.log_probs.detach()}
+"""
+
+
+@pytest.fixture
+def own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    for registry in (ADVANTAGES, LOSSES):
+        monkeypatch.setattr(registry, "_entries", {name: registry[name] for name in registry.names()})
+
+
+def own_module(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (folder / "my_ideas_for_this_test.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "my_ideas_for_this_test", raising=False)
+    return "algorithm.modules=[my_ideas_for_this_test]"
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_functions_of_the_users_own(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [own_module(MODULE, tmp_path, monkeypatch), "algorithm.advantage=twice", "algorithm.loss=squared"]
+    algorithm = load_recipe(recipe, [*own, "algorithm.options.factor=2"]).algorithm
+    load_recipe(recipe, own)  # a second time: it is imported once
+    given = outcomes([1.0, 3.0], [0, 0])
+    np.testing.assert_array_equal(ADVANTAGES[algorithm.advantage].function(given, algorithm), [2, 6])
+    loss, metrics = LOSSES[algorithm.loss].function(inputs([0.5], [1.0]), algorithm)
+    assert loss.item() > 0 and list(metrics) == ["mine/log_prob"]
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_a_function_of_the_users_own_may_read_any_setting(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that only advantages of megarl's read."""
+    text = MODULE.replace("needs_old_log_probs=False", "needs_old_log_probs=False, settings=('gamma',)")
+    own = [own_module(text, tmp_path, monkeypatch), "algorithm.loss=squared", "algorithm.gamma=0.5"]
+    assert load_recipe(recipe, own).algorithm.gamma == 0.5
+
+
+@pytest.mark.parametrize("advantage", [name for name in ADVANTAGES.names() if ADVANTAGES[name].needs_siblings])
+def test_one_sample_a_prompt_is_refused_where_siblings_are_compared(recipe: Path, advantage: str) -> None:
+    one = [f"algorithm.advantage={advantage}", "rollout.samples_per_prompt=1", "algorithm.pass_k=1"]
+    one = one if advantage == "pass_at_k" else one[:2]
+    with pytest.raises(RecipeError, match="one alone always has advantage 0"):
+        load_recipe(recipe, one)
+
+
+def test_one_sample_a_prompt_has_no_spread(recipe: Path) -> None:
+    one = ["algorithm.advantage=remax", "rollout.samples_per_prompt=1"]
+    load_recipe(recipe, one)
+    with pytest.raises(RecipeError, match="a group would have one"):
+        load_recipe(recipe, [*one, "algorithm.dynamic_sampling.enabled=true"])
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_the_pages_example(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (section,) = re.findall(r"```yaml\n(algorithm:.*?)```", page, re.DOTALL)
+    (tmp_path / "my_ideas.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_ideas", raising=False)
+    recipe.write_text(recipe.read_text() + section)
+    algorithm = load_recipe(recipe).algorithm
+    loss, _ = LOSSES["half_clip"].function(inputs([1.05, 1.3], [1.0, 1.0]), algorithm)
+    assert loss.tolist() == pytest.approx([-1.05, -1.1])
+    above = ADVANTAGES["above_median"].function
+    assert above is not None and above(outcomes([3, 1, 2, 5, 5], [0, 0, 0, 1, 1]), algorithm).tolist() == [
+        1,
+        -1,
+        0,
+        0,
+        0,
+    ]
+    try_own_functions(algorithm)
+
+
+@pytest.mark.usefixtures("own_registries")
+@pytest.mark.parametrize(
+    ("slip", "key", "words"),
+    [
+        (("settings.options[", "settings.options['x'] + settings.options["), "loss", "failed in line 12: KeyError: 'x'"),
+        (("-inputs.advantages * ratio", "ratio.detach()"), "loss", "does not depend on log_probs"),
+        (("-inputs.advantages * ratio.clamp", "(-inputs.advantages * ratio).mean().clamp"), "loss", "an array of shape []"),
+        (('"actor/ratio": ratio.detach()', '"actor/ratio": ratio.mean()'), "loss", "as the metric 'actor/ratio' an array"),
+        ((", {\"actor/ratio\": ratio.detach()}", ""), "loss", "returned Tensor: the loss of each token and a dict"),
+        (("np.sign(outcomes.rewards -", "np.sign(outcomes.rewards[1:] -"), "advantage", "failed in line 20: ValueError"),
+        (("return np.sign", "return list(medians) or np.sign"), "advantage", "returned list: one number for each of 4 samples"),
+    ],
+)  # fmt: skip
+def test_a_slip_in_a_function_of_ones_own_shows_before_anything_starts(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slip: tuple[str, str], key: str, words: str
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    (module,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (section,) = re.findall(r"```yaml\n(algorithm:.*?)```", page, re.DOTALL)
+    assert slip[0] in module
+    (tmp_path / "my_ideas.py").write_text(module.replace(*slip))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_ideas", raising=False)
+    recipe.write_text(recipe.read_text() + section)
+    algorithm = load_recipe(recipe).algorithm
+    with pytest.raises(RecipeError) as caught:
+        try_own_functions(algorithm)
+    assert caught.value.key == f"algorithm.{key}" and words in str(caught.value), str(caught.value)
+    assert str(tmp_path / "my_ideas.py") in str(caught.value)
+
+
+def test_functions_of_megarl_are_not_tried() -> None:
+    try_own_functions(AlgorithmConfig(loss="ppo_clip", modules=["json"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "words"),
+    [
+        ("1 +", "broken", ["broken.py", "SyntaxError", "mend the module"]),
+        (
+            "import nothing_of_this_name",
+            "lacking",
+            ["lacking.py:1", "No module named 'nothing_of_this_name'", "mend the module"],
+        ),
+        ("x = 1\ny = x.z", "slipped", ["slipped.py:2", "AttributeError", "mend the module"]),
+        ("x = 1", "elsewhere", ["No module named", "directory that megarl is started in"]),
+        ("x = 1", "named.py", ["name the module, not its file: named"]),
+    ],
+)
+def test_a_module_that_cannot_be_imported(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str, words: list[str]
+) -> None:
+    (tmp_path / (f"{name}.py" if name != "elsewhere" else "other.py")).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, [f"algorithm.modules=[{name}]"])
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_a_setting_that_is_no_setting(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = MODULE.replace("needs_old_log_probs=False", "needs_old_log_probs=False, settings=('clip_hi',)")
+    with pytest.raises(RecipeError, match=r"'clip_hi' is no setting.*did you mean 'clip_high'"):
+        load_recipe(recipe, [own_module(text, tmp_path, monkeypatch), "algorithm.loss=squared"])

@@ -1,0 +1,129 @@
+"""What is refused of a judge, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.preflight.load import load_recipe
+from megarl.preflight.run import prepare_evaluation, prepare_training
+from megarl.recipe import RecipeError
+from tests.support.stack import ROOT
+
+QUICKSTART = ROOT / "recipes" / "quickstart.yaml"
+ASKED = ["reward.functions={gsm8k: 1.0, judge: 0.5}", "judge.path=some/model", "judge.prompt='Grade {{ response }}.'"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (ASKED[:1], "judge.path", "there is no model for it"),
+        (ASKED[:2], "judge.prompt", "the judge is asked nothing"),
+        (["reward.function=judge", *ASKED[1:2]], "judge.prompt", "the judge is asked nothing"),
+        (ASKED[1:], "judge", "this section would change nothing"),
+        ([*ASKED, "judge.pattern='Score: [0-9'"], "judge.pattern", "it is no regular expression: unterminated"),
+        ([*ASKED, "judge.pattern='Score: [0-9]'"], "judge.pattern", "it has no group"),
+        ([*ASKED, "judge.temperature=0"], "judge.attempts", "greedy verdicts of one sample are all the same"),
+        ([*ASKED, "judge.scale=0"], "judge.scale", "must be above 0"),
+        ([*ASKED, "reward.functions.judge=0"], "reward.functions.judge", "this is no weight"),
+        ([*ASKED, "reward.functions={judge: 1, 'mine:judge': 1}"], "reward.functions", "a name that 'judge' has already"),
+        ([*ASKED, "algorithm.advantage=remax"], "algorithm.advantage", "no judge can read it"),
+    ],
+)  # fmt: skip
+def test_refusals(overrides: list[str], key: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(QUICKSTART, overrides)
+    assert caught.value.key == key and words in str(caught.value), str(caught.value)
+
+
+def test_demonstrations_are_not_judged() -> None:
+    with pytest.raises(RecipeError, match=r"train\.source is 'sft'"):
+        load_recipe(ROOT / "recipes" / "quickstart_sft.yaml", ASKED)
+
+
+def test_the_base_recipe_lacks_a_model_alone() -> None:
+    from megarl.recipe.judge import JudgeConfig
+    from megarl.rollout.judge.verdicts import Question
+
+    recipe = load_recipe(ROOT / "recipes" / "base" / "judge.yaml", check=False)
+    assert recipe.judge.prompt is not None
+    assert Question(recipe.judge.prompt).reads == {"prompt", "ground_truth", "response"}
+    assert (recipe.judge.pattern, recipe.judge.scale) == (JudgeConfig().pattern, 10.0)
+
+
+class TestItsModelAndQuestion:
+    @pytest.fixture
+    def prepare(self, quickstart_data: Path):
+        def prepared(*more: str, evaluation: bool = False) -> None:
+            recipe = load_recipe(
+                QUICKSTART,
+                [
+                    f"model.path={quickstart_data}/model", f"data.train_files=[{quickstart_data}/data/train.parquet]",
+                    f"data.eval_files=[{quickstart_data}/data/test.parquet]", *ASKED, f"judge.path={quickstart_data}/model",
+                    "judge.max_prompt_length=448", "judge.max_tokens=64", *more,
+                ],
+            )  # fmt: skip
+            (prepare_evaluation if evaluation else prepare_training)(recipe)
+
+        return prepared
+
+    @pytest.mark.parametrize("evaluation", [False, True])
+    def test_what_can_be_asked_passes_and_what_cannot_is_named(self, prepare, evaluation: bool) -> None:
+        prepare("judge.engine_args.max_num_seqs=4", evaluation=evaluation)
+        with pytest.raises(RecipeError, match=r"(?s)no attribute 'solution'.*mend the template") as caught:
+            prepare("judge.prompt='{{ response }} {{ extra_info.solution }}'", evaluation=evaluation)
+        assert caught.value.key == "judge.prompt"
+        with pytest.raises(RecipeError, match="never reads `response`"):
+            prepare("judge.prompt='Grade {{ prompt }}.'", evaluation=evaluation)
+        with pytest.raises(ValueError, match=r"judge\.engine is 'vlm'.*'vllm'"):
+            prepare("judge.engine=vlm", evaluation=evaluation)
+
+    def test_engine_arguments(self, prepare) -> None:
+        with pytest.raises(ValueError, match=r"judge\.engine_args\.max_num_seq: .* did you mean 'max_num_seqs'"):
+            prepare("judge.engine_args.max_num_seq=4")
+        says = r"judge\.engine_args\.max_model_len .* set judge\.max_prompt_length and judge\.max_tokens instead"
+        with pytest.raises(ValueError, match=says):
+            prepare("judge.engine_args.max_model_len=4")
+        with pytest.raises(ValueError, match=r"judge\.engine_args\.model .* set judge\.path instead"):
+            prepare("judge.engine_args.model=x")
+
+    def test_chat_template(self, prepare, quickstart_data: Path, tmp_path: Path) -> None:
+        with pytest.raises(RecipeError) as caught:
+            prepare("judge.chat_template_args={enable_thinkin: false}")
+        assert caught.value.key == "judge.chat_template_args.enable_thinkin"
+        plain = tmp_path / "plain"
+        shutil.copytree(quickstart_data / "model", plain)
+        file = plain / "tokenizer_config.json"
+        settings = json.loads(file.read_text())
+        del settings["chat_template"]
+        file.write_text(json.dumps(settings))
+        with pytest.raises(RecipeError, match="its tokenizer has no chat template"):
+            prepare(f"judge.path={plain}")
+        with pytest.raises(RecipeError, match="there is no such directory"):
+            prepare(f"judge.path={tmp_path}/nowhere")
+
+    def test_a_context_that_the_judge_does_not_have(self, prepare) -> None:
+        """The tiny model was made for 512 tokens: 448 + 64 are these."""
+        with pytest.raises(
+            RecipeError, match=r"judge\.max_tokens = 65 that is 513 tokens, and the judge was made for 512"
+        ):
+            prepare("judge.max_tokens=65")
+        prepare("judge.max_tokens=65", "judge.engine_args.hf_overrides={max_position_embeddings: 1024}")
+
+    def test_what_may_not_fit_is_refused_with_the_arithmetic(self, prepare) -> None:
+        """The quickstart's prompts are 64 tokens at most, its responses 48."""
+        both = "judge.prompt='{{ prompt }} {{ response }}'"
+        with pytest.raises(RecipeError) as caught:
+            prepare(both, "judge.max_prompt_length=50")
+        own = int(str(caught.value).split("take ")[1].split()[0])
+        assert (
+            f"take {own} tokens, data.max_prompt_length is 64 and rollout.max_response_length 48: {own + 112}"
+            in str(caught.value)
+        )
+        prepare(both, f"judge.max_prompt_length={own + 112}")
+        with pytest.raises(RecipeError):
+            prepare(both, f"judge.max_prompt_length={own + 111}")
+        prepare(f"judge.max_prompt_length={own + 111}")  # one that does not read the prompt

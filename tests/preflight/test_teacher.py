@@ -1,0 +1,110 @@
+"""What is refused of a teacher, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megarl.data.tokenizer import check_same_tokens, load_tokenizer
+from megarl.preflight.load import load_recipe
+from megarl.preflight.run import prepare_training
+from megarl.recipe import RecipeError
+from tests.support.stack import ROOT
+
+SAMPLED = ROOT / "recipes" / "tiny" / "on_policy_distillation.yaml"
+GKD = ROOT / "recipes" / "tiny" / "gkd.yaml"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "key", "words"),
+    [
+        (GKD, ["algorithm.reference=start"], "algorithm.reference", "a teacher's likeliest tokens"),
+        (GKD, ["teacher.path=null"], "teacher.path", "no teacher is named"),
+        (GKD, ["algorithm.advantage=grpo"], "algorithm.advantage", "gkd reads no advantages"),
+        (GKD, ["rollout.temperature=0.7"], "rollout.temperature", "at temperature 1"),
+        (GKD, ["algorithm.loss=reinforce"], "algorithm.distill_top_k", "only gkd reads it"),
+        (GKD, ["algorithm.distill_beta=1.5"], "algorithm.distill_beta", "at most 1"),
+        (SAMPLED, ["algorithm.reference=start"], "teacher", "nothing compares the policy with a teacher"),
+        (SAMPLED, ["algorithm.kl_in_reward=false"], "algorithm.kl_in_reward", "made of the KL of each token"),
+        (SAMPLED, ["algorithm.kl_estimator=low_var_kl"], "algorithm.kl_estimator", "only `kl` has the gradient of the KL"),
+        (SAMPLED, ["algorithm.kl_target=0.1"], "algorithm.kl_target", "all that on_policy_distillation learns from"),
+        (GKD, ["algorithm.dynamic_sampling.enabled=true"], "algorithm.dynamic_sampling.enabled", "learn from no reward"),
+        (SAMPLED, ["algorithm.overlong.penalty_buffer=4"], "algorithm.overlong.penalty_buffer", "learn from no reward"),
+        (SAMPLED, ["algorithm.kl_coef=0"], "algorithm.kl_estimator", "algorithm.kl_coef is 0"),
+        (ROOT / "recipes/tiny/rloo.yaml", ["teacher.engines=2"], "teacher", "this section would change nothing"),
+        (
+            ROOT / "recipes/tiny/gspo.yaml", ["algorithm.reference=teacher", "teacher.path=x"], "algorithm.reference",
+            "compares with no reference policy",
+        ),
+        (
+            ROOT / "recipes/quickstart_sft.yaml", ["algorithm.kl_coef=1", "algorithm.reference=teacher", "teacher.path=x"],
+            "algorithm.reference", "train.source is 'sft'",
+        ),
+    ],
+)  # fmt: skip
+def test_refusals(recipe: Path, overrides: list[str], key: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, overrides)
+    assert caught.value.key == key and words in str(caught.value), str(caught.value)
+
+
+@pytest.fixture
+def other_family(quickstart_data: Path, tmp_path: Path) -> Path:
+    """The quickstart's model with two of its tokens' numbers exchanged."""
+    path = tmp_path / "other"
+    shutil.copytree(quickstart_data / "model", path)
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
+    file.write_text(json.dumps(content))
+    return path
+
+
+def prepared(quickstart_data: Path, teacher: Path, *more: str) -> None:
+    prepare_training(
+        load_recipe(
+            GKD,
+            [
+                f"model.path={quickstart_data}/model", f"data.train_files=[{quickstart_data}/data/train.parquet]",
+                f"data.eval_files=[{quickstart_data}/data/test.parquet]", f"teacher.path={teacher}", *more,
+            ],
+        )
+    )  # fmt: skip
+
+
+def test_a_teacher_with_other_tokens_is_refused(quickstart_data: Path, other_family: Path) -> None:
+    prepared(quickstart_data, quickstart_data / "model")
+    with pytest.raises(ValueError, match=r"'7', number \d+ of the former, is number \d+ there.*of one family"):
+        prepared(quickstart_data, other_family)
+
+
+def test_a_teacher_may_have_more_tokens(quickstart_data: Path, tmp_path: Path) -> None:
+    larger = tmp_path / "larger"
+    shutil.copytree(quickstart_data / "model", larger)
+    file = larger / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["<more>"] = max(content["model"]["vocab"].values()) + 50
+    file.write_text(json.dumps(content))
+    small, large = load_tokenizer(quickstart_data / "model"), load_tokenizer(larger)
+    check_same_tokens(small, large)
+    with pytest.raises(ValueError, match=r"'<more>', number \d+ of the former, is no token there"):
+        check_same_tokens(large, small)
+
+
+def test_what_is_wrong_with_its_files_names_the_teachers_key(quickstart_data: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        prepared(quickstart_data, tmp_path / "nowhere")
+    assert caught.value.key == "teacher.path"
+    with pytest.raises(RecipeError) as caught:
+        prepared(quickstart_data, quickstart_data / "model", "algorithm.distill_top_k=100000")
+    assert caught.value.key == "algorithm.distill_top_k"
+    with pytest.raises(ValueError, match=r"teacher\.engine_args\.max_num_seq: .* did you mean 'max_num_seqs'"):
+        prepared(quickstart_data, quickstart_data / "model", "teacher.engine_args.max_num_seq=4")
+    with pytest.raises(ValueError, match=r"teacher\.engine_args\.max_logprobs .* set algorithm\.distill_top_k instead"):
+        prepared(quickstart_data, quickstart_data / "model", "teacher.engine_args.max_logprobs=4")
+    with pytest.raises(ValueError, match=r"teacher\.engine is 'vlm'.*'vllm'"):
+        prepared(quickstart_data, quickstart_data / "model", "teacher.engine=vlm")

@@ -1,0 +1,70 @@
+"""Recipes for NVIDIA GPUs: what can be held of them without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from docs.generate.supported_recipes import Row
+from megarl import load_recipe
+from megarl.platform.devices import device_named
+from megarl.platform.machines import DEVICES_OF
+from megarl.recipe.header import hardware_of
+from megarl.recipe.offload import offloads
+from tests.recipe import test_supported_recipes as held
+
+ROOT = Path(__file__).parents[2]
+PATHS = sorted((ROOT / "recipes" / "cuda").glob("*.yaml"))
+IDS = [path.stem for path in PATHS]
+HELD = (
+    held.test_the_layout_divides_the_real_model,
+    held.test_engines_can_cut_the_model,
+    held.test_weights_of_an_engines_rank_fit_its_device,
+    held.test_processes_fill_the_devices_of_the_head,
+    held.test_batches_divide,
+    held.test_extra_names_real_settings,
+)
+
+
+def row_of(path: Path) -> Row:
+    machine = hardware_of(path)
+    shape = re.search(r"^# Shape: (.*)$", path.read_text(), re.MULTILINE)
+    assert machine is not None and shape is not None
+    return Row(path, path.stem, *machine, shape[1])
+
+
+@pytest.mark.parametrize("check", HELD, ids=lambda check: check.__name__.removeprefix("test_"))
+@pytest.mark.parametrize("path", PATHS, ids=IDS)
+def test_what_holds_of_every_recipe(path: Path, check: Callable[[Row], None]) -> None:
+    check(row_of(path))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=IDS)
+def test_it_is_for_gpus_that_the_table_of_devices_knows(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.cluster.device == "cuda" and offloads(recipe)
+    device = device_named(DEVICES_OF[row_of(path).hardware])
+    assert device.kind == "cuda" and device.per_node == row_of(path).per_node
+
+
+def test_there_is_one_for_each_size() -> None:
+    assert {row_of(path).shape for path in PATHS} == {"Qwen3-8B", "Qwen3-30B-A3B", "DeepSeek-V3"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PATHS, ids=IDS)
+def test_it_fits_its_hardware(path: Path) -> None:
+    """Five GiB stay for what a plan does not count: contexts, communicators and graphs."""
+    memory = device_named(DEVICES_OF[row_of(path).hardware]).memory - 5
+    command = [sys.executable, "-m", "megarl", "plan", str(path), "--memory", str(memory), "--json"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environ, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert json.loads(done.stdout)["refusals"] == []

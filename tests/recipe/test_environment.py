@@ -1,0 +1,251 @@
+"""Environment variables of trainers and engines: of a recipe, of the shell, and computed from model and layout."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.engines.base import EngineSpec
+from megarl.engines.specs import policy_spec
+from megarl.engines.vllm.args import required_environment
+from megarl.engines.vllm.dispatch_buffers import dispatch_buffer
+from megarl.errors import RecipeError
+from megarl.hf.published import read
+from megarl.platform import environment
+from megarl.platform.environment import Requirement, RoleSettings, at_least
+from megarl.platform.npu import NPUPlatform
+from megarl.preflight.load import load_recipe
+from megarl.recipe.environment import variables
+from megarl.rollout.start_engines import environment_notices
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+DEEPSEEK = RECIPES / "grpo_deepseek_v3.yaml"
+FORTY = {"SIZE": at_least(40, "tables are large")}
+
+
+# --- who decides ----------------------------------------------------------------------------------
+
+
+def settings(recipe: dict[str, str], required: dict[str, Requirement] | None = None) -> RoleSettings:
+    return RoleSettings("engines", {"A": "own", "B": "own"}, recipe, required or {})
+
+
+def test_the_shell_comes_before_the_recipe_and_the_recipe_before_defaults() -> None:
+    found = settings({"A": "recipe", "C": "recipe"}).environment({"C": "shell", "D": "shell"})
+    assert found == {"A": "recipe", "B": "own", "C": "shell"}
+    notices = settings({"A": "recipe"}).notices({"A": "shell", "B": "own"})
+    assert notices == ["the environment has A=shell, which stays; engines would have A=recipe"]
+
+
+def test_a_computed_requirement_is_set_raised_or_refused() -> None:
+    assert settings({}, FORTY).environment({})["SIZE"] == "40"
+    assert settings({"SIZE": "64"}, FORTY).environment({})["SIZE"] == "64"
+    assert settings({}, FORTY).environment({"SIZE": "100"})["SIZE"] == "100"
+    overruled = settings({}, FORTY)
+    assert overruled.environment({"SIZE": "39"})["SIZE"] == "40"
+    assert overruled.notices({"SIZE": "39"}) == [
+        "the environment has SIZE=39, which is overruled: engines have SIZE=40, since tables are large"
+    ]
+    with pytest.raises(RecipeError, match=r"(?s)cluster.environment.engines.SIZE = '39'.*tables are large.*sets 40"):
+        settings({"SIZE": "39"}, FORTY).environment({})
+    assert settings({}, FORTY).environment({"SIZE": "lots"})["SIZE"] == "40"
+
+
+def test_a_recipe_cannot_undo_what_the_platform_requires() -> None:
+    own = NPUPlatform().rollout_env()
+    for name, value in (("TASK_QUEUE_ENABLE", "2"), ("PYTORCH_ALLOC_CONF", "expandable_segments:True")):
+        with pytest.raises(RecipeError, match=f"cluster.environment.engines.{name}"):
+            RoleSettings("engines", own, {name: value}).environment({})
+    found = RoleSettings("engines", own, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}).environment({})
+    assert "PYTORCH_NPU_ALLOC_CONF" not in found, "torch_npu refuses both names of one setting"
+
+
+# --- the recipe's section -------------------------------------------------------------------------
+
+
+def of(*overrides: str) -> Any:
+    return load_recipe(RECIPES / "quickstart.yaml", [f"cluster.environment.{one}" for one in overrides])
+
+
+def test_roles_have_their_own_variables() -> None:
+    recipe = of("all.A=1", "all.B=b", "trainers.A=2", "engines.C=3")
+    assert variables(recipe, "trainers") == {"A": "2", "B": "b"}
+    assert variables(recipe, "engines") == {"A": "1", "B": "b", "C": "3"}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("all.A=true", "a variable is a text or a whole number"),
+        ("all.A=1.5", "a variable is a text or a whole number"),
+        ("all.A-B=1", "this is no name of a variable"),
+        ("engines.HF_TOKEN=x", "this looks like a secret"),
+        ("engines.OPENAI_API_KEY=x", "this looks like a secret"),
+        ("trainers.OMP_NUM_THREADS=8", "set cluster.threads"),
+        ("all.ASCEND_RT_VISIBLE_DEVICES='0,1'", "megarl sets it for each process"),
+        ("all.A='x\\ny'", None),
+    ],
+)
+def test_names_and_values_are_checked(override: str, message: str | None) -> None:
+    if message is None:
+        assert of(override)
+        return
+    with pytest.raises(RecipeError, match=message) as raised:
+        of(override)
+    assert raised.value.key.startswith("cluster.environment.")
+    assert "secret" not in message or "'x'" not in str(raised.value), "the secret's value is not printed"
+
+
+def test_names_that_merely_contain_a_word_for_secrets_are_taken() -> None:
+    assert variables(of("all.TOKENIZERS_PARALLELISM=0"), "engines") == {"TOKENIZERS_PARALLELISM": "0"}
+
+
+def test_processes_start_with_the_recipes_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megarl import cluster
+
+    roles: dict[str, Any] = {}
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setitem(environment._STARTED_WITH, "FROM_SHELL", "shell")
+    monkeypatch.setattr("megarl.cluster.torchrun.cluster.TorchrunCluster", lambda *_, **found: roles.update(found))
+    recipe = of("all.FROM_SHELL=recipe", "trainers.ONE=1", "engines.TWO=2")
+    cluster.connect(recipe, NPUPlatform())
+    assert (roles["trainer_env"]["ONE"], roles["trainer_env"]["FROM_SHELL"]) == ("1", "shell")
+    assert roles["service_env"]["TWO"] == "2" and "TWO" not in roles["trainer_env"]
+    notices = environment_notices(recipe, NPUPlatform())
+    assert (
+        "engines have TWO=2: cluster.environment" in notices and "trainers have ONE=1: cluster.environment" in notices
+    )
+
+
+# --- HCCL_BUFFSIZE --------------------------------------------------------------------------------
+
+
+def spec_of(**changes: Any) -> EngineSpec:
+    return replace(policy_spec(load_recipe(DEEPSEEK, []), "engine0", load_weights=False), **changes)
+
+
+def test_the_dispatch_of_deepseek_v3_by_hand() -> None:
+    """256 experts on 256 ranks, 64 sequences on TP 2: 32 tokens of a rank. Windows: 2 x 7168 + 64 = 14,400, aligned 14,848."""
+    size = 2 * (1 * 32 * 256 * 14848 + (8 + 1) * 32 * 14336)
+    buffer = dispatch_buffer(read("DeepSeek-V3"), spec_of())
+    assert buffer is not None and buffer.megabytes == -(-size // 2**20) == 240
+    assert "1 experts x 32 tokens x 256 ranks x 14848 bytes" in buffer.arithmetic
+    found = required_environment(spec_of(), "npu", read("DeepSeek-V3"))
+    assert found["HCCL_BUFFSIZE"].value == "240" and found["HCCL_BUFFSIZE"].goes("240")
+    assert not found["HCCL_BUFFSIZE"].goes("239")
+    assert required_environment(spec_of(), "cuda", read("DeepSeek-V3")) == {}
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "tokens"),
+    [
+        ({"max_num_seqs": 128}, 64),
+        ({}, 64),  # vLLM's own 128
+        ({"max_num_seqs": 4096}, 512),
+        (
+            {
+                "max_num_seqs": 64,
+                "compilation_config": {"cudagraph_capture_sizes": [8, 96]},
+                "max_num_batched_tokens": 1024,
+            },
+            48,
+        ),
+        ({"max_num_seqs": 64, "compilation_config": {"max_cudagraph_capture_size": 16}, "enforce_eager": True}, 32),
+        ({"max_num_seqs": 64, "additional_config": {"enable_prefill_mc2": True}, "max_num_batched_tokens": 512}, 256),
+    ],
+)
+def test_tokens_of_a_rank(engine_args: dict[str, Any], tokens: int) -> None:
+    buffer = dispatch_buffer(read("DeepSeek-V3"), spec_of(engine_args=engine_args))
+    assert buffer is not None and f" x {tokens} tokens x 256 ranks" in buffer.arithmetic
+
+
+def test_engines_that_spread_no_experts_need_no_buffer() -> None:
+    assert dispatch_buffer(read("DeepSeek-V3"), spec_of(expert_parallel=False, data_parallel=1)) is None
+    assert dispatch_buffer(read("Qwen3-8B"), spec_of()) is None
+    small = required_environment(spec_of(engine_args={"max_num_seqs": 16}), "npu", read("DeepSeek-V3"))
+    assert small == {}, "HCCL's default is enough"
+
+
+def test_a_run_says_and_sets_the_buffer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(read("DeepSeek-V3")))
+    recipe = load_recipe(DEEPSEEK, [f"model.path={tmp_path}"])
+    (notice,) = (one for one in environment_notices(recipe, NPUPlatform()) if "HCCL_BUFFSIZE" in one)
+    assert notice.startswith("engines have HCCL_BUFFSIZE=240: vllm-ascend needs 2 x (1 experts")
+    small = load_recipe(DEEPSEEK, [f"model.path={tmp_path}", "cluster.environment.engines.HCCL_BUFFSIZE=200"])
+    with pytest.raises(RecipeError, match=r"(?s)HCCL_BUFFSIZE = '200'.*240 MB for the dispatch.*leave it out"):
+        environment_notices(small, NPUPlatform())
+
+
+def test_plan_and_doctor_show_the_buffer(tmp_path: Path) -> None:
+    from megarl.commands.doctor.recipe import environment as looked_at
+    from megarl.commands.plan.environment import environment_of
+    from megarl.platform.devices import device_named
+
+    recipe = load_recipe(DEEPSEEK, ["cluster.environment.trainers.ONE=1"])
+    models = {"rollout": read("DeepSeek-V3")}
+    trainers, engines = environment_of(recipe, models, device_named("910C"))
+    assert (trainers.role, trainers.name, trainers.value) == ("trainers", "ONE", "1")
+    assert (engines.role, engines.name, engines.value) == ("engines", "HCCL_BUFFSIZE", "240")
+    recipe.cluster.environment.trainers = {}
+    assert environment_of(recipe, models, device_named("H100"))[-1].name == "HCCL_BUFFSIZE", (
+        "the recipe says device: npu"
+    )
+    (tmp_path / "config.json").write_text(json.dumps(read("DeepSeek-V3")))
+    recipe.model.path = str(tmp_path)
+    (finding,) = looked_at(recipe, "npu")
+    assert finding.status == "ok" and "HCCL_BUFFSIZE=240" in finding.text
+    recipe.cluster.environment.all = {"HCCL_BUFFSIZE": 100}
+    (finding,) = looked_at(recipe, "npu")
+    assert finding.status == "FAIL" and "240 MB" in finding.text
+
+
+def test_plan_counts_the_buffers_that_a_run_inherits_from_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers have 400 MiB a communicator without the variable, 2 x 500 with it; engines that need 240 MB keep theirs if the
+    shell has less."""
+    from megarl.commands.plan.count.libraries import counted_libraries
+    from megarl.commands.plan.environment import OF_SHELL, environment_of
+    from megarl.platform.devices import device_named
+
+    recipe, models, device = load_recipe(DEEPSEEK, []), {"rollout": read("DeepSeek-V3")}, device_named("910C")
+    monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    before = counted_libraries(recipe, models, device).communicators
+    monkeypatch.setenv("HCCL_BUFFSIZE", "500")
+    after = counted_libraries(recipe, models, device).communicators
+    assert after["actor"] == before["actor"] * 1000 // 400
+    assert after["rollout"] - before["rollout"] == 2 * (500 - 240) * 2**20, "of the dispatch alone"
+    assert {(one.role, one.value, one.why) for one in environment_of(recipe, models, device)} == {
+        ("trainers", "500", OF_SHELL),
+        ("engines", "500", OF_SHELL),
+    }
+    trainers, engines = sorted(
+        environment_of(recipe, models, device, {"HCCL_BUFFSIZE": "120"}), key=lambda one: one.role, reverse=True
+    )
+    assert (trainers.value, engines.value) == ("120", "240") and "vllm-ascend needs" in engines.why
+    monkeypatch.setenv("HCCL_BUFFSIZE", "lots")
+    assert counted_libraries(recipe, models, device).communicators == before
+
+
+def test_plan_refuses_the_same_variables_as_a_deterministic_run() -> None:
+    from megarl.commands.plan.environment import environment_of
+    from megarl.platform.devices import device_named
+
+    overrides = ["train.deterministic=true", "cluster.environment.engines.VLLM_BATCH_INVARIANT=0"]
+    recipe = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", overrides)
+    with pytest.raises(RecipeError, match=r"engines\.VLLM_BATCH_INVARIANT"):
+        environment_notices(recipe, NPUPlatform())
+    with pytest.raises(RecipeError, match=r"engines\.VLLM_BATCH_INVARIANT"):
+        environment_of(recipe, {"rollout": read("Qwen3-8B")}, device_named("910C"))
+
+
+def test_torch_reads_the_neutral_name_of_the_allocator_first() -> None:
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    shell = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    found = RoleSettings("trainers", own)
+    assert found.environment(shell) == shell, "torch would ignore the other name"
+    (notice,) = found.notices(shell)
+    assert "PYTORCH_ALLOC_CONF=max_split_size_mb:64, which stays" in notice

@@ -1,0 +1,229 @@
+"""Recipes: layers merge in order, and what is wrong is refused with file, key, value and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.preflight.load import load_recipe
+from megarl.recipe import RecipeError, to_yaml
+from megarl.recipe.load import all_keys
+from megarl.recipe.offload import offloads
+from megarl.recipe.schema import Recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "model.yaml").write_text("model: {path: some/model}\nrollout: {temperature: 0.5, top_p: 1}\n")
+    (tmp_path / "base" / "lr.yaml").write_text("actor: {optimizer: {lr: 1e-4}}\nrollout: {temperature: 0.6}\n")
+    (tmp_path / "recipe.yaml").write_text(
+        "base: [base/model.yaml, base/lr.yaml]\nactor: {optimizer: {betas: [0.9, 0.98]}}\n"
+        "megatron: {extra: {moe_permute_fusion: true}}\n"
+    )
+    return tmp_path
+
+
+def refused(folder: Path, *overrides: str) -> RecipeError:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(folder / "recipe.yaml", overrides)
+    return caught.value
+
+
+def test_layers_win_in_order(folder: Path) -> None:
+    recipe = load_recipe(folder / "recipe.yaml", ["train.steps=7", "megatron.extra.moe_grouped_gemm=true"])
+    assert recipe.model.path == "some/model"
+    assert recipe.rollout.temperature == 0.6  # the later base wins
+    assert recipe.actor.optimizer.lr == 1e-4  # 1e-4 without a dot is a number, too
+    assert recipe.actor.optimizer.betas == (0.9, 0.98)
+    assert recipe.train.steps == 7
+    assert recipe.megatron.extra == {"moe_permute_fusion": True, "moe_grouped_gemm": True}
+    assert recipe.actor.optimizer.clip_grad == Recipe().actor.optimizer.clip_grad
+
+
+def test_resolved_recipe_loads_to_itself(folder: Path) -> None:
+    recipe = load_recipe(folder / "recipe.yaml")
+    (folder / "resolved.yaml").write_text(to_yaml(recipe))
+    assert load_recipe(folder / "resolved.yaml") == recipe
+
+
+def test_two_recipes_share_no_mutable_default() -> None:
+    first, second = Recipe(), Recipe()
+    first.megatron.extra["x"] = 1
+    first.evaluation.ks.append(4)
+    assert second.megatron.extra == {} and second.evaluation.ks == [1]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("rollout.temprature=1", "rollout.temprature", "did you mean rollout.temperature?"),
+        ("temperature=1", "temperature", "did you mean rollout.temperature or "),
+        ("rollout.temperature=warm", "rollout.temperature", "float"),
+        ("rollout.temperature=-1", "rollout.temperature", "above 0"),
+        ("rollout=3", "rollout", "section"),
+        ("rollout.dtype=float8", "rollout.dtype", "float32"),
+        ("train.steps", "train.steps", "key=value"),
+        ("algorithm.loss=ppo_clop", "algorithm.loss", "ppo_clip"),
+        ("algorithm.aggregation=mean", "algorithm.aggregation", "token_mean"),
+        ("rollout.max_staleness=1", "rollout.max_staleness", "disaggregated"),
+        ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt", "2 or more"),
+        ("actor.mini_batches=5", "actor.mini_batches", "divisor"),
+        ("megatron.tensor_parallel=2", "cluster.trainers", "multiple of 2"),
+        ("megatron.sequence_parallel=true", "megatron.sequence_parallel", "tensor_parallel > 1"),
+        ("megatron.extra={moe_aux_loss_coeff: 0.1}", "megatron.extra.moe_aux_loss_coeff", "megatron.moe_aux_loss_coef"),
+        (
+            "megatron.extra={context_parallel_size: 2}",
+            "megatron.extra.context_parallel_size",
+            "megatron.context_parallel",
+        ),
+        ("megatron.extra={num_layers: 1}", "megatron.extra.num_layers", "config.json"),
+        ("megatron.extra={calculate_per_token_loss: false}", "megatron.extra.calculate_per_token_loss", "leave it out"),
+        (
+            "megatron.extra={moe_token_dispatcher_type: allgather}",
+            "megatron.extra.moe_token_dispatcher_type",
+            "use alltoall",
+        ),
+        ("megatron.extra={moe_expert_capacity_factor: 1.0}", "megatron.extra.moe_expert_capacity_factor", "dropped"),
+        ("megatron.extra={moe_z_loss_coeff: 0.1}", "megatron.extra.moe_z_loss_coeff", "megatron.moe_z_loss_coef"),
+        ("evaluation.every=5", "data.eval_files", "held-out"),
+        ("evaluation.ks=[4]", "evaluation.ks", "evaluation.samples"),
+        ("algorithm.advantage=none", "algorithm.advantage", "grpo"),
+        ("train.source=sft", "algorithm.loss", "sft"),
+        ("data.train_files=[rows.csv]", "data.train_files", ".parquet"),
+        ("observe.trackers=[wanbd]", "observe.trackers", "wandb"),
+        ("name=a/b", "name", "folder"),
+    ],
+)
+def test_refusals_name_key_and_remedy(folder: Path, override: str, key: str, words: str) -> None:
+    error = refused(folder, override)
+    assert error.key == key
+    assert words in str(error)
+    assert "\n" in str(error) and "Traceback" not in str(error)
+
+
+def test_refusals_name_the_file_that_is_to_blame(folder: Path) -> None:
+    (folder / "base" / "lr.yaml").write_text("rollout: {temperature: -2}\n")
+    assert refused(folder).origin == str(folder / "base" / "lr.yaml")
+    assert refused(folder, "rollout.temperature=-1").origin == "command line"
+
+
+def test_filtered_sampling_at_another_temperature_is_refused(folder: Path) -> None:
+    load_recipe(folder / "recipe.yaml", ["rollout.temperature=0.7"])
+    assert "renormalisation" in str(refused(folder, "rollout.temperature=0.7", "rollout.top_p=0.9"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["cluster.device=cuda"], True),
+        (["cluster.device=npu"], True),
+        (["cluster.device=cpu"], False),
+        (["cluster.device=cuda", "cluster.placement=disaggregated"], False),
+        (["cluster.device=cuda", "train.source=sft", "algorithm.loss=sft", "algorithm.advantage=none"], False),
+        (["cluster.device=cuda", "megatron.offload=false"], False),
+        (["cluster.device=cpu", "megatron.offload=true"], True),
+    ],
+)
+def test_trainers_offload_where_engines_share_their_devices(folder: Path, overrides: list[str], expected: bool) -> None:
+    assert offloads(load_recipe(folder / "recipe.yaml", overrides)) is expected
+
+
+def test_offload_follows_the_device_that_auto_resolves_to(folder: Path) -> None:
+    recipe = load_recipe(folder / "recipe.yaml")
+    assert (offloads(recipe, "cuda"), offloads(recipe, "cpu")) == (True, False)
+
+
+def test_combinations_that_would_be_ignored_are_refused(folder: Path) -> None:
+    assert refused(folder, "megatron.offload=true", "cluster.placement=disaggregated").key == "megatron.offload"
+    evaluation = ["data.eval_files=[x.jsonl]", "evaluation.at_end=true", "evaluation.temperature=0"]
+    load_recipe(folder / "recipe.yaml", evaluation)
+    assert refused(folder, *evaluation, "evaluation.samples=4").key == "evaluation.temperature"
+
+
+@pytest.mark.parametrize("override", ["samples=2", "ks=[]", "temperature=0.5", "top_p=0.9", "greedy=true"])
+def test_how_to_sample_says_nothing_where_an_evaluation_is_a_loss(folder: Path, override: str) -> None:
+    sft = ["train.source=sft", "algorithm.loss=sft", "data.eval_files=[x.jsonl]", "evaluation.every=5"]
+    load_recipe(folder / "recipe.yaml", [*sft, "evaluation.limit=3", "evaluation.at_start=true"])
+    error = refused(folder, *sft, f"evaluation.{override}")
+    assert error.key == f"evaluation.{override.split('=')[0]}" and "nothing is sampled" in str(error)
+    assert refused(folder, "train.source=sft", "algorithm.loss=sft", "evaluation.every=5").key == "data.eval_files"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("base: nowhere.yaml\n", "no file"),
+        ("base: recipe.yaml\n", "ancestor"),
+        ("model: [unclosed\n", "not YAML"),
+        ("- a\n", "mapping"),
+    ],
+)
+def test_broken_files(folder: Path, content: str, words: str) -> None:
+    (folder / "recipe.yaml").write_text(content)
+    assert words in str(refused(folder))
+
+
+def test_missing_recipe_names_the_nearest(folder: Path) -> None:
+    with pytest.raises(RecipeError, match=r"did you mean .*recipe\.yaml"):
+        load_recipe(folder / "recipes.yaml")
+
+
+def test_every_key_is_documented() -> None:
+    import dataclasses
+
+    def walk(section: type, prefix: str) -> None:
+        for field in dataclasses.fields(section):
+            assert "doc" in field.metadata, f"{prefix}{field.name} was not declared with key()"
+            if field.default_factory is not dataclasses.MISSING and dataclasses.is_dataclass(field.default_factory):
+                walk(field.default_factory, f"{prefix}{field.name}.")  # type: ignore[arg-type]
+            else:
+                assert field.metadata["doc"], f"{prefix}{field.name} has no text"
+
+    walk(Recipe, "")
+    assert "actor.optimizer.lr" in set(all_keys())
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(path for path in RECIPES.rglob("*.yaml") if "base" not in path.parts),
+    ids=lambda path: str(path.relative_to(RECIPES)),
+)
+def test_shipped_recipes_load(path: Path) -> None:
+    load_recipe(path)
+
+
+def test_a_switch_is_no_number(folder: Path) -> None:
+    """verl's expert_parallel_size is one: 8 would be taken for true, and give another layout than was meant."""
+    with pytest.raises(
+        RecipeError, match=r"rollout\.expert_parallel = 8[\s\S]*a switch, not a number[\s\S]*true or false"
+    ):
+        load_recipe(folder / "recipe.yaml", ["rollout.expert_parallel=8"])
+
+
+@pytest.mark.parametrize(
+    ("override", "choices"),
+    [
+        ("rollout.seeded=maybe", "auto, true, false"),
+        ("exchange.route=x", "export, planned, auto"),
+        ("agent.format=x", "hermes, deepseek"),
+    ],
+)
+def test_choices_are_spelled_as_in_a_recipe(folder: Path, override: str, choices: str) -> None:
+    error = refused(folder, override)
+    assert error.problem == f"the value is none of {choices}"
+    assert "True" not in str(error) and choices.replace(", ", " | ") in error.remedy
+
+
+def test_a_list_of_one_needs_no_brackets(folder: Path) -> None:
+    (folder / "one.yaml").write_text(
+        "data: {mix: {easy: {files: a.jsonl}}, eval_files: b.jsonl}\nlora: {targets: q_proj}\n"
+    )
+    recipe = load_recipe(folder / "one.yaml", ["observe.profile_steps=3", "evaluation.ks=[1,2]"], check=False)
+    assert recipe.data.mix["easy"].files == ["a.jsonl"] and recipe.data.eval_files == ["b.jsonl"]
+    assert recipe.lora.targets == ["q_proj"] and recipe.observe.profile_steps == [3] and recipe.evaluation.ks == [1, 2]
+    error = refused(folder, "data.train_files={a: b}")
+    assert "list[str]" in error.remedy

@@ -1,0 +1,186 @@
+"""Recipes for models too large for any test: what can be held without their weights.
+
+Each bug named here would otherwise be found after the devices were allocated."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from docs.generate.supported_recipes import PAGE, Row, document, rows
+from megarl import load_recipe
+from megarl.algorithms.advantages import uses_critic
+from megarl.batching.flops import model_flops
+from megarl.cluster.device_map import Demand, place
+from megarl.hf import published
+from megarl.hf.config import number_of_experts, text_fields
+from megarl.megatron.config_fields import check_extra
+from megarl.megatron.layout import check_layout
+from megarl.megatron.lora.targets import check_lora
+from megarl.megatron.model_checks import check_model
+from megarl.preflight.engines import check_engines, check_experts
+from megarl.recipe.critic import critic_view
+
+ROOT = Path(__file__).parents[2]
+ROWS = {row.path.name: row for row in rows()}
+EACH = pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
+
+BYTES_OF_BFLOAT16 = 2
+DEVICE_BYTES = 64e9  # of each device that a head names; a fifth is left to the cache and to activations
+
+# Billions of parameters as published: a wrong field of a config.json shows here.
+PUBLISHED = {
+    "DeepSeek-V3": 671,
+    "Qwen2-7B-Instruct": 7.6,
+    "Qwen2.5-0.5B-Instruct": 0.49,
+    "Qwen2.5-7B-Instruct": 7.6,
+    "Qwen2.5-32B": 32.5,
+    "Qwen2.5-32B-Instruct": 32.5,
+    "Qwen2.5-VL-3B-Instruct": 3.1,  # the text part: Qwen2.5-3B
+    "Qwen2.5-VL-7B-Instruct": 7.6,
+    "Qwen2.5-VL-32B-Instruct": 32.5,
+    "Qwen3-4B": 4.0,
+    "Qwen3-8B": 8.2,
+    "Qwen3-14B": 14.8,
+    "Qwen3-30B-A3B": 30.5,
+    "Qwen3-32B": 32.8,
+    "Qwen3-235B-A22B": 235,
+}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_recipe_loads(path: Path) -> None:
+    """A renamed key, or a check that a recipe of a size nobody runs does not pass."""
+    load_recipe(path)
+
+
+@EACH
+def test_the_layout_divides_the_real_model(row: Row) -> None:
+    """TP 8 of a model with 4 key/value heads, pipeline stages that leave layers over, experts that do not divide."""
+    recipe, model = load_recipe(row.path), published.read(row.shape)
+    check_model(model)
+    check_layout(model, recipe.megatron, recipe.cluster.trainers)
+    check_lora(model, recipe.lora, recipe.megatron)
+    if uses_critic(recipe.algorithm):
+        critic = critic_view(recipe)
+        check_layout(model, critic.megatron, critic.cluster.trainers)
+    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    assert longest <= model["max_position_embeddings"]
+
+
+@EACH
+def test_engines_can_cut_the_model(row: Row) -> None:
+    """vLLM refuses heads that do not divide; of fewer key/value heads than devices it keeps copies."""
+    recipe, model = load_recipe(row.path), text_fields(published.read(row.shape))
+    if recipe.train.source == "rollout":
+        size = recipe.rollout.tensor_parallel
+        assert model["num_attention_heads"] % size == 0
+        groups = model["num_key_value_heads"]
+        assert groups % size == 0 or size % groups == 0
+        check_experts(recipe.rollout, model)
+    check_engines(recipe.rollout)
+
+
+@EACH
+def test_weights_of_an_engines_rank_fit_its_device(row: Row) -> None:
+    """671 billion parameters on 16 devices: the run would end when its engines load."""
+    recipe, model = load_recipe(row.path), text_fields(published.read(row.shape))
+    if recipe.train.source != "rollout":
+        return
+    rollout = recipe.rollout
+    experts = expert_parameters(model)
+    over = rollout.tensor_parallel * rollout.data_parallel
+    of_a_rank = (parameters(model) - experts) / rollout.tensor_parallel + experts / over
+    share = rollout.engine_args.get("gpu_memory_utilization", 0.9)
+    assert of_a_rank * BYTES_OF_BFLOAT16 < 0.8 * share * DEVICE_BYTES, f"{of_a_rank / 1e9:.1f} billion on a device"
+
+
+@EACH
+def test_processes_fill_the_devices_of_the_head(row: Row) -> None:
+    """Devices that idle, more than there are, or an engine that would lie in two machines."""
+    recipe = load_recipe(row.path)
+    samples = recipe.train.source == "rollout"
+    demand = Demand.of(recipe, trainers=True, engines=samples, critic=uses_critic(recipe.algorithm))
+    assert demand.devices == row.devices
+    plan = place([(f"node{i}", row.per_node) for i in range(row.nodes)], demand, "devices")
+    assert plan.per_machine(row.nodes) == [row.per_node] * row.nodes
+    if demand.shared and samples:
+        assert demand.engine_devices == row.devices  # colocated engines use all of them
+
+
+@EACH
+def test_batches_divide(row: Row) -> None:
+    """A mini batch with fewer samples than data-parallel ranks, of which some then compute nothing."""
+    recipe = load_recipe(row.path)
+    megatron, actor = recipe.megatron, recipe.actor
+    samples = recipe.rollout.samples_per_prompt if recipe.train.source == "rollout" else 1
+    ranks = recipe.cluster.trainers // (
+        megatron.tensor_parallel * megatron.pipeline_parallel * megatron.context_parallel
+    )
+    mini_batch, rest = divmod(recipe.data.prompts_per_step * samples, actor.mini_batches)
+    assert rest == 0 and mini_batch >= ranks
+    longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
+    assert actor.max_tokens_per_micro_batch * megatron.context_parallel >= longest
+
+
+@EACH
+def test_extra_names_real_settings(row: Row) -> None:
+    """A field of neither Megatron nor MindSpeed, which MindSpeed would take silently; settings that exclude each other."""
+    recipe, model = load_recipe(row.path), published.read(row.shape)
+    check_extra(recipe, model, "megatron")
+    if uses_critic(recipe.algorithm):
+        check_extra(critic_view(recipe), model, "critic.megatron")
+
+
+@pytest.mark.parametrize("name", sorted({*published.names()} - {"quickstart"}))
+def test_config_has_the_published_size(name: str) -> None:
+    """A field copied wrongly: the parameters that follow from it are then not the published ones."""
+    assert parameters(published.read(name)) / 1e9 == pytest.approx(PUBLISHED[name], rel=0.02)
+
+
+def test_the_quickstarts_model_is_the_one_that_is_made(quickstart_data: Path) -> None:
+    """Recipes that begin with it are planned and rehearsed by the copy."""
+    made = json.loads((quickstart_data / "model" / "config.json").read_text())
+    assert published.read("quickstart") == made
+
+
+def parameters(config: dict[str, int]) -> float:
+    """Of the text part: embeddings, and each layer's attention and MLP or experts."""
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    if rank := config.get("kv_lora_rank"):
+        nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
+        attention = width * config["q_lora_rank"] + config["q_lora_rank"] * heads * (nope + rope)
+        attention += width * (rank + rope) + rank * heads * (nope + value) + heads * value * width
+    else:
+        size = config.get("head_dim") or width // heads
+        attention = 2 * width * heads * size + 2 * width * config["num_key_value_heads"] * size
+    dense = 3 * width * config["intermediate_size"]
+    experts = config.get("num_experts") or config.get("n_routed_experts")
+    first = config.get("first_k_dense_replace", 0) if experts else layers
+    shared = config.get("n_shared_experts", 0) * (layers - first) * 3 * width * config.get("moe_intermediate_size", 0)
+    tables = 1 if config["tie_word_embeddings"] else 2
+    rest = tables * config["vocab_size"] * width + layers * attention + first * dense
+    return rest + shared + expert_parameters(config)
+
+
+def expert_parameters(config: dict[str, int]) -> float:
+    """Of the routed experts of all layers."""
+    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    return layers * number_of_experts(config) * 3 * config["hidden_size"] * config.get("moe_intermediate_size", 0)
+
+
+def test_flops_are_known_of_each() -> None:
+    """A model of which perf/mfu could not be told."""
+    assert all(model_flops(published.read(name)) is not None for name in published.names())
+
+
+def test_an_unknown_model_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"'Qwen3-8b'.*Nearest: Qwen3-8B"):
+        published.read("Qwen3-8b")
+
+
+def test_page_is_up_to_date() -> None:
+    assert PAGE.read_text() == document(), "run python -m docs.generate.supported_recipes"

@@ -1,0 +1,222 @@
+"""Programs are scored by the tests they pass, and by nothing that they do to the tests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from megarl import rewards, sandbox
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import RewardConfig
+from megarl.rewards.base import ScoreRequest
+from megarl.rewards.code import grade, same_output, same_value
+from megarl.rewards.scoring import Scoring
+from megarl.rewards.weighted import terms_of
+from tests.support.sandbox_machine import needs_sandbox
+
+SUMS = {"inputs": ["1 2\n", "3 4\n", "-1 1\n", "10 20\n"], "outputs": ["3\n", "7\n", "0\n", "30\n"]}
+CALLS = {"inputs": ["[1, 2]\n3", "[]\n0"], "outputs": ["6", "0"], "fn_name": "total"}
+ASSERTS = {"assert_case": ["assert f(1) == 2", "assert f(-1) == 0"]}
+
+
+def request(program: str, truth: Any, source: str = "apps") -> ScoreRequest:
+    return ScoreRequest(f"Some words.\n```python\n{program}\n```\nDone.", truth, source, uid="row 1")
+
+
+def score(program: str, truth: Any, name: str = "code") -> rewards.Score:
+    return rewards.score(rewards.resolve(name, ["apps"])["apps"], request(program, truth))
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("print(sum(map(int, input().split())))", 4),
+        ("import sys\nprint(eval('+'.join(sys.stdin.read().split())))", 4),
+        ("def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()", 4),
+        ("a, b = map(int, input().split())\nprint(a + b if a > 0 else 'none')", 3),
+        ("print(3)", 1),
+        ("print(sum(map(int, input().split())))\nraise SystemExit(1)", 0),  # right, and then it fails
+        ("print(3 7 0 30", 0),
+        ("", 0),
+    ],
+)
+def test_standard_input_and_output(program: str, passed: int) -> None:
+    got = score(program, json.dumps(SUMS))
+    assert got.value == passed / 4
+    assert got.parts == {"accuracy": float(passed == 4), "passed": passed, "tests": 4, "timeouts": 0}
+    assert score(program, SUMS, "code_all").value == float(passed == 4)
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("def total(xs, y):\n    return sum(xs) + y", 2),
+        ("class Solution:\n    def total(self, xs: List[int], y: int) -> int:\n        return sum(xs) + y", 2),
+        ("def total(xs, y):\n    print('talk', 6)\n    return sum(xs) + y", 2),
+        ("def total(xs, y):\n    return 6", 1),
+        ("def total(xs):\n    return 6", 0),
+        ("def other(xs, y):\n    return 6", 0),
+        ("class Any:\n    def __eq__(self, other): return True\ndef total(xs, y):\n    return Any()", 0),
+        ("import os\nos._exit(0)", 0),
+        ("raise SystemExit(0)", 0),
+    ],
+)
+def test_calls(program: str, passed: int) -> None:
+    assert score(program, CALLS).parts["passed"] == passed
+
+
+@needs_sandbox
+def test_results_that_some_data_sets_put_into_a_list_of_one() -> None:
+    raw = {"inputs": [[[3, 1]]], "outputs": [[[1, 3]]], "fn_name": "order"}
+    assert score("def order(xs):\n    return tuple(sorted(xs))", raw).value == 1
+    first = {"inputs": [[[3, 1]]], "outputs": [[1, 3]], "fn_name": "order"}
+    assert score("def order(xs):\n    return 1", first).value == 0  # the first of several is not the result
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        ("def f(x):\n    return x + 1", 2),
+        ("def f(x):\n    return 2", 1),
+        ("import os\nos._exit(0)", 0),
+        ("def f(x):\n    raise SystemExit(0)", 0),
+        ("import sys\nprint('\"token\"')\nsys.exit()", 0),
+    ],
+)
+def test_statements(program: str, passed: int) -> None:
+    assert score(program, ASSERTS).parts["passed"] == passed
+
+
+@needs_sandbox
+def test_tests_do_not_touch_each_other() -> None:
+    """A program that leaves a note for its next test finds none."""
+    program = "import os\nprint(os.path.exists('/tmp/note'))\nopen('/tmp/note', 'w').write('x')"
+    assert score(program, {"inputs": [""] * 6, "outputs": ["False"] * 6}).value == 1
+
+
+@needs_sandbox
+def test_after_three_timeouts_the_rest_is_not_run() -> None:
+    """Otherwise a hundred tests of an endless loop hold a scorer for minutes. Four run at a time."""
+    limits = sandbox.Limits(cpu_seconds=0.2, wall_seconds=20)
+    got = grade(request("while True: pass", {"inputs": [""] * 40, "outputs": [""] * 40}), False, limits)
+    assert (got["timeouts"], got["tests"], got["score"]) == (4, 40, 0)
+
+
+@needs_sandbox
+def test_the_recipes_limits_and_packages_hold_in_a_run() -> None:
+    """From the recipe's section to the program, through the processes that score."""
+    settings = RewardConfig(function="code", processes=1, timeout=60)
+    limited = SandboxConfig(cpu_seconds=0.2, output_kb=1, packages=["packaging"])
+    scoring = Scoring(terms_of("code", {}, ["apps"]), settings, limited)
+    scoring.start()
+    truth = {"inputs": [""], "outputs": ["1.5"]}
+    programs = (
+        "import packaging.version as v\nprint(v.Version('1.5'))",
+        "while True: pass",
+        "print('1.5' + ' ' * 2000)",
+    )
+    try:
+        found = asyncio.run(scoring.score([request(program, truth) for program in programs]))
+    finally:
+        scoring.close()
+    scores = [result for result, _ in found if isinstance(result, rewards.Score)]
+    assert [(one.value, one.parts["timeouts"]) for one in scores] == [(1, 0), (0, 1), (0, 0)]
+    assert score(programs[0], truth).value == 0 and score(programs[2], truth).value == 1  # by the defaults
+
+
+@needs_sandbox
+def test_a_package_that_is_not_there_is_refused_before_a_run_starts() -> None:
+    scorer = rewards.find("code_all", rewards.ScorerSettings(sandbox=SandboxConfig(packages=["no-such-package"])))
+    assert scorer.prepare is not None
+    with pytest.raises(ValueError, match="'no-such-package', which is not installed"):
+        scorer.prepare()
+
+
+def test_the_recipes_limits_are_the_sandboxs() -> None:
+    """Each reaches its own, and a recipe that says nothing means the sandbox's defaults."""
+    assert SandboxConfig().limits() == sandbox.Limits()
+    given = SandboxConfig(cpu_seconds=1, wall_seconds=2, memory_mb=3, output_kb=4, processes=5)
+    assert given.limits() == sandbox.Limits(1, 2, 3, output_kb=4, processes=5)
+
+
+@needs_sandbox
+def test_all_or_nothing_ends_at_the_first_failure() -> None:
+    got = grade(request("print(input())", {"inputs": ["1"] * 40, "outputs": ["2"] + ["1"] * 39}), True)
+    assert got["score"] == 0 and got["passed"] == 3
+
+
+@needs_sandbox
+def test_the_last_block_counts_and_prose_is_no_program() -> None:
+    truth = {"inputs": [""], "outputs": ["2"]}
+    two = "```python\nprint(1)\n```\nNo:\n```python\nprint(2)\n```"
+    assert grade(ScoreRequest(two, truth, "apps"), False)["score"] == 1
+    assert grade(ScoreRequest("```py\nprint(2)", truth, "apps"), False)["score"] == 1  # cut off by the length limit
+    for none in ("print(2)", "```\nprint(2)\n```", "```json\n2\n```", ""):
+        assert grade(ScoreRequest(none, truth, "apps"), False) == {
+            "score": 0, "accuracy": 0, "passed": 0, "tests": 1, "timeouts": 0,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("truth", ["[]", "3", {}, {"inputs": [], "outputs": []}, {"inputs": ["1"], "outputs": []}, "{"])
+def test_a_broken_row_is_an_error_and_not_a_zero(truth: Any) -> None:
+    with pytest.raises(rewards.RewardError, match="row 1"):
+        score("print(1)", truth)
+
+
+def test_a_machine_without_a_sandbox_is_an_error_and_not_a_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking() -> None:
+        raise sandbox.SandboxUnavailable("bwrap is not installed")
+
+    monkeypatch.setattr(sandbox, "require", lacking)
+    with pytest.raises(rewards.RewardError, match="bwrap is not installed"):
+        score("print(1)", SUMS)
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("1 2\n3\n", "1 2 \n3", True),
+        ("YES\r\n", "YES", True),
+        ("0.3333333", "0.33333333333", True),
+        ("0.3334", "0.33333333333", False),
+        ("3", "3.0", True),
+        ("3.0", "3", False),  # a whole number is asked for
+        ("1000000001", "1000000000", False),
+        ("nan", "1.0", False),
+        ("yes", "YES", False),
+        ("", "", True),
+        ("", "0", False),
+        ("1 2", "2 1", False),
+        ("1e-7", "0.0", True),
+        ("٣.٥", "3.5x", False),
+    ],
+)
+def test_outputs(output: str, expected: str, same: bool) -> None:
+    assert same_output(output, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "same"),
+    [
+        ([1, [2]], [1, [2]], True),
+        ([1, 2], [2, 1], False),
+        ({"1": 2.0000000001}, {"1": 2}, True),
+        ({"1": 2}, {"1": 2, "2": 3}, False),
+        ("1", 1, False),
+        (None, 0, False),
+        (0.1 + 0.2, 0.3, True),
+    ],
+)
+def test_values(answer: Any, expected: Any, same: bool) -> None:
+    assert same_value(answer, expected) is same
+
+
+@pytest.mark.parametrize("source", ["codecontests", "apps", "codeforces", "taco"])
+def test_data_sources_of_verl(source: str) -> None:
+    assert rewards.resolve(None, [source])[source].name == "code"

@@ -1,0 +1,228 @@
+"""Scoring processes: whatever a scorer does, every sample is accounted for, in time, and no process is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.recipe.schema import RewardConfig
+from megarl.rewards import Score, ScoreRequest
+from megarl.rewards.scoring import Scoring, scorer_pool
+from megarl.rewards.weighted import terms_of
+from megarl.subprocess_pool.job import Answered, Failed, Outcome
+from megarl.subprocess_pool.pool import ProcessPool
+from megarl.types import SampleFailure
+
+ROOT = Path(__file__).parents[2]
+NAMES = [f"tests.support.scorers:{name}" for name in ("faulty", "fails_once", "awaited", "modules")]
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., ProcessPool]]:
+    made: list[ProcessPool] = []
+
+    def start(processes: int = 1, timeout: float = 0.2, retries: int = 0, names: list[str] = NAMES) -> ProcessPool:
+        made.append(scorer_pool(names, RewardConfig(processes=processes, timeout=timeout, retries=retries)))
+        made[-1].start()
+        return made[-1]
+
+    yield start
+    for pool in made:
+        pool.close()
+
+
+def request(what: str = "", uid: str = "row", **extra: Any) -> ScoreRequest:
+    return ScoreRequest("response", "truth", "test", {"what": what, **extra}, uid=uid)
+
+
+def outcomes(pool: ProcessPool, whats: list[str], seconds: float = 20.0) -> list[tuple[Score | Failed, int]]:
+    futures = [pool.submit(NAMES[0], request(what)) for what in whats]
+    return [plain(future.result(seconds)) for future in futures]
+
+
+def plain(outcome: Outcome) -> tuple[Score | Failed, int]:
+    """What came out, and how many attempts were made again."""
+    return (outcome.value, outcome.retries) if isinstance(outcome, Answered) else (outcome, outcome.attempts - 1)
+
+
+def test_every_sample_is_accounted_for(make: Callable[..., ProcessPool]) -> None:
+    """Of 1,000 samples 5 % hang, 5 % end their process, 5 % are killed and 5 % raise; each of these has two attempts.
+    Eight processes spend 100 times 0.5 s, so 6.3 s each, on what hangs."""
+    whats = [{0: "hang", 1: "exit", 2: "kill", 3: "raise"}.get(number % 20, "") for number in range(1000)]
+    pool, began = make(processes=8, timeout=0.5, retries=1), time.monotonic()
+    found = outcomes(pool, whats)
+    assert time.monotonic() - began < 20
+    kinds = {"hang": "timeout", "exit": "crash", "kill": "crash", "raise": "error", "": "score"}
+    for what, (result, retries) in zip(whats, found, strict=True):
+        if not what:
+            assert (result, retries) == (Score(1.0), 0)  # no blame for what waited behind one that failed
+            continue
+        assert isinstance(result, Failed)
+        assert (result.kind, result.attempts, retries) == (kinds[what], 2, 1)
+        assert (result.seconds >= 0.5) == (what == "hang")
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "cause"),
+    [
+        ("hang", "timeout", "it ran for longer than 0.2 s (reward.timeout)"),
+        ("exit", "crash", "its process ended with exit status 3"),
+        ("kill", "crash", "its process was killed by SIGKILL"),
+        ("raise", "error", "it raised ZeroDivisionError: no such luck"),
+        ("leave", "error", "it raised SystemExit: 4"),
+        ("nan", "error", "the score is nan, not a finite number"),
+    ],
+)
+def test_the_cause_is_named_and_the_next_sample_is_scored(
+    make: Callable[..., ProcessPool], what: str, kind: str, cause: str
+) -> None:
+    failed, scored = outcomes(make(), [what, ""])
+    assert isinstance(failed[0], Failed) and scored == (Score(1.0), 0)
+    assert (failed[0].kind, failed[0].cause) == (kind, cause)
+
+
+def test_waiting_in_a_queue_is_no_time_of_the_scorer(make: Callable[..., ProcessPool]) -> None:
+    """32 samples of 0.1 s each, one after the other in one process with a limit of 0.5 s: the last waits for 3.1 s, and
+    the first eight, 0.8 s of work, are handed over together."""
+    assert outcomes(make(timeout=0.5), ["slow"] * 32) == [(Score(1.0), 0)] * 32
+
+
+def test_what_fails_once_is_scored_and_the_attempt_counted(make: Callable[..., ProcessPool], tmp_path: Path) -> None:
+    pool = make(retries=1)
+    assert plain(pool.submit(NAMES[1], request(file=str(tmp_path / "once"))).result(10)) == (Score(1.0), 1)
+
+
+def test_async_scorers_and_light_processes(make: Callable[..., ProcessPool]) -> None:
+    """A scoring process that imported torch would take seconds and gigabytes to replace."""
+    pool = make()
+    for _ in range(3):
+        assert plain(pool.submit(NAMES[2], request()).result(10)) == (Score(0.5, {}, "response"), 0)
+    score, _ = plain(pool.submit(NAMES[3], request()).result(10))
+    assert isinstance(score, Score) and not score.answer, score.answer
+
+
+def test_what_a_scorer_started_ends_with_it(make: Callable[..., ProcessPool], tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    result = make(timeout=0.5).submit(NAMES[0], request("child", file=str(file))).result(10)
+    assert isinstance(result, Failed) and result.kind == "timeout"
+    assert_gone({int(file.read_text())})
+
+
+def test_nothing_is_left_after_close(make: Callable[..., ProcessPool]) -> None:
+    pool = make(processes=3)
+    assert outcomes(pool, [""]) == [(Score(1.0), 0)]
+    hanging = pool.submit(NAMES[0], request("hang"))
+    processes = {pool._nursery.pid, *children(pool._nursery.pid)}
+    assert len(processes) > 1
+    pool.close()
+    assert_gone(processes)
+    with pytest.raises(RuntimeError, match="shut down"):
+        hanging.result(1)
+    with pytest.raises(RuntimeError, match="shut down"):
+        pool.submit(NAMES[0], request()).result(1)
+
+
+OWNER = """
+import sys, time
+from megarl.rewards import ScoreRequest
+from megarl.recipe.schema import RewardConfig
+from megarl.rewards.scoring import scorer_pool
+pool = scorer_pool(["tests.support.scorers:faulty"], RewardConfig(processes=2, timeout=100.0))
+pool.start()
+pool.submit("tests.support.scorers:faulty", ScoreRequest("", "", "", {"what": ""})).result()
+pool.submit("tests.support.scorers:faulty", ScoreRequest("", "", "", {"what": "hang"}))
+print(pool._nursery.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_when_the_owner_ends(ending: signal.Signals) -> None:
+    """While a scorer hangs. Ctrl-C reaches the whole group of the terminal: the pool ends with its owner, not before."""
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert owner.stdout is not None
+    nursery = int(owner.stdout.readline())
+    deadline = time.monotonic() + 5
+    while len(processes := {nursery, *children(nursery)}) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)  # the first of two processes may have answered before the second is there
+    assert len(processes) == 3
+    owner.send_signal(ending)
+    owner.wait(10)
+    owner.stdout.close()
+    assert_gone(processes)
+
+
+def test_the_end_of_the_nursery_is_said(make: Callable[..., ProcessPool]) -> None:
+    pool = make(timeout=100.0)
+    assert outcomes(pool, [""]) == [(Score(1.0), 0)]
+    hanging = pool.submit(NAMES[0], request("hang"))
+    processes = children(pool._nursery.pid)
+    pool._nursery.kill()
+    with pytest.raises(RuntimeError, match="has ended; see the engine's log"):
+        hanging.result(10)
+    assert_gone(processes)
+
+
+def test_a_scorer_that_cannot_be_imported_is_refused(make: Callable[..., ProcessPool]) -> None:
+    with pytest.raises(RuntimeError, match="no function 'faluty'; did you mean 'faulty'"):
+        make(names=["tests.support.scorers:faluty"])
+
+
+def test_scorers_inside_and_outside_add_up() -> None:
+    """gsm8k in this process, a function of the user's in another: 1 + 0.5 x 0.9 for ten right characters. The row on
+    which one of them fails has no score."""
+    settings = RewardConfig(functions={"gsm8k": 1.0, "tests.support.scorers:brevity": 0.5}, processes=1)
+    scoring = Scoring(terms_of(None, settings.functions, ["test"]), settings)
+    scoring.start()
+    rows = [ScoreRequest("x\n#### 123", "123", "test"), ScoreRequest("#### 5", None, "test", uid="bad")]
+    try:
+        (right, _), (bad, retries) = asyncio.run(scoring.score(rows))
+    finally:
+        scoring.close()
+    parts = {"gsm8k": 1.0, "gsm8k/accuracy": 1.0, "brevity": 0.9, "accuracy": 1.0}
+    assert right == Score(1.45, parts, "123")
+    assert isinstance(bad, SampleFailure) and (bad.source, bad.uid, retries) == ("scorer 'gsm8k'", "bad", 1)
+
+
+def test_async_scorers_wait_together() -> None:
+    """One process each, and eight samples of one scorer in it at a time; beside the other scorer's, one by one."""
+    names = {"tests.support.scorers:crowd": 1.0, "tests.support.scorers:brevity": 1.0}
+    settings = RewardConfig(functions=names, processes=1, concurrent=8)
+    scoring = Scoring(terms_of(None, settings.functions, ["test"]), settings)
+    scoring.start()
+    try:
+        found = asyncio.run(scoring.score([request(uid=str(number)) for number in range(24)]))
+    finally:
+        scoring.close()
+    crowds = [result.parts["crowd"] for result, _ in found if isinstance(result, Score)]
+    assert len(crowds) == 24 and max(crowds) == 8
+
+
+def children(pid: int) -> set[int]:
+    return {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def assert_gone(processes: set[int], seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while (left := {pid for pid in processes if alive(pid)}) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
+        return False

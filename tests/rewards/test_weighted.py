@@ -1,0 +1,97 @@
+"""Several scorers for one row: what is added up, what metrics call it, and what a recipe may not ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.preflight.load import load_recipe
+from megarl.preflight.run import Prepared, _with_rewards
+from megarl.recipe import RecipeError
+from megarl.recipe.schema import Recipe
+from megarl.rewards import Score, Scorer, find
+from megarl.rewards.weighted import Term, combine, terms_of
+
+
+def term(label: str | None, weight: float = 1.0) -> Term:
+    return Term(Scorer(str(label), lambda request: 0.0), weight, label)
+
+
+def test_one_scorer_is_as_it_was() -> None:
+    score = Score(0.75, {"accuracy": 1.0, "steps": -0.25}, "7", ((2, 0.25), (6, -0.5)))
+    assert combine([term(None)], [score]) is score
+
+
+def test_the_sum_and_its_parts() -> None:
+    """1 x 0.5 + 0.2 x 3 = 1.1. What is right, and the answer, are the first one's that says so."""
+    scores = [Score(0.5, {"length": 4.0}), Score(3.0, {"accuracy": 1.0}, "7"), Score(1.0, {"accuracy": 0.0}, "8")]
+    result = combine([term("a"), term("b", 0.2), term("c", -1e-9)], scores)
+    assert result.value == pytest.approx(1.1) and result.answer == "7"
+    named = {"a": 0.5, "a/length": 4.0, "b": 3.0, "b/accuracy": 1.0, "c": 1.0, "c/accuracy": 0.0}
+    assert result.parts == {**named, "accuracy": 1.0}
+
+
+def test_steps_are_weighted_and_those_that_end_together_are_one() -> None:
+    """0.5 x (1 + 0.25 - 0.5) + 2 x (0 + 0.1): steps at 2 and 6, and at 6."""
+    first = Score(0.75, {"steps": -0.25}, steps=((2, 0.25), (6, -0.5)))
+    second = Score(0.1, {"steps": 0.1}, steps=((6, 0.1),))
+    result = combine([term("a", 0.5), term("b", 2.0)], [first, second])
+    assert result.steps == ((2, 0.125), (6, pytest.approx(-0.05)))
+    assert result.value == pytest.approx(0.375 + 0.2)
+    assert result.parts["steps"] == pytest.approx(0.075)
+    outcome = result.value - sum(reward for _, reward in result.steps)
+    assert outcome == pytest.approx(0.5 * 1.0), "what the scores earn at the end"
+
+
+def test_what_scores_each_source() -> None:
+    by_source = terms_of(None, {}, ["openai/gsm8k", "aime24"])
+    assert [[term.scorer.name for term in row] for row in by_source.values()] == [["gsm8k"], ["math_dapo"]]
+    (one,) = terms_of("math", {}, ["x"])["x"]
+    assert (one.scorer, one.weight, one.label) == (find("math"), 1.0, None)
+    both = terms_of(None, {"gsm8k": 1, "tests.support.scorers:letters": 0.1}, ["x"])["x"]
+    assert [(term.label, term.weight) for term in both] == [("gsm8k", 1), ("letters", 0.1)]
+    with pytest.raises(ValueError, match="did you mean 'gsm8k'"):
+        terms_of(None, {"gsm9k": 1.0}, ["x"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["reward.function=gsm8k", "reward.functions={math: 1.0}"], "reward.functions", "set one of the two"),
+        (["reward.functions={gsm8k: 0}"], "reward.functions.gsm8k", "no weight"),
+        (["reward.functions={gsm8k: .nan}"], "reward.functions.gsm8k", "no weight"),
+        (["reward.functions={'a:length': 1, 'b:length': 1}"], "reward.functions", "a name that 'a:length' has already"),
+        (["reward.functions={'a:accuracy': 1}"], "reward.functions", "a part of the sum itself"),
+        (["reward.functions={gsm8k: much}"], "reward.functions", "much"),
+        (["reward.timeout=0"], "reward.timeout", "above 0"),
+        (["reward.processes=0"], "reward.processes", "at least 1"),
+        (["reward.max_failed_share=1.5"], "reward.max_failed_share", "at most 1"),
+    ],
+)
+def test_what_a_recipe_may_not_ask_for(tmp_path: Path, overrides: list[str], key: str, words: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: {path: some/model}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file, overrides)
+    assert caught.value.key.startswith(key) and words in str(caught.value)
+
+
+def test_a_scorer_that_lacks_what_it_needs_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare() -> None:
+        raise ModuleNotFoundError("No module named 'checker'")
+
+    from megarl.rewards import base
+
+    monkeypatch.setattr(base, "_scorers", {"checker": Scorer("checker", lambda request: 0.0, prepare=prepare)})
+    recipe = Recipe()
+    recipe.reward.function = "checker"
+
+    class Rows:
+        data_sources = ("x",)
+
+    prepared = Prepared(None, Rows(), None, None, None, [])  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="'checker' cannot be used here: ModuleNotFoundError: No module named 'checker'"
+    ):
+        _with_rewards(recipe, prepared)

@@ -1,0 +1,297 @@
+"""Distillation: GKD's divergence by hand, against a slow reference and by properties; the advantage of sampled tokens; and
+what is asked of a teacher."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.algorithms.catalogue import ADVANTAGES
+from megarl.algorithms.distillation_losses import divergence, gkd, with_rest
+from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.objective import needs_teacher, objective, runs_reference_pass, teacher_top_k
+from megarl.algorithms.token_advantages import TokenOutcomes
+from megarl.engines.vllm.outputs import completions
+from megarl.megatron.output_heads import IMPOSSIBLE
+from megarl.rollout import teacher_server
+from megarl.rollout.teacher import Teacher
+from megarl.rollout.teacher_server import TeacherServer
+from megarl.types import Completion, GenerationRequest, Group, InlineData, Sample, SampleTokens, TokenScores
+from tests.support.loss_cases import assert_gradient, part_of, random_inputs, settings
+
+
+def logs(rows: list[list[float]]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def distilling(seed: int, lengths: list[int], top_k: int = 3) -> LossInputs:
+    """A batch with the log-probs of `top_k` of seven tokens a place, of a teacher and of the policy."""
+    batch, random = random_inputs(seed, lengths), np.random.default_rng(seed + 100)
+    for name in ("reference_top_log_probs", "top_log_probs"):
+        whole = random.dirichlet(np.ones(7), size=sum(lengths))
+        setattr(batch, name, torch.tensor(np.log(whole[:, :top_k])))
+    batch.top_log_probs.requires_grad_()
+    return batch
+
+
+class TestDivergence:
+    def test_by_hand(self) -> None:
+        # Of "a", "b" and the rest: the teacher's 1/2, 1/4, 1/4; the policy's 1/4, 1/4, 1/2.
+        teacher, policy = with_rest(logs([[0.5, 0.25]])), with_rest(logs([[0.25, 0.25]]))
+        assert policy.exp()[0].tolist() == pytest.approx([0.25, 0.25, 0.5])
+        # KL(teacher || policy) = 1/2 log 2 + 0 + 1/4 log 1/2; the other way round 1/4 log 1/2 + 0 + 1/2 log 2.
+        assert divergence(teacher, policy, 0.0).item() == pytest.approx(0.25 * math.log(2))
+        assert divergence(teacher, policy, 1.0).item() == pytest.approx(0.25 * math.log(2))
+        # b = 1/4: m = 1/4 teacher + 3/4 policy = 5/16, 4/16, 7/16.
+        expected = 0.25 * (0.5 * math.log(8 / 5) + 0.25 * math.log(4 / 7)) + 0.75 * (
+            0.25 * math.log(4 / 5) + 0.5 * math.log(8 / 7)
+        )
+        assert divergence(teacher, policy, 0.25).item() == pytest.approx(expected)
+
+    def test_the_two_directions_are_not_swapped(self) -> None:
+        # The teacher is certain: KL(teacher || policy) = -log 1/8. The other way it is near 7/8 log(7/8 / 1e-6).
+        teacher, policy = with_rest(logs([[1.0]])), with_rest(logs([[0.125]]))
+        assert divergence(teacher, policy, 0.0).item() == pytest.approx(math.log(8), rel=1e-4)
+        assert divergence(teacher, policy, 1.0).item() > 10
+
+    def test_ends_are_the_limits_of_the_middle(self) -> None:
+        teacher, policy = with_rest(logs([[0.6, 0.1]])), with_rest(logs([[0.2, 0.3]]))
+        small = 1e-6
+        assert divergence(teacher, policy, small).item() / small == pytest.approx(
+            divergence(teacher, policy, 0.0).item(), rel=1e-4
+        )
+        assert divergence(teacher, policy, 1 - small).item() / small == pytest.approx(
+            divergence(teacher, policy, 1.0).item(), rel=1e-4
+        )
+
+    @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+    def test_it_is_zero_where_they_agree_and_nowhere_below(self, beta: float) -> None:
+        batch = distilling(0, [40])
+        assert batch.reference_top_log_probs is not None and batch.top_log_probs is not None
+        apart, _ = gkd(batch, settings(loss="gkd", distill_beta=beta))
+        assert (apart > 0).all()
+        batch.top_log_probs = batch.reference_top_log_probs.clone().requires_grad_()
+        together, _ = gkd(batch, settings(loss="gkd", distill_beta=beta))
+        (slope,) = torch.autograd.grad(together.sum(), batch.top_log_probs)
+        assert together.abs().max() < 1e-12
+        # Moving log-probs apart from each other is a first-order nothing: the divergence has its minimum here.
+        assert slope.abs().max() < 1e-12
+
+    def test_what_a_model_does_not_have_changes_nothing(self) -> None:
+        teacher, policy = logs([[0.5, 0.25]]), logs([[0.25, 0.25]])
+        none = torch.full((1, 1), IMPOSSIBLE, dtype=torch.float64)
+        for beta in (0.0, 0.3, 1.0):
+            with_none = divergence(
+                with_rest(torch.cat([teacher, none], 1)), with_rest(torch.cat([policy, none], 1)), beta
+            )
+            torch.testing.assert_close(with_none, divergence(with_rest(teacher), with_rest(policy), beta))
+
+    def test_in_float32_a_whole_vocabulary_leaves_a_rest_that_is_no_nan(self) -> None:
+        policy = torch.randn(50, 8).log_softmax(1).requires_grad_()
+        teacher = torch.randn(50, 8).log_softmax(1)
+        for beta in (0.0, 0.3, 1.0):
+            loss = divergence(with_rest(teacher), with_rest(policy), beta)
+            (slope,) = torch.autograd.grad(loss.sum(), policy)
+            assert torch.isfinite(loss).all() and torch.isfinite(slope).all()
+        exact = (teacher.exp() * (teacher - policy)).sum(1)
+        torch.testing.assert_close(divergence(with_rest(teacher), with_rest(policy), 0.0), exact, rtol=1e-4, atol=1e-5)
+
+
+def slow_gkd(teacher: np.ndarray, policy: np.ndarray, beta: float) -> float:
+    """Of one place, over the told tokens and the rest, as the paper writes it."""
+    p = [*np.exp(teacher), 1 - np.exp(teacher).sum()]
+    q = [*np.exp(policy), 1 - np.exp(policy).sum()]
+    if beta in (0.0, 1.0):
+        a, b = (p, q) if beta == 0.0 else (q, p)
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+    m = [beta * x + (1 - beta) * y for x, y in zip(p, q, strict=True)]
+    return sum(beta * x * math.log(x / z) + (1 - beta) * y * math.log(y / z) for x, y, z in zip(p, q, m, strict=True))
+
+
+class TestGKD:
+    @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+    def test_value_and_gradient_are_the_slow_references(self, beta: float) -> None:
+        batch = distilling(1, [7, 5])
+        config = settings(loss="gkd", reference="teacher", advantage="none", distill_beta=beta)
+        loss, metrics = objective(batch, config)
+        assert batch.top_log_probs is not None and batch.reference_top_log_probs is not None
+        teacher, at = batch.reference_top_log_probs.numpy(), batch.top_log_probs.detach().numpy()
+        weights, share = batch.loss_weights.numpy(), batch.token_share.numpy()
+
+        def slow(flat: np.ndarray) -> float:
+            rows = flat.reshape(at.shape)
+            return sum(w * slow_gkd(t, p, beta) for w, t, p in zip(weights, teacher, rows, strict=True))
+
+        assert loss.item() == pytest.approx(slow(at.ravel()), rel=1e-10)
+        (found,) = torch.autograd.grad(loss, batch.top_log_probs)
+        assert_gradient(found.flatten(), slow, at.ravel())
+        assert metrics["actor/distill_mass"].item() == pytest.approx((share * np.exp(at).sum(1)).sum())
+        assert metrics["actor/distill_teacher_mass"].item() == pytest.approx((share * np.exp(teacher).sum(1)).sum())
+
+    def test_splits_add_up(self) -> None:
+        batch = distilling(2, [5, 9, 1, 7])
+        config = settings(loss="gkd", reference="teacher", advantage="none")
+        whole, _ = objective(batch, config)
+        parts = [objective(part_of(batch, part), config)[0] for part in ([3], [1, 0], [2])]
+        torch.testing.assert_close(sum(parts), whole)
+
+    def test_masked_tokens_count_nowhere(self) -> None:
+        batch = distilling(3, [6, 8])
+        config = settings(loss="gkd", reference="teacher", advantage="none")
+        expected, metrics = objective(batch, config)
+        assert batch.reference_top_log_probs is not None
+        (slope,) = torch.autograd.grad(expected, batch.top_log_probs)
+        masked = batch.loss_mask == 0
+        for nonsense in (-50.0, math.nan):
+            with torch.no_grad():
+                batch.reference_top_log_probs[masked] = nonsense
+                batch.top_log_probs[masked] = nonsense
+            other, others = objective(batch, config)
+            torch.testing.assert_close((other, others), (expected, metrics))
+            torch.testing.assert_close(torch.autograd.grad(other, batch.top_log_probs)[0], slope)
+        assert not slope[masked].any()
+
+    def test_descent_ends_at_the_teacher(self) -> None:
+        """Also of the tokens that it does not tell: together they get what it leaves."""
+        teacher = logs([[0.6, 0.2, 0.15, 0.05]])
+        logits = torch.zeros(1, 4, dtype=torch.float64, requires_grad=True)
+        for _ in range(3000):
+            policy = logits.log_softmax(1)
+            loss = divergence(with_rest(teacher[:, :2]), with_rest(policy[:, :2]), 0.0)
+            (slope,) = torch.autograd.grad(loss.sum(), logits)
+            with torch.no_grad():
+                logits -= slope
+        assert policy.exp()[0].tolist() == pytest.approx([0.6, 0.2, 0.1, 0.1], abs=1e-6)
+
+
+def test_sampled_tokens_advantage_is_what_the_kl_takes() -> None:
+    # Two samples; the second's first token is a prompt's. Outcomes of 5 and 7, and steps' rewards of 9, are not looked at.
+    outcomes = TokenOutcomes(
+        np.array([5.0, 7.0]),
+        np.array([True, True, False, True]),
+        [2, 2],
+        step_rewards=np.array([0.0, 9.0, 0.0, 9.0]),
+        penalties=np.array([-0.5, 0.25, 3.0, -1.0]),
+    )
+    estimate = ADVANTAGES["on_policy_distillation"].of_tokens
+    assert estimate(outcomes, settings()).tolist() == [-0.5, 0.25, 0.0, -1.0]
+
+
+def test_what_is_asked_of_whom() -> None:
+    start, teacher = settings(kl_coef=0.1), settings(kl_coef=0.1, reference="teacher")
+    assert runs_reference_pass(start) and not needs_teacher(start)
+    assert needs_teacher(teacher) and not runs_reference_pass(teacher)
+    assert teacher_top_k(teacher) == 0
+    top = settings(loss="gkd", reference="teacher", distill_top_k=9)
+    assert needs_teacher(top) and teacher_top_k(top) == 9
+    assert not needs_teacher(settings()) and not runs_reference_pass(settings())
+
+
+class Entry(SimpleNamespace):
+    """vLLM's Logprob."""
+
+    logprob: float
+    rank: int
+
+
+class Flat(SimpleNamespace):
+    """vLLM's FlatLogprobs."""
+
+    start_indices: list[int]
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
+
+
+def output(prompt_logprobs: Any) -> Any:
+    sample = SimpleNamespace(index=0, token_ids=[3], logprobs=None, finish_reason="length")
+    return SimpleNamespace(prompt_token_ids=[4, 9, 2], prompt_logprobs=prompt_logprobs, outputs=[sample])
+
+
+def test_both_forms_of_vllms_prompt_log_probs() -> None:
+    """Token 9 is the second likeliest in its place, 2 is none of the two likeliest in its."""
+    flat = Flat(start_indices=[0, 0, 3], token_ids=[9, 7, 9, 2, 1, 5], logprobs=[-0.9, -0.4, -0.9, -3.0, -0.2, -1.5])
+    dicts = [
+        None,
+        {9: Entry(logprob=-0.9, rank=2), 7: Entry(logprob=-0.4, rank=1)},
+        {2: Entry(logprob=-3.0, rank=6), 1: Entry(logprob=-0.2, rank=1), 5: Entry(logprob=-1.5, rank=2)},
+    ]
+    for form in (flat, dicts):
+        (completion,) = completions(output(form), 2)
+        scores = completion.prompt
+        assert scores is not None
+        np.testing.assert_allclose(scores.log_probs, [0, -0.9, -3.0], rtol=1e-6)
+        assert scores.top_tokens.tolist() == [[0, 0], [7, 9], [1, 5]]
+        np.testing.assert_allclose(scores.top_log_probs, [[0, 0], [-0.4, -0.9], [-0.2, -1.5]], rtol=1e-6)
+    assert completions(output(None), None)[0].prompt is None
+    with pytest.raises(RuntimeError, match="of 2 of a prompt's 3 tokens"):
+        completions(output(dicts[:2]), 2)
+
+
+class Engine:
+    """Says of each token its own number, finishing the last request first."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[GenerationRequest]] = []
+
+    def generate(self, requests: list[GenerationRequest], finished: Callable[[int, list[Completion]], None]) -> None:
+        self.calls.append(requests)
+        for request in requests[::-1]:
+            tokens = np.array(request.prompt.tokens, dtype=np.float32)
+            scores = TokenScores(tokens, np.zeros((len(tokens), 2), np.int32), np.zeros((len(tokens), 2), np.float32))
+            finished(request.group, [Completion(np.array([1]), np.array([0.0]), "length", None, scores)])
+
+
+class Service:
+    """A TeacherServer in this process."""
+
+    def __init__(self, name: str, server: TeacherServer):
+        self.name, self.server, self.asked = name, server, list[str]()
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        self.asked.append(method)
+        answer: Future[Any] = Future()
+        answer.set_result(asyncio.run(getattr(self.server, method)(*args)))
+        return answer
+
+    def call_with_data(self, method: str, *args: Any) -> Future[Any]:
+        control, vectors = self.call(method, *args).result()
+        answer: Future[Any] = Future()
+        answer.set_result((control, InlineData(vectors)))
+        return answer
+
+
+def group(number: int, samples: int) -> Group:
+    vectors = [
+        SampleTokens(np.array([number, index, 5]), np.array([False, True, True]), np.zeros(3))
+        for index in range(samples)
+    ]
+    data = InlineData(vectors)
+    return Group(number, "p", "s", 0, [Sample(number, index, data, 1, 2, 2) for index in range(samples)])
+
+
+@pytest.mark.parametrize("engines", [1, 2, 5])
+def test_every_sample_comes_back_with_what_was_said_of_it(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Engine] = []
+    monkeypatch.setattr(teacher_server.engines, "create", lambda name, spec: made.append(Engine()) or made[-1])
+    spec: Any = SimpleNamespace(prompt_top_k=2)
+    services = [Service(f"teacher{number}", TeacherServer("fake", spec)) for number in range(engines)]
+    groups = [group(10, 2), group(11, 3), group(14, 1)]
+    Teacher(services, timeout=5.0).read(groups)
+    for one in groups:
+        for sample in one.samples:
+            vectors = sample.data.get()[sample.index]
+            assert vectors.teacher.log_probs.tolist() == vectors.tokens.tolist() == [one.number, sample.index, 5]
+    calls = [call for engine in made for call in engine.calls]
+    assert len(calls) == min(engines, 3), "each engine is asked once, for all its groups"
+    (request, *_) = calls[0]
+    assert request.prompt_top_k == 2 and request.sampling.max_tokens == 1
+    assert not any(service.server._read for service in services), "nothing is kept once it was collected"

@@ -1,0 +1,196 @@
+"""A rollout process around its engine: what it asks of it, and how groups come back."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megarl.data.images import ImageReader
+from megarl.recipe.sandbox import SandboxConfig
+from megarl.recipe.schema import RewardConfig
+from megarl.rewards.weighted import Term
+from megarl.rollout import server as module
+from megarl.rollout.server import RolloutServer
+from megarl.types import Completion, GenerationRequest, Group, Prompt, PromptImage, SampleTokens, Sampling
+from tests.support.vl_model import PATCH_VALUES, write_processor, write_vl_model
+
+
+class Engine:
+    """Answers the requests of a wave from the last to the first, or as `order` says."""
+
+    def __init__(self, order: Callable[[list[GenerationRequest]], list[GenerationRequest]] = lambda wave: wave[::-1]):
+        self.order, self.asked = order, list[GenerationRequest]()
+
+    def generate(self, requests: list[GenerationRequest], finished: Callable[[int, list[Completion]], None]) -> None:
+        self.asked += requests
+        for request in self.order(requests):
+            tokens = np.full(3 if request.sampling.temperature else 5, 7, dtype=np.int32)
+            one = Completion(tokens, np.zeros(len(tokens), dtype=np.float32), "stop")
+            finished(request.group, [one] * request.sampling.n)
+
+
+@pytest.fixture
+def serve(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Engine], RolloutServer]:
+    def made(engine: Engine) -> RolloutServer:
+        monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
+        server = RolloutServer("fake", None, str(quickstart_data / "model"), RewardConfig(), [], SandboxConfig())  # type: ignore[arg-type]
+        score_with(server, lambda request: float(len(request.response)))
+        return server
+
+    return made
+
+
+def score_with(server: RolloutServer, function: Callable[[module.rewards.ScoreRequest], Any]) -> None:
+    server.scoring.terms = {"test": (Term(module.rewards.Scorer("mine", function, in_process=True)),)}
+
+
+def test_rewards_of_steps_are_on_the_tokens_that_end_them(serve: Callable[[Engine], RolloutServer]) -> None:
+    """Places count the prompt's two tokens. Token 7 is a character; a step ends at the first and at the third."""
+    server = serve(Engine())
+    text = server.tokenizer.decode([7, 7, 7])
+    assert len(text) == 3
+    steps = [(1, 0.25), (3, -0.5)]
+    score_with(server, lambda request: {"score": 1, "steps": steps})
+    for group in run(server, requests(with_greedy=True)):
+        for sample in group.samples:
+            assert sample.steps == ((2, 0.25), (4, -0.5))
+            assert sample.reward == 0.75 and sample.outcome == 1.0 and sample.reward_parts == {"steps": -0.25}
+        assert group.greedy is not None and group.greedy.steps == ((2, 0.25), (4, -0.5))
+
+
+def test_a_step_that_ends_nowhere_fails_its_sample(serve: Callable[[Engine], RolloutServer]) -> None:
+    server = serve(Engine())
+    score_with(server, lambda request: {"score": 1, "steps": [(9, 1)]})
+    for group in run(server, requests(with_greedy=False)):
+        assert "ends at character 9, and the response has 3" in str(group.failures[0])
+
+
+def test_a_sample_without_a_score_has_no_number_and_is_named(serve: Callable[[Engine], RolloutServer]) -> None:
+    """A zero in its place would be learned from. The greedy sample (5 tokens) alone fails, twice, and the group with it."""
+    server = serve(Engine())
+
+    def greedy_fails(request: module.rewards.ScoreRequest) -> float:
+        if len(request.response) == 5:
+            raise ZeroDivisionError("no such luck")
+        return 0.25
+
+    score_with(server, greedy_fails)
+    for group in run(server, requests(with_greedy=True)):
+        assert [sample.reward for sample in group.samples] == [0.25, 0.25]
+        assert group.greedy is not None and math.isnan(group.greedy.reward)
+        (failure,) = group.failures
+        assert (failure.source, failure.uid, failure.kind, failure.attempts) == ("scorer 'mine'", "row", "error", 2)
+        assert "ZeroDivisionError: no such luck" in failure.cause and group.scoring_retries == 1
+
+
+def test_a_scorer_in_processes_of_its_own(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a run has it: named in the recipe, imported elsewhere, and gone with the server."""
+    engine = Engine()
+    monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
+    reward = RewardConfig(function="tests.support.scorers:brevity", processes=2)
+    server = RolloutServer("fake", None, str(quickstart_data / "model"), reward, ["test"], SandboxConfig())  # type: ignore[arg-type]
+    (pool,) = server.scoring.pools.values()
+    server.scoring.start()
+    try:
+        groups = run(server, requests(with_greedy=False))
+    finally:
+        server.scoring.close()
+    assert [sample.reward for group in groups for sample in group.samples] == [0.97] * 6  # of three characters
+    assert pool._nursery.poll() == 0
+
+
+def requests(with_greedy: bool) -> list[GenerationRequest]:
+    sampling = Sampling(2, 16, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(1,))
+    prompt = Prompt("row", (3, 4), "text", "test")
+    return [GenerationRequest(number, prompt, sampling, 10 * number, with_greedy=with_greedy) for number in range(3)]
+
+
+def run(server: RolloutServer, wave: list[GenerationRequest]) -> list[Group]:
+    async def all_of_it() -> list[Group]:
+        collected = [asyncio.ensure_future(server.collect(request.group)) for request in wave]
+        await server.submit(wave)
+        return [(await result)[0] for result in collected]
+
+    return asyncio.run(asyncio.wait_for(all_of_it(), timeout=20))
+
+
+def test_images_are_prepared_here(quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A prompt comes with the file; the engine is asked with pixels, the greedy sample, too, and siblings share them."""
+    write_vl_model(tmp_path)
+    write_processor(tmp_path)
+    picture = io.BytesIO()
+    Image.new("RGB", (56, 56), "white").save(picture, format="PNG")
+    engine = Engine()
+    monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
+    model, reader = str(quickstart_data / "model"), ImageReader(str(tmp_path))
+    server = RolloutServer("fake", None, model, RewardConfig(), [], SandboxConfig(), reader)  # type: ignore[arg-type]
+    score_with(server, lambda request: 1.0)
+    first, *others = requests(with_greedy=True)
+    image = PromptImage("row, image 0", picture.getvalue(), "", tokens=4, start=1)
+    seen = replace(first.prompt, tokens=(3, 250, 250, 250, 250, 4), images=(image,))
+
+    async def vectors() -> list[list[SampleTokens]]:
+        collected = [asyncio.ensure_future(server.collect(number)) for number in range(3)]
+        await server.submit([replace(first, prompt=seen), *others])
+        return [(await result)[1] for result in collected]
+
+    (one, other), *rest = asyncio.run(asyncio.wait_for(vectors(), timeout=60))
+    assert one.images is not None and one.images is other.images and one.images.starts.tolist() == [1]
+    assert one.images.pixels.shape == (16, PATCH_VALUES) and one.images.grids.tolist() == [[1, 4, 4]]
+    assert all(sample.images is None for group in rest for sample in group)
+    asked = {request.group: request.images for request in engine.asked}
+    assert asked[0] is one.images and asked[-1] is one.images and asked[1] is None
+
+
+def test_an_image_that_cannot_be_decoded_fails_its_group_alone(
+    quickstart_data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a file that was cut short the header can be read, and the rest is missed once it is sampled from."""
+    write_vl_model(tmp_path)
+    write_processor(tmp_path)
+    picture = io.BytesIO()
+    Image.effect_noise((56, 56), 50).convert("RGB").save(picture, format="PNG")
+    engine = Engine()
+    monkeypatch.setattr(module.engines, "create", lambda name, spec: engine)
+    reader = ImageReader(str(tmp_path))
+    server = RolloutServer("fake", None, str(quickstart_data / "model"), RewardConfig(), [], SandboxConfig(), reader)  # type: ignore[arg-type]
+    score_with(server, lambda request: 1.0)
+    first, *others = requests(with_greedy=True)
+    image = PromptImage("row 7, image 0", picture.getvalue()[:2000], "", tokens=4, start=1)
+    damaged = replace(first.prompt, tokens=(3, 250, 250, 250, 250, 4), images=(image,))
+    bad, *good = run(server, [replace(first, prompt=damaged), *others])
+    assert "row 7, image 0 cannot be decoded" in str(bad.failures[0])
+    assert all(math.isnan(sample.reward) for sample in [*bad.samples, bad.greedy] if sample)
+    assert not any(group.failures for group in good) and 0 not in {request.group for request in engine.asked}
+
+
+def test_groups_come_back_scored(serve: Callable[[Engine], RolloutServer]) -> None:
+    engine = Engine()
+    groups = run(serve(engine), requests(with_greedy=False))
+    assert [request.group for request in engine.asked] == [0, 1, 2]
+    assert [group.number for group in groups] == [0, 1, 2]
+    assert all(len(group.samples) == 2 and group.greedy is None for group in groups)
+    assert all(sample.response_length == 3 and sample.reward > 0 for group in groups for sample in group.samples)
+
+
+@pytest.mark.parametrize("greedy_first", [False, True])
+def test_a_group_waits_for_its_greedy_sample(serve: Callable[[Engine], RolloutServer], greedy_first: bool) -> None:
+    engine = Engine(lambda wave: sorted(wave, key=lambda request: (request.sampling.temperature > 0) == greedy_first))
+    groups = run(serve(engine), requests(with_greedy=True))
+    assert [group.number for group in groups] == [0, 1, 2]
+    for group in groups:
+        assert group.greedy is not None
+        assert (group.greedy.response_length, group.samples[0].response_length) == (5, 3)
+        assert group.greedy.reward > group.samples[0].reward
+    greedy = [request.sampling for request in engine.asked if request.sampling.temperature == 0]
+    assert greedy == [Sampling(1, 16, temperature=0.0, top_p=1.0, top_k=-1, stop_token_ids=(1,))] * 3
+    assert len({request.group for request in engine.asked}) == 6, "no number is used twice"

@@ -1,0 +1,102 @@
+"""The end of a run that failed: the cause, then what is left of it and how to go on, each once."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from megarl import assembly as entries
+from megarl import cli
+from megarl.checkpoint import next_commands
+from megarl.errors import InputError
+from megarl.exit_status import Terminated, guarded
+from megarl.observe.files import DiskFullError
+from tests.runs.test_train import settings
+from tests.support.checkpoint_parts import saver, state
+from tests.support.stack import ROOT
+
+
+@pytest.fixture
+def failing(
+    quickstart_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """A training that writes checkpoints of `steps` and ends with `error`; its status and what it says on stderr."""
+    checkpoints = tmp_path / "runs" / "failing" / "checkpoints"
+    handler = signal.getsignal(signal.SIGTERM)  # the command line puts its own in place
+
+    def train(steps: list[int], error: BaseException, during: Callable[[], None] = lambda: None) -> tuple[int, str]:
+        def fails(*_: object, **__: object) -> NoReturn:
+            for step in steps:
+                saver(checkpoints).save(step, state())
+            during()
+            raise error
+
+        monkeypatch.setattr(entries, "connected", fails)
+        given = [
+            "train",
+            str(ROOT / "recipes/quickstart.yaml"),
+            *settings(quickstart_data, tmp_path / "runs", "failing"),
+        ]
+        status = guarded(lambda: cli.app(args=given, prog_name="megarl", standalone_mode=False), debug=False)
+        return status, capsys.readouterr().err
+
+    yield train
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_the_last_checkpoint_and_the_way_on_come_once_and_after_the_cause(failing: Any, tmp_path: Path) -> None:
+    status, said = failing([3, 7], RuntimeError("the machine burns"))
+    where = tmp_path / "runs" / "failing" / "checkpoints" / "step_000007"
+    cause, note, *rest = said.splitlines()[-3:]
+    assert status == 1 and cause == "RuntimeError: the machine burns" and rest == ["(--debug shows the traceback)"]
+    assert note == f"Last whole checkpoint: step 7, {where}. Go on from it: the same command with train.resume=auto."
+    assert said.count("checkpoint") == 1 + str(where).count("checkpoint")
+
+
+def test_without_one_that_is_said(failing: Any) -> None:
+    status, said = failing([], RuntimeError("the machine burns again"))
+    assert status == 1 and "No checkpoint was written to" in said and "train.resume=auto begins anew" in said
+
+
+def test_a_disk_that_cannot_be_read_hides_no_cause(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(*_: object) -> NoReturn:
+        raise OSError(5, "Input/output error")
+
+    status, said = failing(
+        [], RuntimeError("the disk burns"), lambda: monkeypatch.setattr(next_commands, "how_to_go_on", unreadable)
+    )
+    assert status == 1 and "RuntimeError: the disk burns" in said
+    assert "Which checkpoints there are could not be seen: [Errno 5] Input/output error" in said
+
+
+def test_a_disk_that_is_full_as_the_log_closes(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The summary is what a run writes last, after whatever it failed of."""
+
+    def full(*_: object) -> NoReturn:
+        raise DiskFullError("no room for a summary")
+
+    monkeypatch.setattr(entries.RunLog, "__exit__", full)
+    status, said = failing([3], RuntimeError("the machine burns"))
+    assert status == 1 and "DiskFullError: no room for a summary" in said and "Last whole checkpoint: step 3" in said
+
+
+def test_what_was_refused_says_no_more_than_that(failing: Any) -> None:
+    status, said = failing([], InputError("no such device"))
+    assert status == 2 and "checkpoint" not in said
+
+
+@pytest.mark.parametrize("error, status, end", [(KeyboardInterrupt(), 130, "Ctrl-C"), (Terminated(), 143, "SIGTERM")])
+def test_a_stopped_run_says_how_to_go_on(failing: Any, error: BaseException, status: int, end: str) -> None:
+    returned, printed = failing([3], error)
+    assert returned == status and printed.splitlines()[-1] == f"stopped by {end}"
+    assert "runs/failing" in printed and "Last whole checkpoint: step 3" in printed
+    assert "Go on from it: the same command with train.resume=auto." in printed
+
+
+def test_a_run_stopped_before_its_first_checkpoint_says_so(failing: Any) -> None:
+    _, printed = failing([], KeyboardInterrupt())
+    assert "No checkpoint was written" in printed and "train.save_every writes them" in printed

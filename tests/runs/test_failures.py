@@ -1,0 +1,146 @@
+"""What goes wrong on the real stack: the cause comes first, in seconds, and nothing stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
+from megarl.cluster.failures import HEADER
+from tests.runs.test_train import assert_ended, descendants, metrics_so_far, settings
+from tests.support.stack import ROOT, command, environment, run
+
+pytestmark = pytest.mark.stack
+
+SMALL = ["cluster.trainers=1", "megatron.expert_parallel=1", "evaluation.at_start=false", "evaluation.at_end=false"]
+
+
+class Run:
+    """A training in the background, ended at the end of the test whatever happens."""
+
+    def __init__(self, data: Path, runs: Path, name: str, *more: str):
+        self.directory = runs / name
+        arguments = ["train", "recipes/quickstart.yaml", *settings(data, runs, name, *SMALL, "train.steps=500", *more)]
+        self.process = subprocess.Popen(
+            command(*arguments),
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for_steps(self, count: int) -> None:
+        deadline = time.monotonic() + 240
+        while not (self.directory / "metrics.jsonl").exists() or len(metrics_so_far(self.directory)) < count:
+            assert self.process.poll() is None, self.process.communicate()[1]
+            assert time.monotonic() < deadline, "no step was done in time"
+            time.sleep(0.05)
+
+    def end(self, seconds: float) -> tuple[int, str]:
+        """Wait for its own end; returns its status and what it said on stderr."""
+        _, errors = self.process.communicate(timeout=seconds)
+        return self.process.returncode, errors
+
+
+RAYS_OWN = re.compile(r"^\*\*\* SIGTERM received|^(\[.*logging\.cc.*\] *)?(\*\*\*|PC:|    @)|^\[.*logging\.cc")
+
+
+@pytest.fixture
+def started(quickstart_data: Path, tmp_path: Path):
+    runs = []
+
+    def start(name: str, *more: str) -> Run:
+        runs.append(Run(quickstart_data, tmp_path, name, *more))
+        return runs[-1]
+
+    yield start
+    for one in runs:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+
+
+def test_ctrl_c_ends_everything_within_ten_seconds(started) -> None:
+    one = started("interrupted")
+    one.wait_for_steps(2)
+    processes = descendants(one.process.pid)
+    one.process.send_signal(signal.SIGINT)
+    status, errors = one.end(10)
+    assert status == 130
+    assert "stopped by Ctrl-C" in errors and "Traceback" not in errors
+    assert_ended(processes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [8, 12, 16])
+def test_sigterm_ends_a_run_that_starts(started, seconds: int) -> None:
+    """Whichever of Ray, the engine and the trainers is starting. For a moment of its own start Ray's compiled part handles
+    the signal: it writes where it was (`RAYS_OWN`), and leaves the rest to us."""
+    one = started("starting")
+    time.sleep(seconds)
+    processes = descendants(one.process.pid)
+    one.process.send_signal(signal.SIGTERM)
+    status, errors = one.end(20)
+    ours = [line for line in errors.strip().splitlines() if not RAYS_OWN.search(line)]
+    assert (status, ours) == (143, ["stopped by SIGTERM"])
+    assert_ended(processes)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_everything_and_says_so(started) -> None:
+    """As cluster managers send it. Ray puts a handler of its own in place, which would end the process without a word."""
+    one = started("terminated")
+    one.wait_for_steps(1)
+    processes = descendants(one.process.pid)
+    one.process.send_signal(signal.SIGTERM)
+    status, errors = one.end(10)
+    assert status == 143
+    assert errors.strip() == "stopped by SIGTERM"
+    assert json.loads((one.directory / "summary.json").read_text())["status"] == "stopped"
+    assert_ended(processes)
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [("engine0", "engine0"), pytest.param("trainer rank 0", "trainer-0", marks=pytest.mark.slow)],
+)
+def test_a_killed_process_is_named_within_seconds(started, role: str, words: str) -> None:
+    one = started("killed")
+    one.wait_for_steps(2)
+    processes = descendants(one.process.pid)
+    pid = pid_in_log(one.directory, words)
+    os.kill(pid, signal.SIGKILL)
+    status, errors = one.end(30)
+    assert status == 1
+    assert role in errors and "SIGKILL" in errors and "Traceback" not in errors
+    last = list_checkpoints(one.directory / "checkpoints")[-1]
+    left = f"Last whole checkpoint: step {checkpoint_step(last)}, {last}. Go on from it: the same command"
+    assert errors.count(f"{left} with train.resume=auto.\n") == 1
+    assert_ended(processes)
+
+
+def pid_in_log(directory: Path, words: str) -> int:
+    """The process that a run's log file of that name is of, as its head says. Who holds the file open does not tell: what
+    the process started (scorers, say) does, too, and may have a lower number."""
+    log = (directory / "logs" / f"{words}.log").read_text()
+    return int(re.findall(rf"^{re.escape(HEADER)} .*, pid (\d+) on ", log, re.MULTILINE)[-1])
+
+
+@pytest.mark.parametrize(
+    ("scorer", "words"), [("raises", "no such luck"), pytest.param("not_a_number", "nan", marks=pytest.mark.slow)]
+)
+def test_a_broken_reward_ends_the_run_with_its_cause(
+    quickstart_data: Path, tmp_path: Path, scorer: str, words: str
+) -> None:
+    arguments = settings(quickstart_data, tmp_path, "reward", *SMALL, f"reward.function=tests.support.scorers:{scorer}")
+    done = run("train", "recipes/quickstart.yaml", *arguments)
+    assert done.returncode == 1
+    assert scorer in done.stderr and words in done.stderr and "word_problems" in done.stderr

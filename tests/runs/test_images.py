@@ -1,0 +1,103 @@
+"""Rows with images on the real stack: from a parquet file to the trainer, and through a checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.checkpoint.folder import load_state
+from megarl.data.rows import write_parquet
+from megarl.types import SampleImages
+from tests.support.stack import metrics, run, without_times
+from tests.support.vl_model import write_processor, write_vl_model
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+SIZES = [(90, 130), (60, 60), (200, 40), (33, 170)]
+
+
+def picture(width: int, height: int, seed: int) -> bytes:
+    from PIL import Image
+
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, format="PNG")
+    return file.getvalue()
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """With two images, one, or none."""
+    made = []
+    for number in range(count):
+        images = [picture(*SIZES[(number + i) % len(SIZES)], seed=10 * number + i) for i in range(number % 3)]
+        made.append(
+            {
+                "data_source": "pictures",
+                "prompt": [{"role": "user", "content": f"w{20 + number} <image>" * len(images) + " w7 w8"}],
+                "images": [{"bytes": image, "path": None} for image in images],
+                "reward_model": {"style": "rule", "ground_truth": ""},
+                "extra_info": {"index": number},
+            }
+        )
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of model/ and rows.parquet."""
+    folder = tmp_path_factory.mktemp("pictures")
+    write_vl_model(folder / "model")
+    write_processor(folder / "model")
+    write_parquet(folder / "rows.parquet", rows(12))
+    return folder
+
+
+def train(folder: Path, runs: Path, name: str, *more: str) -> None:
+    given = [
+        f"model.path={folder}/model", f"data.train_files=[{folder}/rows.parquet]",
+        f"data.eval_files=[{folder}/rows.parquet]", f"runs_dir={runs}", f"name={name}",
+        "reward.function=tests.support.scorers:letters", "data.max_pixels=12000", *more,
+    ]  # fmt: skip
+    done = run("train", "tests/fixtures/images.yaml", *given)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.fixture(autouse=True)
+def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM imports it for such models; where there is none, names are enough."""
+    if importlib.util.find_spec("torchvision") is None:
+        stand_ins = str(Path(__file__).parents[1] / "stand_ins")
+        monkeypatch.setenv("PYTHONPATH", f"{stand_ins}:{os.environ.get('PYTHONPATH', '')}")
+
+
+def test_engine_and_trainer_see_the_same_images(folder: Path, tmp_path: Path) -> None:
+    """Before and after an update, which the vision tower takes part in. An image that only one of the two sees, or an
+    image in another's place, is a gap of more than 0.1."""
+    train(folder, tmp_path, "run", "train.steps=2")
+    lines = metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["rollout/logprob_gap_max"] < 1e-4 and line["actor/grad_norm"] > 0
+        assert line["prompt_length/max"] > 20, "placeholders are counted"
+    assert "eval/rewards/mean" in lines[-1]
+
+
+def test_groups_that_wait_keep_their_images_over_a_resume(folder: Path, tmp_path: Path) -> None:
+    """One-step-off: the engine has sampled the next batch when a checkpoint is taken. The resumed run trains on it as
+    if nothing had happened."""
+    train(folder, tmp_path, "whole", "rollout.max_staleness=1", "train.save_every=2")
+    checkpoint = tmp_path / "whole" / "checkpoints" / "step_000002"
+    waiting = [item.group for batch in load_state(checkpoint)["source"]["gathered"] for item in batch]
+    found = [group.samples[0].data.get()[0].images for group in waiting]
+    kept = [images for images in found if isinstance(images, SampleImages)]
+    assert kept and all(len(images.pixels) == images.grids.prod(1).sum() for images in kept)
+    resume = f"train.resume={checkpoint}"
+    train(folder, tmp_path, "rest", "rollout.max_staleness=1", resume)
+    (line,) = metrics(tmp_path / "rest")
+    assert without_times([line]) == without_times(metrics(tmp_path / "whole")[2:])

@@ -1,0 +1,80 @@
+"""A judge on the real stack: the tiny random model judges what it samples, in an engine of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.runs.test_failures import Run, pid_in_log
+from tests.runs.test_train import assert_ended, descendants, settings
+from tests.support.stack import metrics, run
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+
+def judging(data: Path, *more: str) -> list[str]:
+    """A verdict is any text with a digit, which is what a random model comes to after some attempts."""
+    return [
+        f"judge.path={data}/model", "judge.prompt='Grade {{ response }} of {{ prompt }} ({{ ground_truth }}).'",
+        "judge.pattern='([0-9])'", "judge.scale=9", "judge.max_prompt_length=200", "judge.max_tokens=32", "judge.attempts=20",
+        "judge.temperature=1", "judge.engine_args={kv_cache_memory_bytes: 67108864, max_num_seqs: 16}", *more,
+    ]  # fmt: skip
+
+
+SUM = ["reward.function=null", "reward.functions={tests.support.scorers:letters: 1.0, judge: 0.5}"]
+SMALL = [
+    "train.steps=2", "cluster.trainers=1", "megatron.expert_parallel=1", "algorithm.dynamic_sampling.enabled=false",
+    "train.save_every=0", "train.save_at_end=false", "evaluation.greedy=false",
+]  # fmt: skip
+WITHOUT_EVALUATION = ["evaluation.at_start=false", "evaluation.at_end=false"]
+
+
+def test_groups_are_judged_and_learned_from(quickstart_data: Path, tmp_path: Path) -> None:
+    given = settings(quickstart_data, tmp_path, "judged", *SMALL, *WITHOUT_EVALUATION, *judging(quickstart_data), *SUM)
+    done = run("train", "recipes/quickstart.yaml", *given)
+    assert done.returncode == 0, done.stderr + done.stdout
+    for line in metrics(tmp_path / "judged"):
+        judged, letters = line["critic/score/judge/mean"], line["critic/score/letters/mean"]
+        assert 0 < judged < 1 and line["rollout/judge_seconds"] > 0
+        assert line["critic/rewards/mean"] == pytest.approx(letters + 0.5 * judged)
+        assert line["rollout/groups_unscored"] == 0 and line["actor/grad_norm"] > 0
+    samples = [json.loads(line) for line in (tmp_path / "judged" / "samples" / "step_000001.jsonl").open()]
+    for sample in samples:
+        assert set(sample["parts"]) == {"letters", "letters/accuracy", "accuracy", "judge"}
+        assert math.isclose(sample["parts"]["judge"] * 9, round(sample["parts"]["judge"] * 9), abs_tol=1e-9)
+    assert len({sample["parts"]["judge"] for sample in samples}) > 1
+
+
+def test_under_torchrun_and_alone(quickstart_data: Path, tmp_path: Path) -> None:
+    """Two engines of the judge, which is the whole reward; and an evaluation by itself."""
+    alone = [*judging(quickstart_data), "reward.function=judge", "judge.engines=2", "judge.right_from=0.5"]
+    given = settings(quickstart_data, tmp_path, "alone", *SMALL, *alone)
+    done = run("train", "recipes/quickstart.yaml", *given, torchrun=1)
+    assert done.returncode == 0, done.stderr + done.stdout
+    before, line, after = metrics(tmp_path / "alone")
+    assert 0 < before["eval/pass@1"] < 1 and 0 < after["eval/rewards/mean"] < 1
+    assert 0 < line["critic/rewards/mean"] < 1 and line["rollout/judge_seconds"] > 0
+    assert 0 < line["critic/score/accuracy/mean"] < 1 and "critic/score/judge/mean" not in line
+    assert {path.stem for path in (tmp_path / "alone" / "logs").glob("judge*.log")} == {"judge0", "judge1"}
+    done = run("eval", "recipes/quickstart.yaml", *given, "name=evaluated")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert 0 < json.loads(done.stdout.splitlines()[-1])["eval/rewards/mean"] < 1
+
+
+def test_a_judge_that_is_killed_ends_the_run_and_is_named(quickstart_data: Path, tmp_path: Path) -> None:
+    one = Run(quickstart_data, tmp_path, "killed", *judging(quickstart_data), *SUM)
+    try:
+        one.wait_for_steps(1)
+        processes = descendants(one.process.pid)
+        os.kill(pid_in_log(one.directory, "judge0"), signal.SIGKILL)
+        status, errors = one.end(30)
+    finally:
+        one.process.kill()
+    assert status == 1
+    assert "judge0" in errors and "SIGKILL" in errors and "Traceback" not in errors
+    assert_ended(processes)

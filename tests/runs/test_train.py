@@ -1,0 +1,256 @@
+"""The whole stack at tiny size: real Megatron, vLLM, mbridge and Ray, through the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.stack import ROOT, command, environment, metrics, run, without_times
+
+pytestmark = pytest.mark.stack
+
+TINY = [
+    "data.prompts_per_step=4",
+    "rollout.samples_per_prompt=4",
+    "rollout.max_response_length=16",
+    "rollout.engine_args.max_num_seqs=16",
+    "reward.function=tests.support.scorers:letters",
+    "algorithm.overlong.penalty_buffer=0",
+    "algorithm.dynamic_sampling.metric=reward",
+    "evaluation.limit=4",
+    "train.save_every=1",
+    "train.keep_checkpoints=10",
+]
+
+
+def settings(data: Path, runs: Path, name: str, *more: str) -> list[str]:
+    return [
+        f"model.path={data}/model",
+        f"data.train_files=[{data}/data/train.parquet]",
+        f"data.eval_files=[{data}/data/test.parquet]",
+        f"runs_dir={runs}",
+        f"name={name}",
+        *TINY,
+        *more,
+    ]
+
+
+def train(data: Path, runs: Path, name: str, *more: str, torchrun: int = 0) -> subprocess.CompletedProcess[str]:
+    return run("train", "recipes/quickstart.yaml", *settings(data, runs, name, *more), torchrun=torchrun)
+
+
+@pytest.fixture(scope="module")
+def reference(quickstart_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four steps over Ray, uninterrupted."""
+    runs = tmp_path_factory.mktemp("runs")
+    done = train(
+        quickstart_data, runs, "reference", "train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "exchange.route=auto: planned; " in done.stderr + done.stdout
+    return runs / "reference"
+
+
+@pytest.mark.slow
+def test_planned_weights_are_the_exported_ones(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
+    """Every number of the run is the same to the last bit."""
+    more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
+    done = train(quickstart_data, tmp_path, "exported", *more, "exchange.route=export")
+    assert done.returncode == 0, done.stderr + done.stdout
+    planned, exported = without_times(metrics(reference)), without_times(metrics(tmp_path / "exported"))
+    assert planned[0] == exported[0]
+    for line, other in zip(planned[1:], exported[1:], strict=True):
+        # one engine of one rank, which needs each tensor: what was sent is what it holds, without padding to 64 bytes
+        assert line.pop("exchange/received_bytes") == line["exchange/bytes"] <= other["exchange/bytes"]
+        assert line.pop("exchange/sent_bytes/max") < 0.6 * line.pop("exchange/bytes")
+        other.pop("exchange/bytes")
+        assert line == other
+
+
+@pytest.mark.slow
+def test_weights_from_device_to_device(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
+    """Two engines, the second of which gets what the first has got: every number is that of one engine beside the trainer."""
+    more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
+    apart = [
+        "cluster.placement=disaggregated",
+        "exchange.route=planned",
+        "exchange.transport=device",
+        "rollout.engines=2",
+    ]
+    done = train(quickstart_data, tmp_path, "apart", *more, *apart)
+    assert done.returncode == 0, done.stderr + done.stdout
+    own, other = without_times(metrics(tmp_path / "apart")), without_times(metrics(reference))[:3]
+    assert own[1]["exchange/received_bytes"] == 2 * other[1]["exchange/received_bytes"]
+    for line, of_one in zip(own[1:], other[1:], strict=True):
+        assert line["actor/pg_loss"] == of_one["actor/pg_loss"] and line["actor/grad_norm"] == of_one["actor/grad_norm"]
+        assert line["rollout/logprob_gap_max"] < 1e-3
+
+
+@pytest.mark.slow
+def test_weights_out_of_the_trainers_device_memory(quickstart_data: Path, reference: Path, tmp_path: Path) -> None:
+    """Every number is that of buckets in /dev/shm."""
+    more = ["train.steps=2", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
+    done = train(quickstart_data, tmp_path, "mapped", *more, "exchange.route=planned", "exchange.transport=ipc")
+    assert done.returncode == 0, done.stderr + done.stdout
+    own, other = without_times(metrics(tmp_path / "mapped")), without_times(metrics(reference))
+    assert own[1] == other[1]
+    assert own[2].items() <= other[2].items(), "after its last step the run sends nothing"
+
+
+class TestReference:
+    def test_metrics_are_complete_and_the_engine_agrees_with_the_trainer(self, reference: Path) -> None:
+        lines = metrics(reference)
+        assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+        assert "eval/pass@1" in lines[0] and "eval/greedy" in lines[4]
+        for line in lines[1:]:
+            for name in (
+                "critic/rewards/mean", "actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/lr",
+                "response_length/mean", "perf/throughput", "perf/tflops_per_device/actor", "timing_s/gen", "timing_s/update_actor",
+                "timing_s/old_log_prob", "timing_s/reference", "timing_s/step", "rollout/logprob_gap_k3",
+            ):  # fmt: skip
+                assert name in line, name
+            assert not any(name.startswith("perf/mfu/") for name in line), "a CPU has no peak to be a share of"
+            assert line["rollout/logprob_gap_mean"] < 1e-4
+            assert line["rollout/logprob_gap_max"] < 1e-3
+            assert line["rollout/staleness_max"] == 0
+            assert line["actor/grad_norm"] > 0
+
+    def test_the_policy_moves_away_from_the_reference(self, reference: Path) -> None:
+        lines = metrics(reference)
+        assert lines[4]["actor/kl_loss"] > lines[1]["actor/kl_loss"] >= 0
+
+    def test_what_a_person_finds(self, reference: Path) -> None:
+        summary = json.loads((reference / "summary.json").read_text())
+        assert summary["status"] == "finished" and summary["accuracy_before"] is not None
+        assert "<html" in (reference / "report.html").read_text()
+        assert len((reference / "samples" / "step_000001.jsonl").read_text().splitlines()) == 16
+        assert list((reference / "tensorboard").iterdir())
+        assert [path.name for path in sorted((reference / "checkpoints").iterdir())] == [
+            f"step_{step:06d}" for step in (1, 2, 3, 4)
+        ]
+
+    def test_export_is_read_back_equal_and_evaluates(
+        self, reference: Path, quickstart_data: Path, tmp_path: Path
+    ) -> None:
+        done = run("export", str(reference), "--out", str(tmp_path / "hf"), torchrun=2)
+        assert done.returncode == 0 and "bit for bit" in done.stdout, done.stderr + done.stdout
+        evaluated = run(
+            "eval", "recipes/quickstart.yaml",
+            *settings(quickstart_data, tmp_path, "eval", "evaluation.samples=4", "evaluation.ks=[1,4]"),
+            f"model.path={tmp_path / 'hf'}",
+        )  # fmt: skip
+        assert evaluated.returncode == 0, evaluated.stderr
+        figures = json.loads(evaluated.stdout.strip().splitlines()[-1])
+        assert {"eval/pass@1", "eval/pass@4", "eval/greedy"} <= set(figures)
+
+    def test_a_second_run_into_the_same_directory_is_refused(self, reference: Path, quickstart_data: Path) -> None:
+        before = (reference / "metrics.jsonl").read_bytes()
+        done = train(quickstart_data, reference.parent, "reference")
+        assert done.returncode == 2
+        assert "already holds a run" in done.stderr and "train.resume=auto" in done.stderr
+        assert (reference / "metrics.jsonl").read_bytes() == before
+
+
+def test_killed_and_resumed_is_as_if_nothing_had_happened(
+    reference: Path, quickstart_data: Path, tmp_path: Path
+) -> None:
+    """SIGKILL after step 2, over Ray: nothing stays alive, and the resumed run writes the same metrics, bit for bit."""
+    more = ["train.steps=4", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001"]
+    arguments = ["train", "recipes/quickstart.yaml", *settings(quickstart_data, tmp_path, "killed", *more)]
+    process = subprocess.Popen(command(*arguments), cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    run_dir = tmp_path / "killed"
+    deadline = time.monotonic() + 300
+    while not (run_dir / "metrics.jsonl").exists() or len(metrics_so_far(run_dir)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    started = descendants(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert_ended(started)
+    # As if the kill had come between the save and the step's line: the checkpoint alone must bring the line back.
+    lines = (run_dir / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    newest = max((run_dir / "checkpoints").glob("step_*"))
+    kept = [line for line in lines if json.loads(line)["step"] < int(newest.name.removeprefix("step_"))]
+    (run_dir / "metrics.jsonl").write_bytes(b"".join(kept))
+    done = train(quickstart_data, tmp_path, "killed", *more, "train.resume=auto")
+    assert done.returncode == 0, done.stderr
+    assert without_times(metrics(run_dir)) == without_times(metrics(reference))
+
+
+def metrics_so_far(run_dir: Path) -> list[str]:
+    return (run_dir / "metrics.jsonl").read_text().splitlines()
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Every process that a run has started: workers, engines, Ray's own."""
+    found = psutil.Process(pid).children(recursive=True)
+    assert len(found) >= 3, "a run has more processes than that"
+    return found
+
+
+def assert_ended(started: list[psutil.Process], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while (alive := [one for one in started if lives(one)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not alive
+
+
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_torchrun_gives_the_same_run(reference: Path, quickstart_data: Path, tmp_path: Path) -> None:
+    more = ["train.steps=3", "algorithm.kl_coef=0.01", "algorithm.entropy_coef=0.001", "evaluation.at_end=false"]
+    done = train(quickstart_data, tmp_path, "torchrun", *more, torchrun=2)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert without_times(metrics(tmp_path / "torchrun"))[:3] == without_times(metrics(reference))[:3]
+
+
+def test_one_step_off_and_two_engines(quickstart_data: Path, tmp_path: Path) -> None:
+    """Engines sample ahead; the version and staleness of samples are recorded; a resume goes on with what was waiting."""
+    more = [
+        "rollout.max_staleness=1",
+        "cluster.placement=disaggregated",
+        "rollout.engines=2",
+        "evaluation.at_start=false",
+    ]
+    whole = train(quickstart_data, tmp_path, "whole", "train.steps=3", *more, torchrun=2)
+    assert whole.returncode == 0, whole.stderr + whole.stdout
+    lines = metrics(tmp_path / "whole")
+    assert [line["rollout/staleness_max"] for line in lines] == [0, 1, 1]
+    resume = f"train.resume={tmp_path / 'whole' / 'checkpoints' / 'step_000002'}"
+    rest = train(quickstart_data, tmp_path, "rest", "train.steps=3", resume, *more, torchrun=2)
+    assert rest.returncode == 0, rest.stderr
+    (line,) = metrics(tmp_path / "rest")
+    assert without_times([line]) == without_times(lines[2:])
+
+
+@pytest.mark.slow
+def test_the_real_gsm8k_runs(quickstart_data: Path, tmp_path: Path) -> None:
+    """The real files where they are (MEGARL_GSM8K names their folder), else the sample in tests/fixtures."""
+    source = Path(os.environ.get("MEGARL_GSM8K", ROOT.parent / "shared" / "data" / "gsm8k"))
+    real = (source / "train.jsonl").exists()
+    source = source if real else ROOT / "tests" / "fixtures" / "gsm8k"
+    prepared = run("data", "gsm8k", "--source", str(source), "--out", str(tmp_path / "gsm8k"))
+    assert prepared.returncode == 0, prepared.stderr
+    done = run(
+        "train", "recipes/gsm8k_tiny.yaml", f"model.path={quickstart_data}/model", f"runs_dir={tmp_path}",
+        f"data.train_files=[{tmp_path}/gsm8k/train.parquet]", f"data.eval_files=[{tmp_path}/gsm8k/test.parquet]",
+        torchrun=2,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    lines = metrics(tmp_path / "gsm8k-tiny")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["rollout/logprob_gap_mean"] < 1e-4 for line in lines)
+    notices = (tmp_path / "gsm8k-tiny" / "notices.jsonl").read_text()
+    assert not real or "training prompts are longer than the limit and were left out" in notices

@@ -1,0 +1,204 @@
+"""What a run in the sandbox returns, and how a machine without one says so. tests/sandbox/test_attacks.py attacks it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megarl import sandbox
+from megarl.sandbox import detect
+from tests.support.sandbox_machine import LACKING, needs_sandbox
+
+ROOT = Path(__file__).parents[2]
+
+
+@needs_sandbox
+def test_output_errors_and_exit() -> None:
+    result = sandbox.run("import sys; print(input() + '!'); print('ü', file=sys.stderr); sys.exit(3)", "hello\n")
+    assert (result.stdout, result.stderr, result.exit_code, result.limit) == ("hello!\n", "ü\n", 3, None)
+    assert not result.ok and result.signal is None
+
+
+@needs_sandbox
+def test_a_signal_is_told() -> None:
+    result = sandbox.run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert result.signal == 11 and result.limit is None
+
+
+@needs_sandbox
+def test_a_traceback_names_lines_of_the_program() -> None:
+    result = sandbox.run("x = 1\n1 / 0\n")
+    assert 'File "/program.py", line 2' in result.stderr and result.exit_code == 1
+
+
+@needs_sandbox
+def test_input_of_some_megabytes_and_output_in_turn() -> None:
+    """Pipes hold 64 KiB: a caller that writes all before it reads waits for ever."""
+    result = sandbox.run("import sys\nfor line in sys.stdin: print(line, end='')", "x" * 99 + "\n" * 30_000)
+    assert result.ok and len(result.stdout) == 30_099
+    assert sandbox.run("print(1)", "x" * 10_000_000).stdout == "1\n"  # input that nobody reads
+
+
+@needs_sandbox
+def test_cpu_time_is_that_of_all_processes() -> None:
+    spin = (
+        "import os, time\ndef spin():\n    end = time.process_time() + 0.3\n    while time.process_time() < end: pass\n"
+    )
+    result = sandbox.run(spin + "if os.fork() == 0: spin(); os._exit(0)\nspin(); os.wait()")
+    assert 0.6 <= result.cpu_seconds < 1.0
+    assert sandbox.run("import time; time.sleep(0.3)").cpu_seconds < 0.25
+
+
+@needs_sandbox
+def test_memory_past_the_limit_is_a_memory_error() -> None:
+    result = sandbox.run("bytearray(300 << 20)", limits=sandbox.Limits(memory_mb=200))
+    assert result.stderr.strip().endswith("MemoryError") and result.exit_code == 1
+    assert sandbox.run("bytearray(300 << 20)", limits=sandbox.Limits(memory_mb=500)).ok
+
+
+@needs_sandbox
+def test_what_programs_need_works() -> None:
+    """Threads, processes, subprocesses, deep recursion, files, asyncio: a list of allowed calls forgets something."""
+    program = """
+    import asyncio, multiprocessing, os, random, shutil, sqlite3, subprocess, sys, tempfile, threading, time
+    threading.stack_size(64 << 20)
+    sys.setrecursionlimit(10**6)
+    def deep(n): return 0 if n == 0 else 1 + deep(n - 1)
+    got = []
+    thread = threading.Thread(target=lambda: got.append(deep(50_000))); thread.start(); thread.join()
+    async def nap(): await asyncio.sleep(0.01); return 1
+    with multiprocessing.Pool(2) as pool: got.append(sum(pool.map(abs, range(-3, 3))))
+    got.append(asyncio.run(nap()))
+    got.append(subprocess.run([sys.executable, "-c", "print(5)"], capture_output=True, text=True).stdout)
+    with tempfile.TemporaryDirectory() as folder:
+        open(folder + "/a", "w").write("abc"); shutil.copy(folder + "/a", "b"); shutil.move("b", "c")
+    got.append(open("c").read()); got.append(sqlite3.connect("db").execute("select 1").fetchone())
+    os.replace("c", "d"); time.sleep(0.001); random.random()
+    print(got)
+    """
+    result = sandbox.run(textwrap.dedent(program))
+    assert result.stdout == "[50000, 9, 1, '5\\n', 'abc', (1,)]\n", result
+
+
+@needs_sandbox
+def test_the_same_program_does_the_same_again() -> None:
+    program = "print(list({str(n) for n in range(50)}), hash('x'))"
+    assert sandbox.run(program).stdout == sandbox.run(program).stdout
+
+
+@needs_sandbox
+def test_packages_are_shown_by_name_with_what_they_need() -> None:
+    assert sandbox.run("import numpy; print(numpy.arange(4).sum())", packages=["numpy"]).stdout == "6\n"
+    assert "ModuleNotFoundError" in sandbox.run("import numpy").stderr
+    rich = sandbox.run("import rich, pygments; print(1)", packages=["rich"])  # rich needs pygments
+    assert rich.stdout == "1\n", rich
+    with pytest.raises(ValueError, match="'no-such-package', which is not installed"):
+        sandbox.run("", packages=["no-such-package"])
+
+
+@needs_sandbox
+def test_many_at_once() -> None:
+    """Ends, descriptors and results are each run's own."""
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(8) as threads:
+        results = list(threads.map(lambda n: sandbox.run(f"print({n}); raise SystemExit({n % 3})"), range(40)))
+    assert [(result.stdout, result.exit_code) for result in results] == [(f"{n}\n", n % 3) for n in range(40)]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@needs_sandbox
+def test_a_wall_limit_is_kept_within_a_second() -> None:
+    started = time.monotonic()
+    result = sandbox.run("print(1, flush=True); import time; time.sleep(60)", limits=sandbox.Limits(wall_seconds=0.5))
+    assert (result.limit, result.exit_code, result.stdout) == ("wall", None, "1\n")
+    assert time.monotonic() - started < 1.5
+
+
+@pytest.mark.parametrize("name", ["cpu_seconds", "wall_seconds", "memory_mb", "processes"])
+def test_limits_are_more_than_nothing(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        sandbox.Limits(**{name: 0})
+
+
+@needs_sandbox
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become an ordinary user; as one, all tests are this test")
+def test_an_ordinary_user_has_the_sandbox_too(tmp_path: Path) -> None:
+    """Through a user namespace, where root needs none: other arguments, the same guarantees."""
+    python = f"/usr/bin/python3.{sys.version_info.minor}"
+    if not os.path.exists(python):
+        pytest.skip("the interpreter of these tests may lie where others cannot read, and there is no other one")
+    import pyseccomp
+
+    folder = Path("/tmp") / f"megarl-sandbox-{os.getpid()}"
+    program = (
+        "import os, sys; print(os.getuid(), os.listdir('/tmp'), os.path.exists('/etc'), flush=True)\n"
+        "made = 0\ntry:\n    while made < 100:\n        os.fork() or __import__('time').sleep(9)\n        made += 1\n"
+        "except OSError: print(made, flush=True)\n"
+        "for path in ('/program.py', '/x', os.__file__):\n    try: open(path, 'a'); print('BREACH', path, flush=True)\n    except OSError: pass\n"
+        "try: os.setuid(0); print('BREACH', flush=True)\nexcept OSError: pass\n"
+        "for n in range(1000): os.mkdir(str(n))\n__import__('time').sleep(60)"
+    )
+    caller = f"""
+import sys, types
+package = types.ModuleType("megarl"); package.__path__ = [{str(folder / "megarl")!r}]; sys.modules["megarl"] = package
+from megarl import sandbox
+print(sandbox.missing())
+result = sandbox.run({program!r}, limits=sandbox.Limits(processes=6, scratch_files=100))
+print(result.limit, result.stdout)
+"""
+    try:
+        (folder / "megarl").mkdir(parents=True)
+        subprocess.run(["cp", "-r", str(ROOT / "megarl" / "sandbox"), str(folder / "megarl")], check=True)
+        subprocess.run(["cp", pyseccomp.__file__, str(folder)], check=True)
+        subprocess.run(["chmod", "-R", "a+rX", str(folder)], check=True)
+        became = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", "env", f"PYTHONPATH={folder}"]
+        done = subprocess.run([*became, python, "-c", caller], capture_output=True, text=True, cwd="/", check=False)
+    finally:
+        subprocess.run(["rm", "-r", str(folder)], check=True)
+    assert done.stdout == "[]\nfiles 1000 [] False\n5\n\n", done
+
+
+def test_a_machine_without_bubblewrap_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And refuses, rather than to run unprotected."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [line for line in detect.missing() if line.startswith("bwrap is not installed: apt-get install bubblewrap")]
+    detect.require.cache_clear()
+    with pytest.raises(sandbox.SandboxUnavailable, match="apt-get install bubblewrap"):
+        sandbox.run("print(1)")
+    detect.require.cache_clear()
+
+
+def test_a_bubblewrap_that_cannot_limit_the_scratch_folder_is_too_old(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho '--tmpfs DEST'\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert any(re.search("bwrap is too old.*0.8 or later", line) for line in detect.missing())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability from root")
+def test_root_of_an_ordinary_container_is_told_what_to_grant() -> None:
+    """Docker's default root may not mount."""
+    look = "from megarl.sandbox import missing; print(missing())"
+    prefix = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-all", "--"]
+    done = subprocess.run([*prefix, sys.executable, "-c", look], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert "root has no CAP_SYS_ADMIN here" in done.stdout and "--cap-add SYS_ADMIN" in done.stdout, done
+
+
+def test_the_worked_example_of_the_docs() -> None:
+    text = (ROOT / "docs" / "sandbox.md").read_text()
+    examples = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert examples
+    if LACKING:
+        pytest.skip(f"this machine has no sandbox: {LACKING}")
+    for example in examples:
+        exec(compile(example, "docs/sandbox.md", "exec"), {})

@@ -1,0 +1,108 @@
+"""The process of tests/commands/plan/test_activations.py: what a trainer on the CPU allocates in each phase, as torch's allocator
+reports it.
+
+It computes with real tensors, as one rank of a layout whose other ranks do not exist: collectives have their buffers and
+move nothing. With gloo, its threads' own copies would be among what the allocator reports, and some of the trainer's
+memory would be given back by them.
+
+Usage, with the environment of torchrun: python -m tests.support.activations_worker CASES.json OUTPUT_DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megarl.commands.plan import meta_device
+from megarl.platform import select
+
+platform = select("cpu")
+platform.prepare()
+meta_device.fake_collectives()
+platform.holds_values = False  # a config.json is all there is of the models: weights stay as they are made
+
+import torch  # noqa: E402
+from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+from megarl.commands.plan.count import activations  # noqa: E402
+from megarl.commands.plan.count.workload import Workload  # noqa: E402
+from megarl.megatron import vocab  # noqa: E402
+from megarl.megatron.batch import MicroBatch  # noqa: E402
+from megarl.megatron.routing_replay import Routing  # noqa: E402
+from tests.support.activations_cases import recipe_of  # noqa: E402
+
+torch.set_num_threads(1)
+vocab._BLOCK_ELEMENTS_CPU = vocab._BLOCK_ELEMENTS  # as many logits at a time as on the devices that are planned for
+
+
+def peak(of: Callable[[], Any]) -> int:
+    """The most bytes at a time that `of` allocates, kernels' own included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        of()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest
+
+
+def run(case: dict[str, Any], output: Path) -> None:
+    from megarl.megatron.trainer import PolicyTrainer
+
+    meta_device.join(case["rank"], case["processes"])
+    trainer = PolicyTrainer(recipe_of(case), platform, total_optimizer_steps=1)
+    work = Workload(**case["work"])
+    activations.assume(trainer, work)
+    phases = activations.passes(trainer, work)
+    peaks = {}
+    for phase, compute in phases.items():
+        activations.forget()
+        peaks[phase] = peak(compute)
+    (output / f"{case['name']}.json").write_text(json.dumps(peaks))
+
+
+def balanced(trainer: Any, work: Workload) -> list[MicroBatch]:
+    """As the planner's micro batches, with every token's experts prescribed: each has as many tokens as any other."""
+    batches, config = made(trainer, work), trainer.model.config
+    if config.num_moe_experts:
+        tokens, layers, topk = len(batches[0].tokens), config.num_layers, config.moe_router_topk
+        chosen = torch.arange(tokens * topk).view(tokens, 1, topk) % config.num_moe_experts
+        for batch in batches:
+            batch.routing = Routing(tokens=chosen.expand(-1, layers, -1).to(torch.int16))
+    images = batches[0].images
+    if images is not None:  # the same of all of them
+        images.pixels = OnHost(images.pixels)  # type: ignore[assignment]
+    return batches
+
+
+class OnHost:
+    """Pixels that take memory where they are sent to the device, which here is the host."""
+
+    def __init__(self, pixels: torch.Tensor) -> None:
+        self.pixels, self.shape = pixels, pixels.shape
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        return self.pixels.to(device, copy=True)
+
+
+made, activations.micro_batches = activations.micro_batches, balanced
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:  # Megatron keeps one layout a process
+        pool.starmap(run, [(case, output) for case in cases], chunksize=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""A task in two turns that a tiny model can learn: each row has a table of digits that only the tool `find_digit` can see.
+
+Demonstrations ask the tool in half of the rows, and guess in the others; a policy that was taught by them is right in
+little more than half of its samples, and learns from rewards to ask always."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from megarl.agents import find
+from megarl.data.rows import write_parquet
+
+KEYS = "abcd"
+TOOL = "tests.support.agent_tools:find_digit"
+
+
+def _row(rng: random.Random, number: int) -> dict[str, Any]:
+    table = {key: rng.randrange(10) for key in KEYS}
+    key = rng.choice(KEYS)
+    return {
+        "data_source": "test/digits",
+        "prompt": [{"role": "user", "content": f"Digit of {key}?"}],
+        "reward_model": {"style": "rule", "ground_truth": str(table[key])},
+        "extra_info": {"index": number, "table": table, "key": key},
+    }
+
+
+def write_prompts(path: Path, rows: int, seed: int = 0) -> None:
+    rng = random.Random(seed)
+    write_parquet(path, [_row(rng, number) for number in range(rows)])
+
+
+def write_demonstrations(path: Path, rows: int, seed: int = 1) -> None:
+    rng = random.Random(seed)
+    made = []
+    for number in range(rows):
+        row = _row(rng, number)
+        key, answer = row["extra_info"]["key"], row["reward_model"]["ground_truth"]
+        call = {
+            "id": "call_0",
+            "type": "function",
+            "function": {"name": "find_digit", "arguments": f'{{"key": "{key}"}}'},
+        }
+        asked = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": answer, "tool_calls": []},
+            {"role": "assistant", "content": answer, "tool_calls": []},
+        ]
+        guessed = [{"role": "assistant", "content": str(rng.randrange(10)), "tool_calls": []}]
+        question = {**row["prompt"][0], "tool_calls": []}
+        made.append({"messages": [question, *(asked if rng.random() < 0.5 else guessed)], "tools": [find(TOOL).schema]})
+    write_parquet(path, made)

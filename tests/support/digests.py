@@ -1,0 +1,59 @@
+"""Inside vLLM's workers, in tests: what a worker's parameters are, bit by bit."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from megarl.engines.vllm.worker import WorkerExtension
+from tests.support import latent_attention
+from tests.support.without_fingerprints import set_fingerprints
+
+latent_attention.install()
+
+
+class Extension(WorkerExtension):
+    def watch_layers(self) -> None:
+        """From now on, note each layer's parameters as vLLM is about to repack them: some of them vanish in kernels."""
+        self._before: dict[str, str] = {}
+        for name, module in self.model_runner.model.named_modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, QuantizeMethodBase):
+                self._watch(name, method)
+
+    def _watch(self, name: str, method: Any) -> None:
+        original = method.process_weights_after_loading
+
+        def process(layer: torch.nn.Module, *args: Any) -> Any:
+            for own, parameter in layer.named_parameters(recurse=False):
+                self._before[f"{name}.{own} before repacking"] = digest(parameter)
+            return original(layer, *args)
+
+        method.process_weights_after_loading = process
+
+    def forget_names(self) -> None:
+        """Other trainers may export in another order."""
+        self._megarl_names = None
+
+    def set_fingerprints(self, on: bool) -> None:
+        set_fingerprints(on)
+
+    def digests(self) -> dict[str, str]:
+        """After `watch_layers`."""
+        model = self.model_runner.model
+        tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        absorbed = [
+            (f"{name}.{own}", getattr(module, own))
+            for name, module in model.named_modules()
+            for own in ("W_UV", "W_UK_T")  # latent attention makes them of kv_b_proj at the end of a reload
+            if hasattr(module, own)
+        ]
+        return {name: digest(tensor) for name, tensor in [*tensors, *absorbed]} | self._before
+
+
+def digest(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().view(-1)
+    return hashlib.blake2b(data.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest() if len(data) else ""

@@ -1,0 +1,342 @@
+"""A vLLM engine in a process of its own, and the Hugging Face models that its tests hold it to.
+
+The test's process plays the trainer: it holds the Hugging Face model, changes its weights and sends them through the
+exchange.
+"""
+
+import multiprocessing
+import os
+import pkgutil
+import threading
+import time
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from megarl.engines import create, engine_env
+from megarl.engines.base import EngineSpec
+from megarl.engines.group import MeetingPlace
+from megarl.types import GenerationRequest, Prompt, Sampling
+from megarl.weight_sync.full.sender import WeightSender
+
+VOCABULARY = 250  # not a multiple of vLLM's padding
+MAX_LENGTH = 128
+PATIENCE = 300  # seconds, for any call of an engine: starts compile, on a machine that may be busy
+
+
+def serve(connection):
+    """The engine's process: runs (number, method, arguments) in threads, answers (number, error, value)."""
+    state = {}
+
+    def start(spec, *seat):
+        if "engine" in state:  # one that failed may still be at its end, which takes vLLM's groups of the process down
+            state["engine"].shutdown()
+        state["engine"] = create("vllm", spec)
+        return state["engine"].start(*seat)
+
+    def open_meeting_place(host):
+        state["meeting_place"] = MeetingPlace(host)
+        return state["meeting_place"].seat
+
+    def generate(requests):
+        order, completions = [], {}
+        state["finished"] = order
+        state["engine"].generate(requests, lambda group, c: (order.append(group), completions.update({group: c})))
+        return order, completions
+
+    def finished():
+        return state["finished"]
+
+    def replace(module, name, function):
+        """Put ``function``, of this file, in the place of a function of `module`, or of a class there ("module:Class");
+        None puts the old one back."""
+        owner = pkgutil.resolve_name(module)
+        former = state.setdefault((module, name), getattr(owner, name))
+        setattr(owner, name, former if function is None else globals()[function])
+
+    def rpc(method, *arguments):
+        """What each of the engine's workers answers."""
+        engine = state["engine"]
+        return engine.call(lambda: engine._weights._engine.collective_rpc(method, args=arguments))
+
+    own = {
+        "rpc": rpc,
+        "start": start,
+        "open_meeting_place": open_meeting_place,
+        "generate": generate,
+        "finished": finished,
+        "replace": replace,
+    }
+
+    def run(number, method, arguments):
+        try:
+            target = own.get(method) or getattr(state["engine"], method)
+            answer = (number, None, target(*arguments))
+        except BaseException as error:  # noqa: BLE001 - raised again in the other process
+            traceback.clear_frames(error.__traceback__)
+            answer = (number, copy_of(error), None)
+        with lock:
+            connection.send(answer)
+
+    lock = threading.Lock()
+    while (message := connection.recv()) is not None:
+        threading.Thread(target=run, args=message).start()
+
+
+def with_digests(spec, device):
+    """For `replace`: the engine's arguments, with workers that tell what their parameters are."""
+    from megarl.engines.vllm.args import build_engine_args
+
+    return build_engine_args(spec, device) | {"worker_extension_cls": "tests.support.digests.Extension"}
+
+
+def some_whole(model, tensors):
+    """For `replace`: needs of an engine whose loader gives no box for the first layer's attention and the second's experts."""
+    from megarl.engines.vllm.needed_slices import needs
+    from megarl.weight_sync.sharded.slices import BOX, Describer
+
+    need = needs(model, tensors)
+    layers = ("model.layers.0.self_attn.qkv_proj.", "model.layers.1.mlp.experts.")
+    told = {name: (shape, dtype) for name, shape, dtype in tensors}
+    describer, whole = Describer(), {}
+    for tensor, row, column, rows, columns, parameter, offset, stride in need.boxes.tolist():
+        name, own = need.tensors[tensor], need.parameters[parameter]
+        if own.startswith(layers):
+            whole[name] = None
+            continue
+        number = describer.parameter(own, need.dtypes[parameter])
+        describer.add(describer.tensor(name, told[name][0]), (row, column, rows, columns), number, offset, stride)
+    for name in whole:
+        describer.add_whole(name, *told[name])
+    assert len(BOX) == 8 and len(whole) > 10
+    return describer.done()
+
+
+class SwappingKeyAndValue:
+    """For `replace`: a vLLM that joins the adapters of one linear in another order than it says."""
+
+    @staticmethod
+    def pack(loras):
+        from vllm.lora.lora_weights import PackedLoRALayerWeights
+
+        return PackedLoRALayerWeights.pack([loras[0], *reversed(loras[1:])])
+
+
+def flipping(_, memory):
+    """For `replace`: a fingerprint, of bytes of which one bit flipped on its way."""
+    from megarl.weight_sync.fingerprint import Passing
+
+    changed = memory.clone()
+    changed[len(changed) // 2] ^= 8
+    return Passing(changed)
+
+
+def dying(_, memory):
+    """For `replace`: an engine that dies when it has got a bucket."""
+    os._exit(9)
+
+
+def nothing(*_):
+    """For `replace`: a mend left out."""
+    return {}
+
+
+def topk_method_alone(*_):
+    """For `replace`: half of what `_missing_routing` mends."""
+    return {"topk_method": "noaux_tc"}
+
+
+def copy_of(error):
+    """The error without what it holds on to, so that it can be sent."""
+    try:
+        return type(error)(str(error))
+    except TypeError:  # a class with a constructor of its own
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+class EngineProcess:
+    def __init__(self):
+        before = dict(os.environ)
+        os.environ.update(engine_env("vllm", {}, threads=1, engine_args={}))
+        try:
+            context = multiprocessing.get_context("spawn")
+            self.connection, theirs = context.Pipe()
+            self.process = context.Process(target=serve, args=(theirs,), daemon=False)
+            self.process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+        self.futures: dict[int, Future] = {}
+        threading.Thread(target=self._answers, daemon=True).start()
+
+    def _answers(self):
+        while True:
+            try:
+                number, error, value = self.connection.recv()
+            except (EOFError, OSError):
+                for future in self.futures.values():
+                    future.set_exception(RuntimeError("the engine's process is gone"))
+                return
+            future = self.futures.pop(number)
+            future.set_exception(error) if error is not None else future.set_result(value)
+
+    def begin(self, method, *arguments):
+        number, future = time.monotonic_ns(), Future()
+        self.futures[number] = future
+        self.connection.send((number, method, arguments))
+        return future
+
+    def __getattr__(self, method):
+        return lambda *arguments: self.begin(method, *arguments).result(PATIENCE)
+
+    def close(self):
+        self.connection.send(None)
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+
+
+def build_model(path, kind="qwen3_moe", layers=2, expert_width=32):
+    import transformers
+
+    torch.manual_seed(0)
+    common = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+    )
+    if kind == "qwen3_moe":
+        config = transformers.Qwen3MoeConfig(
+            **common, num_key_value_heads=2, head_dim=32, num_experts=4, moe_intermediate_size=expert_width
+        )
+        transformers.Qwen3MoeForCausalLM(config).save_pretrained(path)
+        return str(path)
+    if kind == "qwen3":
+        config = transformers.Qwen3Config(
+            **{k: v for k, v in common.items() if k not in ("num_experts_per_tok", "norm_topk_prob")},
+            num_key_value_heads=2,
+            head_dim=32,
+        )
+        transformers.Qwen3ForCausalLM(config).save_pretrained(path)
+        return str(path)
+    if kind in ("qwen2", "qwen2_tied"):
+        config = transformers.Qwen2Config(
+            **{**common, "hidden_size": 128, "tie_word_embeddings": kind == "qwen2_tied"}, num_key_value_heads=2
+        )
+        transformers.Qwen2ForCausalLM(config).save_pretrained(path)
+        return str(path)
+    if kind == "glm4_moe":  # routed like DeepSeek-V3, without latent attention
+        config = transformers.Glm4MoeConfig(
+            **common,
+            num_key_value_heads=2,
+            head_dim=32,
+            use_qk_norm=True,
+            moe_intermediate_size=expert_width,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.0,
+        )
+        transformers.Glm4MoeForCausalLM(config).save_pretrained(path)
+        return str(path)
+    latent = dict(kv_lora_rank=512, q_lora_rank=64, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
+    experts = dict(moe_intermediate_size=64, n_routed_experts=4, n_group=1, topk_group=1, n_shared_experts=1)
+    config = transformers.DeepseekV3Config(
+        **common, **latent, **experts, num_key_value_heads=4, first_k_dense_replace=1, routed_scaling_factor=1.0
+    )
+    transformers.DeepseekV3ForCausalLM(config).save_pretrained(path)
+    return str(path)
+
+
+def load_model(path):
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def change(model, seed, directory):
+    """New weights for `model`; returns them under their checkpoint names."""
+    from safetensors.torch import load_file
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+        for parameter in [*model.parameters(), *biases]:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    model.save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def make_requests(count=6, n=3, max_tokens=20, temperature=1.0, seed=0, **sampling):
+    random = np.random.default_rng(seed)
+    prompts = [tuple(random.integers(3, VOCABULARY, 4 + i).tolist()) for i in range(count)]
+    return [
+        GenerationRequest(
+            i, Prompt(f"p{i}", tokens, "", "x"), Sampling(n, max_tokens, temperature, **sampling), 100 * i
+        )
+        for i, tokens in enumerate(prompts)
+    ]
+
+
+@torch.no_grad()
+def reference(model, prompt, tokens, temperature=1.0):
+    """log-probs [response, vocabulary] of the Hugging Face model before each response token."""
+    sequence = torch.tensor([[*prompt, *tokens]])
+    logits = model(sequence).logits[0, len(prompt) - 1 : -1].float()
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def gaps(model, request, sample):
+    """How far the engine's log-probs are from the Hugging Face model's, a token."""
+    expected = reference(model, request.prompt.tokens, sample.tokens.tolist(), request.sampling.temperature)
+    expected = expected.gather(1, torch.from_numpy(sample.tokens).long()[:, None])[:, 0]
+    return np.abs(expected.numpy() - sample.log_probs)
+
+
+def assert_exact(model, requests, completions, bound=5e-5):
+    for request in requests:
+        assert len(completions[request.group]) == request.sampling.n
+        for sample in completions[request.group]:
+            assert sample.tokens.dtype == np.int32 and sample.log_probs.dtype == np.float32
+            assert gaps(model, request, sample).max() < bound
+
+
+def same(one, other):
+    return all(
+        np.array_equal(a.tokens, b.tokens) and np.array_equal(a.log_probs, b.log_probs)
+        for group in one
+        for a, b in zip(one[group], other[group], strict=True)
+    )
+
+
+def exchange(engine, info):
+    sender = WeightSender.open("127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=120.0)
+    engine.connect_exchange(sender.session)
+    return sender
+
+
+def update(engine, sender, weights, version=1):
+    """Send `weights` as `version`."""
+    update_all([engine], sender, weights, version)
+
+
+def update_all(engines, sender, weights, version):
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(sender.send, version, weights.items())
+        updates = [engine.begin("update_weights", version) for engine in engines]
+        for update in updates:
+            update.result(PATIENCE)
+        sending.result(PATIENCE)
+
+
+def spec(path, **changes):
+    return EngineSpec(**{"name": "e0", "model_path": path, "dtype": "float32", "max_model_len": MAX_LENGTH, **changes})

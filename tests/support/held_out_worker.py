@@ -1,0 +1,101 @@
+"""One trainer process of tests/rollout/test_evaluate_loss.py: evaluates held-out rows, trains in between, and writes what came out.
+
+Usage, with the environment of torchrun: python -m tests.support.held_out_worker CASES.json DIRECTORY
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.platform import select
+
+select("cpu").prepare()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from megarl.algorithms.objective import needs_reference  # noqa: E402
+from megarl.batching.plan import plan_step  # noqa: E402
+from megarl.rollout.evaluate_loss import HeldOut  # noqa: E402
+from megarl.rollout.source_dataset import DataSource  # noqa: E402
+from megarl.trainer.actor import ActorWorker  # noqa: E402
+from tests.support.held_out import STEPS, recipe_of, rows  # noqa: E402
+from tests.support.trainer_processes import forget_last_model  # noqa: E402
+
+
+class Ranks:
+    """A WorkerGroup of processes that are all the controller: each calls its own worker, and hears what all answer."""
+
+    def __init__(self, worker: ActorWorker):
+        self.worker, self.size = worker, dist.get_world_size()
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, getattr(self.worker, method)(*args))
+        return everyone
+
+    def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
+        return self.call(method, *per_rank[dist.get_rank()])
+
+
+def run_case(case: dict[str, Any], directory: Path) -> None:
+    found: dict[str, Any] = {}
+    if not case.get("steps"):
+        ranks = start(case)
+        found["before"] = held_out(case, ranks).evaluate().metrics
+    else:
+        for evaluates in (True, False):
+            ranks = start(case)
+            train(case, ranks, evaluates, found)
+            ranks.worker.save_hf(str(directory / f"{case['name']}.{'evaluated' if evaluates else 'plain'}"))
+    if dist.get_rank() == 0:
+        (directory / f"{case['name']}.json").write_text(json.dumps(found))
+
+
+def start(case: dict[str, Any]) -> Ranks:
+    forget_last_model()
+    return Ranks(ActorWorker(recipe_of(case), total_optimizer_steps=STEPS))
+
+
+def held_out(case: dict[str, Any], ranks: Ranks) -> HeldOut:
+    places = [rank["dp_rank"] for rank in ranks.call("describe")]
+    return HeldOut(ranks.worker.recipe, rows(case), ranks, places, max(places) + 1, 1, None)  # type: ignore[arg-type]
+
+
+def train(case: dict[str, Any], ranks: Ranks, evaluates: bool, found: dict[str, Any]) -> None:
+    recipe, source, steps = ranks.worker.recipe, DataSource(ranks.worker.recipe, rows(case)), []
+    evaluation = held_out(case, ranks)
+    if evaluates:
+        found["before"] = evaluation.evaluate().metrics
+    for _ in range(STEPS):
+        plan = plan_step(source.take(4).groups, recipe, evaluation.data_parallel, 1)
+        ranks.scatter("load_shard", [(plan.shards[rank],) for rank in evaluation.data_parallel_rank])
+        if needs_reference(recipe.algorithm):
+            ranks.call("compute_reference_log_probs")
+        steps += next(metrics for metrics in ranks.call("update_actor") if metrics)
+        if evaluates:
+            state = torch.get_rng_state()
+            found["after"] = evaluation.evaluate().metrics
+            assert torch.equal(torch.get_rng_state(), state), "an evaluation draws random numbers"
+            assert not ranks.worker.batches, "the rows are still held"
+    kept = [{name: value for name, value in step.items() if not name.startswith("perf/")} for step in steps]
+    found["evaluated" if evaluates else "plain"] = kept
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    cases, directory = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    dist.init_process_group = lambda *_, **__: None  # one group serves all trainers of this process
+    for case in cases:
+        run_case(case, directory)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

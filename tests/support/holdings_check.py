@@ -1,0 +1,65 @@
+"""What each trainer process says that it holds, held to what mbridge exports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megarl.megatron.held_slices import holdings, parameters
+from megarl.weight_sync.sharded.plan import Hosts, plan
+from megarl.weight_sync.sharded.slices import Description, as_matrix
+from tests.support import held_ranks
+
+
+def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None:
+    """Every box holds what the export has there; all ranks' boxes together are the whole export, as the plan says that
+    gives it to one engine rank. Collective. `record`: where rank 0 writes who held what, for `check_planned`."""
+    own = holdings(trainer.model)
+    weights = dict(parameters(trainer.model))
+    assert set(own.parameters) == set(weights)
+    for tensor, row, column, rows, columns, parameter, offset, stride in own.boxes.tolist():
+        name = own.tensors[tensor]
+        assert tuple(exported[name].shape) == own.shapes[tensor]
+        assert str(weights[own.parameters[parameter]].dtype) == f"torch.{own.dtypes[parameter]}"
+        whole = exported[name].reshape(as_matrix(exported[name].shape))
+        weight = weights[own.parameters[parameter]].detach()
+        part = weight.as_strided((rows, columns), (stride, 1), weight.storage_offset() + offset)
+        assert torch.equal(whole[row : row + rows, column : column + columns], part), name
+    everywhere: list[bytes] = [b""] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own.to_bytes())
+    haves = [Description.from_bytes(data) for data in everywhere]
+    if dist.get_rank() == 0:
+        record.write_text(json.dumps([one.digest for one in haves]))
+    need = whole_model(exported)
+    made = plan(haves, [need], Hosts(["a"] * len(haves), ["a"]), 1 << 12)
+    received = sum(int(stream.buckets.sum()) for stream in made.receives(0).streams)
+    assert received == sum(weight.numel() for weight in exported.values())
+    assert np.bincount(made.sources, made.nbytes, len(haves)).sum() == need.nbytes
+
+
+def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
+    """In the test: without memory and other ranks, the planner says of every rank what that rank said."""
+    from megarl.commands.plan.count.ask import Asker
+    from megarl.commands.plan.count.stages import holdings
+
+    said = json.loads((results / f"{case['name']}.holdings.json").read_text())
+    with Asker() as asker:
+        planned = holdings(held_ranks.recipe_of(case, results, len(said)), asker)
+    assert [one.digest for one in planned] == said, case["name"]
+
+
+def whole_model(exported: dict[str, torch.Tensor]) -> Description:
+    """An engine rank that needs all of it."""
+    from megarl.weight_sync.sharded.slices import Describer
+
+    describer = Describer()
+    for name, weight in exported.items():
+        rows, columns = as_matrix(weight.shape)
+        parameter = describer.parameter(name, str(weight.dtype).removeprefix("torch."))
+        describer.add(describer.tensor(name, weight.shape), (0, 0, rows, columns), parameter, 0, columns)
+    return describer.done()

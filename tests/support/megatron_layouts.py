@@ -1,0 +1,192 @@
+"""Which tiny model is tried in which layout: the table, and the cases that it says.
+
+`ci` runs in every test run, `slow` with `launch/test.sh --all`, `-` not at all: experts of a dense model, sizes that do
+not divide, or what other rows contain. CI has each model, each kind of parallelism alone and with each other, and each
+pair that takes a path of its own through Megatron, mbridge or megarl: tied embeddings over TP (a padded vocabulary), PP
+and VPP (the embedding stands on two stages); experts in every expert layout; MLA, shared experts and leading dense
+layers over TP, CP, EP and PP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    processes: int
+    megatron: dict[str, Any] = field(default_factory=dict)  # keys of the recipe's section; TP brings sequence parallel
+    per_micro: int = 3  # sequences in a micro batch; interleaving wants a multiple of the stages of micro batches
+
+
+def _layout(processes: int, per_micro: int = 3, **megatron: Any) -> Layout:
+    return Layout(processes, megatron, per_micro)
+
+
+LAYOUTS = {
+    "TP1": _layout(1, per_micro=2),
+    "DP2": _layout(2),
+    "TP2": _layout(2, tensor_parallel=2),
+    "PP2": _layout(2, pipeline_parallel=2),
+    "PP2xVPP2": _layout(2, per_micro=2, pipeline_parallel=2, virtual_pipeline=2),
+    "CP2": _layout(2, context_parallel=2),
+    "EP2": _layout(2, expert_parallel=2),
+    "ETP2": _layout(2, expert_tensor_parallel=2),
+    "TP2xEP2": _layout(2, tensor_parallel=2, expert_parallel=2),
+    "TP2xETP2": _layout(2, tensor_parallel=2, expert_tensor_parallel=2),
+    "TP2xPP2": _layout(4, per_micro=2, tensor_parallel=2, pipeline_parallel=2),
+    "TP2xCP2": _layout(4, tensor_parallel=2, context_parallel=2),
+    "EP4": _layout(4, expert_parallel=4),
+    "EP2xETP2": _layout(4, expert_parallel=2, expert_tensor_parallel=2),
+    "TP4xETP2": _layout(4, tensor_parallel=4, expert_tensor_parallel=2),
+    "TP2xEP2xETP2": _layout(4, tensor_parallel=2, expert_parallel=2, expert_tensor_parallel=2),
+    "PP2xEP2": _layout(4, pipeline_parallel=2, expert_parallel=2),
+    "TP2xPP2xEP2": _layout(4, tensor_parallel=2, pipeline_parallel=2, expert_parallel=2),
+    "TP2xPP2xVPP2xEP2": _layout(
+        4, per_micro=1, tensor_parallel=2, pipeline_parallel=2, virtual_pipeline=2, expert_parallel=2
+    ),
+    "TP2xCP2xEP2": _layout(4, tensor_parallel=2, context_parallel=2, expert_parallel=2),
+    "TP2xCP2xEP4": _layout(4, tensor_parallel=2, context_parallel=2, expert_parallel=4),
+}
+
+MATRIX = """
+layout            llama  qwen2  qwen2_tied  qwen3  qwen3_moe  qwen3_moe_raw  deepseek_v3  moonlight  glm4_moe
+TP1               ci     ci     ci          ci     ci         ci             ci           ci         ci
+DP2               -      slow   slow        slow   ci         -              slow         slow       slow
+TP2               slow   slow   ci          slow   ci         -              ci           slow       slow
+PP2               slow   ci     slow        slow   slow       -              slow         slow       slow
+PP2xVPP2          -      slow   ci          slow   ci         -              slow         slow       slow
+CP2               -      slow   slow        slow   ci         -              ci           slow       slow
+EP2               -      -      -           -      ci         -              slow         slow       slow
+ETP2              -      -      -           -      ci         -              slow         slow       slow
+TP2xEP2           -      -      -           -      slow       -              slow         ci         slow
+TP2xETP2          -      -      -           -      ci         -              slow         slow       slow
+TP2xPP2           -      slow   slow        slow   -          -              -            -          -
+TP2xCP2           -      slow   slow        slow   -          -              -            -          -
+EP4               -      -      -           -      slow       -              ci           slow       -
+EP2xETP2          -      -      -           -      slow       -              slow         slow       -
+TP4xETP2          -      -      -           -      -          -              slow         ci         -
+TP2xEP2xETP2      -      -      -           -      ci         -              slow         slow       -
+PP2xEP2           -      -      -           -      slow       -              slow         slow       -
+TP2xPP2xEP2       -      -      -           -      slow       -              ci           slow       slow
+TP2xPP2xVPP2xEP2  -      -      -           -      ci         -              slow         slow       -
+TP2xCP2xEP2       -      -      -           -      slow       -              ci           slow       slow
+TP2xCP2xEP4       -      -      -           -      slow       -              slow         slow       -
+"""
+
+
+def case(model: str, layout: str, *, slow: bool = False, **more: Any) -> dict[str, Any]:
+    """What the trainer processes of a layout are to do with a model; `more` are keys of the recipe's megatron section.
+
+    `reference` names the case whose training gives the same numbers: the model's on one process.
+    """
+    where = LAYOUTS[layout]
+    per_micro = more.pop("per_micro", where.per_micro)
+    return {
+        "name": "-".join([model, layout, *(f"{key}={value}" for key, value in more.items())]),
+        "model": model,
+        "processes": where.processes,
+        "per_micro": per_micro,
+        "megatron": {**where.megatron, **more},
+        "reference": f"{model}-TP1",
+        "slow": slow,
+    }
+
+
+def _matrix() -> list[dict[str, Any]]:
+    head, *rows = (line.split() for line in MATRIX.strip().splitlines())
+    return [
+        case(model, row[0], slow=word == "slow")
+        for row in rows
+        for model, word in zip(head[1:], row[1:], strict=True)
+        if word != "-"
+    ]
+
+
+PARITY = _matrix()
+OPTIONS = [
+    case("qwen3_moe", "TP2", distributed_optimizer=False, recompute="full"),
+    case("qwen3_moe", "TP2xEP2", recompute="selective"),
+    case("qwen3", "TP2", sequence_parallel=False),
+    case("qwen2_tied", "PP2", first_stage_layers=1),
+    {
+        **case("deepseek_v3", "TP1", recompute="selective"),
+        "megatron": {"recompute": "selective", "extra": {"recompute_modules": ["moe_act", "layernorm"]}},
+    },
+]
+VL = [
+    case("vl", "TP1", per_micro=3),
+    case("vl_tied", "TP1"),
+    case("vl", "TP2"),
+    case("vl", "PP2", per_micro=2, first_stage_layers=1),
+    case("vl", "CP2"),
+    case("vl", "DP2", per_micro=1),
+    case("vl_tied", "PP2"),
+    case("vl", "TP2", slow=True, sequence_parallel=False),
+    case("vl", "TP2", slow=True, recompute="full"),
+    case("vl", "PP2", slow=True, per_micro=8, recompute="selective"),
+    case("vl", "TP2xPP2", slow=True),
+    case("vl", "TP2xCP2", slow=True),
+]
+RESUME = [
+    {"name": "resume", "kind": "resume", "model": "qwen3_moe", "megatron": {"expert_parallel": 2}},
+    {"name": "resume-bf16", "kind": "resume", "model": "qwen2_tied", "dtype": "bfloat16"},
+]
+SWAP = {
+    "name": "swap",
+    "kind": "swap",
+    "swap": "stand-in",
+    "model": "qwen3_moe",
+    "dtype": "bfloat16",
+    "megatron": {"expert_parallel": 2},
+}
+"""Optimizer states on the host between steps; see `tests.support.megatron_swap`."""
+
+
+def reshard(name: str, source: str, **megatron: Any) -> dict[str, Any]:
+    """Read the checkpoint that the case `source` wrote, in another layout, and write it again; see
+    `tests.support.megatron_checkpoints`. `resume` wrote the first one."""
+    bf16 = source.endswith("bf16")
+    model = {"model": "qwen2_tied", "dtype": "bfloat16"} if bf16 else {"model": "qwen3_moe"}
+    case = {**model, "name": name + "-bf16" * bf16, "kind": "reshard", "from": source, "root": "resume"}
+    return {**case, "per_micro": 2, "megatron": megatron}
+
+
+# A chain: each reads what the one before has written, so every layout is both written and read.
+RESHARD_TWO = [
+    reshard("tp-ep", "resume", tensor_parallel=2, expert_parallel=2, distributed_optimizer=False),
+    reshard("pp-vpp", "tp-ep", pipeline_parallel=2, virtual_pipeline=2),
+    reshard("tp-etp", "pp-vpp", tensor_parallel=2, expert_tensor_parallel=2),
+    reshard("tp", "resume-bf16", tensor_parallel=2, distributed_optimizer=False),
+    {"name": "other", "kind": "other_model", "from": "resume", "model": "qwen3"},
+]
+RESHARD_ONE = [reshard("one", "tp-etp"), reshard("one", "tp-bf16")]
+RESHARD_FOUR = [
+    {
+        **reshard("four", "one", tensor_parallel=2, expert_parallel=2, pipeline_parallel=2, virtual_pipeline=2),
+        "per_micro": 1,
+    },
+]
+RESHARD_MORE_TWO = [
+    RESUME[0],
+    RESUME[1],
+    reshard("cp", "resume", context_parallel=2),
+    reshard("dp", "cp"),
+    reshard("tp", "dp", tensor_parallel=2),
+    reshard("pp-plain", "tp", pipeline_parallel=2, distributed_optimizer=False),
+    reshard("pp", "resume-bf16", pipeline_parallel=2, first_stage_layers=1),
+]
+RESHARD_MORE_ONE = [
+    reshard("one-plain", "pp-plain", distributed_optimizer=False),
+    {**reshard("one", "one-plain"), "same_ranks": True},
+    reshard("one", "pp-bf16"),
+]
+RESHARD_MORE_FOUR = [
+    reshard("tp-cp-ep", "one", tensor_parallel=2, context_parallel=2, expert_parallel=4),
+    reshard("tp-dp-ep", "tp-cp-ep", tensor_parallel=2, expert_parallel=2),
+    reshard("tp-ep-etp", "tp-dp-ep", tensor_parallel=2, expert_parallel=2, expert_tensor_parallel=2),
+    reshard("pp-ep-plain", "tp-ep-etp", pipeline_parallel=2, expert_parallel=2, distributed_optimizer=False),
+    reshard("tp-pp", "one-bf16", tensor_parallel=2, pipeline_parallel=2),
+    reshard("dp-plain", "tp-pp-bf16", distributed_optimizer=False),
+]

@@ -1,0 +1,123 @@
+"""Runs the cases of layout tests in trainer processes, reads what these wrote, and computes what transformers does."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from tests.support.megatron_models import CLIP_GRAD, ENTROPY_COEF, LOSS_SCALE, TEMPERATURE, global_batch, rows_of_logits
+from tests.support.trainer_processes import run_cases
+
+WORKER = "tests.support.megatron_worker"
+SAME_GRADIENT = 1e-5
+"""Of a tensor's largest element; up to 2e-6 is seen."""
+SAME_CHANGE = 1e-5
+LAST_BITS = 2 * torch.finfo(torch.float32).eps  # two steps, each of which rounds
+UNTRAINED = ("e_score_correction_bias", "score.bias")
+"""Weights without gradient: experts' routing biases, and what a critic's export has beyond the trained."""
+
+
+def cases(*lists: list[dict[str, Any]]) -> pytest.MarkDecorator:
+    """Run a test for each case; the slow ones with --all alone."""
+    marked = [
+        pytest.param(one, id=one["name"], marks=[pytest.mark.slow] if one.get("slow") else [])
+        for some in lists
+        for one in some
+    ]
+    return pytest.mark.parametrize("case", marked)
+
+
+def selected(request: pytest.FixtureRequest, some: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of `some` that the selected tests are about, and those that they are compared with: `-k moonlight-TP2`
+    runs two."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = [value for item in items for value in item.callspec.params.values() if isinstance(value, dict)]
+    names = {one[key] for one in asked for key in ("name", "reference") if one.get(key)}
+    return [one for one in some if one["name"] in names]
+
+
+def launch(processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 900) -> None:
+    """Run `cases`, one after the other, in `processes` worker processes."""
+    resolved = [{**case, "model": str(directory / "models" / case["model"])} for case in cases]
+    run_cases(WORKER, processes, resolved, directory, timeout)
+
+
+def log_probs_of(results: Path, name: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """(log-probs, entropy) of each sequence, from all data-parallel ranks."""
+    merged: dict[int, Any] = {}
+    for file in results.glob(f"{name}.log_probs.*.pt"):
+        merged.update(torch.load(file, weights_only=True))
+    return merged
+
+
+def checkpoint_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as reader:
+            tensors.update({key: reader.get_tensor(key) for key in reader.keys()})  # noqa: SIM118
+    return tensors
+
+
+@functools.lru_cache
+def of_transformers(model: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What transformers computes of the model in a directory; see `rows_of`."""
+    return rows_of(
+        transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    )
+
+
+@torch.no_grad()
+def rows_of(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(log-probs, entropy) [length] each, of each of the workers' sequences, computed alone by a transformers model."""
+    return [rows_of_logits(model(tokens[None]).logits[0], tokens) for tokens in global_batch()[0]]
+
+
+def check_weights(
+    got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], before: dict[str, torch.Tensor]
+) -> None:
+    """Training has moved every weight, and to where it was expected: to within a share of how far it has moved, and
+    the last bits of the weight itself. `before` may lack names under which a tensor is exported once more."""
+    assert got.keys() == expected.keys()
+    for name in expected.keys() & before.keys():
+        moved = (expected[name] - before[name]).abs().max()
+        assert (moved > 0) != name.endswith(UNTRAINED), f"{name} has moved by {moved:.1e}"
+        gap = (got[name] - expected[name]).abs().max()
+        limit = SAME_CHANGE * moved + LAST_BITS * before[name].abs().max()
+        assert gap <= limit, f"{name}: {gap:.1e} apart, and it has moved by {moved:.1e}"
+
+
+def check_gradient(results: Path, name: str, model: Any, inputs: list[dict[str, torch.Tensor]]) -> None:
+    """The gradient that the case `name` trained with is that of transformers' autograd, tensor by tensor.
+
+    `model`: a transformers model of the case's weights; `inputs`: what it is given for each sequence.
+    """
+    trained = torch.load(results / f"{name}.pt", weights_only=True)
+    for given, own in zip(inputs, global_batch()[1], strict=True):
+        log_probs, entropy = rows_of_logits(model(**given).logits[0] / TEMPERATURE, given["input_ids"][0])
+        ((-log_probs * own - ENTROPY_COEF * entropy).sum() * LOSS_SCALE).backward()
+    expected = gradient_of_transformers(model, results / f"{name}.gradient")
+    assert expected.keys() == {key for key in trained["gradient"] if not key.endswith(UNTRAINED)}
+    norm = torch.stack([tensor.double().square().sum() for tensor in expected.values()]).sum().sqrt().item()
+    assert trained["metrics"][0]["actor/grad_norm"] == pytest.approx(norm, rel=SAME_GRADIENT)
+    clipped = min(1.0, CLIP_GRAD / (norm + 1e-6))
+    for tensor_name, tensor in expected.items():
+        wanted = tensor.double() * clipped
+        gap = (trained["gradient"][tensor_name] - wanted).abs().max() / wanted.abs().max()
+        assert gap < SAME_GRADIENT, f"{tensor_name}: {gap:.1e}"
+
+
+def gradient_of_transformers(model: Any, directory: Path) -> dict[str, torch.Tensor]:
+    """The gradients of a transformers model by the names of its checkpoint, in which it holds experts one by one."""
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    model.save_pretrained(directory)
+    tensors = checkpoint_tensors(directory)
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(UNTRAINED)}

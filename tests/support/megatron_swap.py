@@ -1,0 +1,155 @@
+"""Checkpoints of an optimizer whose states are on the host between steps, in trainer processes of the layout tests.
+
+`case["swap"]`: "mindspeed" turns MindSpeed's own on (`tests.support.mindspeed_ranks`); "stand-in" uses `swap_out` on Megatron's
+optimizer, which keeps states where MindSpeed keeps them, by the names that are recorded of it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.support.megatron_checkpoints import assert_same, save
+
+
+def run_case(worker: Any, case: dict[str, Any], output: Path) -> None:
+    """A run that is saved, and resumed in fresh trainers with and without the swap, goes on to the last bit; so does one
+    whose weights and gradients leave the device between steps."""
+    trainer = build(worker, case)
+    batches, _ = worker.micro_batches(trainer, 3)
+    directory = output / f"{case['name']}.checkpoint"
+    save(trainer, directory.with_suffix(".before"))  # before the first step, as save_at_end of a run without one
+    worker.train(trainer, batches, 2)
+    assert worker.bytes_of(trainer)["moments"] == 0, "nothing was swapped out: this test would prove nothing"
+    save(trainer, directory)
+    beside = trainer.stage_save(output / f"{case['name']}.beside", copy=True)
+    went_on, weights = worker.train(trainer, batches, 2), worker.weights_of(trainer)
+    beside.start()  # steps since then must not be in it
+    beside.wait()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert_same(directory, beside.directory)
+        torch.save({"metrics": went_on, "weights": weights}, output / f"{case['name']}.went_on.pt")
+
+    resumed = build(worker, case)
+    assert resumed.load(directory) is None, "the same layout goes on to the last bit"
+    offload(worker, resumed)
+    check(worker, resumed, batches, went_on, weights)
+    plain = build(worker, case, swap=False)
+    plain.load(directory)
+    assert worker.bytes_of(plain)["moments"] > 0
+    save(plain, directory.with_suffix(".plain"))
+    check(worker, plain, batches, went_on, weights)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assert_same(directory, directory.with_suffix(".plain"))
+    back = build(worker, case)
+    back.load(directory.with_suffix(".plain"))
+    check(worker, back, batches, went_on, weights)
+
+
+def run_reshard(worker: Any, case: dict[str, Any], output: Path) -> None:
+    """Read what another layout wrote, write it again: the same to the last bit. Training goes on as it did there."""
+    source, own = output / f"{case['from']}.checkpoint", output / f"{case['name']}.checkpoint"
+    trainer = build(worker, case)
+    notice = trainer.load(source)
+    assert notice is not None and "another layout" in notice, notice
+    save(trainer, own)
+    if dist.get_rank() == 0:
+        assert_same(source, own)
+    dist.barrier()
+    if case.get("dtype") == "bfloat16":
+        return  # a weight's last bit depends on how sums over ranks round
+    batches, _ = worker.micro_batches(trainer, case["per_micro"])
+    metrics, weights = worker.train(trainer, batches, 2), worker.weights_of(trainer)
+    went_on = torch.load(output / f"{case['root']}.went_on.pt", weights_only=True)
+    for of_step, expected in zip(metrics, went_on["metrics"], strict=True):
+        for name in expected if of_step else ():
+            assert abs(of_step[name] - expected[name]) <= 2e-6 * max(1.0, abs(expected[name])), (name, of_step)
+    for name, weight in went_on["weights"].items():
+        torch.testing.assert_close(weights[name], weight, atol=2e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def build(worker: Any, case: dict[str, Any], swap: bool = True) -> Any:
+    if case["swap"] == "mindspeed":
+        extra = {"swap_optimizer": swap}  # False must be written: MindSpeed keeps the last value in a process
+        return worker.build({**case, "megatron": {**case.get("megatron", {}), "extra": extra}})
+    trainer = worker.build(case)
+    if swap:
+        swap_out(trainer.optimizer)
+    return trainer
+
+
+def check(worker: Any, trainer: Any, batches: Any, went_on: Any, weights: dict[str, torch.Tensor]) -> None:
+    """Two more steps give what they gave in the run that was not interrupted."""
+    assert worker.train(trainer, batches, 2) == went_on
+    for name, weight in trainer.export_weights():
+        assert torch.equal(weights[name], weight), name
+
+
+def offload(worker: Any, trainer: Any) -> None:
+    worker.platform.can_offload = True
+    trainer.offload_optimizer()
+    trainer.offload_weights()
+    assert not any(worker.bytes_of(trainer).values()), worker.bytes_of(trainer)
+    trainer.onload()
+    worker.platform.can_offload = False
+
+
+def swap_out(optimizer: Any) -> None:
+    """Keep states on the host between steps, as MindSpeed's swap_optimizer does: storages of moments, and of master
+    weights that are no model weights, are empty; counts of steps are tensors, and a step refuses an int."""
+    from megarl.megatron.optimizer import members
+    from megarl.platform import swapped
+
+    for member in members(optimizer):
+        inner = member.optimizer
+        hosts = {
+            main: {name: tensor.clone() for name, tensor in _states(inner, main, member).items()}
+            for group in inner.param_groups
+            for main in group["params"]
+        }
+        setattr(member, swapped.HOST_TENSORS, hosts)
+        setattr(member, swapped.TO_HOST, torch.cuda.Stream())
+        setattr(inner, swapped.SWAPS, True)
+        inner.step = _swapping(inner, inner.step, member, hosts)
+        member._copy_main_params_to_model_params = lambda: None  # the step does it, while masters have their memory
+        _empty(inner, member, hosts)
+
+
+def _states(inner: Any, main: torch.Tensor, member: Any) -> dict[str, torch.Tensor]:
+    states = {name: inner.state[main][name] for name in ("exp_avg", "exp_avg_sq")}
+    masters = [p for group in member.shard_fp32_from_float16_groups for p in group]
+    return states | ({"param": main.data} if any(main is p for p in masters) else {})
+
+
+def _swapping(inner: Any, step: Any, member: Any, hosts: dict[Any, dict[str, torch.Tensor]]) -> Any:
+    update_weights = member._copy_main_params_to_model_params
+
+    def swapping_step() -> None:
+        for main, copies in hosts.items():
+            for name, tensor in _states(inner, main, member).items():
+                tensor.untyped_storage().resize_(copies[name].nbytes)
+                tensor.copy_(copies[name])
+        for group in inner.param_groups:
+            assert isinstance(group.get("step", torch.tensor(0)), torch.Tensor), "MindSpeed's step reads is_cpu of it"
+            group["step"] = int(group.get("step", 0))
+        step()
+        update_weights()
+        for group in inner.param_groups:
+            group["step"] = torch.tensor(group["step"])
+        for main, copies in hosts.items():
+            for name, tensor in _states(inner, main, member).items():
+                copies[name].copy_(tensor)
+        _empty(inner, member, hosts)
+
+    return swapping_step
+
+
+def _empty(inner: Any, member: Any, hosts: dict[Any, Any]) -> None:
+    for main in hosts:
+        for tensor in _states(inner, main, member).values():
+            tensor.untyped_storage().resize_(0)

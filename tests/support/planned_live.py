@@ -1,0 +1,94 @@
+"""Real trainers, as processes, for real engines to take planned weights from."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megarl.cluster.process import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+class TrainersFailed(RuntimeError):
+    """What each rank said; None of one that died, whose log's end is among `logs`."""
+
+    def __init__(self, errors: list[str | None], logs: list[str]) -> None:
+        super().__init__("\n".join([str(errors), *logs]))
+        self.errors = errors
+
+
+class Trainers:
+    """Processes of `tests.support.planned_trainer` that do the same thing at the same time."""
+
+    def __init__(
+        self,
+        directory: Path,
+        model: str,
+        layout: dict[str, Any],
+        size: int,
+        dtype: str = "float32",
+        lora: dict[str, Any] | None = None,
+    ) -> None:
+        case = directory / "case.json"
+        case.write_text(json.dumps({"model": model, "megatron": layout, "dtype": dtype, "lora": lora or {}}))
+        self.size, self._calls = size, 0
+        self._store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(size),
+        }
+        self.logs = [directory / f"trainer{rank}.log" for rank in range(size)]
+        self.processes = []
+        for rank, log in enumerate(self.logs):
+            command = [sys.executable, "-m", "tests.support.planned_trainer", str(case), str(self._store.port)]
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("w") as stream:
+                self.processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=own, stdout=stream, stderr=subprocess.STDOUT)
+                )
+        self._pool = ThreadPoolExecutor(1)
+
+    def begin(self, method: str, *arguments: Any) -> Future[list[Any]]:
+        number = self._calls
+        self._calls += 1
+        self._store.set(f"call/{number}", pickle.dumps((method, arguments)))
+        return self._pool.submit(self._answers, number)
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        return self.begin(method, *arguments).result(500)
+
+    def _answers(self, number: int) -> list[Any]:
+        keys = [f"answer/{number}/{rank}" for rank in range(self.size)]
+        while True:
+            there = [self._store.check([key]) for key in keys]
+            dead = [process.poll() is not None for process in self.processes]
+            if all(there) or any(dead):  # of which the others might never hear
+                break
+            time.sleep(0.01)
+        told = zip(keys, there, strict=True)
+        answers = [pickle.loads(self._store.get(key)) if one else None for key, one in told]  # noqa: S301 -- our own
+        errors = [None if answer is None else answer[0] for answer in answers]
+        if None in answers or any(errors):
+            lost = [log.read_text()[-2000:] for log, answer in zip(self.logs, answers, strict=True) if answer is None]
+            raise TrainersFailed(errors, lost)
+        return [answer[1] for answer in answers]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self._pool.shutdown(wait=False)

@@ -1,0 +1,62 @@
+"""Ranks of tests/weight_sync/test_deaths.py in a process of their own, which dies or is stopped in the middle of an update.
+
+Usage: python -m tests.support.planned_member CASE, as JSON: trainers, engines (which are here), session (null where trainer 0 is
+here: it is told on stdout), shapes, and, of the second update: place (an attribute of megarl.weight_sync, as
+"outbox.Outbox.send"), signal, before (that, or after it). Does the updates whose versions it is told on stdin.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+from typing import Any
+
+from megarl.weight_sync.session import PlannedSession
+from tests.support.planned_ranks import SHAPES, Exchange, met
+
+
+def arm(place: str, signal: int, before: bool) -> None:
+    """The process gets `signal`, once, where it comes to `place`."""
+    module, owner, name = place.split(".")
+    cls = getattr(importlib.import_module(f"megarl.weight_sync.{module}"), owner)
+    original = getattr(cls, name)
+
+    armed = threading.Lock()
+
+    def strike(now: bool) -> None:
+        if now and armed.acquire(blocking=False):
+            os.kill(os.getpid(), signal)
+
+    def struck(*arguments: Any) -> Any:
+        strike(before)
+        found = original(*arguments)
+        strike(not before)
+        return found
+
+    setattr(cls, name, struck)
+
+
+def main() -> None:
+    case = json.loads(sys.argv[1])
+    SHAPES.update({name: tuple(shape) for name, shape in case["shapes"].items()})
+    if case["session"] is None:
+        session, store = met(case["shm_dir"], case["places"], **case["options"])
+    else:
+        session, store = PlannedSession.from_json(json.dumps(case["session"])), None
+    exchange = Exchange(session, store, case["trainers"], case["engines"])
+    print(session.to_json(), flush=True)
+    exchange.connect()
+    for number, line in enumerate(sys.stdin):
+        if number == 1 and case["place"]:
+            arm(case["place"], case["signal"], case["before"])
+        sending, receiving = exchange.start(int(line))
+        for one in (*sending, *receiving):
+            one.result()
+        print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Two trainer ranks, as threads of the test's process, that send a checkpoint's tensors by the planned route.
+
+Each holds one half of the rows of every matrix, as tensor-parallel ranks do, and all of every vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from megarl.weight_sync.session import PlannedReport, compare_planned, host_id, together
+from megarl.weight_sync.sharded.sender import PlannedSender, meet
+from megarl.weight_sync.sharded.slices import Describer, Description
+from tests.support.engine_process import EngineProcess
+
+RANKS = 2
+
+
+class SlicedTrainers:
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], receivers: Sequence[Sequence[str]], check_every: int
+    ) -> None:
+        self.session, store = meet(
+            "127.0.0.1",
+            [host_id()] * RANKS,
+            [(name, host) for name, host in receivers],
+            transport="auto",
+            bucket_bytes=1 << 18,
+            timeout=60.0,
+            check_every=check_every,
+            silence=30.0,
+        )
+        self._weights = {name: weight.clone() for name, weight in weights.items()}
+        self._senders = [
+            PlannedSender(self.session, rank, self._describe(rank), self._of(rank), store if rank == 0 else None)
+            for rank in range(RANKS)
+        ]
+        self._pool = ThreadPoolExecutor(RANKS)
+
+    def _held(self, rank: int, weight: torch.Tensor) -> torch.Tensor:
+        return weight if weight.dim() < 2 else weight.chunk(RANKS)[rank]
+
+    def _of(self, rank: int):
+        return lambda: [self._held(rank, weight) for weight in self._weights.values()]
+
+    def _describe(self, rank: int) -> Description:
+        describer = Describer()
+        for name, weight in self._weights.items():
+            held = self._held(rank, weight)
+            row = len(weight.chunk(RANKS)[0]) * rank if weight.dim() > 1 else 0
+            rows, columns = held.shape if weight.dim() > 1 else (1, len(held))
+            parameter = describer.parameter(name, str(weight.dtype).removeprefix("torch."))
+            describer.add(describer.tensor(name, weight.shape), (row, 0, rows, columns), parameter, 0, columns)
+        return describer.done()
+
+    def update(self, engine: EngineProcess, version: int, weights: Mapping[str, torch.Tensor]) -> PlannedReport:
+        """Send `weights` as `version`; returns the engine's report."""
+        for name, weight in weights.items():
+            self._weights[name].copy_(weight)
+        sending = [self._pool.submit(sender.send, version, self._weights.items) for sender in self._senders]
+        received = engine.update_weights(version)
+        compare_planned(together([one.result(60) for one in sending]), received)
+        return received
+
+    def close(self) -> None:
+        for sender in self._senders:
+            sender.close()
+        self._pool.shutdown(wait=False)

@@ -1,0 +1,183 @@
+"""One trainer rank of tests/weight_sync/test_sharded_live.py: does what the test says, over a store, until it says "end".
+
+Usage, with the environment of torchrun: python -m tests.support.planned_trainer CASE.json STORE_PORT
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.support.megatron_worker import build, platform
+
+import numpy as np  # isort: skip
+import torch  # isort: skip
+from safetensors.torch import save_file  # isort: skip
+from megarl.megatron.lora import attach, peft  # isort: skip
+import torch.distributed as dist  # isort: skip
+
+
+class Trainer:
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.case = case
+        self.trainer = build(case)
+        self.rank = dist.get_rank()
+        self.planned: Any = None
+        self.exporting: Any = None
+        self.adapting: Any = None
+
+    def rebuild(self, megatron: dict[str, Any], dtype: str) -> None:
+        """The same model in another layout."""
+        if self.planned is not None:
+            self.planned.close()
+        self.case |= {"megatron": megatron, "dtype": dtype}
+        self.trainer, self.planned = None, None
+        self.trainer = build(self.case)
+
+    def open_planned(self, receivers: list[Any], options: dict[str, Any]) -> Any:
+        from megarl.megatron.weight_sender import open_sender
+        from megarl.recipe.schema import ExchangeConfig
+
+        if self.planned is not None:
+            self.planned.close()
+        exchange = ExchangeConfig(**options)
+        endpoints = [tuple(one) for one in receivers]
+        self.planned = open_sender(self.trainer.model, exchange, endpoints, "127.0.0.1", "cpu")
+        assert not isinstance(self.planned, str), self.planned
+        return self.planned.session
+
+    def open_export(self, receivers: list[Any]) -> Any:
+        self.exporting = self._sender(receivers, None)
+        return self.exporting and self.exporting.session
+
+    def open_adapters(self, receivers: list[Any]) -> Any:
+        self.adapting, self.based = self._sender(receivers, self.trainer.recipe.lora.alpha), False
+        return self.adapting and self.adapting.session
+
+    def _sender(self, receivers: list[Any], adapter_alpha: float | None) -> Any:
+        from megarl.weight_sync.full.sender import WeightSender
+
+        if self.rank != 0:
+            return None
+        pairs = [tuple(one) for one in receivers]
+        return WeightSender.open("127.0.0.1", pairs, bucket_bytes=1 << 18, timeout=60.0, adapter_alpha=adapter_alpha)
+
+    def set_fingerprints(self, on: bool) -> None:
+        from tests.support.without_fingerprints import set_fingerprints
+
+        set_fingerprints(on)
+
+    def change(self, seed: int) -> None:
+        """Weights that no two versions have in common, and that all ranks change alike."""
+        with torch.no_grad():
+            for weight in self.trainer._weights():
+                weight.mul_(1.0 + 0.01 * seed).add_(0.001 * seed)
+
+    def learn(self, seed: int, size: float) -> None:
+        """Adapters that no two versions have in common; what ranks hold of the same whole is the same."""
+        for number, adapter in enumerate(self.trainer.model.lora.adapters):
+            cut = {"rows": "B", "columns": "A"}.get(adapter.site.cut)
+            for kind, matrices in (("A", adapter.A), ("B", adapter.B)):
+                shard = adapter.group.rank() if kind == cut else 0
+                for part, matrix in enumerate(matrices.values()):
+                    key = [seed, number, ord(kind), shard, part, *map(ord, adapter.site.parts[0].modules[0])]
+                    values = np.random.default_rng(key).normal(0, size, matrix.shape)
+                    matrix.data.copy_(torch.from_numpy(values))
+
+    def write(self, file: str) -> None:
+        """The merged weights."""
+        tensors = {name: weight.detach().clone().contiguous() for name, weight in self.trainer.export_weights()}
+        if self.rank == 0:
+            save_file(tensors, file)
+
+    def write_exact(self, file: str) -> None:
+        """The same of one process, in float32, without rounding what adapters add to a type of the weights."""
+        tensors = {name: weight.detach().float() for name, weight in self.trainer.export_adapters(with_base=True)}
+        scale = self.trainer.recipe.lora.alpha / self.trainer.recipe.lora.rank
+        for name in [name for name in tensors if name.endswith(".lora_A.weight")]:
+            linear, a = name.removesuffix(".lora_A.weight"), tensors.pop(name)
+            tensors[f"{linear}.weight"] = (
+                tensors[f"{linear}.weight"] + tensors.pop(f"{linear}.lora_B.weight") @ a * scale
+            )
+        save_file(tensors, file)
+
+    def mix_up(self) -> None:
+        """What a wrong cut of a fused linear would look like: k's matrices go as v's, and the other way round."""
+        lora, own = self.trainer.model.lora, attach.matrices
+
+        def mixed(asked: Any) -> Any:
+            assert asked is lora
+            swap = {"k_proj": "v_proj", "v_proj": "k_proj"}
+            for name, matrix in own(asked):
+                *place, linear, kind, end = name.split(".")
+                yield ".".join([*place, swap.get(linear, linear), kind, end]), matrix
+
+        peft.matrices = mixed
+
+    def break_one(self) -> None:
+        """What a wrong plan would look like: the export sees other values than are sent."""
+        export = self.trainer.export_weights
+
+        def wrong() -> Any:
+            for name, weight in export():
+                yield name, weight + 1 if name.endswith("layers.1.input_layernorm.weight") else weight
+
+        self.trainer.export_weights = wrong
+
+    def send_planned(self, version: int) -> Any:
+        return self.planned.send(version, self.trainer.export_weights)
+
+    def send_export(self, version: int) -> Any:
+        return self._send(self.exporting, version, self.trainer.export_weights())
+
+    def send_adapters(self, version: int, based: bool | None = None, check: bool = True) -> Any:
+        """`based`: what a trainer would believe that is wrong."""
+        weights = self.trainer.export_adapters(with_base=not (self.based if based is None else based), check=check)
+        self.based = True
+        return self._send(self.adapting, version, weights)
+
+    def _send(self, sender: Any, version: int, weights: Any) -> Any:
+        if sender is not None:
+            return sender.send(version, weights)
+        for _ in weights:
+            pass
+        return None
+
+    def send_and_die(self, version: int) -> Any:
+        """The last rank dies when it has packed its first bucket."""
+        if self.rank == dist.get_world_size() - 1:
+            self.planned._outbox.send = lambda *_: os._exit(9)
+        return self.send_planned(version)
+
+
+def main() -> None:
+    case, port = json.loads(Path(sys.argv[1]).read_text()), int(sys.argv[2])
+    dist.init_process_group(platform.process_group_backend)
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    rank = int(os.environ["RANK"])
+    trainer = Trainer(case)
+    number = 0
+    while True:
+        while not store.check([f"call/{number}"]):
+            time.sleep(0.005)
+        method, arguments = pickle.loads(store.get(f"call/{number}"))  # noqa: S301 -- the test's own
+        if method == "end":
+            break
+        try:
+            answer = (None, getattr(trainer, method)(*arguments))
+        except BaseException as error:  # noqa: BLE001 -- told to the test
+            traceback.print_exc()
+            answer = (f"{type(error).__name__}: {error}", None)
+        store.set(f"answer/{number}/{rank}", pickle.dumps(answer))
+        number += 1
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Rewards of the user's own, as a recipe names them: reward.function=tests.support.scorers:letters."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megarl.rewards import ScoreRequest
+
+
+def letters(request: ScoreRequest) -> dict[str, float]:
+    """The share of letters: something that even a random model's samples differ in, and that can be learned."""
+    share = sum(character.isalpha() for character in request.response) / max(len(request.response), 1)
+    return {"score": share, "accuracy": float(share > 0.5)}
+
+
+def mostly_letters(request: ScoreRequest) -> float:
+    """1 for what has more letters than most of a random model's samples, else 0."""
+    return float(letters(request)["score"] > 0.7)
+
+
+def pieces(request: ScoreRequest) -> dict[str, object]:
+    """As `letters`, of each piece of six characters by itself (the last may be shorter); and half a point for a whole
+    response of letters."""
+    text = request.response
+    ends = [*range(6, len(text), 6), len(text)] if text else []
+    steps = [
+        (end, sum(c.isalpha() for c in text[start:end]) / 60) for start, end in zip([0, *ends], ends, strict=False)
+    ]
+    return {"score": 0.5 * text.isalpha(), "accuracy": float(text.isalpha()), "steps": steps}
+
+
+def raises(request: ScoreRequest) -> float:
+    raise ZeroDivisionError("no such luck")
+
+
+def not_a_number(request: ScoreRequest) -> float:
+    return math.nan
+
+
+def faulty(request: ScoreRequest) -> float:
+    """Does what the row's extra_info says: hangs, ends its process, is killed, raises, or scores."""
+    what = request.extra_info["what"]
+    if what == "hang":
+        time.sleep(1000)
+    elif what == "exit":
+        os._exit(3)
+    elif what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif what == "raise":
+        raise ZeroDivisionError("no such luck")
+    elif what == "leave":
+        sys.exit(4)
+    elif what == "nan":
+        return math.nan
+    elif what == "child":  # and hangs, with a process of its own, whose id it leaves in a file
+        child = subprocess.Popen(["sleep", "1000"])
+        Path(request.extra_info["file"]).write_text(str(child.pid))
+        time.sleep(1000)
+    elif what == "slow":
+        time.sleep(0.1)
+    return 1.0
+
+
+def fails_once(request: ScoreRequest) -> float:
+    """Raises, but for a second time."""
+    place = Path(request.extra_info["file"])
+    if not place.exists():
+        place.touch()
+        raise ConnectionError("the service was away")
+    return 1.0
+
+
+async def awaited(request: ScoreRequest) -> dict[str, object]:
+    await asyncio.sleep(0.001)
+    return {"score": 0.5, "answer": request.response}
+
+
+_crowd = 0
+
+
+async def crowd(request: ScoreRequest) -> float:
+    """How many samples are with it in its process."""
+    global _crowd
+    _crowd += 1
+    await asyncio.sleep(0.2)
+    found = _crowd
+    await asyncio.sleep(0.2)
+    _crowd -= 1
+    return float(found)
+
+
+def modules(request: ScoreRequest) -> dict[str, object]:
+    """Which heavy packages the process that scores has imported."""
+    heavy = {"torch", "vllm", "ray", "transformers", "megatron", "pyarrow"} & set(sys.modules)
+    return {"score": float(len(heavy)), "answer": " ".join(sorted(heavy))}
+
+
+def brevity(request: ScoreRequest) -> dict[str, float]:
+    """1 for nothing, falling to 0 at 100 characters."""
+    return {"score": max(0.0, 1 - len(request.response) / 100)}
+
+
+def last_turn(request: ScoreRequest) -> dict[str, float | str]:
+    """Whether the policy's last turn is the ground truth."""
+    said = [turn.text for turn in request.turns if turn.role == "assistant"][-1]
+    right = float(said == request.ground_truth)
+    return {"score": right, "accuracy": right, "reason": f"it said {said!r}"}

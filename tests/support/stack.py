@@ -1,0 +1,54 @@
+"""What the tests of the whole stack share: the command line in a process of its own, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.process import free_port
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: str, torchrun: int = 0, module: str = "megarl") -> list[str]:
+    """The command line of ``megarl ARGUMENTS``, under torchrun with so many processes where asked for."""
+    if not torchrun:
+        return [sys.executable, "-m", module, *arguments]
+    ranks, port = f"--nproc-per-node={torchrun}", f"--master-port={free_port()}"
+    launcher = [sys.executable, "-m", "torch.distributed.run", ranks, port]
+    return [*launcher, "-m", module, *arguments]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run(*arguments: str, torchrun: int = 0, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+    """Run it to its end from the repository's root."""
+    return subprocess.run(
+        command(*arguments, torchrun=torchrun),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+TIMES = (
+    "timing_s/", "perf/throughput", "perf/tflops", "perf/max_memory", "checkpoint/", "rollout/judge_seconds",
+    "exchange/seconds/",
+)  # fmt: skip
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What must repeat to the last bit: everything that is no time, no rate and no memory."""
+    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]

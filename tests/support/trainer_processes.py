@@ -1,0 +1,81 @@
+"""Start the processes of a trainer test, as torchrun would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.process import free_port
+
+ROOT = Path(__file__).parents[2]
+CASES = 12
+"""At most, of one process. Megatron leaves each layout's groups behind, with some fifty threads that gloo wakes a hundred
+times a second: after thirty cases they take more time than the cases."""
+
+
+def forget_last_model() -> None:
+    """Let a process build another model: Megatron keeps the layout, and notes the last model's attention in the
+    environment, where it would contradict the next one's."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)
+
+
+def run_cases(module: str, processes: int, cases: list[dict[str, Any]], directory: Path, timeout: float = 400) -> None:
+    """Run `python -m module CASES.json directory` in `processes` processes; see `run_ranks`."""
+    for number, first in enumerate(range(0, len(cases), CASES)):
+        name = directory / f"{module}-{processes}-{number}"
+        file = name.with_name(f"{name.name}.json")
+        file.write_text(json.dumps(cases[first : first + CASES]))
+        run_ranks(module, processes, [file, directory], name, timeout)
+
+
+def run_ranks(module: str, processes: int, arguments: list[Path], log: Path, timeout: float) -> None:
+    """Run `python -m module ARGUMENTS` in `processes` processes, whose logs are `log`-RANK.log.
+
+    As soon as one fails, AssertionError shows the end of its log; the others, which wait for it, are killed.
+    """
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(processes),
+    }
+    files = [log.with_name(f"{log.name}-{rank}.log") for rank in range(processes)]
+    workers = []
+    for rank, file in enumerate(files):
+        with file.open("w") as stream:
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, *map(str, arguments)],
+                    cwd=ROOT,
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    deadline = time.monotonic() + timeout
+    codes: list[int | None] = [None]
+    try:
+        while None in codes and not any(codes):
+            codes = [worker.poll() for worker in workers]
+            assert time.monotonic() < deadline, f"{module} took more than {timeout:.0f} s:\n{_ends(files)}"
+            time.sleep(0.1)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    assert not any(codes), _ends([file for file, code in zip(files, codes, strict=True) if code])
+
+
+def _ends(logs: list[Path]) -> str:
+    return "\n".join(f"{log.name}:\n{log.read_text()[-4000:]}" for log in logs)

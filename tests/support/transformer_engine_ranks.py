@@ -1,0 +1,47 @@
+"""One trainer process of tests/megatron/test_transformer_engine.py: the cases of `megatron_worker`, through Megatron's modules of
+Transformer Engine, whose classes are those of stand_ins/nvidia/transformer_engine.
+
+Usage, with the environment of torchrun: python -m tests.support.transformer_engine_ranks CASES.json OUTPUT_DIRECTORY
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "stand_ins" / "nvidia"))
+
+from megarl.platform.cpu import CPUPlatform
+
+
+class Devices(CPUPlatform):
+    uses_native_layers = False  # type: ignore[assignment]
+
+
+devices = Devices()
+devices.prepare()
+
+import torch  # noqa: E402
+from transformer_engine.pytorch.modules import CALLS  # noqa: E402
+
+from tests.support import megatron_worker  # noqa: E402
+
+megatron_worker.platform = devices
+
+
+def check_attention() -> None:
+    """What Transformer Engine asks of packed sequences, and what keeps it from reading offsets on the device."""
+    assert CALLS
+    for call in CALLS:
+        offsets = call["cu_seqlens_q"]
+        assert isinstance(offsets, torch.Tensor) and offsets.dtype == torch.int32
+        assert call["qkv_format"] == "thd" and call["attn_mask_type"] == "padding_causal"
+        assert type(call["max_seqlen_q"]) is type(call["max_seqlen_kv"]) is int
+        # The same tensors: else it takes the stream for one with padding between sequences, and drops FlashAttention.
+        assert call["cu_seqlens_q_padded"] is offsets and call["cu_seqlens_kv_padded"] is call["cu_seqlens_kv"]
+        assert call["attention_mask"] is None
+
+
+if __name__ == "__main__":
+    megatron_worker.main()
+    check_attention()

@@ -1,0 +1,195 @@
+"""A tiny Qwen2.5-VL, and sequences for it: text alone, one image, two images of different sizes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.megatron_models import LENGTHS, rows_of_logits
+
+IMAGE, START, END = 250, 252, 253
+GRIDS = {1: [(2, (4, 6))], 2: [(3, (8, 4)), (14, (6, 10))], 5: [(8, (4, 4))]}
+"""By number of the sequence: (index of the first token, (rows, columns) of patches) of each of its images."""
+VL_MODELS: dict[str, dict[str, Any]] = {"vl": {}, "vl_tied": {"tie_word_embeddings": True}}
+"""Tiny models, and what differs in their configuration."""
+MERGE, WINDOW, PATCH_VALUES = 2, 56, 3 * 2 * 14 * 14
+CHAT_TEMPLATE = (  # Qwen2.5-VL's, in words that the tiny tokenizer has
+    "{% for message in messages %}w3 {% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{% if part.type == 'image' or 'image' in part %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %} w4 {% endfor %}{% if add_generation_prompt %}w5 {% endif %}"
+)
+
+
+def config(**fields: Any) -> Any:
+    """Head sizes are those that vLLM has CPU kernels for; windows are 2 x 2 tokens, which the grids do not divide into."""
+    import transformers
+
+    text = {
+        "vocab_size": 256,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"type": "mrope", "mrope_section": [4, 6, 6]},
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    vision = {
+        "depth": 4,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "out_hidden_size": 128,
+        "patch_size": 14,
+        "spatial_merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "window_size": WINDOW,
+        "fullatt_block_indexes": [1, 3],
+    }
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=251,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        **{"tie_word_embeddings": False, **fields},
+    )
+
+
+def write_vl_model(path: Path, **fields: Any) -> Path:
+    """Save the model at `path`; its weights are the same every time."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.Qwen2_5_VLForConditionalGeneration(config(**fields))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.normal_(0, 0.05)
+    model.save_pretrained(path)
+    return path
+
+
+def sequences() -> list[tuple[torch.Tensor, list[tuple[int, torch.Tensor, torch.Tensor]]]]:
+    """Tokens of each sequence, and its images: (first token, pixels [patches, values], grid [3])."""
+    generator = torch.Generator().manual_seed(3)
+    result = []
+    for number, length in enumerate(LENGTHS):
+        tokens = torch.randint(0, 250, (length,), generator=generator)
+        images = []
+        for start, (rows, columns) in GRIDS.get(number, []):
+            count = rows * columns // MERGE**2
+            tokens[start - 1], tokens[start : start + count], tokens[start + count] = START, IMAGE, END
+            pixels = torch.randn(rows * columns, PATCH_VALUES, generator=generator)
+            images.append((start, pixels, torch.tensor([1, rows, columns])))
+        result.append((tokens, images))
+    return result
+
+
+def images_of(numbers: list[int]) -> Any:
+    """The Images of a micro batch of the sequences `numbers`; None where they have none."""
+    from megarl.megatron.images import Images
+
+    every = sequences()
+    found = [(place, *image) for place, number in enumerate(numbers) for image in every[number][1]]
+    if not found:
+        return None
+    owners, starts, pixels, grids = (list(column) for column in zip(*found, strict=True))
+    return Images(torch.cat(pixels), torch.stack(grids), owners, starts)
+
+
+def transformers_model(path: Path) -> Any:
+    import transformers
+
+    return transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+
+
+def transformers_inputs() -> list[dict[str, torch.Tensor]]:
+    """What transformers' model is given for each sequence by itself."""
+    every = []
+    for tokens, images in sequences():
+        inputs: dict[str, torch.Tensor] = {"input_ids": tokens[None]}
+        if images:
+            inputs["pixel_values"] = torch.cat([pixels for _, pixels, _ in images])
+            inputs["image_grid_thw"] = torch.stack([grid for _, _, grid in images])
+            inputs["mm_token_type_ids"] = (tokens == IMAGE).int()[None]
+        every.append(inputs)
+    return every
+
+
+@functools.cache
+@torch.no_grad()
+def vl_of_transformers(path: Path) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What transformers computes for each sequence by itself: (log-probs, entropy) [length] each."""
+    model = transformers_model(path)
+    return [rows_of_logits(model(**inputs).logits[0], inputs["input_ids"][0]) for inputs in transformers_inputs()]
+
+
+def check_upstream(path: str) -> None:
+    """Each of these fails once mbridge or transformers does by itself what megarl/megatron/qwen2_5_vl.py mends."""
+    import inspect
+    from types import SimpleNamespace
+
+    import transformers
+    from mbridge.core.bridge import Bridge
+    from mbridge.models.qwen2_5_vl import Qwen2_5VLBridge, transformer_config
+    from mbridge.models.qwen2_5_vl.attention import Qwen2_5VLSelfAttention
+    from mbridge.models.qwen2_5_vl.model import Qwen2_5VLModel
+    from mbridge.models.qwen2_5_vl.vision_model import VisionRotaryEmbedding
+
+    assert not hasattr(transformers.AutoConfig.from_pretrained(path), "hidden_size"), "mend_config"
+    sizes = transformer_config.get_vision_model_config(SimpleNamespace(num_layers=4, layernorm_epsilon=1e-5))
+    assert (sizes.num_layers, sizes.hidden_size, sizes.layernorm_epsilon) == (32, 1280, 1e-5), "_read_vision_sizes"
+    by_name = Qwen2_5VLBridge._get_mcore_config_by_name
+    assert by_name is Bridge._get_mcore_config_by_name, "_split_projection_plainly"
+    attention = inspect.signature(Qwen2_5VLSelfAttention.forward).parameters
+    assert "rotary_pos_cos_sin" not in attention, "_accept_later_arguments"
+    rotary = VisionRotaryEmbedding(16)
+    exact = rotary(60)
+    assert (rotary.bfloat16()(60) - exact).abs().max() > 0.05, "_angles"
+    assert "vp_stage" not in inspect.signature(Qwen2_5VLModel.__init__).parameters, "layout.py refuses virtual stages"
+
+    from megarl.megatron import upstream_fixes
+
+    upstream_fixes.install()
+    assert torch.equal(rotary(60), exact), "mended, the angles do not depend on the model's dtype"
+
+
+def write_processor(path: Path) -> None:
+    """Tokenizer and image processor beside the model: vLLM wants them, though nothing is tokenised or processed."""
+    import json
+
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = {"<|image_pad|>": IMAGE, "<|video_pad|>": 251, "<|vision_start|>": START, "<|vision_end|>": END}
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(IMAGE)} | special, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w2", pad_token="w0", additional_special_tokens=list(special)
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "patch_size": 14,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (path / "preprocessor_config.json").write_text(json.dumps(processor))

@@ -1,0 +1,109 @@
+"""Work for pools of processes, found by `find`: what tests/subprocess_pool/test_pool.py has done."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from megarl.subprocess_pool.job import CallError, Work
+
+
+def find(name: str, settings: dict[str, Any]) -> Work:
+    prepared: list[int] = []
+
+    def told(request: Any) -> Any:
+        """What it was made with, and the process that prepared it."""
+        return {"name": name, "settings": settings, "request": request, "prepared": prepared, "own": os.getpid()}
+
+    functions = {"told": told, "refuses": refuses, "size": len, "sleeps": time.sleep, "unreadable": unreadable}
+    functions |= {"lock": lock, "big": big, "fills": fills, "awaits": awaits}
+    return Work(functions[name], lambda: prepared.append(os.getpid()))
+
+
+def refuses(request: str) -> None:
+    raise CallError(f"no {request} here")
+
+
+def lock(request: object) -> object:
+    """Nothing that pickle takes."""
+    return threading.Lock()
+
+
+class Unreadable:
+    """Can be pickled, and not unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("nothing",)
+
+
+def unreadable(request: object) -> Unreadable:
+    return Unreadable()
+
+
+def big(request: int) -> bytes:
+    return bytes(request)
+
+
+def fills(megabytes: int) -> int:
+    """Takes so much memory, as numpy does: reserved first, then written to. Returns how much."""
+    return int(np.ones(megabytes << 20, dtype=np.uint8).sum()) >> 20
+
+
+under_way = 0
+
+
+async def awaits(request: dict[str, Any]) -> dict[str, Any]:
+    """Waits, and then does what the request says. Returns how many were under way in its process when it ended."""
+    global under_way
+    under_way += 1
+    most = under_way
+    try:
+        for _ in range(4):
+            await asyncio.sleep(request.get("seconds", 0.2) / 4)
+            most = max(most, under_way)
+        await _act(request.get("what", ""))
+    finally:
+        under_way -= 1
+    return {"most": most, "own": os.getpid()}
+
+
+async def _act(what: str) -> None:
+    if what == "block":
+        time.sleep(1000)
+    elif what == "compute":
+        _count(10**12)
+    elif what == "child blocks":
+        await asyncio.create_task(_block())
+    elif what == "cancelled":
+        raise asyncio.CancelledError
+    elif what == "leave":
+        sys.exit(4)
+    elif what == "child leaves":
+        await asyncio.gather(_leave(), asyncio.sleep(1000))
+    elif what == "exit":
+        os._exit(3)
+    elif what == "stubborn":  # cancelled, it goes on
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
+
+
+async def _block() -> None:
+    await asyncio.sleep(0.01)
+    time.sleep(1000)
+
+
+async def _leave() -> None:
+    sys.exit(4)
+
+
+def _count(numbers: int) -> int:
+    """In C, where nothing else of the process runs."""
+    return sum(range(numbers))

@@ -1,0 +1,198 @@
+"""Adapters of real trainers in real vLLM workers: an engine that has them beside the weights says what one with merged weights
+says."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from megarl.engines.base import AdapterSpec, EngineDead, EngineRefused
+from megarl.weight_sync.session import compare_reports
+from tests.support.engine_process import EngineProcess, build_model, gaps, load_model, make_requests, spec
+from tests.support.planned_live import Trainers, TrainersFailed
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+RANK = 4
+# One sums x (W + s B A), the other x W + s (x A) B, both in float32: the same numbers in another order. It is the bound
+# within which an engine's log-probs are those of Hugging Face's model, which sums in yet another order.
+BOUND = 5e-5
+# The engine's model and layout; the linears with adapters; the trainers' layout.
+CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, dict[str, Any]]] = {
+    "qwen2-tied-TP2": ("qwen2_tied", {"tensor_parallel": 2}, ("all-linear",), 2, {"tensor_parallel": 2}),
+    "qwen3-all": ("qwen3", {}, ("all-linear",), 1, {}),
+    "qwen3-some-PP2": ("qwen3", {}, ("v_proj", "up_proj"), 2, {"pipeline_parallel": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def processes():
+    both = EngineProcess(), EngineProcess()
+    yield both
+    for process in both:
+        process.close()
+
+
+class Run:
+    """Two engines of one model: the first takes adapters, the second merged weights."""
+
+    def __init__(self, processes: Any, directory: Path, case: str, dtype: str = "float32", engines: int = 2) -> None:
+        processes = processes[:engines]
+        model, layout, targets, size, megatron = CASES[case]
+        self.path = build_model(directory / "model", model)
+        self.engines, self.version = processes, 0
+        adapters = AdapterSpec(RANK, targets)
+        asked = [spec(self.path, load_weights=False, dtype=dtype, adapters=one, **layout) for one in (adapters, None)]
+        starting = [engine.begin("start", one) for engine, one in zip(processes, asked, strict=False)]
+        lora = {"rank": RANK, "alpha": 10.0, "targets": list(targets)}
+        self.trainers = Trainers(directory, self.path, megatron, size, dtype, lora)
+        self.infos = [one.result(400) for one in starting]
+        for engine, info, opening in zip(processes, self.infos, ("open_adapters", "open_export"), strict=False):
+            assert engine.connect_exchange(self.trainers.call(opening, info["receivers"])[0]) is None
+
+    def update(self, size: float = 0.1) -> list[Any]:
+        """All engines to new adapters. Returns what was sent to each."""
+        self.version += 1
+        self.trainers.call("learn", self.version, size)
+        sent = []
+        for engine, sending in zip(self.engines, ("send_adapters", "send_export"), strict=False):
+            future = self.trainers.begin(sending, self.version)
+            received = engine.begin("update_weights", self.version).result(120)
+            sent.append(future.result(120)[0])
+            compare_reports(sent[-1], {"engine": received})
+        return sent
+
+
+@pytest.mark.parametrize("case", ["qwen2-tied-TP2", "qwen3-some-PP2"])
+def test_adapters_beside_the_weights_are_merged_weights(processes: Any, tmp_path: Path, case: str) -> None:
+    run = Run(processes, tmp_path, case)
+    try:
+        assert [info["merged_because"] for info in run.infos] == [None, "none are asked for"]
+        requests, before = make_requests(count=6, n=2), None
+        for _ in range(3):
+            apart, merged = run.update()
+            (_, said), (_, expected) = (engine.generate(requests) for engine in processes)
+            check_same(said, expected)
+            if before is not None:
+                assert apart.bytes < 0.3 * merged.bytes and apart.tensors % 2 == 0
+                assert not any(np.array_equal(said[key][0].tokens, before[key][0].tokens) for key in said), (
+                    "old adapters"
+                )
+            else:
+                assert apart.bytes > merged.bytes, "the first update also brings the weights"
+            before = said
+        run.trainers.call("write", str(tmp_path / "merged.safetensors"))
+        check_against(tmp_path, run.path, requests, before)
+    finally:
+        run.trainers.close()
+
+
+def test_requests_in_flight_go_on_with_the_new_adapters(processes: Any, tmp_path: Path) -> None:
+    """Their past is computed anew: what is said from then on is what the new weights say."""
+    run, process = Run(processes, tmp_path, "qwen3-all", engines=1), processes[0]
+    try:
+        run.update()
+        process.generate(make_requests(count=2, n=1, max_tokens=2))
+        requests = make_requests(count=3, n=4, max_tokens=110)[1:]
+        flying = process.begin("generate", make_requests(count=1, n=1, max_tokens=5) + requests)
+        while len(process.finished()) != 1:  # the short one alone
+            time.sleep(0.001)
+        process.pause()
+        run.update()
+        process.resume()
+        _, said = flying.result(120)
+        run.trainers.call("write", str(tmp_path / "merged.safetensors"))
+        model = load_model(run.path)
+        model.load_state_dict(load_file(tmp_path / "merged.safetensors"), strict=False)
+        for request in requests:
+            for sample in said[request.group]:
+                new = gaps(model, request, sample) < BOUND
+                assert len(new) == 110 and new[-10:].all() and not new.all(), "who said the end, and who the beginning"
+    finally:
+        run.trainers.close()
+
+
+def test_bfloat16(processes: Any, tmp_path: Path) -> None:
+    """Merged weights are rounded as a whole, and lose of what adapters add all that is smaller than a weight's last bit:
+    beside them it stays. Both are held to the merged weights in float32."""
+    run = Run(processes, tmp_path, "qwen3-all", "bfloat16")
+    try:
+        run.update(size=0.02)
+        run.trainers.call("write_exact", str(tmp_path / "merged.safetensors"))
+        requests, model = make_requests(count=6, n=4), load_model(run.path)
+        model.load_state_dict(load_file(tmp_path / "merged.safetensors"), strict=False)
+        apart, merged = (
+            np.concatenate([gaps(model, request, one) for request in requests for one in said[request.group]])
+            for _, said in (engine.generate(requests) for engine in processes)
+        )
+        print(f"mean gap to float32, adapters beside the weights {apart.mean():.5f}, merged {merged.mean():.5f}")
+        assert apart.mean() < 1.1 * merged.mean()
+    finally:
+        run.trainers.close()
+
+
+def test_adapters_that_are_not_what_weights_are_merged_of(processes: Any, tmp_path: Path) -> None:
+    """A trainer that would send another's rows as its own: the check against the export sees it before engines sample."""
+    run = Run(processes, tmp_path, "qwen3-all", engines=1)
+    try:
+        run.update()
+        run.trainers.call("mix_up")
+        received = run.engines[0].begin("update_weights", 2)
+        with pytest.raises(
+            TrainersFailed, match=r"adapters of model.layers.0.self_attn.k_proj.weight, .*are not what merged"
+        ):
+            run.trainers.call("send_adapters", 2)
+        with pytest.raises(RuntimeError, match="are not what merged weights contain"):
+            received.result(120)
+    finally:
+        run.trainers.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("swapped", r"qkv_proj of the engine's model does not hold the adapter of model.layers.0.self_attn.k_proj"),
+        ("no weights", r"parameters of the engine's model got no weights"),
+        ("weights again", r"model.embed_tokens.weight came again, where adapters alone were to come"),
+    ],
+)
+def test_adapters_that_are_not_what_was_sent(processes: Any, tmp_path: Path, fault: str, words: str) -> None:
+    run = Run(processes, tmp_path, "qwen3-all", engines=1)
+    process = processes[0]
+    try:
+        if fault == "weights again":
+            run.update()
+        if fault == "swapped":
+            process.replace("vllm.lora.model_manager", "PackedLoRALayerWeights", "SwappingKeyAndValue")
+        run.trainers.call("learn", 9, 0.1)
+        run.trainers.begin("send_adapters", run.version + 1, fault == "no weights")
+        with pytest.raises(ValueError, match=words):
+            process.update_weights(run.version + 1)
+        with pytest.raises((EngineDead, EngineRefused)):
+            process.generate(make_requests(count=1))
+    finally:
+        process.replace("vllm.lora.model_manager", "PackedLoRALayerWeights", None)
+        run.trainers.close()
+
+
+def check_same(said: dict[int, Any], expected: dict[int, Any]) -> None:
+    for key, samples in said.items():
+        for one, other in zip(samples, expected[key], strict=True):
+            assert np.array_equal(one.tokens, other.tokens)
+            assert np.abs(one.log_probs - other.log_probs).max() < BOUND
+
+
+def check_against(directory: Path, path: str, requests: Any, said: Any) -> None:
+    """Hugging Face's model, with the weights that the trainer exports, says the same; and without what adapters add it says
+    something else."""
+    model, own = load_model(path), []
+    request = requests[0]
+    for weights in ({}, load_file(directory / "merged.safetensors")):
+        model.load_state_dict(weights, strict=False)
+        own.append(max(float(gaps(model, request, sample).max()) for sample in said[request.group]))
+    assert own[1] < BOUND < 0.1 < own[0], own

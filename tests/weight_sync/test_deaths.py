@@ -1,0 +1,217 @@
+"""Whoever dies or falls silent in a planned update is found by all others within seconds, by name, and nobody waits for it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.cluster.failures import Failure, Place, Raised
+from megarl.weight_sync import heartbeat
+from megarl.weight_sync.session import PlannedSession
+from megarl.weight_sync.sharded.receiver import PlannedReceiver
+from tests.support.planned_ranks import SHAPES, Exchange, exchange, met
+
+HERE, APART = ["here"] * 4, ["b", "b", "c", "c"]
+TIMEOUT = 60.0  # which nobody may wait for
+SECONDS = 5.0  # that a death may take to be found by everyone
+LARGE = {"odd": (2048, 1024)}  # 8 MB: a transfer that takes its time
+
+
+class Split:
+    """An exchange of which `trainers` and `engines` are in a process of their own, all others in this one."""
+
+    def __init__(self, shm_dir: Any, places: list[str], trainers: list[int], engines: list[int], **fault: Any) -> None:
+        shapes, inside = (
+            fault.pop("shapes", {}),
+            fault.pop("inside", []),
+        )  # a command that the process is started through
+        here = [[rank for rank in range(4) if rank not in there] for there in (trainers, engines)]
+        options = {"timeout": TIMEOUT, "silence": fault.pop("silence", 8.0), "host": fault.pop("host", "127.0.0.1")}
+        session, store = met(shm_dir, places, bucket_bytes=1 << 21, **options) if 0 in here[0] else (None, None)
+        case = {
+            "trainers": trainers, "engines": engines, "shapes": shapes, "shm_dir": str(shm_dir), "places": places,
+            "session": session and json.loads(session.to_json()), "options": options,
+            "place": None, "signal": signal.SIGKILL, "before": False, **fault,
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [*inside, sys.executable, "-m", "tests.support.planned_member", json.dumps(case)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        told = self.read() if session is None else ""
+        self.here = Exchange(session or PlannedSession.from_json(told), store, *here)
+        self.here.connect()
+        if session is not None:
+            self.read()
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        return line
+
+    def start(self, version: int) -> list[Any]:
+        """Of the ranks in this process."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{version}\n")
+        self.process.stdin.flush()
+        sending, receiving = self.here.start(version)
+        return [*sending, *receiving]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.here.close()
+
+
+@contextlib.contextmanager
+def split(*arguments: Any, **fault: Any) -> Iterator[Split]:
+    made = Split(*arguments, **fault)
+    try:
+        assert all(one.result(30) for one in made.start(1)) and made.read() == "done\n"
+        yield made
+    finally:
+        made.close()
+
+
+def struck(one: Split, seconds: float) -> list[str]:
+    """What each rank of this process says of an update that the other process does not survive. Within `seconds`, and so is
+    the way out."""
+    under_way = one.start(2)
+    start = time.monotonic()
+    told = [str(rank.exception(TIMEOUT / 2)) for rank in under_way]
+    one.here.close()
+    assert time.monotonic() - start < seconds
+    return told
+
+
+def consequence(error: str) -> bool:
+    """Where the controller knows more, of a process that died, it tells that instead."""
+    return Failure.raised(Place("trainer rank 1"), Raised("ExchangeError", error, "")).is_communication
+
+
+@pytest.mark.parametrize(
+    ("party", "places", "place", "before"),
+    [
+        pytest.param("trainer", HERE, "outbox.Outbox.send", False, marks=pytest.mark.slow),
+        ("engine", APART, "collective.BroadcastGroup.start", False),
+        pytest.param("trainer", APART, "collective.BroadcastGroup.start", True, marks=pytest.mark.slow),
+        pytest.param("trainer", APART, "collective.BroadcastGroup.start", False, marks=pytest.mark.slow),
+        pytest.param("engine", APART, "collective.BroadcastGroup.start", True, marks=pytest.mark.slow),
+        pytest.param("engine", HERE, "planned_receiver.PlannedReceiver._load", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_death_ends_the_update_everywhere(tmp_path, monkeypatch, party, places, place, before):
+    """`before`: the others have been told of a transfer that is never begun."""
+    monkeypatch.setitem(SHAPES, "odd", LARGE["odd"])
+    ranks = ([3], []) if party == "trainer" else ([], [3])
+    with split(tmp_path, places, *ranks, place=place, before=before, shapes=LARGE) as one:
+        told = struck(one, SECONDS)
+    who = "trainer 3" if party == "trainer" else "engine rank e1/1"
+    found = rf"aborted: {who} \(process {one.process.pid} on .*\) died in the update to version 2: connection closed by"
+    waited = rf"{found}.* \(this process waited for .*(trainer 3|e1/1)"
+    assert any(re.search(waited, error) for error in told), told
+    failed = [error for error in told if error != "None"]  # of others, what failed had no part
+    assert all(consequence(error) and re.search(found, error) for error in failed), told
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "(its process is gone|the process of trainer 0 has ended)"),
+        pytest.param(signal.SIGSTOP, "trainer 0 gave no sign of life for 2 s", marks=pytest.mark.slow),
+    ],
+)
+def test_trainer_0_whom_all_others_hear_of(tmp_path, number, words):
+    """A store that is stopped answers nothing, and torch's client would wait for it for ever."""
+    all_but_one = [0, 1, 2, 3], [0, 1, 2]  # who would share a connection's end with others here
+    fault = {"place": "outbox.Outbox.send", "before": True, "signal": number, "silence": 2.0}
+    with split(tmp_path, HERE, *all_but_one, **fault) as one:
+        (told,) = struck(one, SECONDS + 3)
+    found = rf"trainer 0\) broke \(Dist.*\): {words}.* \(this process waited for e1/1: a bucket from trainers"
+    assert re.search(found, told) and consequence(told), told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [([3], []), ([], [3])])
+def test_whoever_is_stopped_is_found_by_missing_beats(tmp_path, ranks):
+    fault = {"place": "collective.BroadcastGroup.start", "before": True, "signal": signal.SIGSTOP, "silence": 2.0}
+    with split(tmp_path, APART, *ranks, **fault) as one:
+        told = struck(one, SECONDS + 3)
+    found = rf"\(process {one.process.pid} on .*\) gave no sign of life for 2 s in the update to version 2: it is"
+    failed = [error for error in told if error != "None"]
+    assert failed and all(re.search(found, error) for error in failed), told
+
+
+@pytest.mark.slow
+def test_whoever_is_stopped_between_updates_is_not_lost(tmp_path):
+    with split(tmp_path, HERE, [], [2, 3], silence=2.0) as one:
+        one.process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        one.process.send_signal(signal.SIGCONT)
+        assert all(rank.result(20) for rank in one.start(2)) and one.read() == "done\n"
+
+
+def test_a_pause_of_whoever_counts_is_nobodys_silence(tmp_path, monkeypatch):
+    """As when trainer 0 was stopped with all others: its clock has moved on before anyone could beat."""
+    leap = [0.0]
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + leap[0]))
+    with exchange(tmp_path) as one:
+        one.connect()
+        one.update(1)
+        under_way = [one.pool.submit(sender.send, 2, one.export) for sender in one.senders]
+        under_way += [one.pool.submit(one.receive, rank, 2) for rank in (0, 1, 2)]
+        time.sleep(1.5)
+        leap[0] = 100.0
+        time.sleep(1.5)
+        under_way.append(one.pool.submit(one.receive, 3, 2))
+        assert all(rank.result(10) for rank in under_way)
+
+
+def test_strangers_at_the_port_change_nothing(tmp_path):
+    """It is open to whoever reaches the machine: nonsense, what breaks a parser, too much, a wrong session, and nothing."""
+    with exchange(tmp_path) as one:
+        one.connect()
+        vigil_of = one.senders[0]._vigil
+        assert vigil_of is not None
+        where = vigil_of._listener.getsockname()[:2]
+        said = [b"no json\n", b"[" * 4000 + b"\n", b"x" * 10000, b'["another", "trainer 1"]\n', b"7\n", b"null\n", b""]
+        strangers = [socket.create_connection(where) for _ in said]
+        for stranger, words in zip(strangers, said, strict=True):
+            stranger.sendall(words)
+        one.update(1)
+        for stranger in strangers[:3]:
+            stranger.close()
+        one.update(2)
+        assert any(thread.name == "megarl-vigil" for thread in threading.enumerate())
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_a_process_ends_without_waiting_for_a_transfer_that_nobody_takes(tmp_path, monkeypatch):
+    """gloo would, until its time-out."""
+
+    def full(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    with split(tmp_path, APART, [3], []) as one:
+        monkeypatch.setattr(PlannedReceiver, "_take", full)
+        under_way = one.start(2)
+        start = time.monotonic()
+        told = one.process.communicate()[1]
+        assert time.monotonic() - start < SECONDS
+        assert one.process.returncode == 1 and "MemoryError: no room (this process waited for bucket" in told, told
+        assert all(rank.exception(SECONDS) for rank in under_way)

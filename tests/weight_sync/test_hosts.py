@@ -1,0 +1,220 @@
+"""Exported weights to several hosts, which names of hosts simulate: each host gets a version once and all links carry buckets
+at the same time; what arrives is what arrives on one host; a dead or silent relay is found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.weight_sync.full.receiver import WeightReceiver
+from megarl.weight_sync.process_group import BroadcastGroup
+from megarl.weight_sync.relay import Hop, export_hops
+from megarl.weight_sync.session import ExchangeError, ExchangeSession, compare_reports, host_id
+from tests.weight_sync.test_full import assert_same, exchange, make_weights, receive
+
+HOSTS = {"a0": "here", "b0": "b", "c0": "c", "a1": "here", "b1": "b", "c1": "c", "b2": "b", "d0": "d"}
+"""Receivers and their hosts: as engines that are not numbered host by host."""
+
+
+def endpoints_of(shm_dir: Any, hosts: dict[str, str]) -> list[tuple[str, str]]:
+    return [(name, host_id(str(shm_dir)) if host == "here" else host) for name, host in hosts.items()]
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Bytes into each receiver over gloo, by its number in the session, and out of each holder."""
+    moved: Counter[str] = Counter()
+    form, start = BroadcastGroup.__init__, BroadcastGroup.start
+
+    def formed(self: Any, channel: Any, rank: int, size: int, platform: Any, name: str, client: Any = None) -> None:
+        assert size == 2, "every network transfer is between two"
+        _, holder, reader = name.split("/")
+        self.end = f"into {reader}" if rank else f"out of {holder}"
+        form(self, channel, rank, size, platform, name, client)
+
+    def started(self: Any, memory: torch.Tensor) -> Any:
+        moved[self.end] += len(memory)
+        return start(self, memory)
+
+    monkeypatch.setattr(BroadcastGroup, "__init__", formed)
+    monkeypatch.setattr(BroadcastGroup, "start", started)
+    return moved
+
+
+def update(sender: Any, receivers: list[WeightReceiver], version: int, weights: dict[str, torch.Tensor]) -> Any:
+    with ThreadPoolExecutor(len(receivers)) as pool:
+        waiting = [pool.submit(receive, receiver, version) for receiver in receivers]
+        sent = sender.send(version, weights.items())
+        results = [one.result(20) for one in waiting]
+    compare_reports(sent, {r.name: report for r, (_, report) in zip(receivers, results, strict=True)})
+    for got, _ in results:
+        assert_same(got, weights)
+    return sent
+
+
+def test_each_host_gets_a_version_once(tmp_path: Any, network: Counter[str]) -> None:
+    """Three versions over four hosts; the bytes and the fingerprints are those of receivers on the sender's host alone."""
+    fingerprints = []
+    for hosts in (HOSTS, dict.fromkeys(HOSTS, "here")):
+        network.clear()
+        with exchange(endpoints_of(tmp_path, hosts), tmp_path) as sender:
+            session = ExchangeSession.from_json(sender.session.to_json())
+            assert session == sender.session
+            receivers = [WeightReceiver(session, name) for name in hosts]
+            sent = [update(sender, receivers, version, make_weights(version)) for version in (1, 2, 3)]
+            total = sum(report.bytes for report in sent)
+            assert os.listdir(tmp_path) == [], "a slot kept its name"
+            for receiver in receivers:
+                receiver.close()
+        fingerprints.append([report.fingerprint for report in sent])
+        heads = {"into 1": total, "into 2": total, "into 7": total}  # b0, c0, d0
+        links = {"out of trainer0": total, "out of engine1": total, "out of engine2": total}
+        assert network == (heads | links if hosts is HOSTS else {})
+    assert fingerprints[0] == fingerprints[1]
+
+
+def test_without_shared_memory_each_receiver_gets_its_own(tmp_path: Any, network: Counter[str]) -> None:
+    with exchange(endpoints_of(tmp_path, HOSTS), tmp_path, "collective") as sender:
+        receivers = [WeightReceiver(sender.session, name) for name in HOSTS]
+        sent = update(sender, receivers, 1, make_weights(1))
+        assert {key: size for key, size in network.items() if key.startswith("into")} == {
+            f"into {number}": sent.bytes for number in range(len(HOSTS))
+        }
+        assert max(network.values()) == sent.bytes, "someone sent a bucket twice"
+
+
+def test_hops_visit_each_host_once(tmp_path: Any) -> None:
+    with exchange(endpoints_of(tmp_path, HOSTS), tmp_path) as sender:
+        assert export_hops(sender.session) == [
+            Hop(("trainer", 0), (0, 3), 1),
+            Hop(("engine", 1), (4, 6), 2),
+            Hop(("engine", 2), (5,), 7),
+        ]
+    alone = {"a": "here", "b": "here"}
+    with exchange(endpoints_of(tmp_path, alone), tmp_path) as sender:
+        assert export_hops(sender.session) == [Hop(("trainer", 0), (0, 1), None)]
+
+
+def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each transfer takes a while. One link after the other would take buckets x links of them."""
+    each, finish = 0.02, BroadcastGroup.finish
+
+    def slow(self: Any, work: Any, awaited: str) -> None:
+        if threading.current_thread().name.startswith("receives"):
+            time.sleep(each)
+        finish(self, work, awaited)
+
+    monkeypatch.setattr(BroadcastGroup, "finish", slow)
+    hosts = {f"{host}0": host for host in "bcdef"}
+    weights = {f"w{number}": torch.full((256,), float(number)) for number in range(16)}
+    with (
+        exchange(endpoints_of(tmp_path, hosts), tmp_path, bucket_bytes=1024) as sender,
+        ThreadPoolExecutor(len(hosts), thread_name_prefix="receives") as pool,
+    ):
+        receivers = [WeightReceiver(sender.session, name) for name in hosts]
+        for version in (1, 2):  # hosts connect in the first
+            start = time.monotonic()
+            waiting = [pool.submit(receive, receiver, version) for receiver in receivers]
+            sent = sender.send(version, weights.items())
+            for one in waiting:
+                one.result(20)
+        seconds = time.monotonic() - start
+    assert sent.buckets == 16
+    assert seconds < 0.5 * each * sent.buckets * len(hosts), f"{seconds:.2f} s"
+
+
+@pytest.mark.parametrize("reader", ["of its host", "behind it"])
+def test_other_bytes_are_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
+    """A relay's memory that changes after it was checked: readers there and hosts behind it say so."""
+    from megarl.weight_sync.full.relay import Relay
+
+    offer = Relay.offer
+
+    def corrupted(self: Any, number: int, memory: torch.Tensor, fingerprint: str, names: list[str]) -> None:
+        if self.holder == "b0" and number == 2:
+            memory[7] ^= 1
+        offer(self, number, memory, fingerprint, names)
+
+    monkeypatch.setattr(Relay, "offer", corrupted)
+    hosts = {"b0": "b", "b1": "b"} if reader == "of its host" else {"b0": "b", "c0": "c"}
+    with exchange(endpoints_of(tmp_path, hosts), tmp_path) as sender, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(receive, WeightReceiver(sender.session, name), 1) for name in hosts]
+        with pytest.raises(ExchangeError, match="got other bytes than were sent in bucket 2"):
+            sender.send(1, make_weights(1).items())
+        for one in waiting:
+            with pytest.raises(ExchangeError, match="got other bytes than were sent in bucket 2"):
+                one.result(10)
+
+
+def test_a_silent_relay_is_found_by_the_one_before_it(tmp_path: Any) -> None:
+    hosts = {"b0": "b", "b1": "b", "c0": "c"}
+    with exchange(endpoints_of(tmp_path, hosts), tmp_path, timeout=0.7) as sender, ThreadPoolExecutor(3) as pool:
+        receivers = [WeightReceiver(sender.session, name) for name in hosts]
+
+        def stops() -> None:
+            weights: Iterator[Any] = receivers[0].weights(1)
+            next(weights)
+            time.sleep(2)
+
+        stopped = pool.submit(stops)
+        waiting = [pool.submit(receive, receiver, 1) for receiver in receivers[1:]]
+        start = time.monotonic()
+        with pytest.raises(ExchangeError, match=r"waited 0.7 s for .* of bucket|aborted: .*waited 0.7 s for "):
+            sender.send(1, make_weights(1).items())
+        for one in waiting:
+            with pytest.raises(ExchangeError):
+                one.result(10)
+        assert time.monotonic() - start < 2
+        stopped.result(10)
+
+
+RELAY = """
+import sys, time
+from megarl.weight_sync.full.receiver import WeightReceiver
+from megarl.weight_sync.session import ExchangeSession
+receiver = WeightReceiver(ExchangeSession.from_json(sys.stdin.readline()), "b0")
+for count, _ in enumerate(receiver.weights(1)):
+    if count == 20:
+        print("under way", flush=True)
+        time.sleep(60)
+"""
+
+
+def test_a_relay_that_is_killed_ends_the_update_everywhere(tmp_path: Any) -> None:
+    """The connection of the host before it breaks; readers of its host and hosts behind it hear of the abort."""
+    hosts = {"a0": "here", "b0": "b", "b1": "b", "c0": "c"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", RELAY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+    )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with (
+            exchange(endpoints_of(tmp_path, hosts), tmp_path, bucket_bytes=256, timeout=60) as sender,
+            ThreadPoolExecutor(4) as pool,
+        ):
+            print(sender.session.to_json(), file=process.stdin, flush=True)
+            names = [name for name in hosts if name != "b0"]
+            waiting = [pool.submit(receive, WeightReceiver(sender.session, name), 1) for name in names]
+            waiting.append(pool.submit(sender.send, 1, make_weights(1).items()))
+            assert process.stdout.readline() == "under way\n"
+            start = time.monotonic()
+            process.send_signal(signal.SIGKILL)
+            for one in waiting:
+                with pytest.raises(ExchangeError, match=r"broadcast of bucket|the sender failed"):
+                    one.result(20)
+            assert time.monotonic() - start < 5
+    finally:
+        process.kill()
+        process.wait(10)

@@ -1,0 +1,153 @@
+"""Whoever could not take part in a planned exchange leaves nothing behind: no thread, no connection, no shared memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from megarl.weight_sync import heartbeat
+from megarl.weight_sync.session import ExchangeError
+from megarl.weight_sync.sharded import buckets, manifest
+from megarl.weight_sync.sharded import sender as planned_sender
+from megarl.weight_sync.sharded.buckets import Outbox
+from megarl.weight_sync.sharded.receiver import PlannedReceiver
+from megarl.weight_sync.sharded.sender import PlannedSender
+from megarl.weight_sync.store import Channel
+from tests.support.planned_ranks import exchange, met, trainers
+
+WATCH = ("megarl-pulse", "megarl-vigil", "megarl-fingerprint")
+
+
+def connections(port: int) -> int:
+    """Sockets of this process that listen at `port`, or are one end of a connection to it."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as one:
+                    peer = one.getpeername() if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 0 else ()
+                    found += port in (*one.getsockname()[1:2], *peer[1:2])
+        except OSError:  # closed meanwhile, or not connected
+            continue
+    return found
+
+
+def settled(port: int) -> int:
+    """`connections` once the sender's own is accepted: the socket that listens and both ends."""
+    deadline = time.monotonic() + 10
+    while connections(port) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return connections(port)
+
+
+def threads(before: set[threading.Thread]) -> list[str]:
+    return [one.name for one in threading.enumerate() if one not in before and one.name.startswith(WATCH)]
+
+
+def port_of(session: Any, store: Any) -> int:
+    return int(Channel(session, store).latest(["vigil"])[0])
+
+
+def assert_released(port: int, before: set[threading.Thread]) -> None:
+    deadline = time.monotonic() + 3  # a watch ends within a beat
+    while (threads(before) or connections(port)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (threads(before), connections(port)) == ([], 0)
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise ExchangeError("it cannot be told")
+
+
+def without_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    start = threading.Thread.start
+
+    def refused(self: threading.Thread) -> None:
+        if self.name == name:
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+
+
+@pytest.mark.parametrize("fault", ["pulse", "description", "pulse thread", "vigil thread"])
+def test_a_sender_that_cannot_be_made(tmp_path, monkeypatch, fault):
+    """`caught` keeps the frames of the constructor alive, as a traceback does that somebody holds."""
+    session, store = met(tmp_path)
+    held, before = trainers()[0], set(threading.enumerate())
+    if fault == "pulse":
+        monkeypatch.setattr(planned_sender, "Pulse", fail)
+    elif fault == "description":
+        monkeypatch.setattr(manifest, "tell", fail)
+    else:
+        without_thread(monkeypatch, f"megarl-{fault.removesuffix(' thread')}")
+    with pytest.raises((ExchangeError, RuntimeError), match=r"cannot be told|new thread") as caught:
+        PlannedSender(session, 0, held.description, held.tensors, store)
+    assert_released(port_of(session, store), before)
+    assert caught.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("fault", ["thread", "name"])
+def test_a_receiver_that_cannot_be_made(tmp_path, monkeypatch, fault):
+    session, store = met(tmp_path)
+    held = trainers()[0]
+    sender = PlannedSender(session, 0, held.description, held.tensors, store)
+    port, before = port_of(session, store), set(threading.enumerate())
+    mine = settled(port)
+    if fault == "thread":
+        without_thread(monkeypatch, "megarl-pulse")
+    else:
+        monkeypatch.setattr(heartbeat.socket, "gethostname", fail)
+    with pytest.raises((ExchangeError, RuntimeError), match=r"cannot be told|new thread") as caught:
+        PlannedReceiver(session, "e0/0")
+    deadline = time.monotonic() + 3
+    while connections(port) > mine and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert (threads(before), connections(port)) == ([], mine)
+    assert caught.value.__traceback__ is not None
+    sender.close()
+
+
+@pytest.mark.parametrize("place", ["expect_answers", "handles"])
+def test_memory_of_buckets_that_cannot_be_offered(tmp_path, monkeypatch, place):
+    """Its files have names still: nobody would take these away as long as this process lives."""
+    made: list[Outbox] = []
+    create = Outbox.__init__
+
+    def created(self: Outbox, *arguments: Any) -> None:
+        made.append(self)
+        create(self, *arguments)
+
+    with exchange(tmp_path) as one:
+        one.connect()
+        monkeypatch.setattr(buckets, place, fail)
+        monkeypatch.setattr(Outbox, "__init__", created)
+        sending, receiving = one.start(1)
+        assert all("cannot be told" in str(rank.exception(20)) for rank in (*sending, *receiving))
+        assert os.listdir(tmp_path) == []
+        assert made and all(len(slot._memory) == 0 for box in made for slot in box._slots)
+
+
+def test_links_that_were_formed_before_one_that_could_not_be(tmp_path, monkeypatch):
+    """A group that nobody closes is kept by intention until the process ends."""
+    formed, closed = [], []
+
+    class Group:
+        def __init__(self, channel: Any, rank: int, size: int, platform: Any, name: str, client: Any) -> None:
+            if len(formed) == 1:
+                raise ExchangeError("the second could not form")
+            formed.append(name)
+            self.close = lambda: closed.append(name)
+
+    monkeypatch.setattr(buckets, "BroadcastGroup", Group)
+    session, store = met(tmp_path)
+    wanted = [buckets.Hop(("trainer", 0), (), reader) for reader in (0, 1)]
+    with pytest.raises(ExchangeError, match="the second could not form"):
+        buckets.form_links(Channel(session, store), session, ("trainer", 0), wanted)
+    assert formed == closed == ["link/trainer0/0"]

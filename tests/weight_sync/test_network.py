@@ -1,0 +1,100 @@
+"""The network to a rank is gone in mid-update, and no connection closes: all others end within seconds, and name it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megarl.weight_sync.process_group import BroadcastGroup
+from tests.support.planned_ranks import SHAPES
+from tests.weight_sync.test_deaths import LARGE, TIMEOUT, split
+
+SECONDS = (
+    12.0  # until a lost network is found by everyone: eight missing beats, and a second or two to count and to tell
+)
+
+
+class Cable:
+    """A network of two: this process's, and a namespace (`inside`: what starts a command there) at the other end."""
+
+    def __init__(self) -> None:
+        name = f"mgl{os.getpid() % 1000000}"
+        self.namespace, self.here, self.there = name, f"{name}a", f"{name}b"
+        self.inside = ["ip", "netns", "exec", name, "env", f"GLOO_SOCKET_IFNAME={self.there}"]
+        net = f"10.213.{os.getpid() % 250}"
+        self.address, self._other = f"{net}.1", f"{net}.2"
+
+    def lay(self) -> None:
+        name = self.namespace
+        self._ip("netns", "add", name)
+        self._ip("link", "add", self.here, "type", "veth", "peer", "name", self.there, "netns", name)
+        self._ip("addr", "add", f"{self.address}/30", "dev", self.here)
+        self._ip("link", "set", self.here, "up")
+        self._ip("-n", name, "addr", "add", f"{self._other}/30", "dev", self.there)
+        for interface in ("lo", self.there):
+            self._ip("-n", name, "link", "set", interface, "up")
+
+    def cut(self) -> None:
+        self._ip("-n", self.namespace, "link", "set", self.there, "down")
+
+    def remove(self) -> None:
+        subprocess.run(["ip", "link", "del", self.here], check=False, capture_output=True)  # what there is of them
+        subprocess.run(["ip", "netns", "del", self.namespace], check=False, capture_output=True)
+
+    def _ip(self, *arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.fixture
+def cable(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cable]:
+    if shutil.which("ip") is None:
+        pytest.skip("there is no command ip (iproute2) to make a network namespace with")
+    made = Cable()
+    try:
+        try:
+            made.lay()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"network namespaces are not permitted here: {' '.join(error.cmd)}: {error.stderr.strip()}")
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", made.here)
+        yield made
+    finally:
+        made.remove()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [([3], []), ([], [3])])
+def test_a_lost_network_is_found_on_both_sides(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, cable: Cable, ranks: tuple[list[int], list[int]]
+) -> None:
+    """A process, alone in its namespace, and all others: each side takes the other for silent. The cable is cut where the
+    first transfer of the update is about to begin."""
+    monkeypatch.setitem(SHAPES, "odd", LARGE["odd"])
+    begin, cut = BroadcastGroup.start, []
+
+    def cutting(self: BroadcastGroup, memory: Any) -> Any:
+        if not cut:
+            cut.append(time.monotonic())
+            cable.cut()
+        return begin(self, memory)
+
+    with split(tmp_path, ["b", "b", "c", "d"], *ranks, shapes=LARGE, host=cable.address, inside=cable.inside) as one:
+        monkeypatch.setattr(BroadcastGroup, "start", cutting)
+        under_way = one.start(2)
+        told = [str(rank.exception(TIMEOUT / 2)) for rank in under_way]
+        one.here.close()
+        here = time.monotonic() - cut[0]
+        alone = one.process.communicate(timeout=TIMEOUT / 2)[1]
+        there = time.monotonic() - cut[0]
+    who = "trainer 3" if ranks[0] else "engine rank e1/1"
+    found = rf"aborted: {who} \(process \d+ on .*\) gave no sign of life for 8 s in the update to version 2: it is"
+    failed = [error for error in told if error != "None"]
+    assert failed and all(re.search(found, error) for error in failed), told
+    assert "trainer 0 gave no sign of life for 8 s" in alone, alone
+    assert max(here, there) < SECONDS, (here, there)

@@ -1,0 +1,197 @@
+"""Groups that buckets cross a network in: which library, how it is asked, and what becomes of what is under way."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.platform.cpu import CPUPlatform
+from megarl.platform.cuda import CUDAPlatform
+from megarl.platform.npu import NPUPlatform
+from megarl.weight_sync.fingerprint import Fingerprints, fingerprint
+from megarl.weight_sync.process_group import BroadcastGroup
+from megarl.weight_sync.session import ExchangeError
+from megarl.weight_sync.sharded.sender import meet
+from megarl.weight_sync.store import Channel
+from tests.support.upstream_sources import missing, torch_npu
+
+TORCH_NPU = torch_npu()
+MINUTE = timedelta(seconds=60)
+
+
+class _Work:
+    def __init__(self, done: bool, error: str = "") -> None:
+        self.done, self.error = done, error
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        if self.error:
+            raise RuntimeError(self.error)
+
+
+class _Group:
+    def __init__(self, works: list[_Work]) -> None:
+        self.works, self.broadcasts = works, 0
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> _Work:
+        self.broadcasts += 1
+        return self.works.pop(0)
+
+
+class _Library(CPUPlatform):
+    """One that connects with the first broadcast, and can call off what is under way."""
+
+    def __init__(self, works: list[_Work]) -> None:
+        self.group, self.aborted = _Group(works), []
+
+    def collective(self, store, rank, size, timeout):
+        return self.group
+
+    def abort_collective(self, group):
+        self.aborted.append(group)
+
+
+@pytest.fixture
+def channel():
+    options = {"transport": "device", "bucket_bytes": 64, "timeout": 60.0, "check_every": 0, "silence": 8.0}
+    session, store = meet("127.0.0.1", ["a"], [("e0/0", "a")], **options)
+    return Channel(session, store)
+
+
+def test_it_is_connected_before_the_first_bucket(channel):
+    library = _Library([_Work(True), _Work(True)])
+    group = BroadcastGroup(channel, 0, 2, library)
+    assert library.group.broadcasts == 1
+    group.finish(group.start(torch.zeros(4, dtype=torch.uint8)), "a bucket")
+    group.close()
+    group.close()
+    assert library.aborted == []
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [(_Work(False), "waited 2 s for the gloo group"), (_Work(True, "no route"), "could not form .* no route")],
+)
+def test_one_that_does_not_connect(channel, first, words):
+    channel.session = dataclasses.replace(channel.session, timeout=2.0)
+    library = _Library([first])
+    with pytest.raises(ExchangeError, match=words):
+        BroadcastGroup(channel, 0, 2, library)
+    assert len(library.aborted) == (not first.done), "what still connects is called off"
+
+
+def test_what_is_under_way_is_called_off(channel):
+    """Else NCCL's kernel would go on on the device, and its watchdog end the process."""
+    library = _Library([_Work(True), _Work(True), _Work(False)])
+    group = BroadcastGroup(channel, 0, 2, library)
+    group.start(torch.zeros(4, dtype=torch.uint8))
+    group.start(torch.zeros(4, dtype=torch.uint8))
+    group.close()
+    assert library.aborted == [library.group]
+
+
+def test_nccl_as_torch_has_it(monkeypatch):
+    """Signatures of torch/_C/_distributed_c10d.pyi; the library itself is in CUDA builds of torch alone."""
+
+    class Options:
+        def __init__(self) -> None:
+            self._timeout, self.config = None, SimpleNamespace(max_ctas=None)
+
+    def group(store, rank, size, options):
+        handling.append(os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"])
+        return SimpleNamespace(given=(store, rank, size, options), abort=lambda: aborted.append(rank))
+
+    aborted: list[int] = []
+    handling: list[str] = []  # "0": a peer's death does not end this process
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    group.Options = Options  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", group, raising=False)
+    made = CUDAPlatform().collective("store", 1, 2, MINUTE)
+    store, rank, size, options = made.given
+    assert (store, rank, size, options._timeout, options.config.max_ctas) == ("store", 1, 2, MINUTE, 2)
+    assert handling == ["0"] and os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3", "training's own groups keep it"
+    CUDAPlatform().abort_collective(made)
+    assert aborted == [1]
+    stub = (torch.__path__[0] + "/_C/_distributed_c10d.pyi").replace("//", "/")
+    with open(stub) as file:
+        text = file.read().partition("class ProcessGroupNCCL(Backend):")[2].partition("\nclass ")[0]
+    for name in ("max_ctas: int", "config: ProcessGroupNCCL.NCCLConfig", "options: Options,", "def abort(self)"):
+        assert name in text, name
+
+
+def test_hccl_as_torch_npu_has_it(monkeypatch):
+    """What is asked of it; that it has these names, `test_hccl_has_these_names` says of its library."""
+
+    class Options:
+        _timeout = hccl_config = None
+
+    def group(store, rank, size, options):
+        return SimpleNamespace(
+            given=(store, rank, size, options),
+            abort_hccl_comm=lambda reason: aborted.append(reason),
+            clear_workmeta_list=lambda: aborted.append("forgotten"),
+        )
+
+    aborted: list[str] = []
+    group.Options = Options  # type: ignore[attr-defined]
+    binding = ModuleType("torch_npu._C._distributed_c10d")
+    binding.ProcessGroupHCCL = group  # type: ignore[attr-defined]
+    for name in ("torch_npu", "torch_npu._C"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, binding.__name__, binding)
+    made = NPUPlatform().collective("store", 0, 2, MINUTE)
+    store, rank, size, options = made.given
+    assert (store, rank, size, options._timeout) == ("store", 0, 2, MINUTE)
+    assert options.hccl_config == {"hccl_buffer_size": 16, "hccl_op_expansion_mode": 1}
+    assert options.global_ranks_in_group == [0, 1], "without ranks it would be torch_npu's default group"
+    assert NPUPlatform().collective("store", 0, 2, MINUTE).given[3].group_id != options.group_id
+    NPUPlatform().abort_collective(made)
+    assert aborted[0] == "forgotten" and len(aborted) == 2
+
+
+@pytest.mark.skipif(TORCH_NPU is None, reason=missing("torch_npu"))
+def test_hccl_has_these_names():
+    assert TORCH_NPU is not None
+    libraries = [path.read_bytes() for path in TORCH_NPU.glob("torch_npu/**/*.so")]
+    names = ["abort_hccl_comm", "clear_workmeta_list", "global_ranks_in_group", "group_id", "hccl_config"]
+    for name in [*names, "hccl_buffer_size", "hccl_op_expansion_mode"]:
+        assert any(name.encode() in library for library in libraries), name
+
+
+def test_a_device_is_read_when_it_is_written(monkeypatch):
+    """Of memory that is not the host's: on a stream beside the one that packs, behind what writes it."""
+    order: list[object] = []
+    memory = torch.zeros(48, dtype=torch.uint8)
+    wanted = torch.arange(48, dtype=torch.uint8)
+
+    class Stream:
+        def wait_event(self, written):
+            order.append(written)
+            memory.copy_(wanted)
+
+        def synchronize(self):
+            order.append("copied")
+
+    @contextlib.contextmanager
+    def stream(one):
+        order.append("beside")
+        yield
+
+    devices = SimpleNamespace(set_device=order.append, Stream=Stream, stream=stream)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
+    fingerprints = Fingerprints()
+    fingerprints._host = torch.full((64,), 7, dtype=torch.uint8)  # pinned, where there is a device
+    assert fingerprints._of_device(memory, "written") == fingerprint(wanted.numpy())
+    assert order == [memory.device, "beside", "written", "copied"]
+    assert fingerprints.beside(memory).result() == fingerprint(wanted.numpy())
+    fingerprints.close()

@@ -1,0 +1,381 @@
+"""Slices go from where they are to where they belong, once, proven; or everyone learns why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megarl.errors import RecipeError
+from megarl.preflight.load import load_recipe
+from megarl.weight_sync.fingerprint import Fingerprints, fingerprint
+from megarl.weight_sync.relay import Hop, hops, most_connections, path
+from megarl.weight_sync.session import ExchangeError, PlannedSession, compare_planned, host_id, session_of
+from megarl.weight_sync.sharded import receiver as planned_receiver
+from megarl.weight_sync.sharded import verify
+from megarl.weight_sync.sharded.copy import Boxes
+from megarl.weight_sync.sharded.plan import Hosts, Stream
+from megarl.weight_sync.sharded.receiver import PlannedReceiver
+from megarl.weight_sync.sharded.sender import meet
+from megarl.weight_sync.sharded.slices import Describer
+from megarl.weight_sync.store import Channel
+from tests.support.planned_ranks import SHAPES, Exchange, exchange, replaced
+
+HERE = ["here"] * 4
+RELAYED = ["here", "b", "b", "c"]
+APART = ["b", "b", "c", "c"]
+
+
+@pytest.mark.parametrize(
+    ("places", "transport"),
+    [(HERE, "auto"), (RELAYED, "auto"), (APART, "auto"), (HERE, "collective"), (HERE, "device")],
+)
+def test_every_element_arrives_once_and_proven(tmp_path, places, transport):
+    with exchange(tmp_path, places, transport=transport) as one:
+        assert session_of(one.session.to_json()) == one.session
+        one.connect()
+        needed = sum(rank.description.nbytes for rank in one.engines)
+        for version in (3, 4, 5):
+            sent, received = one.update(version)
+            assert received.bytes == needed
+            assert received.buckets > 8
+            assert sent.version == received.version == version
+            assert os.listdir(tmp_path) == []
+        assert one.exports == 4, "the first version alone is held to the export, by every trainer rank"
+        once = {key.split(" to ")[0] for key in sent.streams}
+        assert len(once) < len(sent.streams), "replicas read what was packed for the first"
+        with pytest.raises(ExchangeError, match=r"1 streams differ: 0 to e0/0: sent x, received"):
+            compare_planned(replaced(sent, streams=sent.streams | {"0 to e0/0": "x"}), received)
+
+
+@pytest.mark.parametrize(("places", "transport"), [(HERE, "auto"), (APART, "auto"), (HERE, "device")])
+def test_buckets_are_where_they_belong_whatever_the_default_device(tmp_path, monkeypatch, places, transport):
+    """Around a receiver vLLM has its device as the default one, where gloo and fingerprints read nothing."""
+    begin, receive = PlannedReceiver.begin, PlannedReceiver.receive
+
+    def elsewhere(method):
+        def called(*arguments):
+            with torch.device("meta"):
+                return method(*arguments)
+
+        return called
+
+    monkeypatch.setattr(PlannedReceiver, "begin", elsewhere(begin))
+    monkeypatch.setattr(PlannedReceiver, "receive", elsewhere(receive))
+    with exchange(tmp_path, places, transport=transport) as one:
+        one.connect()
+        for version in (1, 2):
+            one.update(version)
+
+
+@pytest.mark.parametrize("places", [RELAYED, APART])
+def test_each_bucket_is_read_for_its_fingerprint_once_at_either_end(tmp_path, monkeypatch, places):
+    """By who passes it on, too, who needs to know it before others get it."""
+    counts: Counter[str] = Counter()
+
+    def counted(name):
+        taken = getattr(Fingerprints, name)
+
+        def count(self, memory):
+            counts[name] += 1
+            return taken(self, memory)
+
+        return count
+
+    with exchange(tmp_path, places) as one:
+        one.connect()
+        one.update(1)
+        for name in ("passing", "beside"):
+            monkeypatch.setattr(Fingerprints, name, counted(name))
+        sent, received = one.update(2)
+        assert counts["beside"] > 0 and sum(counts.values()) == sent.buckets + received.buckets
+
+
+def test_rows_that_are_longer_than_a_cache_are_cut(monkeypatch):
+    from megarl.weight_sync.sharded import copy
+
+    monkeypatch.setattr(copy, "PIECE", 40)
+    held, bucket = torch.arange(60.0), torch.zeros(55)
+    copies = [[0, 0, 0, 25, 2, 25], [50, 0, 51, 0, 1, 5]]  # rows of 25 elements, and a short one
+    ends = []
+    for end, part, piece in Boxes._pieces(bucket, copies, lambda _: held):
+        assert part.shape == piece.shape and part.nbytes <= 40
+        part.copy_(piece)
+        ends.append(end)
+    assert torch.equal(bucket, torch.cat([held[:50], held[51:56]]))
+    assert ends == [40, 80, 100, 140, 180, 200, 220]
+
+
+@pytest.mark.parametrize("places", [HERE, RELAYED])
+def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
+    """Of a bucket and reader: a number, a note, an answer; and two that read these, but for those in vain."""
+    counts: Counter[str] = Counter()
+    call = Channel._call
+
+    def counted(self, operation, *arguments):
+        counts[operation.__name__] += 1
+        return call(self, operation, *arguments)
+
+    with exchange(tmp_path, places) as one:
+        one.connect()
+        one.update(1)  # is held to the export, besides
+        one.update(2)
+        keys = one.store.num_keys()
+        monkeypatch.setattr(Channel, "_call", counted)
+        received = one.update(3)[1]
+        assert one.store.num_keys() == keys, "what was read is written over"
+        assert counts["add"] == received.buckets
+        assert counts["set"] == 2 * received.buckets + 4, "notes, answers, and that each of four ranks has loaded it"
+        assert counts["delete_key"] == 4, "that they had loaded the version before"
+
+
+def test_who_reads_whose_memory(tmp_path):
+    session, _ = meet(
+        "127.0.0.1", ["a", "a"], [("0", "a"), ("1", "a"), ("2", "b"), ("3", "b"), ("4", "c")],
+        transport="auto", bucket_bytes=1, timeout=1.0, check_every=0, silence=8, shm_dir=str(tmp_path),
+    )  # fmt: skip
+    stream = Stream(7, 1, (0, 1, 2, 3, 4), "float32", *[torch.zeros(0).numpy()] * 3)
+    assert hops(stream, session) == [
+        Hop(("trainer", 1), (0, 1), 2),
+        Hop(("engine", 2), (3,), 4),
+    ]
+    hosts = Hosts(("a", "a"), ("a", "a", "b", "b", "c"))
+    assert [hop.remote for hop in path(1, stream.targets, hosts, shares_memory=False)] == [0, 1, 2, 3, 4]
+    made = SimpleNamespace(sources=torch.tensor([1, 0]).numpy(), targets=[stream.targets, (0, 3)], hosts=hosts)
+    assert most_connections(made, shares_memory=True) == 2, "engine 2: from trainer 1, and to engine 4"
+    assert most_connections(made, shares_memory=False) == 4, "engine 0: from both trainers, and to engines 1 and 3"
+    alone = Stream(8, 0, (4,), "float32", *[torch.zeros(0).numpy()] * 3)
+    assert hops(alone, session) == [Hop(("trainer", 0), (), 4)]
+    with pytest.raises(ValueError, match="'0' does not share /dev/shm"):
+        meet(
+            "127.0.0.1", ["a"], [("0", "b")],
+            transport="shared_memory", bucket_bytes=1, timeout=1.0, check_every=0, silence=8,
+        )  # fmt: skip
+
+
+def failures(one: Exchange, version: int) -> list[BaseException | None]:
+    sending, receiving = one.start(version)
+    return [future.exception(20) for future in (*sending, *receiving)]
+
+
+@pytest.mark.parametrize("places", [HERE, APART])
+def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, places):
+    take = PlannedReceiver._load
+
+    def corrupt(self, taken, target):
+        if self.name == "e1/1" and len(taken.memory) > 100:
+            taken.memory = taken.memory.clone()  # one reader's alone
+            taken.group and taken.group.finish(taken.broadcast, "x")
+            taken.memory[100] ^= 4
+            taken.group = None
+        before = list(target.left)
+        try:
+            take(self, taken, target)
+        except ExchangeError:
+            assert target.left == before, "nothing may be made of bytes that are not proven"
+            raise
+
+    with exchange(tmp_path, places) as one:
+        one.connect()
+        one.update(1)
+        monkeypatch.setattr(planned_receiver.PlannedReceiver, "_load", corrupt)
+        start = time.monotonic()
+        told = failures(one, 2)
+        one.close()
+        assert time.monotonic() - start < 5, "nobody waits for what is under way"
+        words = r"'e1/1' got other bytes than .* sent in bucket 0 of stream \d+ from trainer \d \((embed|odd|norm|exp)"
+        assert re.search(words, str(told[7]))
+        others = [error for error in told[:7] if error is not None]
+        assert len(others) >= 2 and all(isinstance(error, ExchangeError) for error in others)
+        assert all("got other bytes" in str(error) for error in others), "the cause, not its consequences"
+
+
+@pytest.mark.parametrize("check_every", [0, 2])
+def test_what_was_loaded_is_held_to_the_export(tmp_path, check_every):
+    """A box that is wrong from the start has right fingerprints on its way: the export tells, and names it."""
+    with exchange(tmp_path, check_every=check_every) as one:
+        one.connect()
+        for version in (1, 2):
+            one.update(version)
+        exports = one.exports
+
+        def wrong_embed():
+            one.exports += 1
+            weights = {name: weight.clone() for name, weight in one.weights.items()}
+            weights["embed"][60, 30] += 1
+            return weights.items()
+
+        one.export = wrong_embed  # type: ignore[method-assign]
+        told = failures(one, 3)
+        if check_every == 0:
+            assert told == [None] * 8 and one.exports == exports
+            return
+        message = str(told[5])
+        assert "what receiver 'e0/1' loaded is not what the trainers export, in 1 tensors: embed (bucket" in message
+        assert "from trainer" in message and "set exchange.route=export" in message
+        assert any(error is not None for error in told[:4])
+
+
+def test_holes_are_refused_by_everyone_and_at_once(tmp_path):
+    with exchange(tmp_path) as one:
+        describer = Describer()
+        describer.add(describer.tensor("unknown", (4, 4)), (0, 0, 4, 4), describer.parameter("p", "float32"), 0, 4)
+        for receiver in one.receivers:
+            receiver.holdings()
+            receiver.describe(describer.done())
+        for error in failures(one, 1):
+            assert "of unknown: of these 16 elements the trainers hold 0" in str(error) or "aborted" in str(error)
+
+
+def test_a_silent_peer_is_named_after_the_timeout(tmp_path):
+    with exchange(tmp_path, timeout=1.5) as one:
+        one.connect()
+        one.update(1)
+        receiving = [one.pool.submit(one.receive, number, 2) for number in range(4)]
+        [one.pool.submit(one.senders[rank].send, 2, one.export) for rank in (0, 1, 2)]
+        told = [str(future.exception(10)) for future in receiving]
+        assert any("waited 1.5 s for e" in one and "a bucket from trainers [3]" in one for one in told), told
+    with exchange(tmp_path, timeout=1.5) as one:
+        one.connect()
+        one.update(1)
+        sending = [one.pool.submit(sender.send, 2, one.export) for sender in one.senders]
+        [one.pool.submit(one.receive, number, 2) for number in (0, 1, 2)]
+        told = [str(future.exception(10)) for future in sending]
+        assert any("waited 1.5 s for " in one and "e1/1" in one for one in told), told
+
+
+def test_plans_from_other_descriptions_are_refused(tmp_path):
+    with exchange(tmp_path) as one:
+        one.connect()
+        one.receivers[2]._held = one.receivers[2]._held[:3]
+        told = failures(one, 1)
+        assert "plan the weight exchange from different descriptions" in str(told[6])
+
+
+def test_another_version_than_expected(tmp_path):
+    with exchange(tmp_path) as one:
+        one.connect()
+        one.update(1)
+        receiving = one.pool.submit(one.receive, 0, 9)
+        sending = [one.pool.submit(sender.send, 2, one.export) for sender in one.senders]
+        assert "expects version 9, got 2" in str(receiving.exception(10))
+        assert all("expects version 9, got 2" in str(future.exception(10)) for future in sending)
+
+
+def test_checked_versions():
+    session = PlannedSession(
+        host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
+        check_every=3, silence=8,
+    )  # fmt: skip
+    assert [version for version in range(5, 16) if session.checked(version, 5)] == [5, 8, 11, 14]
+
+
+def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
+    import errno
+
+    def full(fd, start, size):
+        raise OSError(errno.ENOSPC, "no room")
+
+    with exchange(tmp_path) as one:
+        one.connect()
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        told = failures(one, 1)
+        assert any(isinstance(error, OSError) and "is full: a weight bucket needs" in str(error) for error in told[:4])
+        assert all("is full: a weight bucket needs" in str(error) for error in told[4:]), told
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"exchange.route": "planned", "lora.rank": 4}, "exchange.route.*merged weights"),
+        ({"exchange.route": "planned", "rollout.engine": "sglang"}, "rollout.engine=sglang takes whole tensors alone"),
+        ({"exchange.route": "planned", "exchange.transport": "files"}, "exchange.route.*files have whole tensors"),
+        ({"exchange.route": "planned", "rollout.engine_args.quantization": "fp8"}, "quantization=fp8: .* no copies"),
+        (
+            {"exchange.route": "planned", "rollout.engine_args.enable_eplb": "true"},
+            "enable_eplb=True: experts that move",
+        ),
+        ({"exchange.transport": "device"}, "exchange.transport.*exchange.route=auto may send whole tensors"),
+        (
+            {"exchange.transport": "device", "exchange.route": "planned"},
+            "exchange.transport.*connects no two processes.*exchange.transport=ipc",
+        ),
+        ({"exchange.transport": "ipc"}, "exchange.transport.*exchange.route=auto may send whole tensors"),
+        ({"exchange.directory": "x"}, "exchange.directory.*transport=auto nothing is written there"),
+        ({"exchange.route": "export", "exchange.check_every": 5}, "exchange.check_every.*nothing to compare"),
+        (
+            {"exchange.route": "export", "exchange.silence": 20},
+            "exchange.silence.*no signs of life: exchange.route=export",
+        ),
+        (
+            {"exchange.transport": "files", "exchange.silence": 20},
+            "exchange.silence.*no signs of life: .*transport=files",
+        ),
+        (
+            {"exchange.transport": "device", "lora.rank": 4},
+            "exchange.transport.*adapters go whole.*do +set exchange.transport=auto",
+        ),
+        ({"exchange.timeout": ".inf"}, "exchange.timeout.*every wait has an end"),
+        ({"exchange.timeout": 5}, "exchange.timeout = 5.*exchange.silence = 8 s, when every wait has ended"),
+        ({"exchange.silence": 20, "exchange.timeout": 20}, "exchange.silence.*every wait ends after .* = 20 s"),
+        ({"exchange.silence": 2}, "exchange.silence.*at least 3"),
+    ],
+)
+def test_recipes_that_cannot_be_planned(settings, words):
+    overrides = [f"{name}={value}" for name, value in settings.items()]
+    with pytest.raises(RecipeError, match=f"(?s){words}"):
+        load_recipe("recipes/quickstart.yaml", overrides)
+    load_recipe("recipes/quickstart.yaml", ["exchange.route=planned", "exchange.check_every=5", "exchange.silence=60"])
+    load_recipe("recipes/quickstart.yaml", ["exchange.route=export", "exchange.timeout=5"])
+
+
+def test_boxes_are_converted_once():
+    """A bucket of what engines need in bfloat16, out of float32."""
+    import numpy as np
+
+    stream = Stream(0, 0, (0,), "bfloat16", np.array([6]), np.array([[0, 0, 0, 1, 4, 2, 3]]), np.array([0]))
+    held = torch.arange(12, dtype=torch.float32) / 3
+    memory = torch.empty(12, dtype=torch.uint8)
+    fingerprints = Fingerprints()
+    packed = Boxes(stream).pack(0, memory, lambda _: held, fingerprints).result()
+    wanted = held[1:9].view(2, 4)[:, :3].bfloat16()
+    assert torch.equal(memory.view(torch.bfloat16).view(2, 3), wanted)
+    target = torch.zeros(12)
+    written, found = Boxes(stream).unpack(0, memory, lambda _: target, fingerprints)
+    assert written == [(0, 6)] and found.result() == packed == fingerprint(memory.numpy())
+    assert torch.equal(target[1:9].view(2, 4)[:, :3], wanted.float())
+
+
+def test_fingerprints_of_boxes_see_each_element(tmp_path):
+    assert set(SHAPES) == {"embed", "norm", "experts.0", "experts.1", "odd"} and host_id(str(tmp_path))
+    with exchange(tmp_path) as one:
+        need = one.engines[2].description
+        one.weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        one.engines[2].load(one.weights)
+        examined = verify.Examined(need)
+        examined.examine(range(6), one.engines[2].tensor)
+        (wanted,) = verify.expected(one.weights.items(), [need])
+        assert wanted == examined.fingerprints
+        one.engines[2].view(5)[3, 2] += 1
+        examined.examine([5], one.engines[2].tensor)
+        assert verify.differing(need, examined.fingerprints, wanted) == ["odd"]
+
+
+def test_the_dead_rank_is_named_and_not_whom_it_left_behind(tmp_path):
+    """A trainers' collective breaks at once where one of them dies; the watch tells of the death a little later."""
+    with exchange(tmp_path) as one:
+        one.connect()
+
+        def broken():
+            one.pool.submit(lambda: (time.sleep(0.3), one.receivers[0]._channel.abort("trainer 1 died")))
+            raise RuntimeError("Connection closed by peer")
+
+        one.export = broken
+        told = failures(one, 1)
+        assert "trainer 1 died" in str(told[4]), told

@@ -1,0 +1,202 @@
+"""Real trainers to real vLLM workers: after a planned update an engine is, bit by bit, what an exported one would be."""
+
+from __future__ import annotations
+
+import re
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.engines.base import EngineDead
+from megarl.weight_sync.handover import publish
+from megarl.weight_sync.session import compare_planned, compare_reports, together
+from tests.support.engine_process import EngineProcess, build_model, make_requests, same, spec
+from tests.support.planned_live import Trainers, TrainersFailed
+
+pytestmark = [pytest.mark.stack, pytest.mark.slow]
+
+PATIENCE = 400  # seconds, for an engine or trainers to start
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "TP2": (2, {"tensor_parallel": 2}),
+    "EP2": (2, {"expert_parallel": 2}),
+    "TP2xPP2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "EP4": (4, {"expert_parallel": 4}),
+    "TP2xEP2": (2, {"tensor_parallel": 2, "expert_parallel": 2}),
+    "TP2xPP2xEP2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "expert_parallel": 2}),
+}
+TP2 = {"tensor_parallel": 2}
+EP2 = {"tensor_parallel": 2, "expert_parallel": True}
+F32, BF16 = "float32", "bfloat16"
+# The engine's model, its layout and type; the trainers' layouts and types.
+CASES: dict[str, tuple[str, dict[str, Any], str, list[tuple[str, str]]]] = {
+    "moe-EP2": ("qwen3_moe", EP2, F32, [("TP2xPP2", F32), ("EP4", F32)]),
+    "deepseek-EP2": ("deepseek_v3", EP2, F32, [("EP4", F32)]),
+    "moe-bf16": ("qwen3_moe", {}, BF16, [("TP2xEP2", F32), ("TP2xPP2xEP2", BF16)]),
+    "deepseek-TP2": ("deepseek_v3", TP2, F32, [("TP2xPP2", F32)]),
+    "moe-TP2": ("qwen3_moe", TP2, F32, [("EP4", F32), ("TP2xPP2", F32)]),
+    "qwen3-TP2": ("qwen3", TP2, F32, [("TP2xPP2", F32)]),
+    "qwen2-tied-TP2": ("qwen2_tied", TP2, F32, [("TP2", F32), ("one", F32)]),
+    "qwen2-tied-bf16": ("qwen2_tied", {}, BF16, [("TP2xPP2", BF16)]),
+}
+
+
+@pytest.fixture(scope="module")
+def process():
+    process = EngineProcess()
+    process.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bit_equality(process: EngineProcess, tmp_path: Path, case: str) -> None:
+    """Three updates in a row with generation between; after each, the same weights once more through the export."""
+    model, layout, loaded, sources = CASES[case]
+    path = build_model(tmp_path / "model", model)
+    starting = process.begin("start", spec(path, load_weights=False, dtype=loaded, **layout))
+    try:
+        for number, (source, held) in enumerate(sources):
+            processes, megatron = LAYOUTS[source]
+            trainers = Trainers(tmp_path, path, megatron, processes, held)
+            try:
+                info = starting.result(PATIENCE)
+                process.rpc("watch_layers" if number == 0 else "forget_names")
+                three_updates(process, trainers, info, exact=model != "deepseek_v3")
+            finally:
+                trainers.close()
+    finally:
+        process.shutdown()
+
+
+def three_updates(process: EngineProcess, trainers: Trainers, info: dict[str, Any], *, exact: bool) -> None:
+    """`exact`: the engine samples the same again (on a CPU a batch of DeepSeek-V3 does not)."""
+    former: list[dict[str, str]] = []
+    for version in (1, 2, 3):
+        trainers.call("change", version)
+        update_planned(process, trainers, info, version)
+        own, tokens = process.rpc("digests"), process.generate(make_requests(3))[1]
+        update_exported(process, trainers, info, version)
+        assert_same(own, process.rpc("digests"))
+        assert not exact or same(tokens, process.generate(make_requests(3))[1])
+        assert own != former, "the weights changed"
+        former = own
+
+
+def assert_same(planned: list[dict[str, str]], exported: list[dict[str, str]]) -> None:
+    for rank, (one, other) in enumerate(zip(planned, exported, strict=True)):
+        assert [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)] == [], f"rank {rank}"
+
+
+def update_planned(process: EngineProcess, trainers: Trainers, info: dict, version: int, **options: Any) -> Any:
+    """In a session of its own, all of it held to the export."""
+    receivers = info["receivers"]
+    session = trainers.call("open_planned", receivers, {"bucket_mb": 1, "timeout": 60.0, **options})[0]
+    process.connect_exchange(session)
+    report = None
+    for number in (version, version + 100):  # the second without the check, and with everything planned
+        sent, received = both(process, trainers, number)
+        compare_planned(sent, received)
+        assert (received.checked > 0) == (sent.checked > 0) == (number < 100)
+        report = received
+    return report
+
+
+def both(process: EngineProcess, trainers: Trainers, version: int) -> tuple[Any, Any]:
+    sending: Future[list[Any]] = trainers.begin("send_planned", version)
+    received = process.update_weights(version)
+    return together(sending.result(60)), received
+
+
+def update_exported(process: EngineProcess, trainers: Trainers, info: dict, version: int) -> None:
+    session = trainers.call("open_export", info["receivers"])[0]
+    process.connect_exchange(session)
+    sending = trainers.begin("send_export", version)
+    received = process.update_weights(version)
+    compare_reports(sending.result(60)[0], {"e0": received})
+
+
+def test_what_gives_no_box_goes_through_the_loader(process: EngineProcess, tmp_path: Path) -> None:
+    path = build_model(tmp_path / "model")
+    starting = process.begin("start", spec(path, load_weights=False))
+    trainers = Trainers(tmp_path, path, {"expert_parallel": 2}, 2)
+    process.replace("megarl.engines.vllm.layers", "needs", "some_whole")
+    try:
+        info = starting.result(PATIENCE)
+        process.rpc("watch_layers")
+        three_updates(process, trainers, info, exact=True)
+    finally:
+        trainers.close()
+        process.replace("megarl.engines.vllm.layers", "needs", None)
+        process.shutdown()
+
+
+class Engine:
+    """An engine's process as the controller sees it."""
+
+    name = "e0"
+
+    def __init__(self, process: EngineProcess) -> None:
+        self.process = process
+
+    def call(self, method: str, *arguments: Any) -> Future[Any]:
+        return self.process.begin(method, *arguments)
+
+
+@pytest.mark.parametrize("fault", ["flipped bit", "other values", "trainer dies", "engine dies"])
+def test_faults(tmp_path: Path, fault: str) -> None:
+    """Through the controller's own `publish`: found within seconds, with the cause; and nothing samples half a version."""
+    path = build_model(tmp_path / "model", "qwen3_moe")
+    process, trainers = EngineProcess(), Trainers(tmp_path, path, {"expert_parallel": 2}, 2)
+    try:
+        info = process.begin("start", spec(path, load_weights=False)).result(PATIENCE)
+        options = {"bucket_mb": 1, "timeout": 60.0, "check_every": 1}
+        session = trainers.call("open_planned", info["receivers"], options)[0]
+        process.connect_exchange(session)
+        assert publish(_Sending(trainers), [Engine(process)], session, 1)["exchange/version"] == 1  # type: ignore[list-item]
+        assert process.generate(make_requests(1))[1]
+        send = "send_planned"
+        if fault == "flipped bit":
+            process.replace("megarl.weight_sync.fingerprint:Fingerprints", "passing", "flipping")
+        elif fault == "engine dies":
+            process.replace("megarl.weight_sync.fingerprint:Fingerprints", "passing", "dying")
+        elif fault == "other values":
+            trainers.call("break_one")
+        else:
+            send = "send_and_die"
+        start = time.monotonic()
+        with pytest.raises(TrainersFailed) as raised:
+            publish(_Sending(trainers, send), [Engine(process)], session, 2)  # type: ignore[list-item]
+        assert time.monotonic() - start < 10
+        words = {
+            "flipped bit": r"'e0/0' got other bytes than trainer \d sent in bucket \d+ of stream \d+ from trainer \d \(",
+            "other values": r"layers.1.input_layernorm.weight \(bucket 0 of stream \d from trainer \d\)",
+            "engine dies": r"engine rank e0/0 \(process \d+ on .*\) died in the update to version 2|engine e0: the engine's",
+            "trainer dies": "None",
+        }
+        assert re.search(words[fault], str(raised.value)), str(raised.value)
+        if fault != "engine dies":
+            cause = (
+                r"trainer 1 \(process \d+ on .*\) died in the update to version 2"
+                if fault == "trainer dies"
+                else words[fault]
+            )
+            with pytest.raises(EngineDead, match=cause):
+                process.begin("generate", make_requests(1)).result(20)
+    finally:
+        trainers.close()
+        process.process.kill()
+
+
+class _Sending:
+    """Trainers as the controller calls them."""
+
+    def __init__(self, trainers: Trainers, method: str = "send_planned") -> None:
+        self.trainers, self.method = trainers, method
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        assert method == "send_weights"
+        return self.trainers.call(self.method, *arguments)
