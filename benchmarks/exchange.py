@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from megarl.weight_sync.session import compare_planned, compare_reports, together
+from megarl.weight_sync.session import compare_full_reports, compare_sharded_reports, merge_reports
 from tests.support.engine_process import EngineProcess, spec
 from tests.support.planned_live import Trainers
 
@@ -71,9 +71,9 @@ def planned(process: EngineProcess, trainers: Trainers, version: int) -> tuple[f
     start = time.perf_counter()
     sending = trainers.begin("send_planned", version)
     received = process.begin("update_weights", version).result(PATIENCE)
-    sent = together(sending.result(PATIENCE))
+    sent = merge_reports(sending.result(PATIENCE))
     seconds = time.perf_counter() - start
-    compare_planned(sent, received)
+    compare_sharded_reports(sent, received)
     return seconds, sent, received
 
 
@@ -83,7 +83,7 @@ def exported(process: EngineProcess, trainers: Trainers, version: int) -> tuple[
     received = process.begin("update_weights", version).result(PATIENCE)
     sent = sending.result(PATIENCE)[0]
     seconds = time.perf_counter() - start
-    compare_reports(sent, {"e0": received})
+    compare_full_reports(sent, {"e0": received})
     return seconds, sent
 
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from megarl.commands.plan.weight_flows import totals
 from megarl.hf import published
-from megarl.weight_sync.sharded.plan import Hosts, plan
-from megarl.weight_sync.sharded.slices import Describer, Description
+from megarl.weight_sync.sharded.plan import Hosts, plan_transfers
+from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 
 BUCKET = 64 << 20
 PER_NODE = 16
@@ -74,9 +74,9 @@ def tensors() -> list[tuple[str, tuple[int, int], int | None, int | None, str]]:
 
 
 @cache
-def description(tensor: int, tensor_size: int, expert: int, expert_size: int, stage: int, stages: int) -> Description:
+def description(tensor: int, tensor_size: int, expert: int, expert_size: int, stage: int, stages: int) -> SliceTable:
     """Of a rank at these coordinates. `expert_size` 0: experts are cut as all else is."""
-    describer = Describer()
+    describer = SliceTableBuilder()
     layers = tensors()[-1][2] + 1  # type: ignore[operator]
     for name, (rows, columns), layer, number, cut in tensors():
         if layer is not None and layer * stages // layers != stage:
@@ -91,10 +91,10 @@ def description(tensor: int, tensor_size: int, expert: int, expert_size: int, st
             box[side] = tensor * box[2 + side]
         place = (box[0], box[1], box[2], box[3])
         describer.add(describer.tensor(name, (rows, columns)), place, describer.parameter(name, "bfloat16"), 0, box[3])
-    return describer.done()
+    return describer.build()
 
 
-def ranks(count: int, tensor: int, stages: int, expert: int) -> list[Description]:
+def ranks(count: int, tensor: int, stages: int, expert: int) -> list[SliceTable]:
     each = count // stages
     return [
         description(rank % tensor, tensor, rank % each % expert if expert else 0, expert, rank // each, stages)
@@ -112,10 +112,10 @@ def measure(trainers: tuple[int, int, int, int], engines: tuple[int, int, int]) 
         [f"engines {rank // PER_NODE}" for rank in range(len(needs))],
     )
     start = time.process_time()
-    made = plan(haves, needs, hosts, BUCKET)
+    made = plan_transfers(haves, needs, hosts, BUCKET)
     planned = time.process_time()
-    made.sends(len(haves) // 2)
-    made.receives(len(needs) // 2)
+    made.streams_from(len(haves) // 2)
+    made.streams_to(len(needs) // 2)
     own = time.process_time()
     told = totals(made)
     balance = told.sent_by_rank / np.bincount(made.sources, made.nbytes, len(haves)).mean()

@@ -102,8 +102,8 @@ def cheap(count: int, rounds: int) -> None:
 
 def busiest(pool: ProcessPool) -> float:
     """CPU seconds of the process that worked most: what remains of the time where no other program wants the cores."""
-    nursery = pool._nursery.pid
-    workers = Path(f"/proc/{nursery}/task/{nursery}/children").read_text().split()
+    fork_server = pool._fork_server.pid
+    workers = Path(f"/proc/{fork_server}/task/{fork_server}/children").read_text().split()
     ticks = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13] for pid in workers]
     return max(int(user) + int(system) for user, system in ticks) / os.sysconf("SC_CLK_TCK")
 

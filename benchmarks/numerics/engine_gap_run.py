@@ -30,7 +30,7 @@ from megarl.rollout.start_engines import ROLLOUT_SERVER
 from megarl.trainer.actor import ActorWorker
 from megarl.types import GenerationRequest, Group, Prompt, Sampling
 from megarl.weight_sync.handover import publish
-from megarl.weight_sync.session import ExchangeSession
+from megarl.weight_sync.session import FullSession
 
 SOURCE = "benchmark"
 PROMPTS = 6
@@ -85,7 +85,7 @@ class Driver:
     cluster: Cluster
     trainers: WorkerGroup
     service: Service
-    session: ExchangeSession
+    session: FullSession
     vocabulary: int
     version: int = -1
 

@@ -9,17 +9,17 @@ from typing import Any
 from megarl.agents import Answer, Context, ToolUnavailable, find
 from megarl.agents.toolbox import Outcome
 from megarl.agents.worker import Raised, ToolRequest, Unavailable, caller_of
-from megarl.subprocess_pool.job import Work
+from megarl.subprocess_pool.job import Job
 from megarl.subprocess_pool.pool import Failed, ProcessPool
 
-WORK = "megarl.agents.python_tools:tool_work"
+WORK = "megarl.agents.python_tools:tool_job"
 
 
-def tool_work(path: str, settings: dict[str, Any]) -> Work:
+def tool_job(path: str, settings: dict[str, Any]) -> Job:
     """What a process does for the tool `path`, a registered name or module:function."""
     tool = find(path)
     prepare = tool.prepare
-    return Work(caller_of(tool), (lambda: prepare(settings)) if prepare else None)
+    return Job(caller_of(tool), (lambda: prepare(settings)) if prepare else None)
 
 
 class PythonTools:

@@ -8,7 +8,7 @@ from typing import Protocol
 from megarl.engines.base import EngineRefused, EngineSpec, OnFinished
 from megarl.engines.loop import Backend, EngineLoop
 from megarl.types import GenerationRequest
-from megarl.weight_sync.session import ExchangeError, PlannedReport, Report, Session, UpdateReport, together
+from megarl.weight_sync.session import FullReport, Report, Session, ShardedReport, WeightSyncError, merge_reports
 
 TAGS = ("weights", "kv_cache")  # what sleeps, by the names that vLLM and SGLang both have
 
@@ -91,15 +91,15 @@ def check_tokens(request: GenerationRequest, spec: EngineSpec, vocab_size: int) 
 
 
 def agreed(reports: Sequence[Report], engine: str) -> Report:
-    """What an engine's ranks report together: of the export, the slowest one's. ExchangeError where they then hold different
+    """What an engine's ranks report together: of the export, the slowest one's. WeightSyncError where they then hold different
     weights."""
-    planned = [report for report in reports if isinstance(report, PlannedReport)]
+    planned = [report for report in reports if isinstance(report, ShardedReport)]
     if planned:
-        return together(planned)
-    exported = [report for report in reports if isinstance(report, UpdateReport)]
+        return merge_reports(planned)
+    exported = [report for report in reports if isinstance(report, FullReport)]
     for report in exported[1:]:
         if not report.agrees_with(exported[0]):
-            raise ExchangeError(f"ranks of engine {engine!r} hold different weights: {exported}")
+            raise WeightSyncError(f"ranks of engine {engine!r} hold different weights: {exported}")
     return max(exported, key=lambda report: report.seconds)
 
 

@@ -20,12 +20,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megarl.megatron.model import Model
-from megarl.weight_sync.sharded.slices import Describer, Description, as_matrix
+from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder, as_matrix
 
 _EXPERTS = ".mlp.experts.linear_fc"
 
 
-def holdings(model: Model) -> Description:
+def holdings(model: Model) -> SliceTable:
     """Of this rank. Parameters are called as `parameters` calls them.
 
     Raises ValueError where mbridge makes something else of a parameter than boxes: no plan can be made for the model.
@@ -40,12 +40,12 @@ def parameters(model: Model) -> Iterator[tuple[str, torch.Tensor]]:
             yield f"{number}/{name}", weight
 
 
-def describe(bridge: Any, chunks: Sequence[Any], forms: Forms | None = None) -> Description:
+def describe(bridge: Any, chunks: Sequence[Any], forms: Forms | None = None) -> SliceTable:
     """`holdings` of the rank that `bridge.mpu` says, whose chunks have the shapes of `chunks`. `forms`: of the same bridge, for
     one rank after the other."""
     from mbridge.core.util import unwrap_model
 
-    describer, forms = Describer(), forms or Forms(bridge)
+    describer, forms = SliceTableBuilder(), forms or Forms(bridge)
     for number, chunk in enumerate(map(unwrap_model, chunks)):
         global_names = bridge._weight_name_mapping_mcore_local_to_global(chunk)
         for name, weight in _weights(chunk):
@@ -55,7 +55,7 @@ def describe(bridge: Any, chunks: Sequence[Any], forms: Forms | None = None) -> 
                 place = describer.tensor(tensor, form.shape)
                 for row, column, rows, columns, at_row, at_column in form.boxes:
                     describer.add(place, (row, column, rows, columns), parameter, at_row * stride + at_column, stride)
-    return describer.done()
+    return describer.build()
 
 
 def _weights(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:

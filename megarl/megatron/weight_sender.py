@@ -12,12 +12,12 @@ from megarl.megatron.held_slices import holdings, parameters
 from megarl.megatron.model import Model
 from megarl.recipe.schema import ExchangeConfig
 from megarl.weight_sync.session import host_id, resolve_transports
-from megarl.weight_sync.sharded.sender import PlannedSender, meet
+from megarl.weight_sync.sharded.sender import ShardedSender, open_sharded_session
 
 
 def open_sender(
     model: Model, exchange: ExchangeConfig, receivers: Sequence[tuple[str, str]], host: str, device: str
-) -> PlannedSender | str:
+) -> ShardedSender | str:
     """Collective over all ranks. `receivers`: (name, host id). `host`: of rank 0, as all others reach it. `device`: the
     kind of everyone's. Where what a rank holds cannot be described: the reason, on every rank."""
     rank, said = dist.get_rank(), _described(model)
@@ -27,13 +27,16 @@ def open_sender(
         if problem is not None:
             return f"trainer rank {number}: {problem}"
     try:
-        for host_of_rank, _ in everyone:  # here, since `meet` is called on one rank alone: others would wait for it
+        for (
+            host_of_rank,
+            _,
+        ) in everyone:  # here, since `open_sharded_session` is called on one rank alone: others would wait for it
             resolve_transports(exchange.transport, host_of_rank, receivers)
     except ValueError as error:
         return str(error)
     met: list[Any] = [None]
     if rank == 0:
-        session, store = meet(
+        session, store = open_sharded_session(
             host,
             [one for one, _ in everyone],
             receivers,
@@ -42,7 +45,7 @@ def open_sender(
             timeout=exchange.timeout,
             check_every=exchange.check_every,
             device=device,
-            silence=exchange.silence,
+            heartbeat_timeout=exchange.silence,
         )
         met = [session]
     dist.broadcast_object_list(met, src=0)
@@ -51,7 +54,7 @@ def open_sender(
     def tensors() -> list[torch.Tensor]:
         return [tensor.data for _, tensor in parameters(model)]
 
-    return PlannedSender(met[0], rank, said, tensors, store if rank == 0 else None)
+    return ShardedSender(met[0], rank, said, tensors, store if rank == 0 else None)
 
 
 def _described(model: Model) -> Any:

@@ -6,12 +6,12 @@ from typing import Any
 
 from megarl import rewards
 from megarl.rewards import RewardError, Score, ScoreRequest, ScorerSettings
-from megarl.subprocess_pool.job import CallError, Work
+from megarl.subprocess_pool.job import CallError, Job
 
-FINDER = f"{__name__}:scorer_work"
+FINDER = f"{__name__}:scorer_job"
 
 
-def scorer_work(name: str, settings: dict[str, Any]) -> Work:
+def scorer_job(name: str, settings: dict[str, Any]) -> Job:
     """The scorer that is registered as `name`, or that ``module:function`` names. `settings` are those of `ScorerSettings.as_json`.
 
     Raises ValueError where there is no such scorer.
@@ -30,4 +30,4 @@ def scorer_work(name: str, settings: dict[str, Any]) -> Work:
         except RewardError as error:
             raise CallError(error.cause) from error
 
-    return Work(score_awaited if scorer.awaited else score, scorer.prepare)
+    return Job(score_awaited if scorer.awaited else score, scorer.prepare)

@@ -10,7 +10,7 @@ from megarl.cluster.torchrun.wire import LENGTH, packed
 CHUNK = 1 << 18
 
 
-class Channel:
+class NonblockingChannel:
     """Speaks as `megarl.cluster.torchrun.wire.Wire`, and never waits: a process that does not read, or that stops in the middle of
     a message, holds up nobody."""
 

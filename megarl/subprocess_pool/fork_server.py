@@ -2,8 +2,8 @@
 
 It has one thread, imports what is to be called (never torch or an engine, unless that does) and prepares it once, so that a
 process that has to be replaced is ready in milliseconds, and nothing is ever forked from the engine's threads. Messages
-are packets of JSON on a socket pair: first [finder, names, settings, memory_mb] (see `work.find_works`, `limits`), which are nobody else's to
-read, as arguments of a command would be; with ["fork", number] comes the descriptor of the new process's own connection, and another, of its `Mark`, where it is to
+are packets of JSON on a socket pair: first [finder, names, settings, memory_mb] (see `work.load_jobs`, `limits`), which are nobody else's to
+read, as arguments of a command would be; with ["fork", number] comes the descriptor of the new process's own connection, and another, of its `ProgressMark`, where it is to
 have many calls under way together.
 
 Each forked process leads a process group of its own, which is what is killed: whatever a call starts ends with it.
@@ -24,11 +24,11 @@ from typing import NoReturn
 
 from megarl.cluster.process import die_with_parent, ignore_interrupt
 from megarl.cluster.torchrun.wire import Wire
-from megarl.subprocess_pool.channel import Channel
-from megarl.subprocess_pool.job import Work, find_works
+from megarl.subprocess_pool.channel import NonblockingChannel
+from megarl.subprocess_pool.job import Job, load_jobs
 from megarl.subprocess_pool.limits import check_memory, limit_memory
-from megarl.subprocess_pool.progress_mark import Mark
-from megarl.subprocess_pool.serve import serve, serve_together
+from megarl.subprocess_pool.progress_mark import ProgressMark
+from megarl.subprocess_pool.serve import serve, serve_concurrently
 
 PACKET = 1 << 16  # bytes of the longest message
 OWNER_POLL = 0.5  # seconds between looks at whether the owner still lives
@@ -39,7 +39,7 @@ def main(descriptor: int) -> int:
     control = socket.socket(fileno=descriptor)
     try:
         finder, names, settings, memory_mb = json.loads(control.recv(PACKET))
-        works = find_works(finder, names, settings)
+        works = load_jobs(finder, names, settings)
         check_memory(memory_mb)
     except BaseException as error:  # noqa: BLE001 -- it is told to the owner
         control.send(json.dumps(["failed", f"{type(error).__name__}: {error}"[:10_000]]).encode())
@@ -47,12 +47,12 @@ def main(descriptor: int) -> int:
     control.send(b'["ready"]')
     gc.collect()
     gc.freeze()  # what is shared with the children stays shared
-    _Nursery(control, works, memory_mb).serve()
+    _ForkServer(control, works, memory_mb).serve()
     return 0
 
 
-class _Nursery:
-    def __init__(self, control: socket.socket, works: dict[str, Work], memory_mb: int | None) -> None:
+class _ForkServer:
+    def __init__(self, control: socket.socket, works: dict[str, Job], memory_mb: int | None) -> None:
         self.memory_mb = memory_mb
         self.control, self.works, self.owner = control, works, os.getppid()
         self.children: dict[int, int] = {}  # process id, which is its group's too, to number
@@ -119,7 +119,7 @@ class _Nursery:
             if mark is None:
                 serve(Wire(connection), self.works)
             else:
-                serve_together(Channel(connection), self.works, Mark(mark))
+                serve_concurrently(NonblockingChannel(connection), self.works, ProgressMark(mark))
         finally:
             os._exit(0)
 

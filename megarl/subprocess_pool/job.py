@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 
 class CallError(Exception):
-    """Raised by a `Work`'s function: this call failed, for a reason that `cause` says whole."""
+    """Raised by a `Job`'s function: this call failed, for a reason that `cause` says whole."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -17,7 +17,7 @@ class CallError(Exception):
 
 
 @dataclass(frozen=True)
-class Work:
+class Job:
     """A function that answers a request with anything that can be pickled, or raises; it may be ``async def``.
 
     `prepare` is called once, before processes are forked: what takes long to import is imported there.
@@ -49,10 +49,10 @@ class Failed:
 Outcome = Answered | Failed
 
 
-def find_works(finder: str, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Work]:
+def load_jobs(finder: str, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Job]:
     """The work of each name, as `finder` ("module:function", called with a name and the settings) finds it; prepared."""
     module, _, function = finder.partition(":")
-    find: Callable[[str, dict[str, Any]], Work] = getattr(importlib.import_module(module), function)
+    find: Callable[[str, dict[str, Any]], Job] = getattr(importlib.import_module(module), function)
     works = {name: find(name, settings) for name in names}
     for work in works.values():
         if work.prepare is not None:

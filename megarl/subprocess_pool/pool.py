@@ -6,7 +6,7 @@ counts. What waited behind a call that hangs or crashes is given to another proc
 
 With `concurrent`, a process has so many calls of async functions under way at a time, and says when each begins. It
 cancels a call at its time's end; a process that does not is killed a moment later. Which call it was at then it has left in
-its `Mark`: that one is to blame, and the others are given to another process.
+its `ProgressMark`: that one is to blame, and the others are given to another process.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from megarl.cluster.process import without_torchrun
-from megarl.subprocess_pool.channel import Channel
+from megarl.subprocess_pool.channel import NonblockingChannel
 from megarl.subprocess_pool.fork_server import PACKET
 from megarl.subprocess_pool.job import Answered, Failed, Outcome
-from megarl.subprocess_pool.process import Job, Worker
-from megarl.subprocess_pool.progress_mark import new_mark
+from megarl.subprocess_pool.process import Call, Worker
+from megarl.subprocess_pool.progress_mark import new_progress_mark
 
-NURSERY = "megarl.subprocess_pool.fork_server"
-MOST_AT_ONCE = 16  # requests given to a process at once
-STILLBORN = 5  # processes in a row that end before they can do anything
+FORK_SERVER = "megarl.subprocess_pool.fork_server"
+MAX_BATCH = 16  # requests given to a process at once
+MAX_FAILED_STARTS = 5  # processes in a row that end before they can do anything
 START_SECONDS = 600.0  # for what is to be called to be imported and prepared
 STOP_SECONDS = 5.0  # left to the nursery to end everything before it is killed
-NURSERY_STOPPED = "the process that others are forked from has ended; see the engine's log"
+FORK_SERVER_STOPPED = "the process that others are forked from has ended; see the engine's log"
 CLOSED = "the pool of processes has been shut down"
 
 
@@ -50,7 +50,7 @@ class ProcessPool:
     are all of async functions). A process is given up to `at_once` requests, which wait there for each other.
 
     finder: "module:function" that is called with one of `names` and `settings` (which JSON can hold) and returns its
-    `Work`; both are imported where the work is done. timeout: seconds that one call may run; `timeout_key` is the
+    `Job`; both are imported where the work is done. timeout: seconds that one call may run; `timeout_key` is the
     recipe's key for it, which people are told. retries: attempts after the first one that fails. memory_mb: MiB that a
     process may have, as `limits.limit_memory` counts them.
     """
@@ -66,7 +66,7 @@ class ProcessPool:
         retries: int,
         timeout_key: str,
         concurrent: int = 1,
-        at_once: int = MOST_AT_ONCE,
+        at_once: int = MAX_BATCH,
         memory_mb: int | None = None,
     ) -> None:
         self.names, self.processes, self.retries = sorted(set(names)), processes, retries
@@ -80,8 +80,8 @@ class ProcessPool:
         environment = without_torchrun(dict(os.environ))
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        self._nursery = subprocess.Popen(
-            [sys.executable, "-m", NURSERY, str(theirs.fileno())],
+        self._fork_server = subprocess.Popen(
+            [sys.executable, "-m", FORK_SERVER, str(theirs.fileno())],
             env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -92,13 +92,13 @@ class ProcessPool:
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wake = socket.socketpair()
         self._lock = threading.Lock()  # over the three below
-        self._submitted: deque[Job] = deque()
+        self._submitted: deque[Call] = deque()
         self._closed = False
         self._broken: str | None = None
-        self._queue: deque[Job] = deque()
+        self._queue: deque[Call] = deque()
         self._workers: dict[int, Worker] = {}
-        self._dying: dict[int, list[tuple[Job, float]]] = {}  # ended by themselves: what they were at, for how long
-        self._stillborn = 0
+        self._dying: dict[int, list[tuple[Call, float]]] = {}  # ended by themselves: what they were at, for how long
+        self._failed_starts = 0
         self._thread = threading.Thread(target=self._run, name="process-pool", daemon=True)
 
     def start(self) -> None:
@@ -113,7 +113,7 @@ class ProcessPool:
             ) from None
         self._control.settimeout(None)
         if answer != b'["ready"]':
-            cause = json.loads(answer)[1] if answer else NURSERY_STOPPED
+            cause = json.loads(answer)[1] if answer else FORK_SERVER_STOPPED
             self.close()
             raise RuntimeError(f"{', '.join(self.names)} could not be imported in a process apart: {cause}")
         self._thread.start()
@@ -126,7 +126,7 @@ class ProcessPool:
         """
         assert name in self.names, f"{name!r} is none of {self.names}"
         data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
-        job = Job(next(self._numbers), name, data, self.timeout if timeout is None else min(timeout, self.timeout))
+        job = Call(next(self._numbers), name, data, self.timeout if timeout is None else min(timeout, self.timeout))
         job.future.set_running_or_notify_cancel()  # it cannot be cancelled
         with self._lock:
             if self._broken is not None or self._closed:
@@ -150,10 +150,10 @@ class ProcessPool:
             self._thread.join()
         self._control.close()  # the nursery ends its children, and itself
         try:
-            self._nursery.wait(STOP_SECONDS)
+            self._fork_server.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            self._nursery.kill()
-            self._nursery.wait()
+            self._fork_server.kill()
+            self._fork_server.wait()
         for connection in (self._wake, self._wakeup):
             connection.close()
 
@@ -191,7 +191,7 @@ class ProcessPool:
         """The nursery says that a process has ended, and how."""
         message = self._packet()
         if not message:
-            raise _PoolError(NURSERY_STOPPED)
+            raise _PoolError(FORK_SERVER_STOPPED)
         _, number, status = json.loads(message)
         if number in self._workers:
             self._attend(self._workers[number])  # what it answered before its end
@@ -227,7 +227,7 @@ class ProcessPool:
 
     def _note(self, worker: Worker, message: Any) -> None:
         if not worker.ready:
-            worker.ready, self._stillborn = True, 0
+            worker.ready, self._failed_starts = True, 0
             return
         number, word, content, seconds = message
         worker.heard = time.monotonic()
@@ -242,7 +242,7 @@ class ProcessPool:
         else:
             self._failed(job, "timeout", self._too_long(job), seconds)
 
-    def _answered(self, job: Job, content: bytes, seconds: float) -> None:
+    def _answered(self, job: Call, content: bytes, seconds: float) -> None:
         try:
             value = pickle.loads(content)  # noqa: S301 -- as above
         except Exception as error:  # noqa: BLE001 -- what it needs is not to be had here
@@ -255,9 +255,9 @@ class ProcessPool:
         now, culprits = time.monotonic(), worker.culprits()
         self._dying[worker.number] = [(job, now - (job.started or worker.heard)) for job in culprits]
         if not worker.ready:
-            self._stillborn += 1
-            if self._stillborn >= STILLBORN:
-                raise _PoolError(f"{STILLBORN} processes in a row ended before they could do anything")
+            self._failed_starts += 1
+            if self._failed_starts >= MAX_FAILED_STARTS:
+                raise _PoolError(f"{MAX_FAILED_STARTS} processes in a row ended before they could do anything")
         self._replace(worker, culprits)
 
     def _end_the_overdue(self) -> None:
@@ -281,11 +281,11 @@ class ProcessPool:
                     )
                 self._failed(job, "timeout", cause, ran[job.number])
 
-    def _too_long(self, job: Job) -> str:
+    def _too_long(self, job: Call) -> str:
         key = f" ({self.timeout_key})" if job.limit == self.timeout else ""
         return f"it ran for longer than {job.limit:g} s{key}"
 
-    def _replace(self, worker: Worker, culprits: list[Job]) -> None:
+    def _replace(self, worker: Worker, culprits: list[Call]) -> None:
         """Another process in its place; what it was given goes to others, but for the culprits."""
         self._queue.extendleft(job for job in reversed(worker.take()) if job not in culprits)
         del self._workers[worker.number]
@@ -298,9 +298,9 @@ class ProcessPool:
         number = next(self._numbers)
         with contextlib.ExitStack() as stack:
             stack.callback(theirs.close)
-            mark, *shared = stack.enter_context(new_mark()) if self.concurrent > 1 else (None,)
+            mark, *shared = stack.enter_context(new_progress_mark()) if self.concurrent > 1 else (None,)
             self._tell("fork", number, theirs.fileno(), *shared)
-        worker = Worker(number, Channel(ours), mark)
+        worker = Worker(number, NonblockingChannel(ours), mark)
         self._workers[number] = worker
         self._selector.register(ours, worker.events, lambda: self._attend(worker))
 
@@ -315,7 +315,7 @@ class ProcessPool:
         try:
             socket.send_fds(self._control, [json.dumps([word, number]).encode()], list(descriptors))
         except OSError as error:
-            raise _PoolError(NURSERY_STOPPED) from error
+            raise _PoolError(FORK_SERVER_STOPPED) from error
 
     def _assign(self) -> None:
         for worker in sorted(self._workers.values(), key=lambda worker: len(worker.jobs)):
@@ -335,7 +335,7 @@ class ProcessPool:
         ends = [end for worker in self._workers.values() if (end := worker.end()) is not None]
         return max(0.0, min(ends) - time.monotonic()) + 0.001 if ends else None
 
-    def _failed(self, job: Job, kind: Literal["error", "timeout", "crash"], cause: str, seconds: float) -> None:
+    def _failed(self, job: Call, kind: Literal["error", "timeout", "crash"], cause: str, seconds: float) -> None:
         job.attempts += 1
         if job.attempts <= self.retries:
             self._queue.append(job)

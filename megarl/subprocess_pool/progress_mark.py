@@ -13,7 +13,7 @@ _MARK = struct.Struct("qd")
 NOTHING = -1
 
 
-class Mark:
+class ProgressMark:
     """A few bytes that a process writes and its pool reads, whatever has become of the process: the number of the call
     that it is at, and since when, by time.monotonic."""
 
@@ -38,9 +38,9 @@ class Mark:
 
 
 @contextlib.contextmanager
-def new_mark() -> Iterator[tuple[Mark, int]]:
+def new_progress_mark() -> Iterator[tuple[ProgressMark, int]]:
     """A mark, and a descriptor for the other process, open for as long as the context is."""
     with tempfile.TemporaryFile() as file:
         file.write(_MARK.pack(NOTHING, 0.0))
         file.flush()
-        yield Mark(file.fileno()), file.fileno()
+        yield ProgressMark(file.fileno()), file.fileno()

@@ -1,4 +1,4 @@
-"""What a forked process does: it answers requests, one after the other (`serve`) or many together (`serve_together`)."""
+"""What a forked process does: it answers requests, one after the other (`serve`) or many together (`serve_concurrently`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Coroutine, Generator
 from typing import Any
 
 from megarl.cluster.torchrun.wire import Wire
-from megarl.subprocess_pool.channel import Channel
-from megarl.subprocess_pool.job import CallError, Work
-from megarl.subprocess_pool.progress_mark import NOTHING, Mark
+from megarl.subprocess_pool.channel import NonblockingChannel
+from megarl.subprocess_pool.job import CallError, Job
+from megarl.subprocess_pool.progress_mark import NOTHING, ProgressMark
 
 Task = tuple[int, str, bytes, float]
 """A number, the name of the work, the request, pickled, and the seconds that the call may run."""
@@ -24,7 +24,7 @@ Message = tuple[int, str, Any, float]
 "timeout". With the seconds it took."""
 
 
-def serve(wire: Wire, works: dict[str, Work]) -> None:
+def serve(wire: Wire, works: dict[str, Job]) -> None:
     """Answer each list of tasks with a `Message` a task, in their order. Whoever kills processes looks after the time."""
     loop = asyncio.new_event_loop()  # kept, so that a function may keep a connection open from call to call
     wire.send("ready")
@@ -39,7 +39,7 @@ def serve(wire: Wire, works: dict[str, Work]) -> None:
             wire.send((number, word, content, time.monotonic() - began))
 
 
-def _call(work: Work, request: bytes, loop: asyncio.AbstractEventLoop) -> tuple[str, Any]:
+def _call(work: Job, request: bytes, loop: asyncio.AbstractEventLoop) -> tuple[str, Any]:
     try:
         value = work.function(_unpickled(request))
         if inspect.isawaitable(value):
@@ -49,17 +49,17 @@ def _call(work: Work, request: bytes, loop: asyncio.AbstractEventLoop) -> tuple[
         return "error", _cause_of(error)
 
 
-def serve_together(channel: Channel, works: dict[str, Work], mark: Mark) -> None:
+def serve_concurrently(channel: NonblockingChannel, works: dict[str, Job], mark: ProgressMark) -> None:
     """Answer tasks of async functions, all that have come at a time, each when it is done. A call is cancelled at its
     time's end."""
-    _Together(channel, works, mark).run()
+    _ConcurrentServer(channel, works, mark).run()
 
 
 _number: contextvars.ContextVar[int] = contextvars.ContextVar("number", default=NOTHING)
 
 
-class _Together:
-    def __init__(self, channel: Channel, works: dict[str, Work], mark: Mark) -> None:
+class _ConcurrentServer:
+    def __init__(self, channel: NonblockingChannel, works: dict[str, Job], mark: ProgressMark) -> None:
         self.channel, self.works, self.mark = channel, works, mark
         self.loop = asyncio.new_event_loop()
         self.loop.set_task_factory(self._make_task)
@@ -109,7 +109,7 @@ class _Together:
         await asyncio.wait({call})  # one that goes on regardless is never reported, and its process is killed
         self._say((number, "timeout", None, seconds))
 
-    async def _call(self, work: Work, request: bytes) -> tuple[str, Any]:
+    async def _call(self, work: Job, request: bytes) -> tuple[str, Any]:
         try:
             return "answered", _pickled(await work.function(_unpickled(request)))
         except BaseException as error:  # noqa: BLE001 -- as in the other way; and that it was cancelled, which is known
@@ -122,12 +122,12 @@ class _Together:
         return asyncio.Task(made, loop=loop, **options)
 
 
-async def _marked(coroutine: Coroutine[Any, Any, Any], number: int, mark: Mark) -> Any:
+async def _marked(coroutine: Coroutine[Any, Any, Any], number: int, mark: ProgressMark) -> Any:
     return await _steps(coroutine, number, mark)
 
 
 @types.coroutine
-def _steps(coroutine: Coroutine[Any, Any, Any], number: int, mark: Mark) -> Generator[Any, Any, Any]:
+def _steps(coroutine: Coroutine[Any, Any, Any], number: int, mark: ProgressMark) -> Generator[Any, Any, Any]:
     """Run a coroutine, and say so while it runs, but not while it waits."""
     value: Any = None
     error: BaseException | None = None

@@ -27,7 +27,7 @@ from megarl.recipe.exchange import weights_directory
 from megarl.recipe.schema import Recipe
 from megarl.trainer.worker import Worker, collect_parts, traced
 from megarl.types import DataRef, Metrics, SampleTokens, Shard, ShardSample, TokenScores
-from megarl.weight_sync.session import Session, due
+from megarl.weight_sync.session import Session, is_check_due
 
 
 class ActorWorker(Worker):
@@ -313,9 +313,9 @@ class ActorWorker(Worker):
                 return opened
             self.sender = opened
         elif self.rank == 0:
-            from megarl.weight_sync.full.sender import WeightSender
+            from megarl.weight_sync.full.sender import FullSender
 
-            self.sender = WeightSender.open(
+            self.sender = FullSender.open(
                 host,
                 receivers,
                 transport=exchange.transport,
@@ -334,7 +334,7 @@ class ActorWorker(Worker):
         if self.adapters:
             with_base = self.first_sent is None
             self.first_sent = version if self.first_sent is None else self.first_sent
-            check = due(version, self.first_sent, self.recipe.exchange.check_every)
+            check = is_check_due(version, self.first_sent, self.recipe.exchange.check_every)
             weights = self.trainer.export_adapters(with_base=with_base, check=check)
         else:
             weights = self.trainer.export_weights()  # through mbridge, on all ranks

@@ -9,7 +9,7 @@ from megarl.cluster.base import Service, WorkerGroup
 from megarl.cluster.calls import wait_for_all
 from megarl.recipe.exchange import never_planned, wants_adapters
 from megarl.recipe.schema import ExchangeConfig, Recipe
-from megarl.weight_sync.session import ON_DEVICES, Session
+from megarl.weight_sync.session import DEVICE_TRANSPORTS, Session
 
 
 class RouteRefused(RuntimeError):
@@ -40,7 +40,7 @@ def open_exchange(
             notice("exchange.route=auto: planned; every trainer rank sends the engines the slices that they need")
         return met
     if route == "planned":
-        beside = ", and exchange.transport=auto" if recipe.exchange.transport in ON_DEVICES else ""
+        beside = ", and exchange.transport=auto" if recipe.exchange.transport in DEVICE_TRANSPORTS else ""
         raise RouteRefused(f"exchange.route=planned: {met}. Set exchange.route=export, or auto{beside}")
     notice(f"exchange.route=auto: export, not planned, because {met}{_unchecked(recipe)}")
     return _exported(recipe, trainers, services, receivers)

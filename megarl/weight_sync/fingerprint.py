@@ -27,7 +27,7 @@ def fingerprint(data: np.ndarray) -> str:
     return xxhash.xxh3_64_hexdigest(data.data)
 
 
-class Passing:
+class StreamingFingerprint:
     """The fingerprint of memory that the CPU goes through anyway, from its start to its end: taken piece by piece, while a piece
     is in its cache, which costs about half of reading all of it once more (measured: docs/exchange.md)."""
 
@@ -67,7 +67,7 @@ def word_sums(memory: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-class WordSums:
+class WordSumFingerprint:
     """The fingerprint of memory as `word_sums` has it, known when its device has computed it."""
 
     def __init__(self, memory: torch.Tensor, *, filled: bool) -> None:
@@ -75,14 +75,14 @@ class WordSums:
         self._memory, self._sums = memory, word_sums(memory) if filled else None
 
     def reached(self, byte: int) -> None:
-        """As `Passing.reached`; all is read at the end."""
+        """As `StreamingFingerprint.reached`; all is read at the end."""
 
     def result(self) -> str:
         sums = word_sums(self._memory) if self._sums is None else self._sums
         return "".join(f"{value % 2**64:016x}" for value in sums.tolist())
 
 
-Fingerprint = Passing | WordSums | Future[str]
+Fingerprint = StreamingFingerprint | WordSumFingerprint | Future[str]
 
 
 class Fingerprints:
@@ -95,15 +95,15 @@ class Fingerprints:
         self._host = torch.empty(0, dtype=torch.uint8, device="cpu")  # what is on a device is read here
         self._stream: Any = None
 
-    def passing(self, memory: torch.Tensor) -> Passing | WordSums:
+    def passing(self, memory: torch.Tensor) -> StreamingFingerprint | WordSumFingerprint:
         """Of `memory` (uint8, contiguous, on the host), for who copies all of it to tell of."""
-        return WordSums(memory, filled=False) if self.on_device else Passing(memory)
+        return WordSumFingerprint(memory, filled=False) if self.on_device else StreamingFingerprint(memory)
 
-    def beside(self, memory: torch.Tensor) -> WordSums | Future[str]:
+    def beside(self, memory: torch.Tensor) -> WordSumFingerprint | Future[str]:
         """Of `memory` (uint8, contiguous, on any device), as this thread's stream will have left it; in a thread of its own,
         or on that stream. Nothing may write there until it is known."""
         if self.on_device:
-            return WordSums(memory, filled=True)
+            return WordSumFingerprint(memory, filled=True)
         if memory.device.type == "cpu":
             return self._thread.submit(fingerprint, memory.numpy())
         written = torch.get_device_module(memory.device).Event()

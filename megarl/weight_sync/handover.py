@@ -16,12 +16,12 @@ from megarl.cluster.calls import wait_for_all
 from megarl.types import Metrics
 from megarl.weight_sync.session import (
     PHASES,
-    PlannedReport,
-    PlannedSession,
     Session,
-    compare_planned,
-    compare_reports,
-    together,
+    ShardedReport,
+    ShardedSession,
+    compare_full_reports,
+    compare_sharded_reports,
+    merge_reports,
 )
 
 
@@ -150,16 +150,16 @@ def publish(trainers: WorkerGroup, services: Sequence[Service], session: Session
     reports = wait_for_all(
         services, updates, doing="take the new weights in", key="exchange.timeout", limit=session.timeout
     )
-    if isinstance(session, PlannedSession):
+    if isinstance(session, ShardedSession):
         return _planned_metrics(sent, reports)
-    compare_reports(sent[0], {service.name: report for service, report in zip(services, reports, strict=True)})
+    compare_full_reports(sent[0], {service.name: report for service, report in zip(services, reports, strict=True)})
     return {"exchange/bytes": float(sent[0].bytes), "exchange/version": float(version)}
 
 
-def _planned_metrics(sent: Sequence[PlannedReport], received: Sequence[PlannedReport]) -> Metrics:
+def _planned_metrics(sent: Sequence[ShardedReport], received: Sequence[ShardedReport]) -> Metrics:
     """Of a planned update that both sides agree on."""
-    trainers, engines = together(sent), together(received)
-    compare_planned(trainers, engines)
+    trainers, engines = merge_reports(sent), merge_reports(received)
+    compare_sharded_reports(trainers, engines)
     phases = {phase: max(one.seconds.get(phase, 0.0) for one in (trainers, engines)) for phase in PHASES}
     return {
         "exchange/bytes": float(trainers.bytes),

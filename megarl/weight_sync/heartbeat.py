@@ -22,8 +22,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.weight_sync.session import ExchangeError, PlannedSession
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.session import ShardedSession, WeightSyncError
+from megarl.weight_sync.store import StoreChannel
 
 BEAT_SECONDS = 1.0
 _PORT = "vigil"
@@ -32,13 +32,13 @@ _LONGEST = 4096  # bytes of a message
 _SILENT = "it is stopped, or its machine or the network is gone (if it only pauses, raise exchange.silence)"
 
 
-def _silence(session: PlannedSession) -> tuple[int, str]:
+def _silence(session: ShardedSession) -> tuple[int, str]:
     """After how many missing beats in a row a member is silent, and what is said of it then.
 
     A busy one misses none or two: torch, numpy, files and sockets let other threads run, and what does not (an import, a
     garbage collection) lasts a second or so. They are counted, not timed, so that nobody takes a pause of its own for the
     silence of others."""
-    beats = math.ceil(session.silence / BEAT_SECONDS)
+    beats = math.ceil(session.heartbeat_timeout / BEAT_SECONDS)
     return beats, f"gave no sign of life for {beats * BEAT_SECONDS:g} s"
 
 
@@ -52,10 +52,10 @@ class _Member:
     unread: bytes = b""
 
 
-class Vigil:
+class HeartbeatMonitor:
     """In the process of the trainers' rank 0: ends the session where a member is gone, or silent in an update."""
 
-    def __init__(self, session: PlannedSession, channel: Channel) -> None:
+    def __init__(self, session: ShardedSession, channel: StoreChannel) -> None:
         self._session = session
         self._beats, self._silent = _silence(session)
         both = socket.has_dualstack_ipv6()
@@ -70,7 +70,7 @@ class Vigil:
             undo.enter_context(self._listener)
             self._listener.setblocking(False)
             channel.publish(_PORT, self._listener.getsockname()[1])
-            threading.Thread(target=self._watch, name="megarl-vigil", daemon=True).start()
+            threading.Thread(target=self._watch, name="megarl-heartbeat-monitor", daemon=True).start()
             undo.pop_all()  # it is the thread's now
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Vigil:
         try:
             self._serve()
         except Exception as error:  # noqa: BLE001 - told to everyone: unwatched, a death would be found by time-outs alone
-            with contextlib.suppress(ExchangeError):
+            with contextlib.suppress(WeightSyncError):
                 self._session.abort(f"trainer 0 can no longer watch over the others: {type(error).__name__}: {error}")
 
     def _serve(self) -> None:
@@ -151,7 +151,7 @@ class Vigil:
         if not member.who or member.left:
             return
         when = "while it was in no update" if member.version is None else f"in the update to version {member.version}"
-        with contextlib.suppress(ExchangeError):  # this process keeps the store: it ends, and everyone sees that
+        with contextlib.suppress(WeightSyncError):  # this process keeps the store: it ends, and everyone sees that
             self._session.abort(f"{member.who} {what} {when}: {why}")
 
 
@@ -163,20 +163,20 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-class Pulse:
+class HeartbeatClient:
     """Of a member: says that it lives, and finds out where the trainers' rank 0, which all others hear of, does not."""
 
-    def __init__(self, channel: Channel, who: str) -> None:
-        """`who`: its name, in messages. Waits for the `Vigil`."""
+    def __init__(self, channel: StoreChannel, who: str) -> None:
+        """`who`: its name, in messages. Waits for the `HeartbeatMonitor`."""
         session = channel.session
-        assert isinstance(session, PlannedSession), "no other exchange has members that beat"
+        assert isinstance(session, ShardedSession), "no other exchange has members that beat"
         (self._port,) = channel.wait([_PORT], "the trainers' rank 0 to open the exchange")
         self._channel = channel
         self._beats, self._silent = _silence(session)
         try:
             self._connection = socket.create_connection((session.host, self._port), session.timeout)
         except OSError as error:
-            raise ExchangeError(
+            raise WeightSyncError(
                 f"{session.host}:{self._port}, where the trainers' rank 0 listens for signs of life, cannot be reached "
                 f"({error}); is its process alive, and is the port open between the two hosts?"
             ) from error
@@ -192,13 +192,13 @@ class Pulse:
             found = socket.getaddrinfo(session.host, session.port, type=socket.SOCK_STREAM)
             self._store = {info[4][0] for info in found}
             self._say([session.prefix, f"{who} (process {os.getpid()} on {socket.gethostname()})"])
-            threading.Thread(target=self._beat, name="megarl-pulse", daemon=True).start()
+            threading.Thread(target=self._beat, name="megarl-heartbeat", daemon=True).start()
             undo.pop_all()
 
     def begin(self, version: int) -> None:
         """This member is in an update, until `end`."""
         if self._channel.lost is not None:
-            raise ExchangeError(f"the weight exchange has ended: {self._channel.lost}")
+            raise WeightSyncError(f"the weight exchange has ended: {self._channel.lost}")
         with self._lock:
             self._version, self._missing = version, 0
             self._say(version)

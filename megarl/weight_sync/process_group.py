@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.platform import Platform
-from megarl.weight_sync.session import ExchangeError
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.session import WeightSyncError
+from megarl.weight_sync.store import StoreChannel
 
 CAUSE_SECONDS = 1.0  # left to the cause of a broken connection to become known
 _POLL_SECONDS = 0.001
@@ -35,7 +35,7 @@ class BroadcastGroup:
     """
 
     def __init__(
-        self, channel: Channel, rank: int, size: int, platform: Platform, name: str = "group", client: Any = None
+        self, channel: StoreChannel, rank: int, size: int, platform: Platform, name: str = "group", client: Any = None
     ) -> None:
         """`platform`: of whose memory buckets are; the CPU's for the host's. `name` tells the session's groups apart.
         `client`: of the session's store, for groups that form one after the other; it cannot be the channel's, since forming
@@ -68,12 +68,12 @@ class BroadcastGroup:
             channel.wait_until(
                 lambda: not thread.is_alive(), lambda: f"the {library} group of {size} processes to form (rank {rank})"
             )
-        except ExchangeError:
+        except WeightSyncError:
             for group in made:
                 platform.abort_collective(group)
             raise
         if failed:
-            raise ExchangeError(
+            raise WeightSyncError(
                 f"the {library} group of {size} processes could not form (rank {rank}): {failed[0]}. "
                 f"Check that the hosts reach each other; {interface} selects the network interface"
             ) from failed[0]
@@ -88,14 +88,14 @@ class BroadcastGroup:
         return work
 
     def finish(self, work: Any, awaited: str) -> None:
-        """Wait for a broadcast. Raises ExchangeError where a member died, fell silent or aborted."""
+        """Wait for a broadcast. Raises WeightSyncError where a member died, fell silent or aborted."""
         self._channel.wait_until(work.is_completed, lambda: awaited)
         try:
             work.wait()  # the errors; and the stream of this thread goes on behind the broadcast
         except RuntimeError as error:
             told = time.monotonic() + CAUSE_SECONDS  # of whoever is gone, the session tells more
             self._channel.wait_until(lambda: time.monotonic() > told, lambda: awaited)
-            raise ExchangeError(f"{awaited} failed: {error}") from error
+            raise WeightSyncError(f"{awaited} failed: {error}") from error
 
     def close(self) -> None:
         """Waits for nothing; whoever else is part of what is under way hears of its end in another way. May be called twice."""

@@ -16,18 +16,23 @@ if TYPE_CHECKING:
 SHARED_MEMORY_DIR = "/dev/shm"
 # Buckets that a sender holds at most. Exported: the next one is packed while engines load the last. Planned, at every rank:
 # some are packed while engines take the others in.
-EXPORT_SLOTS, PLANNED_SLOTS = 2, 4
-AHEAD = 2  # buckets that are on their way to a receiver over a network at a time, the one that is being loaded included
+FULL_SLOTS, SHARDED_SLOTS = 2, 4
+RECEIVE_AHEAD = (
+    2  # buckets that are on their way to a receiver over a network at a time, the one that is being loaded included
+)
 TRANSPORTS = ("auto", "shared_memory", "ipc", "collective", "device", "files")
-IN_HOST_MEMORY = ("auto", "shared_memory")  # those by which ranks of a host read each other's files in /dev/shm
-SHARED = (*IN_HOST_MEMORY, "ipc")  # those by which ranks of a host read each other's memory, wherever it is
+HOST_MEMORY_TRANSPORTS = ("auto", "shared_memory")  # those by which ranks of a host read each other's files in /dev/shm
+SHARED_MEMORY_TRANSPORTS = (
+    *HOST_MEMORY_TRANSPORTS,
+    "ipc",
+)  # those by which ranks of a host read each other's memory, wherever it is
 WORDS = 2**20  # of 32 bits, of which `ipc` takes sums at a time
-SUMS_BYTES = 4 * 8 * WORDS  # which become 64 bits: they, their places, factors and products
-ON_DEVICES = ("device", "ipc")  # those whose buckets lie in devices' memory
+SUM_BYTES = 4 * 8 * WORDS  # which become 64 bits: they, their places, factors and products
+DEVICE_TRANSPORTS = ("device", "ipc")  # those whose buckets lie in devices' memory
 _ABORT_CONNECT_SECONDS = 5.0
 
 
-class ExchangeError(RuntimeError):
+class WeightSyncError(RuntimeError):
     """An update failed. The message says where and why; the session is dead and needs a new one."""
 
 
@@ -68,7 +73,7 @@ def resolve_transports(transport: str, sender_host: str, endpoints: Iterable[tup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class SessionBase:
     """Where everyone that takes part in an exchange meets. Plain values: it travels as JSON.
 
     `host` and `port` are those of a key-value store in the process of the trainer's rank 0; `prefix` is random and
@@ -109,7 +114,7 @@ class Meeting:
                 wait_for_workers=False,
             )
         except dist.DistError as error:
-            raise ExchangeError(
+            raise WeightSyncError(
                 f"the weight sender at {self.host}:{self.port} cannot be reached ({error}); is its process alive, "
                 f"and is the port open between the two hosts?"
             ) from error
@@ -117,7 +122,7 @@ class Meeting:
     def abort(self, reason: str) -> None:
         """End every wait of the session within a second or two, with `reason`. The first reason stands.
 
-        Any process that knows the session may call it. Raises ExchangeError where the sender's
+        Any process that knows the session may call it. Raises WeightSyncError where the sender's
         process is gone; its receivers have then noticed already.
         """
         import torch.distributed as dist
@@ -126,13 +131,13 @@ class Meeting:
         try:
             store.compare_set(self.key("abort"), "", reason)
         except dist.DistError as error:
-            raise ExchangeError(f"the weight sender at {self.host}:{self.port} has just gone ({error})") from error
+            raise WeightSyncError(f"the weight sender at {self.host}:{self.port} has just gone ({error})") from error
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeSession(Meeting):
+class FullSession(SessionBase):
     """Rank 0 sends all weights to everyone. `receivers` are (name, transport). `hosts`: host ids of the sender, then of each
-    receiver; `hops.export_hops` derives from them the way of every bucket. `shares_memory`: receivers of one host read
+    receiver; `hops.full_relays` derives from them the way of every bucket. `shares_memory`: receivers of one host read
     the same memory, else each gets its own over gloo. `directory`: of files, for "files".
 
     With `adapter_alpha` the first update brings the model's own weights and then its adapters, A and B of each linear under
@@ -152,7 +157,7 @@ class ExchangeSession(Meeting):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedSession(Meeting):
+class ShardedSession(SessionBase):
     """Every trainer rank sends the boxes that engine ranks need, and no others. `receivers` are (name, host id); their
     order numbers the engine ranks. `senders`: host ids of the trainer ranks.
 
@@ -163,15 +168,13 @@ class PlannedSession(Meeting):
     senders: tuple[str, ...]
     transport: str  # as `exchange.transport`
     check_every: int
-    silence: float
-    device: str = (
-        "cpu"  # in whose memory buckets lie, as `cluster.device` has it; "cpu" unless the transport is of ON_DEVICES
-    )
+    heartbeat_timeout: float
+    device: str = "cpu"  # in whose memory buckets lie, as `cluster.device` has it; "cpu" unless the transport is of DEVICE_TRANSPORTS
 
     @property
     def shares_memory(self) -> bool:
         """Whether receivers map what a sender of their machine packs into."""
-        return self.transport in SHARED
+        return self.transport in SHARED_MEMORY_TRANSPORTS
 
     @property
     def stays_on_devices(self) -> bool:
@@ -195,24 +198,24 @@ class PlannedSession(Meeting):
 
     def checked(self, version: int, first: int) -> bool:
         """Whether the update to `version` is held to the export; `first`: the first one that was sent."""
-        return due(version, first, self.check_every)
+        return is_check_due(version, first, self.check_every)
 
 
-def due(version: int, first: int, every: int) -> bool:
+def is_check_due(version: int, first: int, every: int) -> bool:
     """Whether an update is checked: the `first`, and every so many after it (0: no other)."""
     return version == first or (every > 0 and (version - first) % every == 0)
 
 
-Session = ExchangeSession | PlannedSession
+Session = FullSession | ShardedSession
 
 
-def session_of(text: str) -> Session:
+def session_from_json(text: str) -> Session:
     """The session that was written as JSON, whichever kind it is."""
-    return (PlannedSession if "senders" in json.loads(text) else ExchangeSession).from_json(text)
+    return (ShardedSession if "senders" in json.loads(text) else FullSession).from_json(text)
 
 
 @dataclass(frozen=True)
-class UpdateReport:
+class FullReport:
     """What one side of an update saw. Sender's and receivers' must agree in all but `seconds`."""
 
     version: int
@@ -225,22 +228,22 @@ class UpdateReport:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def agrees_with(self, other: UpdateReport) -> bool:
+    def agrees_with(self, other: FullReport) -> bool:
         return dataclasses.replace(self, seconds=0.0) == dataclasses.replace(other, seconds=0.0)
 
 
-def compare_reports(sent: UpdateReport, received: Mapping[str, UpdateReport]) -> None:
-    """Raise ExchangeError unless every receiver's report (by name) agrees with the sender's."""
+def compare_full_reports(sent: FullReport, received: Mapping[str, FullReport]) -> None:
+    """Raise WeightSyncError unless every receiver's report (by name) agrees with the sender's."""
     for name, report in received.items():
         if not sent.agrees_with(report):
-            raise ExchangeError(f"receiver {name!r} does not hold what was sent: sent {sent}, received {report}")
+            raise WeightSyncError(f"receiver {name!r} does not hold what was sent: sent {sent}, received {report}")
 
 
 PHASES = ("pack", "fingerprint", "wait", "load", "check")  # of a planned update, on either side
 
 
 @dataclass(frozen=True)
-class PlannedReport:
+class ShardedReport:
     """What some of the ranks of a planned update sent, or received. The trainers' together and the engines' together
     must have the same `streams`."""
 
@@ -255,27 +258,27 @@ class PlannedReport:
         return dataclasses.asdict(self)
 
 
-def shown(names: Sequence[str]) -> str:
+def abbreviate_names(names: Sequence[str]) -> str:
     """Tensors of a bucket, for messages."""
     return ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
 
 
-Report = UpdateReport | PlannedReport
+Report = FullReport | ShardedReport
 
 
-def report_of(values: Mapping[str, Any]) -> Report:
+def report_from_dict(values: Mapping[str, Any]) -> Report:
     """The report that was told as plain values, whichever kind it is."""
-    return PlannedReport(**values) if "streams" in values else UpdateReport(**values)
+    return ShardedReport(**values) if "streams" in values else FullReport(**values)
 
 
 def stream_key(stream: int, receiver: str) -> str:
     return f"{stream} to {receiver}"
 
 
-def together(reports: Sequence[PlannedReport]) -> PlannedReport:
+def merge_reports(reports: Sequence[ShardedReport]) -> ShardedReport:
     """Of several ranks, or engines."""
     phases = dict.fromkeys(phase for report in reports for phase in report.seconds)
-    return PlannedReport(
+    return ShardedReport(
         version=reports[0].version,
         streams={key: value for report in reports for key, value in report.streams.items()},
         bytes=sum(report.bytes for report in reports),
@@ -285,8 +288,8 @@ def together(reports: Sequence[PlannedReport]) -> PlannedReport:
     )
 
 
-def compare_planned(sent: PlannedReport, received: PlannedReport) -> None:
-    """Raise ExchangeError unless what was sent is what was received: the same streams with the same fingerprints."""
+def compare_sharded_reports(sent: ShardedReport, received: ShardedReport) -> None:
+    """Raise WeightSyncError unless what was sent is what was received: the same streams with the same fingerprints."""
     differing = sorted(
         key
         for key in sent.streams.keys() | received.streams.keys()
@@ -296,7 +299,7 @@ def compare_planned(sent: PlannedReport, received: PlannedReport) -> None:
         shown = ", ".join(
             f"{key}: sent {sent.streams.get(key)}, received {received.streams.get(key)}" for key in differing[:3]
         )
-        raise ExchangeError(
+        raise WeightSyncError(
             f"engines do not hold what was sent as version {sent.version} (they: {received.version}); "
             f"{len(differing)} streams differ: {shown}"
         )

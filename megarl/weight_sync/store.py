@@ -9,20 +9,20 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megarl.weight_sync.session import ExchangeError, Meeting
+from megarl.weight_sync.session import SessionBase, WeightSyncError
 
 _ABORT_POLL_SECONDS = 0.2
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
 
 
-class Channel:
+class StoreChannel:
     """Used by one thread at a time.
 
     Waiting polls, for a key and now and then for an abort: the store can block on keys that must
     all appear, not on the first of several, and its own time-outs print warnings.
     """
 
-    def __init__(self, session: Meeting, store: Any = None) -> None:
+    def __init__(self, session: SessionBase, store: Any = None) -> None:
         self.session = session
         self.store = session.open_store() if store is None else store
         self.lost: str | None = None  # why there is no store to talk to any more, once that is known
@@ -65,13 +65,13 @@ class Channel:
         return self.latest(keys)
 
     def wait_until(self, done: Callable[[], bool], awaited: Callable[[], str]) -> None:
-        """Poll `done`. Raises ExchangeError on an abort of the session or after its time-out."""
+        """Poll `done`. Raises WeightSyncError on an abort of the session or after its time-out."""
         try:
             in_time = self._poll(done)
-        except ExchangeError as error:
-            raise ExchangeError(f"{error} (this process waited for {awaited()})") from error
+        except WeightSyncError as error:
+            raise WeightSyncError(f"{error} (this process waited for {awaited()})") from error
         if not in_time:
-            raise ExchangeError(
+            raise WeightSyncError(
                 f"waited {self.session.timeout:g} s for {awaited()}; a peer is dead or stuck "
                 f"(if it is only slow, raise exchange.timeout)"
             )
@@ -94,10 +94,10 @@ class Channel:
     def raise_if_aborted(self) -> None:
         key = self.session.key("abort")
         if self._call(self.store.check, [key]):
-            raise ExchangeError(f"the weight exchange was aborted: {self._call(self.store.get, key).decode()}")
+            raise WeightSyncError(f"the weight exchange was aborted: {self._call(self.store.get, key).decode()}")
 
     def abort(self, reason: str) -> None:
-        """As `ExchangeSession.abort`, over this connection."""
+        """As `FullSession.abort`, over this connection."""
         self._call(self.store.compare_set, self.session.key("abort"), "", reason)
 
     def _call(self, operation: Callable[..., Any], *arguments: Any) -> Any:
@@ -105,7 +105,7 @@ class Channel:
             return operation(*arguments)
         except dist.DistError as error:
             why = self.lost or "its process is gone or the network between is down"
-            raise ExchangeError(
+            raise WeightSyncError(
                 f"the connection to the weight sender at {self.session.host}:{self.session.port} (trainer 0) broke "
                 f"({type(error).__name__}: {error}): {why}"
             ) from error

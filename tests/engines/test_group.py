@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megarl.engines.base import EngineDead
-from megarl.weight_sync.full.sender import WeightSender
+from megarl.weight_sync.full.sender import FullSender
 from tests.support.engine_process import (
     PATIENCE,
     EngineProcess,
@@ -51,7 +51,7 @@ class EngineGroup:
 
     def exchange(self):
         receivers = [tuple(receiver) for info in self.infos for receiver in info["receivers"]]
-        sender = WeightSender.open("127.0.0.1", receivers, bucket_bytes=1 << 18, timeout=120.0)
+        sender = FullSender.open("127.0.0.1", receivers, bucket_bytes=1 << 18, timeout=120.0)
         for engine in self.engines:
             engine.connect_exchange(sender.session)
         return sender

@@ -70,7 +70,7 @@ def test_boxes_are_what_the_loader_copies() -> None:
     assert "unknown" not in described.tensors and not described.whole
     assert dict(zip(described.parameters, described.dtypes, strict=True))["norm.weight"] == "bfloat16"
     parameters = dict(got.named_parameters())
-    for tensor, row, column, rows, columns, parameter, offset, stride in described.boxes.tolist():
+    for tensor, row, column, rows, columns, parameter, offset, stride in described.slices.tolist():
         matrix = values[described.tensors[tensor]]
         matrix = matrix if matrix.dim() == 2 else matrix[None]
         part = parameters[described.parameters[parameter]].data.as_strided((rows, columns), (stride, 1), offset)

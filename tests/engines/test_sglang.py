@@ -27,8 +27,8 @@ from megarl.engines.sglang.args import LOADER, build_engine_args
 from megarl.errors import RecipeError
 from megarl.preflight.run import check_device
 from megarl.types import GenerationRequest, Prompt, Sampling
-from megarl.weight_sync.full.sender import WeightSender
-from megarl.weight_sync.session import ExchangeError, compare_reports
+from megarl.weight_sync.full.sender import FullSender
+from megarl.weight_sync.session import WeightSyncError, compare_full_reports
 from tests.support import fake_sglang
 from tests.support.fake_sglang import END, VOCABULARY
 
@@ -64,7 +64,7 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
 def exchange(engine, tmp_path_factory):
     """Sends weights to the engine, as a trainer does."""
     folder = str(tmp_path_factory.mktemp("shm"))
-    sender = WeightSender.open("127.0.0.1", engine.info["receivers"], bucket_bytes=512, timeout=10.0, shm_dir=folder)
+    sender = FullSender.open("127.0.0.1", engine.info["receivers"], bucket_bytes=512, timeout=10.0, shm_dir=folder)
     engine.connect_exchange(sender.session)
     with ThreadPoolExecutor(1) as pool:
 
@@ -98,7 +98,7 @@ def test_weights_arrive_and_samples_follow_them(engine, exchange) -> None:
         generate(engine, request(0))
     for version in (1, 2):
         report, sending = exchange(version, weights(version))
-        compare_reports(sending.result(10), {"e0/0": report})
+        compare_full_reports(sending.result(10), {"e0/0": report})
         assert torch.equal(engine.real.model.table, weights(version)["table"])
     assert engine.real.calls == ["begin", "update, flush True", "end"] * 2
     first = generate(engine, request(1), request(2, temperature=0.7))
@@ -151,7 +151,7 @@ def test_a_response_that_is_cut_ends_the_engine(engine, exchange) -> None:
     ],
 )
 def test_weights_that_are_not_all_there(engine, exchange, values, said) -> None:
-    with pytest.raises(ExchangeError, match=said):
+    with pytest.raises(WeightSyncError, match=said):
         exchange(1, values)
     assert engine.real.calls == ["begin", "update, flush True", "shutdown"]
     with pytest.raises(EngineDead, match="lack values"):

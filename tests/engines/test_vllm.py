@@ -10,7 +10,7 @@ import torch
 
 from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted
 from megarl.types import GenerationRequest, Prompt, Sampling
-from megarl.weight_sync.session import ExchangeError, compare_reports
+from megarl.weight_sync.session import WeightSyncError, compare_full_reports
 from tests.support.engine_process import (
     MAX_LENGTH,
     VOCABULARY,
@@ -170,7 +170,7 @@ def test_updates_through_the_exchange(engine, info, path, tmp_path):
             weights = change(model, version, tmp_path)
             sending = pool.submit(sender.send, version, weights.items())
             received = engine.update_weights(version)
-            compare_reports(sending.result(30), {"e0": received})
+            compare_full_reports(sending.result(30), {"e0": received})
             completions = engine.generate(requests)[1]
             assert_exact(model, requests, completions)
             assert not same(previous, completions)
@@ -203,7 +203,7 @@ def test_updates_through_the_exchange(engine, info, path, tmp_path):
         sending = pool.submit(sender.send, 5, weights.items())
         with pytest.raises(ValueError, match=r"layers.1.mlp.experts.* lacks 2,048 of its 24,576 elements"):
             engine.update_weights(5)
-        with pytest.raises(ExchangeError, match=r"aborted: receiver 'e0/0': ValueError: .*lacks 2,048"):
+        with pytest.raises(WeightSyncError, match=r"aborted: receiver 'e0/0': ValueError: .*lacks 2,048"):
             sending.result(10)
         with pytest.raises(EngineDead, match="lacks 2,048"):
             engine.generate(requests)

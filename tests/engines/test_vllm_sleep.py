@@ -13,7 +13,7 @@ from megarl.engines.base import AdapterSpec, EngineDead, EngineRefused, EngineSp
 from megarl.engines.vllm.compat import Capabilities
 from megarl.engines.vllm.engine import VllmEngine
 from megarl.types import GenerationRequest, Prompt, Sampling
-from megarl.weight_sync.session import ExchangeSession, PlannedSession
+from megarl.weight_sync.session import FullSession, ShardedSession
 
 
 class FakeVllm:
@@ -121,7 +121,7 @@ def test_weights_that_no_update_brings_again_stay_on_the_host(
     meeting = {"host": "", "port": 0, "prefix": "", "receivers": (), "bucket_bytes": 1, "timeout": 1}
     for alpha, level in ((16.0, 1), (None, 2)):
         sleeper.wake()
-        assert sleeper.connect_exchange(ExchangeSession(**meeting, adapter_alpha=alpha)) is None
+        assert sleeper.connect_exchange(FullSession(**meeting, adapter_alpha=alpha)) is None
         sleeper.sleep()
         assert vllm.calls[-1] == ("sleep", level)
     sleeper.shutdown()
@@ -145,9 +145,9 @@ def test_an_engine_says_why_it_takes_no_planned_weights(
     vllm.collective_rpc = lambda method, args=(): [
         ["e/0", "host"] if method == "megarl_endpoint" else "lm_head is odd",
     ]
-    session = PlannedSession(
+    session = ShardedSession(
         host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
-        check_every=0, silence=8,
+        check_every=0, heartbeat_timeout=8,
     )  # fmt: skip
     asked = engine(monkeypatch, no_planned=no_planned)
     asked.start()

@@ -121,7 +121,7 @@ def test_nothing_is_left_after_close(make: Callable[..., ProcessPool]) -> None:
     pool = make(processes=3)
     assert outcomes(pool, [""]) == [(Score(1.0), 0)]
     hanging = pool.submit(NAMES[0], request("hang"))
-    processes = {pool._nursery.pid, *children(pool._nursery.pid)}
+    processes = {pool._fork_server.pid, *children(pool._fork_server.pid)}
     assert len(processes) > 1
     pool.close()
     assert_gone(processes)
@@ -140,7 +140,7 @@ pool = scorer_pool(["tests.support.scorers:faulty"], RewardConfig(processes=2, t
 pool.start()
 pool.submit("tests.support.scorers:faulty", ScoreRequest("", "", "", {"what": ""})).result()
 pool.submit("tests.support.scorers:faulty", ScoreRequest("", "", "", {"what": "hang"}))
-print(pool._nursery.pid, flush=True)
+print(pool._fork_server.pid, flush=True)
 time.sleep(1000)
 """
 
@@ -152,9 +152,9 @@ def test_nothing_is_left_when_the_owner_ends(ending: signal.Signals) -> None:
         [sys.executable, "-c", OWNER], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     assert owner.stdout is not None
-    nursery = int(owner.stdout.readline())
+    fork_server = int(owner.stdout.readline())
     deadline = time.monotonic() + 5
-    while len(processes := {nursery, *children(nursery)}) < 3 and time.monotonic() < deadline:
+    while len(processes := {fork_server, *children(fork_server)}) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)  # the first of two processes may have answered before the second is there
     assert len(processes) == 3
     owner.send_signal(ending)
@@ -163,12 +163,12 @@ def test_nothing_is_left_when_the_owner_ends(ending: signal.Signals) -> None:
     assert_gone(processes)
 
 
-def test_the_end_of_the_nursery_is_said(make: Callable[..., ProcessPool]) -> None:
+def test_the_end_of_the_fork_server_is_said(make: Callable[..., ProcessPool]) -> None:
     pool = make(timeout=100.0)
     assert outcomes(pool, [""]) == [(Score(1.0), 0)]
     hanging = pool.submit(NAMES[0], request("hang"))
-    processes = children(pool._nursery.pid)
-    pool._nursery.kill()
+    processes = children(pool._fork_server.pid)
+    pool._fork_server.kill()
     with pytest.raises(RuntimeError, match="has ended; see the engine's log"):
         hanging.result(10)
     assert_gone(processes)

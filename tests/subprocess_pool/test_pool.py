@@ -35,9 +35,9 @@ def test_names_and_settings_reach_the_work(make: Callable[..., ProcessPool]) -> 
     found = [pool.submit("told", {"x": number}).result(10) for number in range(8)]
     for number, outcome in enumerate(found):
         assert isinstance(outcome, Answered) and outcome.retries == 0
-        assert outcome.value.pop("own") != pool._nursery.pid
+        assert outcome.value.pop("own") != pool._fork_server.pid
         expected = {"name": "told", "settings": {"depth": [1, 2]}, "request": {"x": number}}
-        assert outcome.value == {**expected, "prepared": [pool._nursery.pid]}
+        assert outcome.value == {**expected, "prepared": [pool._fork_server.pid]}
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from megarl.engines import create, engine_env
 from megarl.engines.base import EngineSpec
 from megarl.engines.group import MeetingPlace
 from megarl.types import GenerationRequest, Prompt, Sampling
-from megarl.weight_sync.full.sender import WeightSender
+from megarl.weight_sync.full.sender import FullSender
 
 VOCABULARY = 250  # not a multiple of vLLM's padding
 MAX_LENGTH = 128
@@ -95,13 +95,13 @@ def with_digests(spec, device):
 def some_whole(model, tensors):
     """For `replace`: needs of an engine whose loader gives no box for the first layer's attention and the second's experts."""
     from megarl.engines.vllm.needed_slices import needs
-    from megarl.weight_sync.sharded.slices import BOX, Describer
+    from megarl.weight_sync.sharded.slices import BOX, SliceTableBuilder
 
     need = needs(model, tensors)
     layers = ("model.layers.0.self_attn.qkv_proj.", "model.layers.1.mlp.experts.")
     told = {name: (shape, dtype) for name, shape, dtype in tensors}
-    describer, whole = Describer(), {}
-    for tensor, row, column, rows, columns, parameter, offset, stride in need.boxes.tolist():
+    describer, whole = SliceTableBuilder(), {}
+    for tensor, row, column, rows, columns, parameter, offset, stride in need.slices.tolist():
         name, own = need.tensors[tensor], need.parameters[parameter]
         if own.startswith(layers):
             whole[name] = None
@@ -111,7 +111,7 @@ def some_whole(model, tensors):
     for name in whole:
         describer.add_whole(name, *told[name])
     assert len(BOX) == 8 and len(whole) > 10
-    return describer.done()
+    return describer.build()
 
 
 class SwappingKeyAndValue:
@@ -126,11 +126,11 @@ class SwappingKeyAndValue:
 
 def flipping(_, memory):
     """For `replace`: a fingerprint, of bytes of which one bit flipped on its way."""
-    from megarl.weight_sync.fingerprint import Passing
+    from megarl.weight_sync.fingerprint import StreamingFingerprint
 
     changed = memory.clone()
     changed[len(changed) // 2] ^= 8
-    return Passing(changed)
+    return StreamingFingerprint(changed)
 
 
 def dying(_, memory):
@@ -319,7 +319,7 @@ def same(one, other):
 
 
 def exchange(engine, info):
-    sender = WeightSender.open("127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=120.0)
+    sender = FullSender.open("127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=120.0)
     engine.connect_exchange(sender.session)
     return sender
 

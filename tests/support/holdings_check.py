@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.megatron.held_slices import holdings, parameters
-from megarl.weight_sync.sharded.plan import Hosts, plan
-from megarl.weight_sync.sharded.slices import Description, as_matrix
+from megarl.weight_sync.sharded.plan import Hosts, plan_transfers
+from megarl.weight_sync.sharded.slices import SliceTable, as_matrix
 from tests.support import held_ranks
 
 
@@ -22,7 +22,7 @@ def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None
     own = holdings(trainer.model)
     weights = dict(parameters(trainer.model))
     assert set(own.parameters) == set(weights)
-    for tensor, row, column, rows, columns, parameter, offset, stride in own.boxes.tolist():
+    for tensor, row, column, rows, columns, parameter, offset, stride in own.slices.tolist():
         name = own.tensors[tensor]
         assert tuple(exported[name].shape) == own.shapes[tensor]
         assert str(weights[own.parameters[parameter]].dtype) == f"torch.{own.dtypes[parameter]}"
@@ -32,12 +32,12 @@ def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None
         assert torch.equal(whole[row : row + rows, column : column + columns], part), name
     everywhere: list[bytes] = [b""] * dist.get_world_size()
     dist.all_gather_object(everywhere, own.to_bytes())
-    haves = [Description.from_bytes(data) for data in everywhere]
+    haves = [SliceTable.from_bytes(data) for data in everywhere]
     if dist.get_rank() == 0:
         record.write_text(json.dumps([one.digest for one in haves]))
     need = whole_model(exported)
-    made = plan(haves, [need], Hosts(["a"] * len(haves), ["a"]), 1 << 12)
-    received = sum(int(stream.buckets.sum()) for stream in made.receives(0).streams)
+    made = plan_transfers(haves, [need], Hosts(["a"] * len(haves), ["a"]), 1 << 12)
+    received = sum(int(stream.buckets.sum()) for stream in made.streams_to(0))
     assert received == sum(weight.numel() for weight in exported.values())
     assert np.bincount(made.sources, made.nbytes, len(haves)).sum() == need.nbytes
 
@@ -53,13 +53,13 @@ def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
     assert [one.digest for one in planned] == said, case["name"]
 
 
-def whole_model(exported: dict[str, torch.Tensor]) -> Description:
+def whole_model(exported: dict[str, torch.Tensor]) -> SliceTable:
     """An engine rank that needs all of it."""
-    from megarl.weight_sync.sharded.slices import Describer
+    from megarl.weight_sync.sharded.slices import SliceTableBuilder
 
-    describer = Describer()
+    describer = SliceTableBuilder()
     for name, weight in exported.items():
         rows, columns = as_matrix(weight.shape)
         parameter = describer.parameter(name, str(weight.dtype).removeprefix("torch."))
         describer.add(describer.tensor(name, weight.shape), (0, 0, rows, columns), parameter, 0, columns)
-    return describer.done()
+    return describer.build()

@@ -2,7 +2,7 @@
 
 Usage: python -m tests.support.planned_member CASE, as JSON: trainers, engines (which are here), session (null where trainer 0 is
 here: it is told on stdout), shapes, and, of the second update: place (an attribute of megarl.weight_sync, as
-"outbox.Outbox.send"), signal, before (that, or after it). Does the updates whose versions it is told on stdin.
+"outbox.OutgoingBuckets.send"), signal, before (that, or after it). Does the updates whose versions it is told on stdin.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import sys
 import threading
 from typing import Any
 
-from megarl.weight_sync.session import PlannedSession
+from megarl.weight_sync.session import ShardedSession
 from tests.support.planned_ranks import SHAPES, Exchange, met
 
 
 def arm(place: str, signal: int, before: bool) -> None:
     """The process gets `signal`, once, where it comes to `place`."""
-    module, owner, name = place.split(".")
+    module, owner, name = place.rsplit(".", 2)
     cls = getattr(importlib.import_module(f"megarl.weight_sync.{module}"), owner)
     original = getattr(cls, name)
 
@@ -45,7 +45,7 @@ def main() -> None:
     if case["session"] is None:
         session, store = met(case["shm_dir"], case["places"], **case["options"])
     else:
-        session, store = PlannedSession.from_json(json.dumps(case["session"])), None
+        session, store = ShardedSession.from_json(json.dumps(case["session"])), None
     exchange = Exchange(session, store, case["trainers"], case["engines"])
     print(session.to_json(), flush=True)
     exchange.connect()

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megarl.weight_sync.session import PlannedReport, PlannedSession, compare_planned, host_id, together
-from megarl.weight_sync.sharded.receiver import PlannedReceiver
-from megarl.weight_sync.sharded.sender import PlannedSender, meet
-from megarl.weight_sync.sharded.slices import Describer, Description
+from megarl.weight_sync.session import ShardedReport, ShardedSession, compare_sharded_reports, host_id, merge_reports
+from megarl.weight_sync.sharded.receiver import ShardedReceiver
+from megarl.weight_sync.sharded.sender import ShardedSender, open_sharded_session
+from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 
 SHAPES = {"embed": (64, 48), "norm": (48,), "experts.0": (16, 8), "experts.1": (16, 8), "odd": (7, 5)}
 
@@ -28,7 +28,7 @@ class Rank:
 
     def __init__(self, boxes: list[tuple[str, slice, slice]], dtype: torch.dtype = torch.float32) -> None:
         self.boxes, self.memory = boxes, []
-        describer = Describer()
+        describer = SliceTableBuilder()
         for number, (name, rows, columns) in enumerate(boxes):
             shape = SHAPES[name]
             high, wide = len(range(shape[0])[rows]) if len(shape) > 1 else 1, len(range(shape[-1])[columns])
@@ -39,10 +39,10 @@ class Rank:
             first = (range(shape[0])[rows].start if len(shape) > 1 else 0, range(shape[-1])[columns].start)
             parameter = describer.parameter(f"p{number}", str(dtype).removeprefix("torch."))
             describer.add(describer.tensor(name, shape), (*first, high, wide), parameter, 0, stride)
-        self.description: Description = describer.done()
+        self.description: SliceTable = describer.build()
 
     def view(self, number: int) -> torch.Tensor:
-        _, _, _, rows, columns, _, offset, stride = self.description.boxes[number].tolist()
+        _, _, _, rows, columns, _, offset, stride = self.description.slices[number].tolist()
         memory = self.memory[number]
         return memory.as_strided((rows, columns), (stride, 1), memory.storage_offset() + offset)
 
@@ -62,7 +62,7 @@ class Rank:
     def tensor(self, number: int) -> torch.Tensor:
         return self.memory[number]
 
-    def wrote(self, number: int, elements: int) -> None:
+    def mark_written(self, number: int, elements: int) -> None:
         self.left[number] -= elements
         if self.left[number] == 0 and self.examine is not None:
             self.examine([number], self.tensor)
@@ -97,40 +97,49 @@ def engines() -> list[Rank]:
     return ranks
 
 
-def met(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[PlannedSession, Any]:
+def met(shm_dir: Any, places: list[str] | None = None, **options: Any) -> tuple[ShardedSession, Any]:
     """`places`: host of each of the four engine ranks; "here" is the trainers'."""
     here = host_id(str(shm_dir))
     hosts = [here if place == "here" else place for place in places or ["here"] * 4]
-    settings = {"transport": "auto", "bucket_bytes": 2048, "timeout": 20.0, "check_every": 0, "silence": 8.0, **options}
+    settings = {
+        "transport": "auto",
+        "bucket_bytes": 2048,
+        "timeout": 20.0,
+        "check_every": 0,
+        "heartbeat_timeout": 8.0,
+        **options,
+    }
     receivers = [(f"e{rank // 2}/{rank % 2}", host) for rank, host in enumerate(hosts)]
-    return meet(settings.pop("host", "127.0.0.1"), [here] * 4, receivers, shm_dir=str(shm_dir), **settings)
+    return open_sharded_session(
+        settings.pop("host", "127.0.0.1"), [here] * 4, receivers, shm_dir=str(shm_dir), **settings
+    )
 
 
 class Exchange:
-    def __init__(self, session: PlannedSession, store: Any, trainers_here: list[int], engines_here: list[int]) -> None:
+    def __init__(self, session: ShardedSession, store: Any, trainers_here: list[int], engines_here: list[int]) -> None:
         """`trainers_here`, `engines_here`: of the four of each, those that are threads of this process."""
         self.session, self.store = session, store
         self.trainers = [rank for number, rank in enumerate(trainers()) if number in trainers_here]
         self.engines = [rank for number, rank in enumerate(engines()) if number in engines_here]
         self.pool = ThreadPoolExecutor(16)
         self.senders = [
-            PlannedSender(session, rank, one.description, one.tensors, store if rank == 0 else None)
+            ShardedSender(session, rank, one.description, one.tensors, store if rank == 0 else None)
             for rank, one in zip(trainers_here, self.trainers, strict=True)
         ]
-        self.receivers = [PlannedReceiver(session, session.names[rank]) for rank in engines_here]
+        self.receivers = [ShardedReceiver(session, session.names[rank]) for rank in engines_here]
         self.weights: dict[str, torch.Tensor] = {}
         self.exports = 0
 
     def connect(self) -> None:
         for receiver, rank in zip(self.receivers, self.engines, strict=True):
-            assert [one.digest for one in receiver.holdings()] == [one.description.digest for one in trainers()]
-            receiver.describe(rank.description)
+            assert [one.digest for one in receiver.collect_held()] == [one.description.digest for one in trainers()]
+            receiver.publish_needed(rank.description)
 
     def export(self) -> Any:
         self.exports += 1
         return self.weights.items()
 
-    def receive(self, number: int, version: int) -> PlannedReport:
+    def receive(self, number: int, version: int) -> ShardedReport:
         receiver, rank = self.receivers[number], self.engines[number]
         try:
             rank.begin(receiver.begin(version))
@@ -148,10 +157,10 @@ class Exchange:
         sending = [self.pool.submit(sender.send, version, self.export) for sender in self.senders]
         return sending, receiving
 
-    def update(self, version: int) -> tuple[PlannedReport, PlannedReport]:
+    def update(self, version: int) -> tuple[ShardedReport, ShardedReport]:
         sending, receiving = self.start(version)
-        sent, received = (together([one.result(30) for one in side]) for side in (sending, receiving))
-        compare_planned(sent, received)
+        sent, received = (merge_reports([one.result(30) for one in side]) for side in (sending, receiving))
+        compare_sharded_reports(sent, received)
         for rank in self.engines:
             for number in range(len(rank.boxes)):
                 assert torch.equal(rank.view(number), rank.true(number, self.weights)), rank.boxes[number]
@@ -172,5 +181,5 @@ def exchange(shm_dir: Any, places: list[str] | None = None, **options: Any) -> I
         made.close()
 
 
-def replaced(report: PlannedReport, **changes: Any) -> PlannedReport:
+def replaced(report: ShardedReport, **changes: Any) -> ShardedReport:
     return dataclasses.replace(report, **changes)

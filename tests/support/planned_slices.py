@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megarl.weight_sync.session import PlannedReport, compare_planned, host_id, together
-from megarl.weight_sync.sharded.sender import PlannedSender, meet
-from megarl.weight_sync.sharded.slices import Describer, Description
+from megarl.weight_sync.session import ShardedReport, compare_sharded_reports, host_id, merge_reports
+from megarl.weight_sync.sharded.sender import ShardedSender, open_sharded_session
+from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 from tests.support.engine_process import EngineProcess
 
 RANKS = 2
@@ -22,7 +22,7 @@ class SlicedTrainers:
     def __init__(
         self, weights: Mapping[str, torch.Tensor], receivers: Sequence[Sequence[str]], check_every: int
     ) -> None:
-        self.session, store = meet(
+        self.session, store = open_sharded_session(
             "127.0.0.1",
             [host_id()] * RANKS,
             [(name, host) for name, host in receivers],
@@ -30,11 +30,11 @@ class SlicedTrainers:
             bucket_bytes=1 << 18,
             timeout=60.0,
             check_every=check_every,
-            silence=30.0,
+            heartbeat_timeout=30.0,
         )
         self._weights = {name: weight.clone() for name, weight in weights.items()}
         self._senders = [
-            PlannedSender(self.session, rank, self._describe(rank), self._of(rank), store if rank == 0 else None)
+            ShardedSender(self.session, rank, self._describe(rank), self._of(rank), store if rank == 0 else None)
             for rank in range(RANKS)
         ]
         self._pool = ThreadPoolExecutor(RANKS)
@@ -45,23 +45,23 @@ class SlicedTrainers:
     def _of(self, rank: int):
         return lambda: [self._held(rank, weight) for weight in self._weights.values()]
 
-    def _describe(self, rank: int) -> Description:
-        describer = Describer()
+    def _describe(self, rank: int) -> SliceTable:
+        describer = SliceTableBuilder()
         for name, weight in self._weights.items():
             held = self._held(rank, weight)
             row = len(weight.chunk(RANKS)[0]) * rank if weight.dim() > 1 else 0
             rows, columns = held.shape if weight.dim() > 1 else (1, len(held))
             parameter = describer.parameter(name, str(weight.dtype).removeprefix("torch."))
             describer.add(describer.tensor(name, weight.shape), (row, 0, rows, columns), parameter, 0, columns)
-        return describer.done()
+        return describer.build()
 
-    def update(self, engine: EngineProcess, version: int, weights: Mapping[str, torch.Tensor]) -> PlannedReport:
+    def update(self, engine: EngineProcess, version: int, weights: Mapping[str, torch.Tensor]) -> ShardedReport:
         """Send `weights` as `version`; returns the engine's report."""
         for name, weight in weights.items():
             self._weights[name].copy_(weight)
         sending = [self._pool.submit(sender.send, version, self._weights.items) for sender in self._senders]
         received = engine.update_weights(version)
-        compare_planned(together([one.result(60) for one in sending]), received)
+        compare_sharded_reports(merge_reports([one.result(60) for one in sending]), received)
         return received
 
     def close(self) -> None:

@@ -61,12 +61,12 @@ class Trainer:
         return self.adapting and self.adapting.session
 
     def _sender(self, receivers: list[Any], adapter_alpha: float | None) -> Any:
-        from megarl.weight_sync.full.sender import WeightSender
+        from megarl.weight_sync.full.sender import FullSender
 
         if self.rank != 0:
             return None
         pairs = [tuple(one) for one in receivers]
-        return WeightSender.open("127.0.0.1", pairs, bucket_bytes=1 << 18, timeout=60.0, adapter_alpha=adapter_alpha)
+        return FullSender.open("127.0.0.1", pairs, bucket_bytes=1 << 18, timeout=60.0, adapter_alpha=adapter_alpha)
 
     def set_fingerprints(self, on: bool) -> None:
         from tests.support.without_fingerprints import set_fingerprints

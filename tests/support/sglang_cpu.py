@@ -23,8 +23,8 @@ from megarl.engines.sglang import args as sglang_args
 from megarl.engines.sglang import engine as adapter
 from megarl.engines.sglang.args import build_engine_args
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
-from megarl.weight_sync.full.sender import WeightSender
-from megarl.weight_sync.session import compare_reports
+from megarl.weight_sync.full.sender import FullSender
+from megarl.weight_sync.session import compare_full_reports
 
 STOPS = (127, 9)
 
@@ -126,7 +126,7 @@ def main(kind: str, folder: str) -> None:
     engine = adapter.SglangEngine(EngineSpec("e0", folder, "float32", 200, load_weights=False))
     info = engine.start()
     say("info", info)
-    sender = WeightSender.open("127.0.0.1", info["receivers"], bucket_bytes=1 << 16, timeout=60.0)
+    sender = FullSender.open("127.0.0.1", info["receivers"], bucket_bytes=1 << 16, timeout=60.0)
     engine.connect_exchange(sender.session)
 
     def generate(asked: list[GenerationRequest]) -> dict[int, list[Completion]]:
@@ -147,7 +147,7 @@ def main(kind: str, folder: str) -> None:
         thread, box = in_thread(lambda version=version: sender.send(version, exported(model)))
         report = engine.update_weights(version)
         thread.join()
-        compare_reports(box[0], {"e0/0": report})
+        compare_full_reports(box[0], {"e0/0": report})
         say("gap", [largest_gap(model, asked, generate(asked)) for asked in (requests(1.0), requests(0.7))])
     asked = requests(1.0)
     done = generate(asked)

@@ -7,7 +7,7 @@ import torch
 from megarl.weight_sync import fingerprint as module
 
 
-class _Length(module.Passing):
+class _Length(module.StreamingFingerprint):
     def __init__(self, memory: torch.Tensor) -> None:
         self._length = len(memory)
 
@@ -18,9 +18,9 @@ class _Length(module.Passing):
         return str(self._length)
 
 
-_REAL = module.fingerprint, module.Passing
+_REAL = module.fingerprint, module.StreamingFingerprint
 
 
 def set_fingerprints(on: bool) -> None:
     """Of this process's buckets."""
-    module.fingerprint, module.Passing = _REAL if on else (lambda data: str(len(data)), _Length)  # type: ignore[misc, assignment]
+    module.fingerprint, module.StreamingFingerprint = _REAL if on else (lambda data: str(len(data)), _Length)  # type: ignore[misc, assignment]

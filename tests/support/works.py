@@ -1,4 +1,4 @@
-"""Work for pools of processes, found by `find`: what tests/subprocess_pool/test_pool.py has done."""
+"""Job for pools of processes, found by `find`: what tests/test_killable.py has done."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from megarl.subprocess_pool.job import CallError, Work
+from megarl.subprocess_pool.job import CallError, Job
 
 
-def find(name: str, settings: dict[str, Any]) -> Work:
+def find(name: str, settings: dict[str, Any]) -> Job:
     prepared: list[int] = []
 
     def told(request: Any) -> Any:
@@ -24,7 +24,7 @@ def find(name: str, settings: dict[str, Any]) -> Work:
 
     functions = {"told": told, "refuses": refuses, "size": len, "sleeps": time.sleep, "unreadable": unreadable}
     functions |= {"lock": lock, "big": big, "fills": fills, "awaits": awaits}
-    return Work(functions[name], lambda: prepared.append(os.getpid()))
+    return Job(functions[name], lambda: prepared.append(os.getpid()))
 
 
 def refuses(request: str) -> None:

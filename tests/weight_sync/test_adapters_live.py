@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.engines.base import AdapterSpec, EngineDead, EngineRefused
-from megarl.weight_sync.session import compare_reports
+from megarl.weight_sync.session import compare_full_reports
 from tests.support.engine_process import EngineProcess, build_model, gaps, load_model, make_requests, spec
 from tests.support.planned_live import Trainers, TrainersFailed
 
@@ -64,7 +64,7 @@ class Run:
             future = self.trainers.begin(sending, self.version)
             received = engine.begin("update_weights", self.version).result(120)
             sent.append(future.result(120)[0])
-            compare_reports(sent[-1], {"engine": received})
+            compare_full_reports(sent[-1], {"engine": received})
         return sent
 
 

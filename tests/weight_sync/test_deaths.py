@@ -20,8 +20,8 @@ import pytest
 
 from megarl.cluster.failures import Failure, Place, Raised
 from megarl.weight_sync import heartbeat
-from megarl.weight_sync.session import PlannedSession
-from megarl.weight_sync.sharded.receiver import PlannedReceiver
+from megarl.weight_sync.session import ShardedSession
+from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from tests.support.planned_ranks import SHAPES, Exchange, exchange, met
 
 HERE, APART = ["here"] * 4, ["b", "b", "c", "c"]
@@ -39,7 +39,11 @@ class Split:
             fault.pop("inside", []),
         )  # a command that the process is started through
         here = [[rank for rank in range(4) if rank not in there] for there in (trainers, engines)]
-        options = {"timeout": TIMEOUT, "silence": fault.pop("silence", 8.0), "host": fault.pop("host", "127.0.0.1")}
+        options = {
+            "timeout": TIMEOUT,
+            "heartbeat_timeout": fault.pop("heartbeat_timeout", 8.0),
+            "host": fault.pop("host", "127.0.0.1"),
+        }
         session, store = met(shm_dir, places, bucket_bytes=1 << 21, **options) if 0 in here[0] else (None, None)
         case = {
             "trainers": trainers, "engines": engines, "shapes": shapes, "shm_dir": str(shm_dir), "places": places,
@@ -52,7 +56,7 @@ class Split:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         told = self.read() if session is None else ""
-        self.here = Exchange(session or PlannedSession.from_json(told), store, *here)
+        self.here = Exchange(session or ShardedSession.from_json(told), store, *here)
         self.here.connect()
         if session is not None:
             self.read()
@@ -100,18 +104,18 @@ def struck(one: Split, seconds: float) -> list[str]:
 
 def consequence(error: str) -> bool:
     """Where the controller knows more, of a process that died, it tells that instead."""
-    return Failure.raised(Place("trainer rank 1"), Raised("ExchangeError", error, "")).is_communication
+    return Failure.raised(Place("trainer rank 1"), Raised("WeightSyncError", error, "")).is_communication
 
 
 @pytest.mark.parametrize(
     ("party", "places", "place", "before"),
     [
-        pytest.param("trainer", HERE, "outbox.Outbox.send", False, marks=pytest.mark.slow),
-        ("engine", APART, "collective.BroadcastGroup.start", False),
-        pytest.param("trainer", APART, "collective.BroadcastGroup.start", True, marks=pytest.mark.slow),
-        pytest.param("trainer", APART, "collective.BroadcastGroup.start", False, marks=pytest.mark.slow),
-        pytest.param("engine", APART, "collective.BroadcastGroup.start", True, marks=pytest.mark.slow),
-        pytest.param("engine", HERE, "planned_receiver.PlannedReceiver._load", True, marks=pytest.mark.slow),
+        pytest.param("trainer", HERE, "sharded.buckets.OutgoingBuckets.send", False, marks=pytest.mark.slow),
+        ("engine", APART, "process_group.BroadcastGroup.start", False),
+        pytest.param("trainer", APART, "process_group.BroadcastGroup.start", True, marks=pytest.mark.slow),
+        pytest.param("trainer", APART, "process_group.BroadcastGroup.start", False, marks=pytest.mark.slow),
+        pytest.param("engine", APART, "process_group.BroadcastGroup.start", True, marks=pytest.mark.slow),
+        pytest.param("engine", HERE, "sharded.receiver.ShardedReceiver._load", True, marks=pytest.mark.slow),
     ],
 )
 def test_a_death_ends_the_update_everywhere(tmp_path, monkeypatch, party, places, place, before):
@@ -138,7 +142,12 @@ def test_a_death_ends_the_update_everywhere(tmp_path, monkeypatch, party, places
 def test_trainer_0_whom_all_others_hear_of(tmp_path, number, words):
     """A store that is stopped answers nothing, and torch's client would wait for it for ever."""
     all_but_one = [0, 1, 2, 3], [0, 1, 2]  # who would share a connection's end with others here
-    fault = {"place": "outbox.Outbox.send", "before": True, "signal": number, "silence": 2.0}
+    fault = {
+        "place": "sharded.buckets.OutgoingBuckets.send",
+        "before": True,
+        "signal": number,
+        "heartbeat_timeout": 2.0,
+    }
     with split(tmp_path, HERE, *all_but_one, **fault) as one:
         (told,) = struck(one, SECONDS + 3)
     found = rf"trainer 0\) broke \(Dist.*\): {words}.* \(this process waited for e1/1: a bucket from trainers"
@@ -148,7 +157,12 @@ def test_trainer_0_whom_all_others_hear_of(tmp_path, number, words):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [([3], []), ([], [3])])
 def test_whoever_is_stopped_is_found_by_missing_beats(tmp_path, ranks):
-    fault = {"place": "collective.BroadcastGroup.start", "before": True, "signal": signal.SIGSTOP, "silence": 2.0}
+    fault = {
+        "place": "process_group.BroadcastGroup.start",
+        "before": True,
+        "signal": signal.SIGSTOP,
+        "heartbeat_timeout": 2.0,
+    }
     with split(tmp_path, APART, *ranks, **fault) as one:
         told = struck(one, SECONDS + 3)
     found = rf"\(process {one.process.pid} on .*\) gave no sign of life for 2 s in the update to version 2: it is"
@@ -158,7 +172,7 @@ def test_whoever_is_stopped_is_found_by_missing_beats(tmp_path, ranks):
 
 @pytest.mark.slow
 def test_whoever_is_stopped_between_updates_is_not_lost(tmp_path):
-    with split(tmp_path, HERE, [], [2, 3], silence=2.0) as one:
+    with split(tmp_path, HERE, [], [2, 3], heartbeat_timeout=2.0) as one:
         one.process.send_signal(signal.SIGSTOP)
         time.sleep(4)
         one.process.send_signal(signal.SIGCONT)
@@ -196,7 +210,7 @@ def test_strangers_at_the_port_change_nothing(tmp_path):
         for stranger in strangers[:3]:
             stranger.close()
         one.update(2)
-        assert any(thread.name == "megarl-vigil" for thread in threading.enumerate())
+        assert any(thread.name == "megarl-heartbeat-monitor" for thread in threading.enumerate())
         for stranger in strangers:
             stranger.close()
 
@@ -208,7 +222,7 @@ def test_a_process_ends_without_waiting_for_a_transfer_that_nobody_takes(tmp_pat
         raise MemoryError("no room")
 
     with split(tmp_path, APART, [3], []) as one:
-        monkeypatch.setattr(PlannedReceiver, "_take", full)
+        monkeypatch.setattr(ShardedReceiver, "_take", full)
         under_way = one.start(2)
         start = time.monotonic()
         told = one.process.communicate()[1]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.weight_sync.fingerprint import PIECE, Passing, VersionFingerprint, fingerprint
+from megarl.weight_sync.fingerprint import PIECE, StreamingFingerprint, VersionFingerprint, fingerprint
 
 BLOCK = 1024  # bytes: what XXH3 mixes at a time, and more than its short forms take
 
@@ -83,7 +83,7 @@ def test_taken_in_passing_it_is_the_same(size, data):
     """Whatever pieces memory is gone through in, and also where its end is never told."""
     memory = random_bytes(size)
     ends = sorted(data.draw(st.lists(st.integers(0, size), max_size=8)))
-    passing = Passing(torch.from_numpy(memory))
+    passing = StreamingFingerprint(torch.from_numpy(memory))
     for end in ends:
         passing.reached(end)
     assert passing.result() == fingerprint(memory)
@@ -92,7 +92,7 @@ def test_taken_in_passing_it_is_the_same(size, data):
 def test_memory_is_read_while_it_is_in_the_cache():
     """What comes behind a piece that was told of is not read before it is told of, too."""
     memory = torch.zeros(4 * PIECE, dtype=torch.uint8)
-    passing = Passing(memory)
+    passing = StreamingFingerprint(memory)
     memory[: 2 * PIECE] = 1
     passing.reached(2 * PIECE)
     memory[2 * PIECE :] = 2

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from megarl.weight_sync.full import receiver as receiver_module
 from megarl.weight_sync.full.buckets import Entry
 from megarl.weight_sync.full.files import BucketFiles
-from megarl.weight_sync.full.receiver import WeightReceiver
-from megarl.weight_sync.full.sender import WeightSender
-from megarl.weight_sync.session import ExchangeError, ExchangeSession, compare_reports, host_id, resolve_transports
+from megarl.weight_sync.full.receiver import FullReceiver
+from megarl.weight_sync.full.sender import FullSender
+from megarl.weight_sync.session import FullSession, WeightSyncError, compare_full_reports, host_id, resolve_transports
 from megarl.weight_sync.shared_memory import SharedSlot, remove_stale_files
 
 KIB = 1024
@@ -42,7 +42,7 @@ def make_weights(seed):
 
 @contextmanager
 def exchange(endpoints, shm_dir, transport="auto", bucket_bytes=4 * KIB, timeout=20.0, directory=None):
-    sender = WeightSender.open(
+    sender = FullSender.open(
         "127.0.0.1",
         endpoints,
         transport=transport,
@@ -83,11 +83,11 @@ def test_versions_arrive(tmp_path, transport):
     endpoints = [("e0/0", here), ("e1/0", "elsewhere" if transport == "mixed" else here)]
     asked = "auto" if transport == "mixed" else transport
     with exchange(endpoints, tmp_path, asked) as sender, ThreadPoolExecutor(2) as pool:
-        session = ExchangeSession.from_json(sender.session.to_json())
+        session = FullSession.from_json(sender.session.to_json())
         assert session == sender.session
         kinds = {"auto": {"shared_memory"}, "collective": {"collective"}, "mixed": {"shared_memory", "collective"}}
         assert {kind for _, kind in session.receivers} == kinds[transport]
-        receivers = [WeightReceiver(session, name) for name, _ in endpoints]
+        receivers = [FullReceiver(session, name) for name, _ in endpoints]
         seen = []
         for version in (1, 2, 3):
             weights = make_weights(version)
@@ -95,7 +95,7 @@ def test_versions_arrive(tmp_path, transport):
             waiting = [pool.submit(receive, r, version, slow) for r, slow in zip(receivers, (0.0, 0.002), strict=True)]
             sent = sender.send(version, weights.items())
             results = [w.result(20) for w in waiting]
-            compare_reports(sent, {r.name: report for r, (_, report) in zip(receivers, results, strict=True)})
+            compare_full_reports(sent, {r.name: report for r, (_, report) in zip(receivers, results, strict=True)})
             for got, _ in results:
                 assert_same(got, weights)
             assert sent.tensors == len(weights)
@@ -111,7 +111,7 @@ def test_files_can_be_looked_at(tmp_path):
     shm_dir.mkdir()
     endpoints = [("e0/0", host_id(str(shm_dir))), ("e1/0", "elsewhere")]
     with exchange(endpoints, shm_dir, "files", directory=str(directory)) as sender, ThreadPoolExecutor(2) as pool:
-        receivers = [WeightReceiver(ExchangeSession.from_json(sender.session.to_json()), name) for name, _ in endpoints]
+        receivers = [FullReceiver(FullSession.from_json(sender.session.to_json()), name) for name, _ in endpoints]
         for version in (1, 2, 3):
             weights = make_weights(version)
             waiting = [pool.submit(receive, r, version) for r in receivers]
@@ -172,15 +172,15 @@ def test_files_that_do_not_come(tmp_path, monkeypatch, fault):
         exchange([("e0", "here")], tmp_path, "files", directory=str(directory)) as sender,
         ThreadPoolExecutor(1) as pool,
     ):
-        waiting = pool.submit(receive, WeightReceiver(sender.session, "e0"), 1)
+        waiting = pool.submit(receive, FullReceiver(sender.session, "e0"), 1)
         for failing in (lambda: sender.send(1, make_weights(0).items()), waiting.result):
-            with pytest.raises(ExchangeError, match=words[fault]):
+            with pytest.raises(WeightSyncError, match=words[fault]):
                 failing()
 
 
 def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
     here = host_id(str(tmp_path))
-    take = WeightReceiver._take
+    take = FullReceiver._take
 
     def corrupt(self, number, *told):
         memory = take(self, number, *told)
@@ -188,9 +188,9 @@ def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
             memory[100] ^= 4
         return memory
 
-    monkeypatch.setattr(receiver_module.WeightReceiver, "_take", corrupt)
+    monkeypatch.setattr(receiver_module.FullReceiver, "_take", corrupt)
     with exchange([("good", here), ("bad", here)], tmp_path) as sender, ThreadPoolExecutor(2) as pool:
-        receivers = [WeightReceiver(sender.session, name) for name in ("good", "bad")]
+        receivers = [FullReceiver(sender.session, name) for name in ("good", "bad")]
         waiting = [pool.submit(receive, r, 1) for r in receivers]
         drained = []
 
@@ -200,31 +200,31 @@ def test_flipped_bit_names_bucket_tensors_and_receiver(tmp_path, monkeypatch):
                 yield item
 
         for failing in (lambda: sender.send(1, weights()), waiting[0].result, waiting[1].result):
-            with pytest.raises(ExchangeError, match=r"receiver 'bad' got other bytes .* bucket 1 \(big") as error:
+            with pytest.raises(WeightSyncError, match=r"receiver 'bad' got other bytes .* bucket 1 \(big") as error:
                 failing()
             assert "fingerprint" in str(error.value)
         assert drained == list(make_weights(0))  # other ranks of the export are not left hanging
-        with pytest.raises(ExchangeError, match="aborted"):
+        with pytest.raises(WeightSyncError, match="aborted"):
             sender.send(2, make_weights(1).items())
 
 
 def test_receiver_that_stops_early_or_expects_another_version(tmp_path):
     here = host_id(str(tmp_path))
     with exchange([("e", here)], tmp_path) as sender, ThreadPoolExecutor(1) as pool:
-        receiver = WeightReceiver(sender.session, "e")
+        receiver = FullReceiver(sender.session, "e")
         future = pool.submit(receive, receiver, 7)
-        with pytest.raises(ExchangeError, match="expects version 7, got 1"):
+        with pytest.raises(WeightSyncError, match="expects version 7, got 1"):
             sender.send(1, make_weights(0).items())
-        with pytest.raises(ExchangeError, match="expects version 7, got 1"):
+        with pytest.raises(WeightSyncError, match="expects version 7, got 1"):
             future.result(5)
     with exchange([("e", here)], tmp_path) as sender, ThreadPoolExecutor(1) as pool:
-        receiver = WeightReceiver(sender.session, "e")
+        receiver = FullReceiver(sender.session, "e")
         sending = pool.submit(sender.send, 1, make_weights(0).items())
         next(receiver.weights(1))
-        with pytest.raises(ExchangeError, match="stopped before the end"):
+        with pytest.raises(WeightSyncError, match="stopped before the end"):
             receiver.finish()
         receiver.fail("its loader stopped")
-        with pytest.raises(ExchangeError, match="receiver 'e': its loader stopped"):
+        with pytest.raises(WeightSyncError, match="receiver 'e': its loader stopped"):
             sending.result(5)
 
 
@@ -233,7 +233,7 @@ def test_abort_ends_every_wait_with_its_reason(tmp_path):
     here = host_id(str(tmp_path))
     endpoints = [("waits", here), ("remote", "elsewhere"), ("absent", here)]
     with exchange(endpoints, tmp_path, timeout=60) as sender, ThreadPoolExecutor(3) as pool:
-        receivers = [WeightReceiver(sender.session, name) for name in ("waits", "remote")]
+        receivers = [FullReceiver(sender.session, name) for name in ("waits", "remote")]
         futures = [pool.submit(receive, r, 1) for r in receivers]
         futures.append(pool.submit(sender.send, 1, make_weights(0).items()))
         time.sleep(0.3)
@@ -241,7 +241,7 @@ def test_abort_ends_every_wait_with_its_reason(tmp_path):
         sender.session.abort("engine 3 was killed")
         sender.session.abort("a later reason")
         for future in futures:
-            with pytest.raises(ExchangeError, match="engine 3 was killed"):
+            with pytest.raises(WeightSyncError, match="engine 3 was killed"):
                 future.result(5)
         assert time.monotonic() - start < 2
 
@@ -249,12 +249,12 @@ def test_abort_ends_every_wait_with_its_reason(tmp_path):
 def test_silent_peers_are_named_after_the_timeout(tmp_path):
     here = host_id(str(tmp_path))
     with exchange([("here", here), ("silent", here)], tmp_path, timeout=0.5) as sender:
-        WeightReceiver(sender.session, "here")
-        with pytest.raises(ExchangeError, match=r"waited 0.5 s for receivers to connect \(hello/silent\)"):
+        FullReceiver(sender.session, "here")
+        with pytest.raises(WeightSyncError, match=r"waited 0.5 s for receivers to connect \(hello/silent\)"):
             sender.send(1, make_weights(0).items())
     with exchange([("e", here)], tmp_path, timeout=0.5) as sender:
-        receiver = WeightReceiver(sender.session, "e")
-        with pytest.raises(ExchangeError, match=r"waited 0.5 s for bucket 0 from the sender"):
+        receiver = FullReceiver(sender.session, "e")
+        with pytest.raises(WeightSyncError, match=r"waited 0.5 s for bucket 0 from the sender"):
             next(receiver.weights(1))
 
 
@@ -270,7 +270,7 @@ def test_unusable_sessions(tmp_path):
     here = host_id(str(tmp_path))
     with exchange([("e", here)], tmp_path) as sender:
         with pytest.raises(ValueError, match="'f' is not part"):
-            WeightReceiver(sender.session, "f")
+            FullReceiver(sender.session, "f")
         with pytest.raises(ValueError, match="'w' was exported twice"):
             sender.send(1, [("w", torch.zeros(1)), ("w", torch.zeros(1))])
     with exchange([("e", here)], tmp_path) as sender, pytest.raises(ValueError, match="yielded nothing"):
@@ -290,12 +290,12 @@ def small_tmpfs(tmp_path):
 
 def test_full_shared_memory_is_an_error_with_the_arithmetic(small_tmpfs):
     with exchange([("e", host_id(str(small_tmpfs)))], small_tmpfs, bucket_bytes=1 << 20) as sender:
-        receiver = WeightReceiver(sender.session, "e")
+        receiver = FullReceiver(sender.session, "e")
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(receive, receiver, 1)
             with pytest.raises(OSError, match=r"needs 400,000 bytes and 65,536 are free.*--shm-size"):
                 sender.send(1, [("w", torch.zeros(100_000))])
-            with pytest.raises(ExchangeError, match="is full: a weight bucket needs 400,000 bytes"):
+            with pytest.raises(WeightSyncError, match="is full: a weight bucket needs 400,000 bytes"):
                 future.result(5)
     assert os.listdir(small_tmpfs) == []
 
@@ -315,10 +315,10 @@ def test_killed_sender(tmp_path):
     """The sender's process is killed mid-version: the receiver notices at once, the next sender tidies up."""
     script = textwrap.dedent("""
         import sys, time, torch
-        from megarl.weight_sync.full.sender import WeightSender
+        from megarl.weight_sync.full.sender import FullSender
         from megarl.weight_sync.session import host_id
         shm = sys.argv[1]
-        sender = WeightSender.open("127.0.0.1", [("e", host_id(shm))], bucket_bytes=1024, timeout=60, shm_dir=shm)
+        sender = FullSender.open("127.0.0.1", [("e", host_id(shm))], bucket_bytes=1024, timeout=60, shm_dir=shm)
         print(sender.session.to_json(), flush=True)
         def weights():
             yield "a", torch.zeros(200)
@@ -331,14 +331,14 @@ def test_killed_sender(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, env=environment)
     try:
         assert process.stdout is not None
-        session = ExchangeSession.from_json(process.stdout.readline().decode())
-        receiver = WeightReceiver(session, "e")
+        session = FullSession.from_json(process.stdout.readline().decode())
+        receiver = FullReceiver(session, "e")
         weights = receiver.weights(1)
         assert next(weights)[0] == "a"
         process.send_signal(signal.SIGKILL)
         process.wait(10)
         start = time.monotonic()
-        with pytest.raises(ExchangeError, match=r"weight sender at 127.0.0.1:.* broke"):
+        with pytest.raises(WeightSyncError, match=r"weight sender at 127.0.0.1:.* broke"):
             next(weights)
         assert time.monotonic() - start < 2
     finally:
@@ -354,7 +354,7 @@ def test_small_update_is_quick(tmp_path):
     weights = {f"w{i}": torch.randn(64, 64) for i in range(64)}
     here = host_id(str(tmp_path))
     with exchange([("e", here)], tmp_path, bucket_bytes=64 << 20) as sender, ThreadPoolExecutor(1) as pool:
-        receiver = WeightReceiver(sender.session, "e")
+        receiver = FullReceiver(sender.session, "e")
         seconds = []
         for version in range(6):
             future = pool.submit(receive, receiver, version)

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.weight_sync.full.receiver import WeightReceiver
+from megarl.weight_sync.full.receiver import FullReceiver
 from megarl.weight_sync.process_group import BroadcastGroup
-from megarl.weight_sync.relay import Hop, export_hops
-from megarl.weight_sync.session import ExchangeError, ExchangeSession, compare_reports, host_id
-from tests.weight_sync.test_full import assert_same, exchange, make_weights, receive
+from megarl.weight_sync.relay import Relay, full_relays
+from megarl.weight_sync.session import FullSession, WeightSyncError, compare_full_reports, host_id
+from tests.test_exchange_transfer import assert_same, exchange, make_weights, receive
 
 HOSTS = {"a0": "here", "b0": "b", "c0": "c", "a1": "here", "b1": "b", "c1": "c", "b2": "b", "d0": "d"}
 """Receivers and their hosts: as engines that are not numbered host by host."""
@@ -52,12 +52,12 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return moved
 
 
-def update(sender: Any, receivers: list[WeightReceiver], version: int, weights: dict[str, torch.Tensor]) -> Any:
+def update(sender: Any, receivers: list[FullReceiver], version: int, weights: dict[str, torch.Tensor]) -> Any:
     with ThreadPoolExecutor(len(receivers)) as pool:
         waiting = [pool.submit(receive, receiver, version) for receiver in receivers]
         sent = sender.send(version, weights.items())
         results = [one.result(20) for one in waiting]
-    compare_reports(sent, {r.name: report for r, (_, report) in zip(receivers, results, strict=True)})
+    compare_full_reports(sent, {r.name: report for r, (_, report) in zip(receivers, results, strict=True)})
     for got, _ in results:
         assert_same(got, weights)
     return sent
@@ -69,9 +69,9 @@ def test_each_host_gets_a_version_once(tmp_path: Any, network: Counter[str]) -> 
     for hosts in (HOSTS, dict.fromkeys(HOSTS, "here")):
         network.clear()
         with exchange(endpoints_of(tmp_path, hosts), tmp_path) as sender:
-            session = ExchangeSession.from_json(sender.session.to_json())
+            session = FullSession.from_json(sender.session.to_json())
             assert session == sender.session
-            receivers = [WeightReceiver(session, name) for name in hosts]
+            receivers = [FullReceiver(session, name) for name in hosts]
             sent = [update(sender, receivers, version, make_weights(version)) for version in (1, 2, 3)]
             total = sum(report.bytes for report in sent)
             assert os.listdir(tmp_path) == [], "a slot kept its name"
@@ -86,7 +86,7 @@ def test_each_host_gets_a_version_once(tmp_path: Any, network: Counter[str]) -> 
 
 def test_without_shared_memory_each_receiver_gets_its_own(tmp_path: Any, network: Counter[str]) -> None:
     with exchange(endpoints_of(tmp_path, HOSTS), tmp_path, "collective") as sender:
-        receivers = [WeightReceiver(sender.session, name) for name in HOSTS]
+        receivers = [FullReceiver(sender.session, name) for name in HOSTS]
         sent = update(sender, receivers, 1, make_weights(1))
         assert {key: size for key, size in network.items() if key.startswith("into")} == {
             f"into {number}": sent.bytes for number in range(len(HOSTS))
@@ -96,14 +96,14 @@ def test_without_shared_memory_each_receiver_gets_its_own(tmp_path: Any, network
 
 def test_hops_visit_each_host_once(tmp_path: Any) -> None:
     with exchange(endpoints_of(tmp_path, HOSTS), tmp_path) as sender:
-        assert export_hops(sender.session) == [
-            Hop(("trainer", 0), (0, 3), 1),
-            Hop(("engine", 1), (4, 6), 2),
-            Hop(("engine", 2), (5,), 7),
+        assert full_relays(sender.session) == [
+            Relay(("trainer", 0), (0, 3), 1),
+            Relay(("engine", 1), (4, 6), 2),
+            Relay(("engine", 2), (5,), 7),
         ]
     alone = {"a": "here", "b": "here"}
     with exchange(endpoints_of(tmp_path, alone), tmp_path) as sender:
-        assert export_hops(sender.session) == [Hop(("trainer", 0), (0, 1), None)]
+        assert full_relays(sender.session) == [Relay(("trainer", 0), (0, 1), None)]
 
 
 def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest
         exchange(endpoints_of(tmp_path, hosts), tmp_path, bucket_bytes=1024) as sender,
         ThreadPoolExecutor(len(hosts), thread_name_prefix="receives") as pool,
     ):
-        receivers = [WeightReceiver(sender.session, name) for name in hosts]
+        receivers = [FullReceiver(sender.session, name) for name in hosts]
         for version in (1, 2):  # hosts connect in the first
             start = time.monotonic()
             waiting = [pool.submit(receive, receiver, version) for receiver in receivers]
@@ -137,30 +137,30 @@ def test_links_carry_buckets_at_the_same_time(tmp_path: Any, monkeypatch: pytest
 @pytest.mark.parametrize("reader", ["of its host", "behind it"])
 def test_other_bytes_are_found(tmp_path: Any, monkeypatch: pytest.MonkeyPatch, reader: str) -> None:
     """A relay's memory that changes after it was checked: readers there and hosts behind it say so."""
-    from megarl.weight_sync.full.relay import Relay
+    from megarl.weight_sync.full.relay import RelaySender
 
-    offer = Relay.offer
+    offer = RelaySender.offer
 
     def corrupted(self: Any, number: int, memory: torch.Tensor, fingerprint: str, names: list[str]) -> None:
         if self.holder == "b0" and number == 2:
             memory[7] ^= 1
         offer(self, number, memory, fingerprint, names)
 
-    monkeypatch.setattr(Relay, "offer", corrupted)
+    monkeypatch.setattr(RelaySender, "offer", corrupted)
     hosts = {"b0": "b", "b1": "b"} if reader == "of its host" else {"b0": "b", "c0": "c"}
     with exchange(endpoints_of(tmp_path, hosts), tmp_path) as sender, ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(receive, WeightReceiver(sender.session, name), 1) for name in hosts]
-        with pytest.raises(ExchangeError, match="got other bytes than were sent in bucket 2"):
+        waiting = [pool.submit(receive, FullReceiver(sender.session, name), 1) for name in hosts]
+        with pytest.raises(WeightSyncError, match="got other bytes than were sent in bucket 2"):
             sender.send(1, make_weights(1).items())
         for one in waiting:
-            with pytest.raises(ExchangeError, match="got other bytes than were sent in bucket 2"):
+            with pytest.raises(WeightSyncError, match="got other bytes than were sent in bucket 2"):
                 one.result(10)
 
 
 def test_a_silent_relay_is_found_by_the_one_before_it(tmp_path: Any) -> None:
     hosts = {"b0": "b", "b1": "b", "c0": "c"}
     with exchange(endpoints_of(tmp_path, hosts), tmp_path, timeout=0.7) as sender, ThreadPoolExecutor(3) as pool:
-        receivers = [WeightReceiver(sender.session, name) for name in hosts]
+        receivers = [FullReceiver(sender.session, name) for name in hosts]
 
         def stops() -> None:
             weights: Iterator[Any] = receivers[0].weights(1)
@@ -170,10 +170,10 @@ def test_a_silent_relay_is_found_by_the_one_before_it(tmp_path: Any) -> None:
         stopped = pool.submit(stops)
         waiting = [pool.submit(receive, receiver, 1) for receiver in receivers[1:]]
         start = time.monotonic()
-        with pytest.raises(ExchangeError, match=r"waited 0.7 s for .* of bucket|aborted: .*waited 0.7 s for "):
+        with pytest.raises(WeightSyncError, match=r"waited 0.7 s for .* of bucket|aborted: .*waited 0.7 s for "):
             sender.send(1, make_weights(1).items())
         for one in waiting:
-            with pytest.raises(ExchangeError):
+            with pytest.raises(WeightSyncError):
                 one.result(10)
         assert time.monotonic() - start < 2
         stopped.result(10)
@@ -181,9 +181,9 @@ def test_a_silent_relay_is_found_by_the_one_before_it(tmp_path: Any) -> None:
 
 RELAY = """
 import sys, time
-from megarl.weight_sync.full.receiver import WeightReceiver
-from megarl.weight_sync.session import ExchangeSession
-receiver = WeightReceiver(ExchangeSession.from_json(sys.stdin.readline()), "b0")
+from megarl.weight_sync.full.receiver import FullReceiver
+from megarl.weight_sync.session import FullSession
+receiver = FullReceiver(FullSession.from_json(sys.stdin.readline()), "b0")
 for count, _ in enumerate(receiver.weights(1)):
     if count == 20:
         print("under way", flush=True)
@@ -206,13 +206,13 @@ def test_a_relay_that_is_killed_ends_the_update_everywhere(tmp_path: Any) -> Non
         ):
             print(sender.session.to_json(), file=process.stdin, flush=True)
             names = [name for name in hosts if name != "b0"]
-            waiting = [pool.submit(receive, WeightReceiver(sender.session, name), 1) for name in names]
+            waiting = [pool.submit(receive, FullReceiver(sender.session, name), 1) for name in names]
             waiting.append(pool.submit(sender.send, 1, make_weights(1).items()))
             assert process.stdout.readline() == "under way\n"
             start = time.monotonic()
             process.send_signal(signal.SIGKILL)
             for one in waiting:
-                with pytest.raises(ExchangeError, match=r"broadcast of bucket|the sender failed"):
+                with pytest.raises(WeightSyncError, match=r"broadcast of bucket|the sender failed"):
                     one.result(20)
             assert time.monotonic() - start < 5
     finally:

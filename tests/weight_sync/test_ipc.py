@@ -28,9 +28,9 @@ from megarl.weight_sync import fingerprint
 from megarl.weight_sync.fingerprint import word_sums
 from megarl.weight_sync.process_group import BroadcastGroup
 from megarl.weight_sync.sharded import receiver
-from megarl.weight_sync.sharded.buckets import Outbox
+from megarl.weight_sync.sharded.buckets import OutgoingBuckets
 from megarl.weight_sync.sharded.mailbox import Answers
-from megarl.weight_sync.sharded.receiver import PlannedReceiver
+from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from tests.support.planned_ranks import exchange
 from tests.support.upstream_sources import missing, torch_npu
 
@@ -69,13 +69,13 @@ def test_every_element_arrives_and_no_file_has_a_name(tmp_path, places):
 @pytest.mark.parametrize("places", [HERE, RELAYED])
 def test_slots_are_made_where_devices_are_whatever_the_default_device(tmp_path, monkeypatch, places):
     """Around a receiver vLLM has its device as the default one."""
-    begin = PlannedReceiver.begin
+    begin = ShardedReceiver.begin
 
     def elsewhere(self, version):
         with torch.device("meta"):
             return begin(self, version)
 
-    monkeypatch.setattr(PlannedReceiver, "begin", elsewhere)
+    monkeypatch.setattr(ShardedReceiver, "begin", elsewhere)
     with exchange(tmp_path, places, transport="ipc") as one:
         one.connect()
         one.update(1)
@@ -97,7 +97,7 @@ def test_gloo_moves_memory_of_the_host_alone(tmp_path, monkeypatch):
     on_device: list[HostMemory] = []
     moved: list[int] = []
     packed: list[int] = []
-    share, start, claim = CPUPlatform.shareable_memory, BroadcastGroup.start, Outbox.claim
+    share, start, claim = CPUPlatform.shareable_memory, BroadcastGroup.start, OutgoingBuckets.claim
 
     def shareable_memory(self, size):
         on_device.append(share(self, size))
@@ -114,7 +114,7 @@ def test_gloo_moves_memory_of_the_host_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(CPUPlatform, "shareable_memory", shareable_memory)
     monkeypatch.setattr(BroadcastGroup, "start", started)
-    monkeypatch.setattr(Outbox, "claim", claimed)
+    monkeypatch.setattr(OutgoingBuckets, "claim", claimed)
     with exchange(tmp_path, ["b"] * 4, transport="ipc") as one:
         one.connect()
         one.update(1)

@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 
 from megarl.weight_sync import heartbeat
-from megarl.weight_sync.session import ExchangeError
+from megarl.weight_sync.session import WeightSyncError
 from megarl.weight_sync.sharded import buckets, manifest
 from megarl.weight_sync.sharded import sender as planned_sender
-from megarl.weight_sync.sharded.buckets import Outbox
-from megarl.weight_sync.sharded.receiver import PlannedReceiver
-from megarl.weight_sync.sharded.sender import PlannedSender
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.sharded.buckets import OutgoingBuckets
+from megarl.weight_sync.sharded.receiver import ShardedReceiver
+from megarl.weight_sync.sharded.sender import ShardedSender
+from megarl.weight_sync.store import StoreChannel
 from tests.support.planned_ranks import exchange, met, trainers
 
-WATCH = ("megarl-pulse", "megarl-vigil", "megarl-fingerprint")
+WATCH = ("megarl-heartbeat", "megarl-heartbeat-monitor", "megarl-fingerprint")
 
 
 def connections(port: int) -> int:
@@ -51,7 +51,7 @@ def threads(before: set[threading.Thread]) -> list[str]:
 
 
 def port_of(session: Any, store: Any) -> int:
-    return int(Channel(session, store).latest(["vigil"])[0])
+    return int(StoreChannel(session, store).latest(["vigil"])[0])
 
 
 def assert_released(port: int, before: set[threading.Thread]) -> None:
@@ -62,7 +62,7 @@ def assert_released(port: int, before: set[threading.Thread]) -> None:
 
 
 def fail(*_: Any, **__: Any) -> Any:
-    raise ExchangeError("it cannot be told")
+    raise WeightSyncError("it cannot be told")
 
 
 def without_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -76,19 +76,19 @@ def without_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(threading.Thread, "start", refused)
 
 
-@pytest.mark.parametrize("fault", ["pulse", "description", "pulse thread", "vigil thread"])
+@pytest.mark.parametrize("fault", ["client", "slice table", "heartbeat thread", "heartbeat-monitor thread"])
 def test_a_sender_that_cannot_be_made(tmp_path, monkeypatch, fault):
     """`caught` keeps the frames of the constructor alive, as a traceback does that somebody holds."""
     session, store = met(tmp_path)
     held, before = trainers()[0], set(threading.enumerate())
-    if fault == "pulse":
-        monkeypatch.setattr(planned_sender, "Pulse", fail)
-    elif fault == "description":
+    if fault == "client":
+        monkeypatch.setattr(planned_sender, "HeartbeatClient", fail)
+    elif fault == "slice table":
         monkeypatch.setattr(manifest, "tell", fail)
     else:
         without_thread(monkeypatch, f"megarl-{fault.removesuffix(' thread')}")
-    with pytest.raises((ExchangeError, RuntimeError), match=r"cannot be told|new thread") as caught:
-        PlannedSender(session, 0, held.description, held.tensors, store)
+    with pytest.raises((WeightSyncError, RuntimeError), match=r"cannot be told|new thread") as caught:
+        ShardedSender(session, 0, held.description, held.tensors, store)
     assert_released(port_of(session, store), before)
     assert caught.value.__traceback__ is not None
 
@@ -97,15 +97,15 @@ def test_a_sender_that_cannot_be_made(tmp_path, monkeypatch, fault):
 def test_a_receiver_that_cannot_be_made(tmp_path, monkeypatch, fault):
     session, store = met(tmp_path)
     held = trainers()[0]
-    sender = PlannedSender(session, 0, held.description, held.tensors, store)
+    sender = ShardedSender(session, 0, held.description, held.tensors, store)
     port, before = port_of(session, store), set(threading.enumerate())
     mine = settled(port)
     if fault == "thread":
-        without_thread(monkeypatch, "megarl-pulse")
+        without_thread(monkeypatch, "megarl-heartbeat")
     else:
         monkeypatch.setattr(heartbeat.socket, "gethostname", fail)
-    with pytest.raises((ExchangeError, RuntimeError), match=r"cannot be told|new thread") as caught:
-        PlannedReceiver(session, "e0/0")
+    with pytest.raises((WeightSyncError, RuntimeError), match=r"cannot be told|new thread") as caught:
+        ShardedReceiver(session, "e0/0")
     deadline = time.monotonic() + 3
     while connections(port) > mine and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -117,17 +117,17 @@ def test_a_receiver_that_cannot_be_made(tmp_path, monkeypatch, fault):
 @pytest.mark.parametrize("place", ["expect_answers", "handles"])
 def test_memory_of_buckets_that_cannot_be_offered(tmp_path, monkeypatch, place):
     """Its files have names still: nobody would take these away as long as this process lives."""
-    made: list[Outbox] = []
-    create = Outbox.__init__
+    made: list[OutgoingBuckets] = []
+    create = OutgoingBuckets.__init__
 
-    def created(self: Outbox, *arguments: Any) -> None:
+    def created(self: OutgoingBuckets, *arguments: Any) -> None:
         made.append(self)
         create(self, *arguments)
 
     with exchange(tmp_path) as one:
         one.connect()
         monkeypatch.setattr(buckets, place, fail)
-        monkeypatch.setattr(Outbox, "__init__", created)
+        monkeypatch.setattr(OutgoingBuckets, "__init__", created)
         sending, receiving = one.start(1)
         assert all("cannot be told" in str(rank.exception(20)) for rank in (*sending, *receiving))
         assert os.listdir(tmp_path) == []
@@ -141,13 +141,13 @@ def test_links_that_were_formed_before_one_that_could_not_be(tmp_path, monkeypat
     class Group:
         def __init__(self, channel: Any, rank: int, size: int, platform: Any, name: str, client: Any) -> None:
             if len(formed) == 1:
-                raise ExchangeError("the second could not form")
+                raise WeightSyncError("the second could not form")
             formed.append(name)
             self.close = lambda: closed.append(name)
 
     monkeypatch.setattr(buckets, "BroadcastGroup", Group)
     session, store = met(tmp_path)
-    wanted = [buckets.Hop(("trainer", 0), (), reader) for reader in (0, 1)]
-    with pytest.raises(ExchangeError, match="the second could not form"):
-        buckets.form_links(Channel(session, store), session, ("trainer", 0), wanted)
+    wanted = [buckets.Relay(("trainer", 0), (), reader) for reader in (0, 1)]
+    with pytest.raises(WeightSyncError, match="the second could not form"):
+        buckets.form_links(StoreChannel(session, store), session, ("trainer", 0), wanted)
     assert formed == closed == ["link/trainer0/0"]

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.weight_sync.sharded.plan import ExchangePlan, Hosts, Stream, plan
-from megarl.weight_sync.sharded.slices import ITEM_BYTES, Describer, Description
+from megarl.weight_sync.sharded.plan import Hosts, Stream, TransferPlan, plan_transfers
+from megarl.weight_sync.sharded.slices import ITEM_BYTES, SliceTable, SliceTableBuilder
 
 NUMPY = {"float32": np.float32, "bfloat16": np.float16, "float16": np.float16}  # numpy has no bfloat16
 
@@ -18,7 +18,7 @@ class Rank:
     """Parameters of one rank, and what they are of the checkpoint."""
 
     def __init__(self) -> None:
-        self.describer = Describer()
+        self.describer = SliceTableBuilder()
         self.memory: list[np.ndarray] = []
         self.boxes: list[tuple[str, tuple[int, int, int, int], int, int, int]] = []
 
@@ -37,8 +37,8 @@ class Rank:
         stride = columns + gap
         self.add(name, shape, box, (self.parameter(gap + rows * stride, dtype), gap, stride))
 
-    def done(self) -> Description:
-        return self.describer.done()
+    def done(self) -> SliceTable:
+        return self.describer.build()
 
 
 def part_of(memory: np.ndarray, offset: int, stride: int, rows: int, columns: int) -> np.ndarray:
@@ -47,11 +47,11 @@ def part_of(memory: np.ndarray, offset: int, stride: int, rows: int, columns: in
     return np.lib.stride_tricks.as_strided(memory[offset:], (rows, columns), (stride * item, item))
 
 
-def carry_out(made: ExchangePlan, trainers: list[Rank], engines: list[Rank]) -> np.ndarray:
+def carry_out(made: TransferPlan, trainers: list[Rank], engines: list[Rank]) -> np.ndarray:
     """Bytes that each engine rank received."""
     sent: dict[tuple[int, int], list[np.ndarray]] = {}
     for number, rank in enumerate(trainers):
-        for stream in made.sends(number).streams:
+        for stream in made.streams_from(number):
             assert stream.source == number
             buckets = [np.full(size, np.nan, NUMPY[stream.dtype]) for size in stream.buckets]
             for bucket, at, parameter, offset, stride, rows, columns in stream.copies.tolist():
@@ -61,7 +61,7 @@ def carry_out(made: ExchangePlan, trainers: list[Rank], engines: list[Rank]) -> 
             assert all(bucket.size and not np.isnan(bucket).any() for bucket in buckets), "a bucket with a hole"
             sent[stream.number, stream.targets[0]] = buckets
     received = np.zeros(len(engines), np.int64)
-    waiting = [(number, stream) for number in range(len(engines)) for stream in made.receives(number).streams]
+    waiting = [(number, stream) for number in range(len(engines)) for stream in made.streams_to(number)]
     while waiting:
         ready = [one for one in waiting if (one[1].number, one[0]) in sent]
         assert ready, "engine ranks wait for each other"
@@ -131,7 +131,7 @@ def exchanges(draw):
 def test_every_needed_element_arrives_once(exchange) -> None:
     values, trainers, engines, hosts, bucket_bytes = exchange
     haves, needs = [rank.done() for rank in trainers], [rank.done() for rank in engines]
-    made = plan(haves, needs, hosts, bucket_bytes)
+    made = plan_transfers(haves, needs, hosts, bucket_bytes)
     received = carry_out(made, trainers, engines)
     for rank in engines:
         for name, (row, column, rows, columns), parameter, offset, stride in rank.boxes:
@@ -149,10 +149,10 @@ def test_every_needed_element_arrives_once(exchange) -> None:
         assert (sizes <= max(bucket_bytes // ITEM_BYTES[("float32", "bfloat16")[made.dtypes[stream]]], 1)).all()
 
 
-def types_of(one: Description):
-    return [(one.tensors[box[0]], one.dtypes[box[5]]) for box in one.boxes.tolist()]
+def types_of(one: SliceTable):
+    return [(one.tensors[box[0]], one.dtypes[box[5]]) for box in one.slices.tolist()]
 
 
-def boxes_of(one: Description):
-    for box in one.boxes.tolist():
+def boxes_of(one: SliceTable):
+    for box in one.slices.tolist():
         yield tuple(box[1:3]), one.tensors[box[0]], *box[3:5], one.dtypes[box[5]]

@@ -5,24 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megarl.weight_sync.sharded.plan import ExchangePlan, Hosts, plan
-from megarl.weight_sync.sharded.slices import Describer, Description, as_matrix
+from megarl.weight_sync.sharded.plan import Hosts, TransferPlan, plan_transfers
+from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder, as_matrix
 
 MIB = 1 << 20
 
 
-def holding(*boxes: tuple[str, tuple[int, ...], tuple[int, int, int, int]], dtype: str = "bfloat16") -> Description:
-    describer = Describer()
+def holding(*boxes: tuple[str, tuple[int, ...], tuple[int, int, int, int]], dtype: str = "bfloat16") -> SliceTable:
+    describer = SliceTableBuilder()
     for number, (name, shape, box) in enumerate(boxes):
         describer.add(describer.tensor(name, shape), box, describer.parameter(f"{number}", dtype), 0, box[3])
-    return describer.done()
+    return describer.build()
 
 
-def whole(*names: str, size: int = 256, dtype: str = "bfloat16") -> Description:
+def whole(*names: str, size: int = 256, dtype: str = "bfloat16") -> SliceTable:
     return holding(*((name, (size, size), (0, 0, size, size)) for name in names), dtype=dtype)
 
 
-def sent(made: ExchangePlan, trainers: int) -> np.ndarray:
+def sent(made: TransferPlan, trainers: int) -> np.ndarray:
     return np.bincount(made.sources, made.nbytes, trainers)
 
 
@@ -34,35 +34,35 @@ def test_holders_send_about_as_much() -> None:
     """Four replicas hold all; two of them alone hold something more, which nobody else can send."""
     names = layers(61)
     rich, poor = whole(*names, "extra.0", "extra.1"), whole(*names)
-    made = plan([rich, rich, poor, poor], [rich], Hosts(["a"] * 4, ["b"]), MIB)
+    made = plan_transfers([rich, rich, poor, poor], [rich], Hosts(["a"] * 4, ["b"]), MIB)
     assert sent(made, 4).sum() == rich.nbytes
     assert np.ptp(sent(made, 4)) <= 256 * 256 * 2, "more than one tensor apart"
 
 
 def test_large_tensors_are_divided_over_holders() -> None:
     one = whole("embedding", size=1024)  # 2 MiB
-    made = plan([one] * 4, [one], Hosts(["a"] * 4, ["b"]), 128 * 1024)
+    made = plan_transfers([one] * 4, [one], Hosts(["a"] * 4, ["b"]), 128 * 1024)
     assert sent(made, 4).tolist() == [one.nbytes / 4] * 4
 
 
 def test_replicas_are_fed_by_one_another() -> None:
     one = whole(*layers(8))
-    made = plan([one] * 2, [one] * 4, Hosts(["t", "t"], ["a", "b", "a", "b"]), MIB)
+    made = plan_transfers([one] * 2, [one] * 4, Hosts(["t", "t"], ["a", "b", "a", "b"]), MIB)
     assert sent(made, 2).sum() == one.nbytes, "trainers send once, whatever the number of engines"
     assert set(made.targets) == {(0, 2, 1, 3)}, "within a host first"
 
 
 def test_a_holder_of_the_engines_host_comes_first() -> None:
     one = whole(*layers(8))
-    made = plan([one] * 3, [one] * 3, Hosts(["a", "b", "c"], ["b", "d", "a"]), MIB)
+    made = plan_transfers([one] * 3, [one] * 3, Hosts(["a", "b", "c"], ["b", "d", "a"]), MIB)
     feeds = {(int(source), targets) for source, targets in zip(made.sources, made.targets, strict=True)}
     assert feeds == {(1, (0, 1)), (0, (2,))}, "hosts with a holder are fed there, others by the host before them"
 
 
 def test_what_an_engine_holds_in_two_places_comes_once() -> None:
     box = ("shared", (8, 8), (0, 0, 8, 8))
-    made = plan([holding(box)], [holding(box, box)], Hosts(["a"], ["a"]), MIB)
-    (stream,) = made.receives(0).streams
+    made = plan_transfers([holding(box)], [holding(box, box)], Hosts(["a"], ["a"]), MIB)
+    (stream,) = made.streams_to(0)
     assert len(stream.copies) == 2 and stream.buckets.tolist() == [64]
 
 
@@ -71,15 +71,17 @@ def test_what_an_engine_holds_in_two_places_comes_once() -> None:
     [("float32", "bfloat16", "bfloat16"), ("bfloat16", "float32", "bfloat16"), ("float32", "float32", "float32")],
 )
 def test_the_smaller_type_travels(held: str, needed: str, travels: str) -> None:
-    made = plan([whole("w", dtype=held)], [whole("w", dtype=needed)], Hosts(["a"], ["a"]), MIB)
-    assert [stream.dtype for stream in made.sends(0).streams] == [travels]
+    made = plan_transfers([whole("w", dtype=held)], [whole("w", dtype=needed)], Hosts(["a"], ["a"]), MIB)
+    assert [stream.dtype for stream in made.streams_from(0)] == [travels]
 
 
 def test_the_same_descriptions_give_the_same_plan() -> None:
     def once() -> list[object]:
         haves = [holding(*((n, (64, 64), (32 * r, 0, 32, 64)) for n in layers(9))) for r in (0, 1, 0, 1)]
-        made = plan(haves, [whole(*layers(9), size=64)] * 3, Hosts(["a", "a", "b", "b"], ["a", "b", "c"]), 4096)
-        parts = [made.sends(r) for r in range(4)] + [made.receives(r) for r in range(3)]
+        made = plan_transfers(
+            haves, [whole(*layers(9), size=64)] * 3, Hosts(["a", "a", "b", "b"], ["a", "b", "c"]), 4096
+        )
+        parts = [made.streams_from(r) for r in range(4)] + [made.streams_to(r) for r in range(3)]
         return [
             [
                 one.number,
@@ -89,19 +91,19 @@ def test_the_same_descriptions_give_the_same_plan() -> None:
                 *(a.tolist() for a in (one.buckets, one.copies, one.tensors)),
             ]
             for part in parts
-            for one in part.streams
+            for one in part
         ]
 
     assert once() == once()
 
 
 def test_descriptions_survive_their_journey() -> None:
-    describer = Describer()
+    describer = SliceTableBuilder()
     describer.add_whole("conv", (4, 3, 2, 2), "float32")
-    one = describer.done()
-    read = Description.from_bytes(one.to_bytes())
+    one = describer.build()
+    read = SliceTable.from_bytes(one.to_bytes())
     assert read.shapes == ((4, 3, 2, 2),) and read.whole == {"conv"} and read.digest == one.digest
-    assert (read.boxes == one.boxes).all() and read.nbytes == 4 * 48
+    assert (read.slices == one.slices).all() and read.nbytes == 4 * 48
     assert as_matrix((5,)) == (1, 5) and as_matrix(()) == (1, 1)
 
 
@@ -114,7 +116,7 @@ def test_digests_do_not_depend_on_who_compresses(monkeypatch: pytest.MonkeyPatch
     assert whole("w").digest == one.digest != whole("v").digest
 
 
-def halves(*rows: tuple[int, int]) -> list[Description]:
+def halves(*rows: tuple[int, int]) -> list[SliceTable]:
     return [holding(("w", (8, 4), (row, 0, count, 4))) for row, count in rows]
 
 
@@ -129,7 +131,7 @@ def halves(*rows: tuple[int, int]) -> list[Description]:
         ([*halves((0, 8)), holding(("w", (8, 4), (0, 0, 8, 4)), dtype="float32")], "in different types"),
     ],
 )
-def test_holes_and_overlaps_are_refused(haves: list[Description], message: str) -> None:
+def test_holes_and_overlaps_are_refused(haves: list[SliceTable], message: str) -> None:
     """A hole and an overlap of the same size would pass a check of sizes alone: the third overlaps by a row."""
     with pytest.raises(ValueError, match=message):
-        plan(haves, halves((0, 8)) * 2, Hosts(["a"] * len(haves), ["b"] * 2), MIB)
+        plan_transfers(haves, halves((0, 8)) * 2, Hosts(["a"] * len(haves), ["b"] * 2), MIB)

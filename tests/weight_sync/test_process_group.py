@@ -18,9 +18,9 @@ from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.npu import NPUPlatform
 from megarl.weight_sync.fingerprint import Fingerprints, fingerprint
 from megarl.weight_sync.process_group import BroadcastGroup
-from megarl.weight_sync.session import ExchangeError
-from megarl.weight_sync.sharded.sender import meet
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.session import WeightSyncError
+from megarl.weight_sync.sharded.sender import open_sharded_session
+from megarl.weight_sync.store import StoreChannel
 from tests.support.upstream_sources import missing, torch_npu
 
 TORCH_NPU = torch_npu()
@@ -63,9 +63,9 @@ class _Library(CPUPlatform):
 
 @pytest.fixture
 def channel():
-    options = {"transport": "device", "bucket_bytes": 64, "timeout": 60.0, "check_every": 0, "silence": 8.0}
-    session, store = meet("127.0.0.1", ["a"], [("e0/0", "a")], **options)
-    return Channel(session, store)
+    options = {"transport": "device", "bucket_bytes": 64, "timeout": 60.0, "check_every": 0, "heartbeat_timeout": 8.0}
+    session, store = open_sharded_session("127.0.0.1", ["a"], [("e0/0", "a")], **options)
+    return StoreChannel(session, store)
 
 
 def test_it_is_connected_before_the_first_bucket(channel):
@@ -85,7 +85,7 @@ def test_it_is_connected_before_the_first_bucket(channel):
 def test_one_that_does_not_connect(channel, first, words):
     channel.session = dataclasses.replace(channel.session, timeout=2.0)
     library = _Library([first])
-    with pytest.raises(ExchangeError, match=words):
+    with pytest.raises(WeightSyncError, match=words):
         BroadcastGroup(channel, 0, 2, library)
     assert len(library.aborted) == (not first.done), "what still connects is called off"
 

@@ -14,16 +14,22 @@ import torch
 from megarl.errors import RecipeError
 from megarl.preflight.load import load_recipe
 from megarl.weight_sync.fingerprint import Fingerprints, fingerprint
-from megarl.weight_sync.relay import Hop, hops, most_connections, path
-from megarl.weight_sync.session import ExchangeError, PlannedSession, compare_planned, host_id, session_of
+from megarl.weight_sync.relay import Relay, hops, max_connections, path
+from megarl.weight_sync.session import (
+    ShardedSession,
+    WeightSyncError,
+    compare_sharded_reports,
+    host_id,
+    session_from_json,
+)
 from megarl.weight_sync.sharded import receiver as planned_receiver
 from megarl.weight_sync.sharded import verify
 from megarl.weight_sync.sharded.copy import Boxes
 from megarl.weight_sync.sharded.plan import Hosts, Stream
-from megarl.weight_sync.sharded.receiver import PlannedReceiver
-from megarl.weight_sync.sharded.sender import meet
-from megarl.weight_sync.sharded.slices import Describer
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.sharded.receiver import ShardedReceiver
+from megarl.weight_sync.sharded.sender import open_sharded_session
+from megarl.weight_sync.sharded.slices import SliceTableBuilder
+from megarl.weight_sync.store import StoreChannel
 from tests.support.planned_ranks import SHAPES, Exchange, exchange, replaced
 
 HERE = ["here"] * 4
@@ -37,7 +43,7 @@ APART = ["b", "b", "c", "c"]
 )
 def test_every_element_arrives_once_and_proven(tmp_path, places, transport):
     with exchange(tmp_path, places, transport=transport) as one:
-        assert session_of(one.session.to_json()) == one.session
+        assert session_from_json(one.session.to_json()) == one.session
         one.connect()
         needed = sum(rank.description.nbytes for rank in one.engines)
         for version in (3, 4, 5):
@@ -49,14 +55,14 @@ def test_every_element_arrives_once_and_proven(tmp_path, places, transport):
         assert one.exports == 4, "the first version alone is held to the export, by every trainer rank"
         once = {key.split(" to ")[0] for key in sent.streams}
         assert len(once) < len(sent.streams), "replicas read what was packed for the first"
-        with pytest.raises(ExchangeError, match=r"1 streams differ: 0 to e0/0: sent x, received"):
-            compare_planned(replaced(sent, streams=sent.streams | {"0 to e0/0": "x"}), received)
+        with pytest.raises(WeightSyncError, match=r"1 streams differ: 0 to e0/0: sent x, received"):
+            compare_sharded_reports(replaced(sent, streams=sent.streams | {"0 to e0/0": "x"}), received)
 
 
 @pytest.mark.parametrize(("places", "transport"), [(HERE, "auto"), (APART, "auto"), (HERE, "device")])
 def test_buckets_are_where_they_belong_whatever_the_default_device(tmp_path, monkeypatch, places, transport):
     """Around a receiver vLLM has its device as the default one, where gloo and fingerprints read nothing."""
-    begin, receive = PlannedReceiver.begin, PlannedReceiver.receive
+    begin, receive = ShardedReceiver.begin, ShardedReceiver.receive
 
     def elsewhere(method):
         def called(*arguments):
@@ -65,8 +71,8 @@ def test_buckets_are_where_they_belong_whatever_the_default_device(tmp_path, mon
 
         return called
 
-    monkeypatch.setattr(PlannedReceiver, "begin", elsewhere(begin))
-    monkeypatch.setattr(PlannedReceiver, "receive", elsewhere(receive))
+    monkeypatch.setattr(ShardedReceiver, "begin", elsewhere(begin))
+    monkeypatch.setattr(ShardedReceiver, "receive", elsewhere(receive))
     with exchange(tmp_path, places, transport=transport) as one:
         one.connect()
         for version in (1, 2):
@@ -115,7 +121,7 @@ def test_rows_that_are_longer_than_a_cache_are_cut(monkeypatch):
 def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
     """Of a bucket and reader: a number, a note, an answer; and two that read these, but for those in vain."""
     counts: Counter[str] = Counter()
-    call = Channel._call
+    call = StoreChannel._call
 
     def counted(self, operation, *arguments):
         counts[operation.__name__] += 1
@@ -126,7 +132,7 @@ def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
         one.update(1)  # is held to the export, besides
         one.update(2)
         keys = one.store.num_keys()
-        monkeypatch.setattr(Channel, "_call", counted)
+        monkeypatch.setattr(StoreChannel, "_call", counted)
         received = one.update(3)[1]
         assert one.store.num_keys() == keys, "what was read is written over"
         assert counts["add"] == received.buckets
@@ -135,26 +141,26 @@ def test_few_requests_and_no_key_for_each_bucket(tmp_path, monkeypatch, places):
 
 
 def test_who_reads_whose_memory(tmp_path):
-    session, _ = meet(
+    session, _ = open_sharded_session(
         "127.0.0.1", ["a", "a"], [("0", "a"), ("1", "a"), ("2", "b"), ("3", "b"), ("4", "c")],
-        transport="auto", bucket_bytes=1, timeout=1.0, check_every=0, silence=8, shm_dir=str(tmp_path),
+        transport="auto", bucket_bytes=1, timeout=1.0, check_every=0, heartbeat_timeout=8, shm_dir=str(tmp_path),
     )  # fmt: skip
     stream = Stream(7, 1, (0, 1, 2, 3, 4), "float32", *[torch.zeros(0).numpy()] * 3)
     assert hops(stream, session) == [
-        Hop(("trainer", 1), (0, 1), 2),
-        Hop(("engine", 2), (3,), 4),
+        Relay(("trainer", 1), (0, 1), 2),
+        Relay(("engine", 2), (3,), 4),
     ]
     hosts = Hosts(("a", "a"), ("a", "a", "b", "b", "c"))
     assert [hop.remote for hop in path(1, stream.targets, hosts, shares_memory=False)] == [0, 1, 2, 3, 4]
     made = SimpleNamespace(sources=torch.tensor([1, 0]).numpy(), targets=[stream.targets, (0, 3)], hosts=hosts)
-    assert most_connections(made, shares_memory=True) == 2, "engine 2: from trainer 1, and to engine 4"
-    assert most_connections(made, shares_memory=False) == 4, "engine 0: from both trainers, and to engines 1 and 3"
+    assert max_connections(made, shares_memory=True) == 2, "engine 2: from trainer 1, and to engine 4"
+    assert max_connections(made, shares_memory=False) == 4, "engine 0: from both trainers, and to engines 1 and 3"
     alone = Stream(8, 0, (4,), "float32", *[torch.zeros(0).numpy()] * 3)
-    assert hops(alone, session) == [Hop(("trainer", 0), (), 4)]
+    assert hops(alone, session) == [Relay(("trainer", 0), (), 4)]
     with pytest.raises(ValueError, match="'0' does not share /dev/shm"):
-        meet(
+        open_sharded_session(
             "127.0.0.1", ["a"], [("0", "b")],
-            transport="shared_memory", bucket_bytes=1, timeout=1.0, check_every=0, silence=8,
+            transport="shared_memory", bucket_bytes=1, timeout=1.0, check_every=0, heartbeat_timeout=8,
         )  # fmt: skip
 
 
@@ -165,7 +171,7 @@ def failures(one: Exchange, version: int) -> list[BaseException | None]:
 
 @pytest.mark.parametrize("places", [HERE, APART])
 def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, places):
-    take = PlannedReceiver._load
+    take = ShardedReceiver._load
 
     def corrupt(self, taken, target):
         if self.name == "e1/1" and len(taken.memory) > 100:
@@ -176,14 +182,14 @@ def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, pla
         before = list(target.left)
         try:
             take(self, taken, target)
-        except ExchangeError:
+        except WeightSyncError:
             assert target.left == before, "nothing may be made of bytes that are not proven"
             raise
 
     with exchange(tmp_path, places) as one:
         one.connect()
         one.update(1)
-        monkeypatch.setattr(planned_receiver.PlannedReceiver, "_load", corrupt)
+        monkeypatch.setattr(planned_receiver.ShardedReceiver, "_load", corrupt)
         start = time.monotonic()
         told = failures(one, 2)
         one.close()
@@ -191,7 +197,7 @@ def test_a_flipped_bit_names_bucket_tensors_and_ranks(tmp_path, monkeypatch, pla
         words = r"'e1/1' got other bytes than .* sent in bucket 0 of stream \d+ from trainer \d \((embed|odd|norm|exp)"
         assert re.search(words, str(told[7]))
         others = [error for error in told[:7] if error is not None]
-        assert len(others) >= 2 and all(isinstance(error, ExchangeError) for error in others)
+        assert len(others) >= 2 and all(isinstance(error, WeightSyncError) for error in others)
         assert all("got other bytes" in str(error) for error in others), "the cause, not its consequences"
 
 
@@ -223,11 +229,11 @@ def test_what_was_loaded_is_held_to_the_export(tmp_path, check_every):
 
 def test_holes_are_refused_by_everyone_and_at_once(tmp_path):
     with exchange(tmp_path) as one:
-        describer = Describer()
+        describer = SliceTableBuilder()
         describer.add(describer.tensor("unknown", (4, 4)), (0, 0, 4, 4), describer.parameter("p", "float32"), 0, 4)
         for receiver in one.receivers:
-            receiver.holdings()
-            receiver.describe(describer.done())
+            receiver.collect_held()
+            receiver.publish_needed(describer.build())
         for error in failures(one, 1):
             assert "of unknown: of these 16 elements the trainers hold 0" in str(error) or "aborted" in str(error)
 
@@ -268,9 +274,9 @@ def test_another_version_than_expected(tmp_path):
 
 
 def test_checked_versions():
-    session = PlannedSession(
+    session = ShardedSession(
         host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
-        check_every=3, silence=8,
+        check_every=3, heartbeat_timeout=8,
     )  # fmt: skip
     assert [version for version in range(5, 16) if session.checked(version, 5)] == [5, 8, 11, 14]
 
@@ -358,7 +364,7 @@ def test_fingerprints_of_boxes_see_each_element(tmp_path):
         need = one.engines[2].description
         one.weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
         one.engines[2].load(one.weights)
-        examined = verify.Examined(need)
+        examined = verify.SliceFingerprints(need)
         examined.examine(range(6), one.engines[2].tensor)
         (wanted,) = verify.expected(one.weights.items(), [need])
         assert wanted == examined.fingerprints

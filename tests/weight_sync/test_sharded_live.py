@@ -12,7 +12,7 @@ import pytest
 
 from megarl.engines.base import EngineDead
 from megarl.weight_sync.handover import publish
-from megarl.weight_sync.session import compare_planned, compare_reports, together
+from megarl.weight_sync.session import compare_full_reports, compare_sharded_reports, merge_reports
 from tests.support.engine_process import EngineProcess, build_model, make_requests, same, spec
 from tests.support.planned_live import Trainers, TrainersFailed
 
@@ -99,7 +99,7 @@ def update_planned(process: EngineProcess, trainers: Trainers, info: dict, versi
     report = None
     for number in (version, version + 100):  # the second without the check, and with everything planned
         sent, received = both(process, trainers, number)
-        compare_planned(sent, received)
+        compare_sharded_reports(sent, received)
         assert (received.checked > 0) == (sent.checked > 0) == (number < 100)
         report = received
     return report
@@ -108,7 +108,7 @@ def update_planned(process: EngineProcess, trainers: Trainers, info: dict, versi
 def both(process: EngineProcess, trainers: Trainers, version: int) -> tuple[Any, Any]:
     sending: Future[list[Any]] = trainers.begin("send_planned", version)
     received = process.update_weights(version)
-    return together(sending.result(60)), received
+    return merge_reports(sending.result(60)), received
 
 
 def update_exported(process: EngineProcess, trainers: Trainers, info: dict, version: int) -> None:
@@ -116,7 +116,7 @@ def update_exported(process: EngineProcess, trainers: Trainers, info: dict, vers
     process.connect_exchange(session)
     sending = trainers.begin("send_export", version)
     received = process.update_weights(version)
-    compare_reports(sending.result(60)[0], {"e0": received})
+    compare_full_reports(sending.result(60)[0], {"e0": received})
 
 
 def test_what_gives_no_box_goes_through_the_loader(process: EngineProcess, tmp_path: Path) -> None:

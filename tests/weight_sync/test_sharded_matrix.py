@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarl.weight_sync.session import compare_planned, compare_reports, together
+from megarl.weight_sync.session import compare_full_reports, compare_sharded_reports, merge_reports
 from tests.support.engine_process import VOCABULARY, EngineProcess, build_model, make_requests, spec
 from tests.support.megatron_layouts import LAYOUTS, PARITY
 from tests.support.planned_live import Trainers
@@ -96,9 +96,9 @@ def check(engines: Engines, trainers: Trainers, layout: dict[str, Any]) -> None:
         if version < 4:
             trainers.call("change", version)
         sending: Future[list[Any]] = trainers.begin("send_planned", version)
-        received = together(engines.all("update_weights", version))
-        sent = together(sending.result(PATIENCE))
-        compare_planned(sent, received)
+        received = merge_reports(engines.all("update_weights", version))
+        sent = merge_reports(sending.result(PATIENCE))
+        compare_sharded_reports(sent, received)
         assert received.checked == sent.checked > 0, layout
         own = engines.all("rpc", "digests")
         assert version == 4 or all(one != other for one, other in zip(own, former, strict=False)), "the weights changed"
@@ -108,7 +108,7 @@ def check(engines: Engines, trainers: Trainers, layout: dict[str, Any]) -> None:
     engines.all("connect_exchange", trainers.call("open_export", engines.receivers)[0])
     exporting = trainers.begin("send_export", 5)
     reports = engines.all("update_weights", 5)
-    compare_reports(exporting.result(PATIENCE)[0], {f"e{number}": report for number, report in enumerate(reports)})
+    compare_full_reports(exporting.result(PATIENCE)[0], {f"e{number}": report for number, report in enumerate(reports)})
     for number, (planned, exported) in enumerate(zip(former, engines.all("rpc", "digests"), strict=True)):
         for rank, (one, other) in enumerate(zip(planned, exported, strict=True)):
             differing = [name for name in one.keys() | other.keys() if one.get(name) != other.get(name)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.weight_sync import fingerprint
-from megarl.weight_sync.fingerprint import Fingerprints, WordSums, word_sums
+from megarl.weight_sync.fingerprint import Fingerprints, WordSumFingerprint, word_sums
 from megarl.weight_sync.sharded.copy import Boxes
 from megarl.weight_sync.sharded.plan import COPY
 
@@ -33,12 +33,12 @@ def test_sums_of_words(monkeypatch, size):
 def test_a_flipped_bit_and_swapped_words_change_the_sums():
     chance = random.Random(1)
     memory = torch.frombuffer(bytearray(chance.randbytes(4096)), dtype=torch.uint8)
-    before = WordSums(memory, filled=True).result()
+    before = WordSumFingerprint(memory, filled=True).result()
     assert len(before) == 32
     for _ in range(200):
         byte, bit = chance.randrange(4096), 1 << chance.randrange(8)
         memory[byte] ^= bit
-        assert WordSums(memory, filled=True).result() != before
+        assert WordSumFingerprint(memory, filled=True).result() != before
         memory[byte] ^= bit
     words = memory.view(torch.int32)
     for _ in range(200):
@@ -46,9 +46,9 @@ def test_a_flipped_bit_and_swapped_words_change_the_sums():
         words[other] = words[one] ^ torch.tensor(
             -(2**31), dtype=torch.int32
         )  # x and -x, of which sums may tell nothing
-        taken = WordSums(memory, filled=True).result()
+        taken = WordSumFingerprint(memory, filled=True).result()
         words[[one, other]] = words[[other, one]]
-        assert WordSums(memory, filled=True).result() != taken
+        assert WordSumFingerprint(memory, filled=True).result() != taken
 
 
 def test_what_is_asked_of_memory_that_is_not_filled_yet_is_taken_at_the_end():
@@ -57,7 +57,7 @@ def test_what_is_asked_of_memory_that_is_not_filled_yet_is_taken_at_the_end():
     passing, beside = taken.passing(memory), taken.beside(memory)
     memory[:] = 3
     passing.reached(64)
-    assert passing.result() == WordSums(memory, filled=True).result() != beside.result()
+    assert passing.result() == WordSumFingerprint(memory, filled=True).result() != beside.result()
     taken.close()
 
 

@@ -22,7 +22,7 @@ from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
 from megarl.rollout.start_engines import environment_notices
 from megarl.text import pluralize
-from megarl.weight_sync.session import EXPORT_SLOTS, IN_HOST_MEMORY, PLANNED_SLOTS
+from megarl.weight_sync.session import FULL_SLOTS, HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _RUNS_PROGRAMS = ("code", "code_all", "code_interpreter")  # in the sandbox
@@ -49,12 +49,12 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
     demand, rl = demand_of(recipe), recipe.train.source == "rollout"
     sizes = hf_weights.sizes(Path(recipe.model.path))
     each, scorers = _BYTES[recipe.model.dtype], [recipe.reward.function or "", *recipe.reward.functions]
-    bucket_bytes, buckets = max(recipe.exchange.bucket_mb << 20, each * max(sizes, default=0)), EXPORT_SLOTS
+    bucket_bytes, buckets = max(recipe.exchange.bucket_mb << 20, each * max(sizes, default=0)), FULL_SLOTS
     if planned_by_recipe(
         recipe
     ):  # tensors are cut; every trainer has slots, and every rank of an engine that passes on
         bucket_bytes = recipe.exchange.bucket_mb << 20
-        buckets = PLANNED_SLOTS * -(-(demand.trainers + demand.engine_devices) // nodes)
+        buckets = SHARDED_SLOTS * -(-(demand.trainers + demand.engine_devices) // nodes)
     runs = [name for name in [*recipe.agent.tools, *scorers] if name in _RUNS_PROGRAMS]
     return Needs(
         device=recipe.cluster.device,
@@ -67,7 +67,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
         runs_dir=recipe.runs_dir,
         bucket_bytes=bucket_bytes,
         buckets=buckets,
-        shared_memory=recipe.exchange.transport in IN_HOST_MEMORY,
+        shared_memory=recipe.exchange.transport in HOST_MEMORY_TRANSPORTS,
         checkpoint_bytes=checkpoint_bytes(recipe, sum(sizes)),
         checkpoints=checkpoints_at_a_time(recipe),
         sandbox=runs[0] if runs else "",

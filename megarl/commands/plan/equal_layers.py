@@ -11,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.weight_sync.sharded.slices import Describer, Description
+from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 
-Tensor = tuple[str, tuple[int, ...], str]  # as of `boxes.tensors_held`
+Tensor = tuple[str, tuple[int, ...], str]  # as of `boxes.held_tensors`
 _LAYER = re.compile(r"(.*?\blayers\.)(\d+)(\..+)")
 
 
@@ -46,7 +46,7 @@ class Sampled:
         """Those to ask about."""
         return [one for one in self.every if self._known(one[0])[1] is None]
 
-    def whole(self, told: Description) -> Description | None:
+    def whole(self, told: SliceTable) -> SliceTable | None:
         """What is needed of all tensors, by what `told` says of `self.tensors`. None: layers that look alike are not, or the
         loader does something else than copy, which is not carried over."""
         if told.whole:
@@ -55,13 +55,13 @@ class Sampled:
         ends = {(before, *pair) for (before, _), pair in self.stands_for.items()}
         if not all(_alike(boxes, f"{before}{first}.", f"{before}{last}.", last) for before, first, last in ends):
             return None
-        describer = Describer()
+        describer = SliceTableBuilder()
         for name, shape, _ in self.every:
             like, layer = self._known(name)
             for parameter, dtype, box, offset, stride in _numbered(boxes.get(like, []), layer):
                 place = describer.tensor(name, shape)
                 describer.add(place, box, describer.parameter(parameter, dtype), offset, stride)
-        return describer.done()
+        return describer.build()
 
     def _known(self, name: str) -> tuple[str, str | None]:
         """The tensor that tells of `name`, and the number of the latter's layer, where it is another one."""
@@ -74,9 +74,9 @@ class Sampled:
 Box = tuple[str, str, tuple[int, int, int, int], int, int]  # parameter and type, box, offset, stride
 
 
-def _by_tensor(told: Description) -> dict[str, list[Box]]:
+def _by_tensor(told: SliceTable) -> dict[str, list[Box]]:
     found: dict[str, list[Box]] = defaultdict(list)
-    for tensor, row, column, rows, columns, parameter, offset, stride in told.boxes.tolist():
+    for tensor, row, column, rows, columns, parameter, offset, stride in told.slices.tolist():
         box = (row, column, rows, columns)
         found[told.tensors[tensor]].append((told.parameters[parameter], told.dtypes[parameter], box, offset, stride))
     return found

@@ -24,9 +24,9 @@ from megarl.hf.config import text_fields
 from megarl.hf.linears import adapter_sizes
 from megarl.hf.shape import model_shape
 from megarl.recipe.schema import Recipe
-from megarl.weight_sync.session import SHARED
-from megarl.weight_sync.sharded.plan import ExchangePlan, Hosts, plan
-from megarl.weight_sync.sharded.slices import Description, tensors_held
+from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS
+from megarl.weight_sync.sharded.plan import Hosts, TransferPlan, plan_transfers
+from megarl.weight_sync.sharded.slices import SliceTable, held_tensors
 
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)")
 
@@ -60,20 +60,20 @@ def _bytes_of_a_number(recipe: Recipe) -> int:
 
 def _from_the_first(route: str, size: int, recipe: Recipe, per_node: int | None) -> Links:
     """Trainer rank 0 sends all engine ranks the same. Between nodes it travels once to each, where its ranks share memory
-    (`hops.export_hops`), else once to each rank."""
+    (`hops.full_relays`), else once to each rank."""
     where = hosts(recipe, per_node)
     others = [host for host in where.engines if host != where.trainers[0]]
-    outside = len(set(others) if recipe.exchange.transport in SHARED else others)
+    outside = len(set(others) if recipe.exchange.transport in SHARED_MEMORY_TRANSPORTS else others)
     return Links(route, size, size, size * len(where.engines), size * outside)
 
 
-def links(made: ExchangePlan) -> Links:
+def links(made: TransferPlan) -> Links:
     """Bytes of one update under `exchange.route: planned`."""
     found = totals(made)
     return Links("planned", found.sent_by_rank, found.received_by_rank, found.received, found.between_hosts)
 
 
-def planned(recipe: Recipe, model: dict[str, Any], per_node: int | None = None) -> ExchangePlan:
+def planned(recipe: Recipe, model: dict[str, Any], per_node: int | None = None) -> TransferPlan:
     """The plan of one update of the policy's engines; `model`: its config.json, `per_node`: devices of a machine (None: one
     machine has all). Raises ValueError where no plan can be made."""
     with tempfile.TemporaryDirectory() as directory, Asker() as asker, Asker(child=ENGINES) as engines:
@@ -82,15 +82,15 @@ def planned(recipe: Recipe, model: dict[str, Any], per_node: int | None = None) 
 
 
 def planned_from(
-    haves: Sequence[Description], recipe: Recipe, model: dict[str, Any], per_node: int | None, engines: Asker
-) -> ExchangePlan:
+    haves: Sequence[SliceTable], recipe: Recipe, model: dict[str, Any], per_node: int | None, engines: Asker
+) -> TransferPlan:
     """As `planned`. `haves`: what each trainer rank holds. `engines`: of `ENGINES`."""
     if importlib.util.find_spec("vllm") is None:
         raise NotInstalled(NO_VLLM)
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(model), encoding="utf-8")
         needs = _needs(recipe, haves, Path(directory), engines)
-    return plan(haves, needs, hosts(recipe, per_node), recipe.exchange.bucket_mb << 20)
+    return plan_transfers(haves, needs, hosts(recipe, per_node), recipe.exchange.bucket_mb << 20)
 
 
 def hosts(recipe: Recipe, per_node: int | None) -> Hosts:
@@ -104,22 +104,22 @@ def hosts(recipe: Recipe, per_node: int | None) -> Hosts:
     )
 
 
-def _needs(recipe: Recipe, haves: Sequence[Description], directory: Path, asker: Asker) -> list[Description]:
+def _needs(recipe: Recipe, haves: Sequence[SliceTable], directory: Path, asker: Asker) -> list[SliceTable]:
     """Of all engine ranks. Ranks of a group's first engine are built, and the group's last rank: in between, ranks differ by
     the numbers of their experts alone, or all are asked."""
     rollout = recipe.rollout
     spec = policy_spec(recipe, "engine0", load_weights=False)
     spec = replace(spec, model_path=str(directory), engine_args=dict(spec.engine_args))
-    whole = tensors_held(haves)
+    whole = held_tensors(haves)
     sampled = Sampled.of(whole)
 
-    def asked(ranks: list[int], tensors: Sequence[Any], name: str) -> list[Description]:
+    def asked(ranks: list[int], tensors: Sequence[Any], name: str) -> list[SliceTable]:
         file = directory / name
         file.write_text(json.dumps(tensors), encoding="utf-8")
         futures = [asker.submit(EngineQuestion("vllm", spec, rank, file)) for rank in ranks]
         return [_description(future.result()) for future in futures]
 
-    def of(ranks: list[int]) -> list[Description]:
+    def of(ranks: list[int]) -> list[SliceTable]:
         found = [sampled.whole(one) for one in asked(ranks, sampled.tensors, "some.json")]
         if None in found:
             return asked(ranks, whole, "all.json")
@@ -135,13 +135,13 @@ def _needs(recipe: Recipe, haves: Sequence[Description], directory: Path, asker:
     return of_group * (rollout.engines // group)
 
 
-def _description(answer: dict[str, Any]) -> Description:
+def _description(answer: dict[str, Any]) -> SliceTable:
     if "error" in answer:
         raise ValueError(answer["error"])
-    return Description.from_bytes(base64.b64decode(answer["description"]))
+    return SliceTable.from_bytes(base64.b64decode(answer["description"]))
 
 
-def _later(one: Description, ranks: int) -> Description:
+def _later(one: SliceTable, ranks: int) -> SliceTable:
     """What the rank so many further on in a group needs, if each has equally many experts, numbered from rank to rank."""
     count = len({found[2] for name in one.tensors if (found := _EXPERT.match(name))})
     names = (_EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + ranks * count}", name) for name in one.tensors)

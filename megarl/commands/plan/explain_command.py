@@ -23,10 +23,10 @@ from megarl.recipe.exchange import never_planned, planned_by_recipe
 from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
-from megarl.weight_sync.relay import most_connections
-from megarl.weight_sync.session import SHARED
-from megarl.weight_sync.sharded.intersect import ITEM
-from megarl.weight_sync.sharded.plan import ExchangePlan
+from megarl.weight_sync.relay import max_connections
+from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS
+from megarl.weight_sync.sharded.intersect import ITEM_SIZES
+from megarl.weight_sync.sharded.plan import TransferPlan
 
 
 def exchange(path: Path, overrides: Sequence[str], *, model: str | None, per_node: int | None, as_json: bool) -> int:
@@ -87,7 +87,7 @@ def _table(found: Sequence[Flow]) -> Table:
     return table
 
 
-def _lines(recipe: Recipe, made: ExchangePlan, found: Sequence[Flow], of_all: Totals, seconds: float) -> list[str]:
+def _lines(recipe: Recipe, made: TransferPlan, found: Sequence[Flow], of_all: Totals, seconds: float) -> list[str]:
     trainers, engines = len(made.hosts.trainers), len(made.hosts.engines)
     model = _whole_model(made)
     return [
@@ -109,15 +109,15 @@ def _lines(recipe: Recipe, made: ExchangePlan, found: Sequence[Flow], of_all: To
 
 def _relays(recipe: Recipe) -> str:
     """The way of a bucket from the first engine rank to the others (megarl/weight_sync/relay.py: path)."""
-    if recipe.exchange.transport not in SHARED:
+    if recipe.exchange.transport not in SHARED_MEMORY_TRANSPORTS:
         return "each from the rank before it"
     return "over the network once for each further machine, else out of memory that the ranks of a machine share"
 
 
-def _connections(recipe: Recipe, made: ExchangePlan) -> str:
+def _connections(recipe: Recipe, made: TransferPlan) -> str:
     transport = recipe.exchange.transport
     how = "device to device" if transport == "device" else "over gloo"
-    most = most_connections(made, shares_memory=transport in SHARED)
+    most = max_connections(made, shares_memory=transport in SHARED_MEMORY_TRANSPORTS)
     return f"A rank has connections with {pluralize(most, 'other')} at most, {how}."
 
 
@@ -127,13 +127,13 @@ def _shared(found: Sequence[Flow], of_all: Totals) -> str:
     return f", of which {twice:,} {'is' if twice == 1 else 'are'} in two rows" if twice else ""
 
 
-def _whole_model(made: ExchangePlan) -> int:
+def _whole_model(made: TransferPlan) -> int:
     """Bytes of all tensors that trainers hold, once, as they hold them."""
-    boxes = made.haves.boxes
-    return int((boxes[:, 3] * boxes[:, 4] * ITEM[boxes[:, 5]]).sum())
+    slices = made.held.slices
+    return int((slices[:, 3] * slices[:, 4] * ITEM_SIZES[slices[:, 5]]).sum())
 
 
-def _notes(recipe: Recipe, made: ExchangePlan, per_node: int | None) -> list[str]:
+def _notes(recipe: Recipe, made: TransferPlan, per_node: int | None) -> list[str]:
     notes = []
     if not planned_by_recipe(recipe):
         why = never_planned(recipe) or "exchange.route=export"
@@ -144,7 +144,7 @@ def _notes(recipe: Recipe, made: ExchangePlan, per_node: int | None) -> list[str
         )
     if per_node is None:
         notes.append("All devices are taken to be of one machine; --per-node says otherwise.")
-    if whole := sorted({name for one in made.needs.descriptions for name in one.whole}):
+    if whole := sorted({name for one in made.needed.tables for name in one.whole}):
         shown = ", ".join(whole[:3]) + (", ..." if len(whole) > 3 else "")
         notes.append(f"Through vLLM's loader, being no copies of boxes: {pluralize(len(whole), 'tensor')} ({shown}).")
     return notes

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from megarl.weight_sync.sharded.intersect import ITEM
-from megarl.weight_sync.sharded.plan import ExchangePlan
+from megarl.weight_sync.sharded.intersect import ITEM_SIZES
+from megarl.weight_sync.sharded.plan import TransferPlan
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Totals:
     buckets: int
 
 
-def totals(made: ExchangePlan) -> Totals:
+def totals(made: TransferPlan) -> Totals:
     nbytes = made.nbytes
     sent = np.bincount(made.sources, nbytes, len(made.hosts.trainers))
     received, relayed = np.zeros(len(made.hosts.engines)), np.zeros(len(made.hosts.engines))
@@ -62,12 +62,12 @@ def totals(made: ExchangePlan) -> Totals:
     )
 
 
-def flows(made: ExchangePlan, kinds: Sequence[str]) -> list[Flow]:
+def flows(made: TransferPlan, kinds: Sequence[str]) -> list[Flow]:
     """By kind of trainer rank (`kinds`, in the order of ranks), of experts and of other weights."""
     names = list(dict.fromkeys(kinds))
     kind = np.array([names.index(name) for name in kinds], np.int64)[made.sources]
     stream = np.repeat(np.arange(len(made.targets)), np.diff(made.starts))
-    expert = np.array([".experts." in name for name in made.names])[made.needs.boxes[made.pieces[:, 0], 0]]
+    expert = np.array([".experts." in name for name in made.names])[made.needed.slices[made.pieces[:, 0], 0]]
     groups, group = np.unique(2 * kind[stream] + expert, return_inverse=True)
     bucket = _buckets(made)
     between = _hops_between_hosts(made)
@@ -78,7 +78,7 @@ def flows(made: ExchangePlan, kinds: Sequence[str]) -> list[Flow]:
 
 
 def _flow(
-    made: ExchangePlan,
+    made: TransferPlan,
     source: str,
     experts: bool,
     stream: np.ndarray,
@@ -87,7 +87,7 @@ def _flow(
     between: np.ndarray,
 ) -> Flow:
     """Of the pieces `own`; `stream` and `bucket`: of all pieces."""
-    nbytes = made.pieces[own, 4] * made.pieces[own, 5] * ITEM[made.dtypes[stream[own]]]
+    nbytes = made.pieces[own, 4] * made.pieces[own, 5] * ITEM_SIZES[made.dtypes[stream[own]]]
     of_stream = np.bincount(stream[own], nbytes, len(made.targets)).astype(np.int64)
     audience = np.array([len(ranks) for ranks in made.targets])
     sent = np.bincount(made.sources, of_stream)
@@ -99,7 +99,7 @@ def _flow(
         source=source,
         what="experts" if experts else "others",
         audience=(int(audience[used].min()), int(audience[used].max())),
-        tensors=len(np.unique(made.needs.boxes[made.pieces[own, 0], 0])),
+        tensors=len(np.unique(made.needed.slices[made.pieces[own, 0], 0])),
         senders=int((sent > 0).sum()),
         sent=int(sent.sum()),
         sent_by_rank=int(sent.max()),
@@ -110,13 +110,13 @@ def _flow(
     )
 
 
-def _buckets(made: ExchangePlan) -> np.ndarray:
+def _buckets(made: TransferPlan) -> np.ndarray:
     """The bucket of each piece, counted over all streams."""
     sizes = [np.diff(made.buckets(number)) for number in range(len(made.targets))]
     return np.repeat(np.arange(sum(map(len, sizes))), np.concatenate(sizes))
 
 
-def _hops_between_hosts(made: ExchangePlan) -> np.ndarray:
+def _hops_between_hosts(made: TransferPlan) -> np.ndarray:
     """Of each stream: how often its buckets go from a host to another."""
     trainers, engines = made.hosts.trainers, made.hosts.engines
     found = []

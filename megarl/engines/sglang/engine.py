@@ -22,7 +22,7 @@ from megarl.engines.group import Group
 from megarl.engines.sglang.args import LOADER, build_engine_args, ends_of, merged_because
 from megarl.engines.sglang.worker import answers, order
 from megarl.types import Completion, GenerationRequest, Sampling
-from megarl.weight_sync.session import ExchangeError, ExchangeSession, PlannedSession, Session, UpdateReport, host_id
+from megarl.weight_sync.session import FullReport, FullSession, Session, ShardedSession, WeightSyncError, host_id
 
 _GRAPHS = "cuda_graph"  # SGLang's third tag, beside TAGS
 _MOMENT = 0.05  # seconds that a step waits for an answer
@@ -52,7 +52,7 @@ class _SglangBackend:
         self._engine: Any = None
         self._vocab_size = 0
         self._ends: set[int] = set()
-        self._session: ExchangeSession | None = None
+        self._session: FullSession | None = None
         self._tasks: dict[str, list[asyncio.Task]] = {}  # of each request, one a sample, in the order of their seeds
         self._requests: dict[str, GenerationRequest] = {}
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
@@ -156,12 +156,12 @@ class _SglangBackend:
         self._run(self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput()))
 
     def connect_exchange(self, session: Session) -> str | None:
-        if isinstance(session, PlannedSession):
+        if isinstance(session, ShardedSession):
             return "SGLang takes whole tensors alone"
         self._session = session  # each rank joins when it first receives
         return None
 
-    def update_weights(self, version: int, running: int) -> UpdateReport:
+    def update_weights(self, version: int, running: int) -> FullReport:
         name = self._spec.name
         if running:
             raise EngineRefused(
@@ -172,11 +172,11 @@ class _SglangBackend:
         if self._session is None:
             raise EngineRefused(f"engine {name!r} is part of no weight exchange; connect it first")
         report = agreed(self._receive(self._session, version), name)
-        assert isinstance(report, UpdateReport)
+        assert isinstance(report, FullReport)
         self.unloaded = None
         return report
 
-    def _receive(self, session: ExchangeSession, version: int) -> list[UpdateReport]:
+    def _receive(self, session: FullSession, version: int) -> list[FullReport]:
         folder = tempfile.mkdtemp(prefix="megarl-sglang-")
         try:
             task = order(session.to_json(), self._spec.name, version, folder)
@@ -188,9 +188,9 @@ class _SglangBackend:
             told = answers(folder, self._spec.tensor_parallel)
             failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(told) if "error" in one]
             if failed:
-                raise ExchangeError(f"engine {self._spec.name!r} did not take version {version}: {'; '.join(failed)}")
+                raise WeightSyncError(f"engine {self._spec.name!r} did not take version {version}: {'; '.join(failed)}")
             _succeed(self._engine.end_weight_update(), "end a weight update")
-            return [UpdateReport(**one["report"]) for one in told]
+            return [FullReport(**one["report"]) for one in told]
         finally:
             shutil.rmtree(folder)
 

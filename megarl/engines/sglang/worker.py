@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from megarl.weight_sync.full.receiver import WeightReceiver
-from megarl.weight_sync.session import ExchangeSession
+from megarl.weight_sync.full.receiver import FullReceiver
+from megarl.weight_sync.session import FullSession
 
 _SHOWN = 5  # names in an error
-_receivers: dict[str, WeightReceiver] = {}  # by their session: of one process, at most one
+_receivers: dict[str, FullReceiver] = {}  # by their session: of one process, at most one
 
 
 def order(session: str, engine: str, version: int, folder: str) -> str:
@@ -56,7 +56,7 @@ def _update(model: torch.nn.Module, task: dict[str, Any], rank: int) -> dict[str
     if receiver is None:
         while _receivers:
             _receivers.popitem()[1].close()
-        receiver = WeightReceiver(ExchangeSession.from_json(task["session"]), f"{task['engine']}/{rank}")
+        receiver = FullReceiver(FullSession.from_json(task["session"]), f"{task['engine']}/{rank}")
         _receivers[task["session"]] = receiver
     try:
         load(model, receiver.weights(task["version"]))

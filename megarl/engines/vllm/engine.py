@@ -16,7 +16,7 @@ from megarl.engines.vllm.args import build_engine_args, knows_log_probs, log_pro
 from megarl.engines.vllm.images import check_images, engine_input, has_prepared_inputs
 from megarl.engines.vllm.outputs import completions
 from megarl.types import Completion, GenerationRequest, Prompt, SampleImages
-from megarl.weight_sync.session import ExchangeSession, PlannedSession, Report, Session, report_of
+from megarl.weight_sync.session import FullSession, Report, Session, ShardedSession, report_from_dict
 
 _SHOWN = 5  # names in an error
 _PORTS = 4  # in a row, for a group: vLLM wants two, one for its engines and one for its workers
@@ -214,11 +214,11 @@ class _VllmBackend:
     def connect_exchange(self, session: Session) -> str | None:
         if not self._can.layerwise_reload:
             raise EngineRefused(self._no_updates())
-        reason = self._unplannable() if isinstance(session, PlannedSession) else None
+        reason = self._unplannable() if isinstance(session, ShardedSession) else None
         if reason is not None:
             return reason
         self._adapter = None
-        if isinstance(session, ExchangeSession) and session.adapter_alpha is not None:
+        if isinstance(session, FullSession) and session.adapter_alpha is not None:
             if self._spec.adapters is None:
                 return "it was started without room for adapters"
             from megarl.engines.vllm.adapters import request
@@ -248,7 +248,7 @@ class _VllmBackend:
                 f"engine {self._spec.name!r} has no memory for weights while they sleep; wake them first"
             )
         results = self._engine.collective_rpc("megarl_update", args=(version,))
-        report = agreed([report_of(report) for report, _, _ in results], self._spec.name)
+        report = agreed([report_from_dict(report) for report, _, _ in results], self._spec.name)
         self._check_read(results[0][1], [set(unread) for _, _, unread in results])
         self._drop_cached_prefixes()
         if not self._spec.seeded:  # else a resumed run would draw the numbers of its first steps again

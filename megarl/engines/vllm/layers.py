@@ -15,11 +15,11 @@ from vllm.platforms import current_platform
 
 from megarl.engines.vllm import compat
 from megarl.engines.vllm.needed_slices import needs
-from megarl.weight_sync.sharded.receiver import Examine
-from megarl.weight_sync.sharded.slices import Description
+from megarl.weight_sync.sharded.receiver import CompletedHook
+from megarl.weight_sync.sharded.slices import SliceTable
 
 
-def describe(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int], str]]) -> Description:
+def describe(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int], str]]) -> SliceTable:
     """What a live model needs of the checkpoint's `tensors` (name, shape, type). Leaves it as it was. ValueError where its
     loader does not fill it out of these, or cannot be followed."""
     from vllm.model_executor.model_loader.reload import layerwise
@@ -43,11 +43,11 @@ def describe(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int],
     return need
 
 
-def _check_filled(model: torch.nn.Module, need: Description, leave_out: Container[str]) -> None:
+def _check_filled(model: torch.nn.Module, need: SliceTable, leave_out: Container[str]) -> None:
     """Layers are filled by boxes, but for the padding of vocabularies; or wholly by vLLM's loader, which is looked at in every
     update (`check_complete`). ValueError otherwise."""
     elements = dict.fromkeys(need.parameters, 0)
-    for parameter, rows, columns in need.boxes[:, [5, 3, 4]].tolist():
+    for parameter, rows, columns in need.slices[:, [5, 3, 4]].tolist():
         elements[need.parameters[parameter]] += rows * columns
     given: dict[int, int] = {}  # by memory: two layers may share a tensor
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -74,7 +74,7 @@ class Filling:
     `complete` is shown the parameters of each layer once they have all their values, and before anything is made of them.
     """
 
-    def __init__(self, model: torch.nn.Module, need: Description, complete: Examine | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, need: SliceTable, complete: CompletedHook | None = None) -> None:
         self._model, self._complete = model, complete
         if current_platform.is_cpu():
             compat.drop_packed_experts(model)
@@ -89,7 +89,7 @@ class Filling:
         }
         self._layers: dict[int, _Layer] = {}
         layers: dict[str, _Layer] = {}
-        for number, rows, columns in need.boxes[:, [5, 3, 4]].tolist():
+        for number, rows, columns in need.slices[:, [5, 3, 4]].tolist():
             if number not in self._whole:
                 name, _, own = need.parameters[number].rpartition(".")
                 layer = layers.setdefault(name, _Layer(modules[name]))
@@ -103,7 +103,7 @@ class Filling:
             self._tensors.update(layer.lay_out())
         return self._tensors[parameter]
 
-    def wrote(self, parameter: int, elements: int) -> None:
+    def mark_written(self, parameter: int, elements: int) -> None:
         if parameter in self._whole:
             return
         layer = self._layers[parameter]

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.weight_sync.sharded.slices import Describer, Description, as_matrix
+from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder, as_matrix
 
 # In place, on parameters, and without a tensor of the checkpoint: vLLM clears the padding of vocabularies.
 _CLEARS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
-def needs(model: torch.nn.Module, tensors: Iterable[tuple[str, Sequence[int], str]]) -> Description:
+def needs(model: torch.nn.Module, tensors: Iterable[tuple[str, Sequence[int], str]]) -> SliceTable:
     """Of the rank whose vLLM model this is, in checkpoint format and with its original weight loaders; parameters may be on
     "meta" and are not written to. `tensors`: names, shapes and types (torch's names) of all that the trainers hold.
 
@@ -107,9 +107,9 @@ class _Trace(TorchDispatchMode):
         box, stride = _box(watched[1].shape, source, target)
         self._copies.append(_Copy(watched[0], box, name, target.storage_offset(), stride))
 
-    def description(self) -> Description:
+    def description(self) -> SliceTable:
         whole = self._closed()
-        describer = Describer()
+        describer = SliceTableBuilder()
         shapes = {name: tensor for name, tensor in self._sources.values()}
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._targets.values()}
         for name in shapes:  # in the checkpoint's order
@@ -121,7 +121,7 @@ class _Trace(TorchDispatchMode):
                 tensor = describer.tensor(copy.source, shapes[copy.source].shape)
                 parameter = describer.parameter(copy.target, dtypes[copy.target])
                 describer.add(tensor, copy.box, parameter, copy.offset, copy.stride)
-        return describer.done()
+        return describer.build()
 
     def _closed(self) -> set[str]:
         """Names that have to go through the loader: with a tensor its layers, and with a layer its tensors."""

@@ -20,10 +20,10 @@ from vllm.platforms import current_platform
 
 from megarl.engines.vllm import adapters, ascend, compat, cpu_collectives
 from megarl.engines.vllm.layers import Filling, check_complete, describe
-from megarl.weight_sync.full.receiver import WeightReceiver
-from megarl.weight_sync.session import PlannedSession, host_id, session_of
-from megarl.weight_sync.sharded.receiver import PlannedReceiver
-from megarl.weight_sync.sharded.slices import tensors_held
+from megarl.weight_sync.full.receiver import FullReceiver
+from megarl.weight_sync.session import ShardedSession, host_id, session_from_json
+from megarl.weight_sync.sharded.receiver import ShardedReceiver
+from megarl.weight_sync.sharded.slices import held_tensors
 
 _SHOWN = 5  # names in an error
 
@@ -57,20 +57,20 @@ class WorkerExtension:
         be filled by a planned one, where it cannot."""
         self.megarl_disconnect()
         self._megarl_based = False  # whether this session has brought the weights that adapters stand beside
-        joined, name = session_of(session), f"{engine}/{self.rank}"
-        if not isinstance(joined, PlannedSession):
+        joined, name = session_from_json(session), f"{engine}/{self.rank}"
+        if not isinstance(joined, ShardedSession):
             self._megarl_alpha = joined.adapter_alpha
-            self._megarl_receiver: WeightReceiver | PlannedReceiver = WeightReceiver(joined, name)
+            self._megarl_receiver: FullReceiver | ShardedReceiver = FullReceiver(joined, name)
             return None
-        receiver = self._megarl_receiver = PlannedReceiver(joined, name)  # from now on closed by `megarl_disconnect`
-        tensors = tensors_held(receiver.holdings())
+        receiver = self._megarl_receiver = ShardedReceiver(joined, name)  # from now on closed by `megarl_disconnect`
+        tensors = held_tensors(receiver.collect_held())
         self._megarl_tensors = [name for name, _, _ in tensors]
         try:
             with self._megarl_context():
                 self._megarl_need = describe(self.model_runner.model, tensors)
         except ValueError as error:
             return str(error)
-        receiver.describe(self._megarl_need)
+        receiver.publish_needed(self._megarl_need)
         return None
 
     @contextlib.contextmanager
@@ -107,7 +107,7 @@ class WorkerExtension:
         """
         receiver = self._megarl_receiver
         try:
-            if isinstance(receiver, PlannedReceiver):
+            if isinstance(receiver, ShardedReceiver):
                 names, unread = self._megarl_fill(receiver, version)
             else:
                 names, unread = self._megarl_take(receiver.weights(version))
@@ -116,7 +116,7 @@ class WorkerExtension:
             receiver.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _megarl_fill(self, receiver: PlannedReceiver, version: int) -> tuple[list[str], list[str]]:
+    def _megarl_fill(self, receiver: ShardedReceiver, version: int) -> tuple[list[str], list[str]]:
         need = self._megarl_need
         with self._megarl_context():
             filling = Filling(self.model_runner.model, need, receiver.begin(version))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarl.megatron.lora.attach import Lora
-from megarl.weight_sync.session import shown
+from megarl.weight_sync.session import abbreviate_names
 
 Named = tuple[str, torch.Tensor]
 
@@ -21,7 +21,9 @@ def hold_to_merged(
     scale = lora.settings.alpha / lora.settings.rank
     wrong = differing(exported(lora.base()), exported(lora.merged()), matrices, scale)
     if wrong and torch.distributed.get_rank() == 0:
-        raise RuntimeError(f"adapters of {shown(wrong)} are not what merged weights contain, as mbridge exports them")
+        raise RuntimeError(
+            f"adapters of {abbreviate_names(wrong)} are not what merged weights contain, as mbridge exports them"
+        )
 
 
 def differing(

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from megarl.atomic_files import give_default_mode
 from megarl.weight_sync.full.buckets import Entry, tensor_in
-from megarl.weight_sync.session import ExchangeError
+from megarl.weight_sync.session import WeightSyncError
 
 _KEPT = 2  # versions: what engines have, and what they had before
 _VERSION = "version-{:08d}"
@@ -37,7 +37,7 @@ class BucketFiles:
             save_file({entry.name: tensor_in(memory, entry) for entry in entries}, path)
             give_default_mode(path)  # an engine may run as another user
         except (OSError, SafetensorError) as error:
-            raise ExchangeError(
+            raise WeightSyncError(
                 f"a bucket of {len(memory):,} bytes could not be written to {folder} ({error}); two versions of the whole "
                 f"model must fit there: name another exchange.directory, or set exchange.transport=auto"
             ) from error
@@ -54,7 +54,7 @@ class BucketFiles:
 
 
 def read(path: str, entries: list[Entry], memory: torch.Tensor) -> torch.Tensor:
-    """A bucket as it was packed, into `memory` (uint8), which is returned. Raises ExchangeError where the file cannot be read
+    """A bucket as it was packed, into `memory` (uint8), which is returned. Raises WeightSyncError where the file cannot be read
     or lacks a tensor; other bytes show in the bucket's fingerprint."""
     memory.zero_()  # the gaps between tensors
     try:
@@ -62,7 +62,7 @@ def read(path: str, entries: list[Entry], memory: torch.Tensor) -> torch.Tensor:
             for entry in entries:
                 tensor_in(memory, entry).copy_(file.get_tensor(entry.name))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise ExchangeError(
+        raise WeightSyncError(
             f"{path}, which the sender wrote, cannot be read here ({error}); exchange.directory has to be on a file system "
             f"that trainers and engines share"
         ) from error

@@ -13,36 +13,36 @@ from megarl.platform import select
 from megarl.weight_sync.fingerprint import VersionFingerprint, fingerprint
 from megarl.weight_sync.full import files
 from megarl.weight_sync.full.buckets import Entry, parse, tensor_in
-from megarl.weight_sync.full.relay import Relay, ack_key, group_name, mismatch, slot_key
+from megarl.weight_sync.full.relay import RelaySender, ack_key, group_name, mismatch, slot_key
 from megarl.weight_sync.process_group import BroadcastGroup
-from megarl.weight_sync.relay import Hop, export_hops
-from megarl.weight_sync.session import ExchangeError, ExchangeSession, UpdateReport
+from megarl.weight_sync.relay import Relay, full_relays
+from megarl.weight_sync.session import FullReport, FullSession, WeightSyncError
 from megarl.weight_sync.shared_memory import MappedSlots, remove_stale_files
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.store import StoreChannel
 
 
-class WeightReceiver:
+class FullReceiver:
     """Takes versions in, one after the other. Not thread-safe.
 
     For each version: iterate `weights(version)` to its end, load what it yields, then `finish()`;
     on any error call `fail(reason)`, which ends the update everywhere.
     """
 
-    def __init__(self, session: ExchangeSession, name: str) -> None:
+    def __init__(self, session: FullSession, name: str) -> None:
         """`name` is this receiver's in `session.receivers` (ValueError if it is not)."""
         transports = dict(session.receivers)
         if name not in transports:
             raise ValueError(f"receiver {name!r} is not part of this weight exchange; it has {sorted(transports)}")
         self.name = name
         self._session = session
-        self._channel = Channel(session)
-        self._hop: Hop | None = None  # that brings buckets here, once everyone is there
+        self._channel = StoreChannel(session)
+        self._hop: Relay | None = None  # that brings buckets here, once everyone is there
         self._group: BroadcastGroup | None = None  # with its holder, where it crosses a network
-        self._relay: Relay | None = None  # to others of this host, and to the next host
+        self._relay: RelaySender | None = None  # to others of this host, and to the next host
         self._slots = MappedSlots(session.shm_dir)
         self._copies = _Copies()
         self._next_bucket = 0
-        self._pending: UpdateReport | None = None  # received, not yet loaded
+        self._pending: FullReport | None = None  # received, not yet loaded
         self._started = 0.0
         self._channel.publish(f"hello/{name}", True)
 
@@ -50,7 +50,7 @@ class WeightReceiver:
         """Every (name, tensor) of `version`, on the CPU, in the sender's order.
 
         Tensors stay valid: they lie in a copy of their bucket that no one writes to again. Raises
-        ExchangeError for another version, changed bytes, an abort, or a sender that died or fell silent.
+        WeightSyncError for another version, changed bytes, an abort, or a sender that died or fell silent.
         """
         self._started, self._pending = time.perf_counter(), None
         if self._hop is None:
@@ -62,13 +62,13 @@ class WeightReceiver:
             number = self._next_bucket
             (header,) = self._channel.wait([f"bucket/{number}"], f"bucket {number} from the sender")
             if header["version"] != version:
-                raise ExchangeError(f"receiver {self.name!r} expects version {version}, got {header['version']}")
+                raise WeightSyncError(f"receiver {self.name!r} expects version {version}, got {header['version']}")
             entries = parse(header["tensors"])
             memory = self._take(number, header, entries, self._hop)
             value = fingerprint(memory.numpy())
             if value != header["fingerprint"]:
                 names = [entry.name for entry in entries]
-                raise ExchangeError(mismatch(self.name, number, names, header["fingerprint"], value))
+                raise WeightSyncError(mismatch(self.name, number, names, header["fingerprint"], value))
             self._channel.publish(ack_key(number, self.name), value)
             self._next_bucket += 1
             total.add(header["tensors"], value)
@@ -78,11 +78,11 @@ class WeightReceiver:
                 yield entry.name, tensor_in(memory, entry)
         if self._relay is not None:
             self._relay.settle()
-        self._pending = UpdateReport(version, total.hexdigest(), nbytes, tensors, buckets, 0.0)
+        self._pending = FullReport(version, total.hexdigest(), nbytes, tensors, buckets, 0.0)
 
-    def _connect(self) -> Hop:
+    def _connect(self) -> Relay:
         """Connect with the hosts before and behind this one, where buckets come from or go to one; returns the hop here."""
-        names, everyone = [name for name, _ in self._session.receivers], export_hops(self._session)
+        names, everyone = [name for name, _ in self._session.receivers], full_relays(self._session)
         own = names.index(self.name)
         here = next(hop for hop in everyone if own in hop.readers)
         onward = next((hop for hop in everyone if hop.holder == ("engine", own)), None)
@@ -91,11 +91,11 @@ class WeightReceiver:
             self._group = BroadcastGroup(self._channel, 1, 2, select("cpu"), group_name(here))
         if onward is not None:
             remove_stale_files(self._session.shm_dir)
-            self._relay = Relay(self._channel, self._session, onward)
+            self._relay = RelaySender(self._channel, self._session, onward)
             self._relay.connect()
         return here
 
-    def _take(self, number: int, header: dict, entries: list[Entry], hop: Hop) -> torch.Tensor:
+    def _take(self, number: int, header: dict, entries: list[Entry], hop: Relay) -> torch.Tensor:
         """A private copy of the bucket's bytes."""
         memory = self._copies.reserve(header["nbytes"])
         if self._session.directory is not None:
@@ -113,12 +113,12 @@ class WeightReceiver:
             memory.copy_(arrived)
         return memory
 
-    def finish(self) -> UpdateReport:
-        """Tell the sender that the version is loaded. Raises ExchangeError where not all of it was taken."""
+    def finish(self) -> FullReport:
+        """Tell the sender that the version is loaded. Raises WeightSyncError where not all of it was taken."""
         if self._pending is None:
-            raise ExchangeError(f"receiver {self.name!r} stopped before the end of the version's weights")
+            raise WeightSyncError(f"receiver {self.name!r} stopped before the end of the version's weights")
         seconds = time.perf_counter() - self._started
-        report = UpdateReport(**{**self._pending.to_dict(), "seconds": seconds})
+        report = FullReport(**{**self._pending.to_dict(), "seconds": seconds})
         self._channel.publish(f"done/{report.version}/{self.name}", report.to_dict())
         self._pending = None
         self._copies = _Copies()  # the engine needs its memory for other things between updates

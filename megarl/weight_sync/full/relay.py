@@ -1,7 +1,7 @@
 """Exported buckets in the memory of one holder: rank 0, or the first receiver of another host, which passes them on.
 
 Rank 0 packs a bucket once. Readers of its host map the memory; the first receiver of the next host gets the bucket over gloo
-into memory that the others of that host map, and passes it on to the host after that (`hops.export_hops`). While one host
+into memory that the others of that host map, and passes it on to the host after that (`hops.full_relays`). While one host
 receives a bucket, the hosts before it have the next ones on their way: all network links carry buckets at the same time, and
 each carries a version once.
 """
@@ -18,10 +18,10 @@ import torch
 
 from megarl.platform import select
 from megarl.weight_sync.process_group import BroadcastGroup
-from megarl.weight_sync.relay import Hop, Party, name_of
-from megarl.weight_sync.session import EXPORT_SLOTS, ExchangeError, ExchangeSession, shown
+from megarl.weight_sync.relay import Peer, Relay, name_of
+from megarl.weight_sync.session import FULL_SLOTS, FullSession, WeightSyncError, abbreviate_names
 from megarl.weight_sync.shared_memory import PrivateSlot, SharedSlot
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.store import StoreChannel
 
 
 @dataclass
@@ -35,17 +35,17 @@ class _InFlight:
     broadcast: Any  # a gloo work, where the hop crosses a network
 
 
-class Relay:
-    """The holder's side of a hop. At most `EXPORT_SLOTS` buckets lie in its memory. Not thread-safe."""
+class RelaySender:
+    """The holder's side of a hop. At most `FULL_SLOTS` buckets lie in its memory. Not thread-safe."""
 
-    def __init__(self, channel: Channel, session: ExchangeSession, hop: Hop) -> None:
+    def __init__(self, channel: StoreChannel, session: FullSession, hop: Relay) -> None:
         self._channel, self._hop = channel, hop
         names = [name for name, _ in session.receivers]
         self.holder = name_of(hop.holder, names)
         self._readers = [names[reader] for reader in hop.readers]
         shared = bool(hop.local) and session.directory is None
         self._slots = [
-            SharedSlot(session.shm_dir) if shared else PrivateSlot(select("cpu").device()) for _ in range(EXPORT_SLOTS)
+            SharedSlot(session.shm_dir) if shared else PrivateSlot(select("cpu").device()) for _ in range(FULL_SLOTS)
         ]
         self._bucket_bytes = session.bucket_bytes
         self._group: BroadcastGroup | None = None
@@ -59,18 +59,18 @@ class Relay:
 
     def reserve(self, number: int, nbytes: int, *, last: bool) -> torch.Tensor:
         """Memory for bucket `number`, uint8 [nbytes], once all have read what lay there. Raises OSError where it does not fit."""
-        while len(self._in_flight) == EXPORT_SLOTS:
+        while len(self._in_flight) == FULL_SLOTS:
             self._await_oldest()
-        slot = self._slots[number % EXPORT_SLOTS]
+        slot = self._slots[number % FULL_SLOTS]
         # More will come: a full-sized slot now saves growing it bucket by bucket.
         slot.reserve(nbytes if last else max(nbytes, self._bucket_bytes))
         return slot.reserve(nbytes)
 
     def offer(self, number: int, memory: torch.Tensor, fingerprint: str, names: list[str]) -> None:
         """Let the hop's readers have bucket `number`, which `reserve` gave memory for."""
-        slot = self._slots[number % EXPORT_SLOTS]
+        slot = self._slots[number % FULL_SLOTS]
         if self._hop.local:
-            self._channel.publish(slot_key(number, self._hop.holder), [number % EXPORT_SLOTS, slot.name])
+            self._channel.publish(slot_key(number, self._hop.holder), [number % FULL_SLOTS, slot.name])
         broadcast = self._group.start(memory) if self._group is not None else None
         self._in_flight.append(_InFlight(number, fingerprint, names, slot, broadcast))
 
@@ -88,7 +88,7 @@ class Relay:
         values = self._channel.wait(keys, f"acknowledgements of bucket {bucket.number}")
         for name, value in zip(self._readers, values, strict=True):
             if value != bucket.fingerprint:
-                raise ExchangeError(mismatch(name, bucket.number, bucket.names, bucket.fingerprint, value))
+                raise WeightSyncError(mismatch(name, bucket.number, bucket.names, bucket.fingerprint, value))
         bucket.slot.unlink()
         self._channel.delete([*keys, *([slot_key(bucket.number, self._hop.holder)] if self._hop.local else [])])
         self._in_flight.popleft()
@@ -102,12 +102,12 @@ class Relay:
             slot.close()
 
 
-def group_name(hop: Hop) -> str:
+def group_name(hop: Relay) -> str:
     """The name of the group of two that carries a hop over a network."""
     return f"hop/{hop.holder[0]}{hop.holder[1]}/{hop.remote}"
 
 
-def slot_key(number: int, holder: Party) -> str:
+def slot_key(number: int, holder: Peer) -> str:
     """Key under which a holder publishes the slot and the file of a bucket."""
     return f"slot/{number}/{holder[0]}{holder[1]}"
 
@@ -120,6 +120,6 @@ def ack_key(number: int, name: str) -> str:
 def mismatch(receiver: str, bucket: int, names: Sequence[str], sent: str, received: str) -> str:
     """The message for bytes that changed on their way."""
     return (
-        f"receiver {receiver!r} got other bytes than were sent in bucket {bucket} ({shown(names)}): "
+        f"receiver {receiver!r} got other bytes than were sent in bucket {bucket} ({abbreviate_names(names)}): "
         f"fingerprint {received}, sent {sent}"
     )

@@ -16,35 +16,35 @@ import torch.distributed as dist
 from megarl.weight_sync.fingerprint import VersionFingerprint, fingerprint
 from megarl.weight_sync.full.buckets import Bucket, describe, fill_buckets, pack
 from megarl.weight_sync.full.files import BucketFiles
-from megarl.weight_sync.full.relay import Relay
-from megarl.weight_sync.relay import export_hops
+from megarl.weight_sync.full.relay import RelaySender
+from megarl.weight_sync.relay import full_relays
 from megarl.weight_sync.session import (
-    SHARED,
     SHARED_MEMORY_DIR,
-    ExchangeError,
-    ExchangeSession,
-    UpdateReport,
-    compare_reports,
+    SHARED_MEMORY_TRANSPORTS,
+    FullReport,
+    FullSession,
+    WeightSyncError,
+    compare_full_reports,
     host_id,
     resolve_transports,
 )
 from megarl.weight_sync.shared_memory import remove_stale_files
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.store import StoreChannel
 
 
-class WeightSender:
+class FullSender:
     """Owned by the trainer's rank 0, the source of all weights. Not thread-safe.
 
     Other trainer ranks only drain the export, which is collective. After an error the session is
     dead: close this sender and open another one.
     """
 
-    def __init__(self, session: ExchangeSession, store: Any) -> None:
+    def __init__(self, session: FullSession, store: Any) -> None:
         """Use `open`. `store` is the session's key-value store, served by this process."""
         self.session = session
-        self._channel = Channel(session, store)
+        self._channel = StoreChannel(session, store)
         self._connected = False
-        self._relay = Relay(self._channel, session, export_hops(session)[0])
+        self._relay = RelaySender(self._channel, session, full_relays(session)[0])
         self._files = None if session.directory is None else BucketFiles(session.directory)
         self._next_bucket = 0  # counts over versions: slots and keys follow from it
         atexit.register(self.close)
@@ -61,10 +61,10 @@ class WeightSender:
         shm_dir: str = SHARED_MEMORY_DIR,
         directory: str | None = None,
         adapter_alpha: float | None = None,
-    ) -> WeightSender:
+    ) -> FullSender:
         """Start a session. `host`: this machine's address as receivers reach it. `endpoints`: (name,
         `host_id`) of every receiver. `timeout`: seconds that any one wait may take. `directory`: where `transport` "files"
-        puts them. `adapter_alpha`: see `ExchangeSession`.
+        puts them. `adapter_alpha`: see `FullSession`.
 
         Raises ValueError where the transport cannot reach a receiver.
         """
@@ -72,7 +72,7 @@ class WeightSender:
         transports = resolve_transports(transport, here, endpoints)
         remove_stale_files(shm_dir)
         store = dist.TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-        session = ExchangeSession(
+        session = FullSession(
             host=host,
             port=store.port,
             prefix=uuid.uuid4().hex,
@@ -81,16 +81,16 @@ class WeightSender:
             timeout=timeout,
             shm_dir=shm_dir,
             hosts=(here, *(host for _, host in endpoints)),
-            shares_memory=transport in SHARED,
+            shares_memory=transport in SHARED_MEMORY_TRANSPORTS,
             directory=directory if transport == "files" else None,
             adapter_alpha=adapter_alpha,
         )
         return cls(session, store)
 
-    def send(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> UpdateReport:
+    def send(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> FullReport:
         """Send (name, tensor) pairs, on any device, as `version`; returns when every receiver has loaded it.
 
-        Tensors may not change or be reused until their bucket is packed. Raises ExchangeError where
+        Tensors may not change or be reused until their bucket is packed. Raises WeightSyncError where
         a receiver failed, fell silent or got other bytes, OSError where /dev/shm is full. `weights`
         is then drained all the same, so that the other ranks of a collective export come through.
         """
@@ -98,12 +98,12 @@ class WeightSender:
         try:
             return self._send(version, iterator)
         except BaseException as error:
-            with contextlib.suppress(ExchangeError):  # only where this process's own store is broken
+            with contextlib.suppress(WeightSyncError):  # only where this process's own store is broken
                 self._channel.abort(f"the sender failed: {type(error).__name__}: {error}")
             iterator.drain()
             raise
 
-    def _send(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> UpdateReport:
+    def _send(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> FullReport:
         start = time.perf_counter()
         self._channel.raise_if_aborted()
         total = VersionFingerprint()
@@ -115,13 +115,13 @@ class WeightSender:
             total.add(describe(bucket.entries), sent)
             nbytes, tensors, buckets = nbytes + bucket.nbytes, tensors + len(bucket.entries), buckets + 1
         self._relay.settle()
-        report = UpdateReport(version, total.hexdigest(), nbytes, tensors, buckets, 0.0)
+        report = FullReport(version, total.hexdigest(), nbytes, tensors, buckets, 0.0)
         names = [name for name, _ in self.session.receivers]
         keys = [f"done/{version}/{name}" for name in names]
         loaded = self._channel.wait(keys, f"receivers to finish loading version {version}")
         self._channel.delete([*keys, *(f"bucket/{number}" for number in range(first, self._next_bucket))])
-        compare_reports(report, {name: UpdateReport(**values) for name, values in zip(names, loaded, strict=True)})
-        return UpdateReport(**{**report.to_dict(), "seconds": time.perf_counter() - start})
+        compare_full_reports(report, {name: FullReport(**values) for name, values in zip(names, loaded, strict=True)})
+        return FullReport(**{**report.to_dict(), "seconds": time.perf_counter() - start})
 
     def _connect(self) -> None:
         """Once: wait for every receiver to be there, and connect with the first one of another host."""

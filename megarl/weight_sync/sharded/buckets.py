@@ -11,13 +11,13 @@ import torch
 
 from megarl.platform import select
 from megarl.weight_sync.process_group import BroadcastGroup
-from megarl.weight_sync.relay import Hop, Party, name_of
-from megarl.weight_sync.session import PLANNED_SLOTS, ExchangeError, PlannedSession
-from megarl.weight_sync.sharded.mailbox import Inboxes, await_answers, expect_answers
+from megarl.weight_sync.relay import Peer, Relay, name_of
+from megarl.weight_sync.session import SHARDED_SLOTS, ShardedSession, WeightSyncError
+from megarl.weight_sync.sharded.mailbox import MailboxWriter, await_answers, expect_answers
 from megarl.weight_sync.shared_memory import DeviceSlot, PrivateSlot, SharedSlot
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.store import StoreChannel
 
-Link = tuple[Party, int]  # whose memory, and which engine rank gets it over the network
+Link = tuple[Peer, int]  # whose memory, and which engine rank gets it over the network
 
 
 @dataclass
@@ -45,13 +45,13 @@ class _InFlight:
     count: int  # of this holder's buckets
     fingerprint: str
     what: str
-    hop: Hop
+    hop: Relay
     broadcast: Any  # under way, where a reader gets it over a network
 
 
-class Outbox:
+class OutgoingBuckets:
     def __init__(
-        self, channel: Channel, session: PlannedSession, party: Party, hops: Iterable[Hop], bucket_bytes: int
+        self, channel: StoreChannel, session: ShardedSession, party: Peer, hops: Iterable[Relay], bucket_bytes: int
     ) -> None:
         """Begin to connect to readers; `connect` ends it. `hops`: all that begin with `party`. `bucket_bytes`: of the
         largest bucket."""
@@ -59,7 +59,7 @@ class Outbox:
         hops = list(hops)
         self._local = sorted({reader for hop in hops for reader in hop.local})
         self._readers = sorted({reader for hop in hops for reader in hop.readers})
-        number = PLANNED_SLOTS if hops else 0
+        number = SHARDED_SLOTS if hops else 0
         slots = [self._slot() for _ in range(number)]
         self._slots = slots
         # An engine rank's buckets have arrived over a network, also those that go no further.
@@ -95,7 +95,7 @@ class Outbox:
         self._channel.wait([mapped(self._party, reader) for reader in self._local], f"{names} to map its memory")
         for slot in self._slots:
             slot.unlink()
-        self._inboxes = Inboxes(self._channel, self._readers, "engines to plan what they receive")
+        self._inboxes = MailboxWriter(self._channel, self._readers, "engines to plan what they receive")
 
     def claim(self, nbytes: int) -> Held:
         """Memory for a bucket; waits until the oldest one has been read where all of it is in use."""
@@ -105,7 +105,7 @@ class Outbox:
         memory = self._slots[number].reserve(nbytes)
         return Held(number, memory, self._copies[number].reserve(nbytes) if self._copies else memory)
 
-    def send(self, held: Held, hop: Hop, header: dict[str, Any], what: str) -> None:
+    def send(self, held: Held, hop: Relay, header: dict[str, Any], what: str) -> None:
         """Announce a packed bucket. `header` has its `fingerprint`; `what` says in errors which one it is."""
         told = {
             **header,
@@ -141,7 +141,7 @@ class Outbox:
         )
         for reader, value in zip(readers, values, strict=True):
             if value != bucket.fingerprint:
-                raise ExchangeError(
+                raise WeightSyncError(
                     f"receiver {names[reader]!r} got other bytes than {name_of(self._party, names)} sent in "
                     f"{bucket.what}: fingerprint {value}, sent {bucket.fingerprint}"
                 )
@@ -156,18 +156,18 @@ class Outbox:
             slot.close()
 
 
-def handles(holder: Party, reader: int) -> str:
+def handles(holder: Peer, reader: int) -> str:
     """Where a holder says how engine rank `reader` maps its memory."""
     return f"handles/{holder[0]}{holder[1]}/{reader}"
 
 
-def mapped(holder: Party, reader: int) -> str:
+def mapped(holder: Peer, reader: int) -> str:
     """Where engine rank `reader` says that it has mapped them."""
     return f"mapped/{holder[0]}{holder[1]}/{reader}"
 
 
 def form_links(
-    channel: Channel, session: PlannedSession, party: Party, hops: Iterable[Hop]
+    channel: StoreChannel, session: ShardedSession, party: Peer, hops: Iterable[Relay]
 ) -> dict[Link, BroadcastGroup]:
     """The connections over a network that `party` takes part in, on either side. `hops`: all that it has to do with.
 

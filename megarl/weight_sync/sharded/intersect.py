@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megarl.weight_sync.sharded.slices import ITEM_BYTES, Description
+from megarl.weight_sync.sharded.slices import ITEM_BYTES, SliceTable
 
 # Columns of `Side.boxes`. Two boxes are the same where all of these are.
 KEY = ("tensor", "row", "column", "rows", "columns", "dtype")
@@ -16,7 +16,7 @@ KEY = ("tensor", "row", "column", "rows", "columns", "dtype")
 PIECE = ("need", "have", "row", "column", "rows", "columns")
 
 DTYPES = tuple(ITEM_BYTES)
-ITEM = np.array([ITEM_BYTES[dtype] for dtype in DTYPES], np.int64)
+ITEM_SIZES = np.array([ITEM_BYTES[dtype] for dtype in DTYPES], np.int64)
 _SHOWN = 4  # ranks in an error
 
 
@@ -29,9 +29,9 @@ class Side:
     """
 
     ranks: str  # "trainer" or "engine": for errors
-    descriptions: tuple[Description, ...]  # of the classes
+    tables: tuple[SliceTable, ...]  # of the classes
     class_of: np.ndarray  # of each rank
-    boxes: np.ndarray  # int64 [n, 6], columns as in KEY, sorted
+    slices: np.ndarray  # int64 [n, 6], columns as in KEY, sorted
     starts: np.ndarray  # int64 [n + 1]
     classes: np.ndarray
     rows: np.ndarray
@@ -44,11 +44,11 @@ class Side:
     def local(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of the boxes that stand in the description of `rank`, rising, and where they stand there."""
         own = self.classes == self.class_of[rank]
-        boxes = np.repeat(np.arange(len(self.boxes)), np.diff(self.starts))
+        boxes = np.repeat(np.arange(len(self.slices)), np.diff(self.starts))
         return boxes[own], self.rows[own]
 
 
-def gather(ranks: str, descriptions: Sequence[Description], numbers: Mapping[str, int]) -> Side:
+def gather(ranks: str, descriptions: Sequence[SliceTable], numbers: Mapping[str, int]) -> Side:
     """`numbers`: of the tensors, by name."""
     alike, class_of = _classes(descriptions)
     entries = np.concatenate([_entries(one, number, numbers) for number, one in enumerate(alike)])
@@ -67,13 +67,13 @@ def match(needs: Side, haves: Side, names: Sequence[str]) -> np.ndarray:
     """int64 [n, 6], columns as in PIECE: every element of each needed box once. ValueError where there are holes, or
     where trainers hold parts of each other's boxes."""
     _refuse_overlaps(haves, names)
-    need, have, common = _pairs(needs.boxes, haves.boxes)
-    found = np.bincount(need, common[:, 2] * common[:, 3], len(needs.boxes))
-    for box in np.flatnonzero(found != needs.boxes[:, 3] * needs.boxes[:, 4])[:1]:
-        _, row, column, rows, columns, _ = needs.boxes[box].tolist()
+    need, have, common = _pairs(needs.slices, haves.slices)
+    found = np.bincount(need, common[:, 2] * common[:, 3], len(needs.slices))
+    for box in np.flatnonzero(found != needs.slices[:, 3] * needs.slices[:, 4])[:1]:
+        _, row, column, rows, columns, _ = needs.slices[box].tolist()
         raise ValueError(
             f"{_ranks(needs, box)} need {rows} rows from row {row} and {columns} columns from column {column} of "
-            f"{names[needs.boxes[box, 0]]}: of these {rows * columns:,} elements the trainers hold {int(found[box]):,}"
+            f"{names[needs.slices[box, 0]]}: of these {rows * columns:,} elements the trainers hold {int(found[box]):,}"
         )
     return np.column_stack([need, have, common])
 
@@ -103,8 +103,8 @@ def expand(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _classes(descriptions: Sequence[Description]) -> tuple[tuple[Description, ...], np.ndarray]:
-    alike: dict[str, Description] = {}
+def _classes(descriptions: Sequence[SliceTable]) -> tuple[tuple[SliceTable, ...], np.ndarray]:
+    alike: dict[str, SliceTable] = {}
     numbers: dict[str, int] = {}
     class_of = []
     for one in descriptions:
@@ -113,9 +113,9 @@ def _classes(descriptions: Sequence[Description]) -> tuple[tuple[Description, ..
     return tuple(alike.values()), np.array(class_of, np.int64)
 
 
-def _entries(one: Description, number: int, numbers: Mapping[str, int]) -> np.ndarray:
+def _entries(one: SliceTable, number: int, numbers: Mapping[str, int]) -> np.ndarray:
     """Boxes as in KEY, then the class and the number in the description."""
-    boxes = one.boxes
+    boxes = one.slices
     tensors = np.array([numbers[name] for name in one.tensors], np.int64)
     dtypes = np.array([DTYPES.index(dtype) for dtype in one.dtypes], np.int64)
     own = (np.full(len(boxes), number), np.arange(len(boxes)))
@@ -147,11 +147,11 @@ def _pairs(ones: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray
 
 
 def _refuse_overlaps(haves: Side, names: Sequence[str]) -> None:
-    one, other, common = _pairs(haves.boxes, haves.boxes)
+    one, other, common = _pairs(haves.slices, haves.slices)
     for pair in np.flatnonzero(one < other)[:1]:
         row, column, rows, columns = common[pair].tolist()
         raise ValueError(
-            f"{_ranks(haves, one[pair])} and {_ranks(haves, other[pair])} hold boxes of {names[haves.boxes[one[pair], 0]]} "
+            f"{_ranks(haves, one[pair])} and {_ranks(haves, other[pair])} hold boxes of {names[haves.slices[one[pair], 0]]} "
             f"that are not the same, but have {rows} rows from row {row} and {columns} columns from column {column} in "
             f"common (or hold them in different types): a plan cannot tell which of them is right"
         )

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.weight_sync.relay import Party
-from megarl.weight_sync.session import PLANNED_SLOTS
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.relay import Peer
+from megarl.weight_sync.session import SHARDED_SLOTS
+from megarl.weight_sync.store import StoreChannel
 
 
-class Inbox:
-    def __init__(self, channel: Channel, reader: int, holders: int) -> None:
+class Mailbox:
+    def __init__(self, channel: StoreChannel, reader: int, holders: int) -> None:
         """Of engine rank `reader`, which so many holders write to. A holder has a note for each of its buckets that are under
         way, so a ring of this size has no note in it that was not read when the next one comes there."""
-        self._channel, self._reader, self._size = channel, reader, holders * PLANNED_SLOTS
+        self._channel, self._reader, self._size = channel, reader, holders * SHARDED_SLOTS
         self._next = 0  # over all versions
         for place in range(self._size):
             channel.publish(_note(reader, place), None)
@@ -45,10 +45,10 @@ class Inbox:
         return notes[0]
 
 
-class Inboxes:
+class MailboxWriter:
     """Of `readers`, to be written to by one holder."""
 
-    def __init__(self, channel: Channel, readers: Sequence[int], awaited: str) -> None:
+    def __init__(self, channel: StoreChannel, readers: Sequence[int], awaited: str) -> None:
         """Waits until each is there."""
         self._channel = channel
         sizes = channel.wait([_size(reader) for reader in readers], awaited)
@@ -62,19 +62,19 @@ class Inboxes:
 class Answers:
     """Of one engine rank, to all holders: which buckets it took, and their fingerprints."""
 
-    def __init__(self, channel: Channel, reader: int) -> None:
+    def __init__(self, channel: StoreChannel, reader: int) -> None:
         self._channel, self._reader = channel, reader
-        self._last: dict[Party, list[tuple[int, str]]] = {}
+        self._last: dict[Peer, list[tuple[int, str]]] = {}
 
-    def tell(self, holder: Party, count: int, fingerprint: str) -> None:
+    def tell(self, holder: Peer, count: int, fingerprint: str) -> None:
         """`count`: the number of the bucket among all of `holder`."""
-        last = [*self._last.get(holder, []), (count, fingerprint)][-PLANNED_SLOTS:]
+        last = [*self._last.get(holder, []), (count, fingerprint)][-SHARDED_SLOTS:]
         self._last[holder] = last
         self._channel.publish(_answer(holder, self._reader), last)
 
 
 def await_answers(
-    channel: Channel, holder: Party, count: int, readers: Sequence[int], names: Sequence[str], what: str
+    channel: StoreChannel, holder: Peer, count: int, readers: Sequence[int], names: Sequence[str], what: str
 ) -> list[str]:
     """Fingerprints of the holder's bucket `count`, once each of `readers` (with `names`) took it. `what` says in errors
     which bucket it is."""
@@ -93,7 +93,7 @@ def await_answers(
     return [value for value in found if value is not None]
 
 
-def expect_answers(channel: Channel, holder: Party, readers: Sequence[int]) -> None:
+def expect_answers(channel: StoreChannel, holder: Peer, readers: Sequence[int]) -> None:
     """Before the first bucket: there is no answer yet."""
     for reader in readers:
         channel.publish(_answer(holder, reader), [])
@@ -107,5 +107,5 @@ def _size(reader: int) -> str:
     return f"inbox/{reader}"
 
 
-def _answer(holder: Party, reader: int) -> str:
+def _answer(holder: Peer, reader: int) -> str:
     return f"ack/{holder[0]}{holder[1]}/{reader}"

@@ -7,12 +7,12 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from megarl.weight_sync.session import ExchangeError, PlannedSession
-from megarl.weight_sync.sharded.slices import Description
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.session import ShardedSession, WeightSyncError
+from megarl.weight_sync.sharded.slices import SliceTable
+from megarl.weight_sync.store import StoreChannel
 
 
-def tell(channel: Channel, who: str, description: Description) -> None:
+def tell(channel: StoreChannel, who: str, description: SliceTable) -> None:
     """Publish what `who` holds, or needs. What ranks have in common is in the store once."""
     blob = f"description/{description.digest}"
     if not channel.has(blob):
@@ -20,10 +20,10 @@ def tell(channel: Channel, who: str, description: Description) -> None:
     channel.publish(who, description.digest)
 
 
-def hear(channel: Channel, who: Sequence[str], awaited: str) -> list[Description]:
+def hear(channel: StoreChannel, who: Sequence[str], awaited: str) -> list[SliceTable]:
     """What all of them published, once each has. `awaited` says in errors what they stand for."""
     digests = channel.wait(who, awaited)
-    unique = {digest: Description.from_bytes(channel.bytes_of(f"description/{digest}")) for digest in set(digests)}
+    unique = {digest: SliceTable.from_bytes(channel.bytes_of(f"description/{digest}")) for digest in set(digests)}
     return [unique[digest] for digest in digests]
 
 
@@ -37,14 +37,14 @@ def needing(receiver: str) -> str:
 
 
 def agree(
-    channel: Channel,
-    session: PlannedSession,
-    held: Sequence[Description],
-    needed: Sequence[Description],
+    channel: StoreChannel,
+    session: ShardedSession,
+    held: Sequence[SliceTable],
+    needed: Sequence[SliceTable],
     *,
     first: bool,
 ) -> None:
-    """Raise ExchangeError unless this rank plans from what trainer rank 0 (`first`) plans from."""
+    """Raise WeightSyncError unless this rank plans from what trainer rank 0 (`first`) plans from."""
     own = hashlib.blake2b(json.dumps(dataclasses.asdict(session)).encode(), digest_size=16)
     for description in (*held, *needed):
         own.update(description.digest.encode())
@@ -53,7 +53,7 @@ def agree(
         return
     (theirs,) = channel.wait(["plan"], "the plan of the trainers' rank 0")
     if theirs != own.hexdigest():
-        raise ExchangeError(
+        raise WeightSyncError(
             "this process and the trainers' rank 0 plan the weight exchange from different descriptions: is the same "
             "megarl installed on every machine?"
         )

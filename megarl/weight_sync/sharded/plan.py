@@ -13,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megarl.weight_sync.sharded.intersect import DTYPES, ITEM, PIECE, Side, expand, gather, match, split
+from megarl.weight_sync.sharded.intersect import DTYPES, ITEM_SIZES, PIECE, Side, expand, gather, match, split
 from megarl.weight_sync.sharded.senders import assign, chains, order_of
-from megarl.weight_sync.sharded.slices import Description
+from megarl.weight_sync.sharded.slices import SliceTable
 
 # Columns of `Stream.copies`: the bucket, the element in it at which the box begins (row after row, without gaps), and
 # where the box lies in this end's parameter: element (i, j) is `offset + i * stride + j` of its memory.
@@ -35,13 +35,6 @@ class Stream:
     tensors: np.ndarray  # int64 [n]: of which tensor of the checkpoint each copy is (numbers of the rank's description)
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """What one rank has to do in every update: a trainer's streams begin there, an engine rank's reach it."""
-
-    streams: tuple[Stream, ...]
-
-
 @dataclass(frozen=True)
 class Hosts:
     """On which host each rank is; names that tell hosts apart, such as `session.host_id()`."""
@@ -51,12 +44,12 @@ class Hosts:
 
 
 @dataclass(frozen=True, eq=False)
-class ExchangePlan:
+class TransferPlan:
     """Of all ranks. The same descriptions in the same order give the same plan, on whatever rank it is made."""
 
     names: tuple[str, ...]  # of the tensors
-    haves: Side
-    needs: Side
+    held: Side
+    needed: Side
     bucket_bytes: int
     hosts: Hosts
     pieces: np.ndarray  # int64 [n, 6], columns as in PIECE, in the order in which each stream carries them
@@ -65,24 +58,24 @@ class ExchangePlan:
     dtypes: np.ndarray  # int64 [streams], numbers in DTYPES
     targets: tuple[tuple[int, ...], ...]  # of each stream
 
-    def sends(self, trainer: int) -> Part:
-        return self._part(self.haves, trainer, np.flatnonzero(self.sources == trainer), "have")
+    def streams_from(self, trainer: int) -> tuple[Stream, ...]:
+        return self._part(self.held, trainer, np.flatnonzero(self.sources == trainer), "have")
 
-    def receives(self, engine: int) -> Part:
+    def streams_to(self, engine: int) -> tuple[Stream, ...]:
         streams = [number for number, ranks in enumerate(self.targets) if engine in ranks]
-        return self._part(self.needs, engine, np.array(streams, np.int64), "need")
+        return self._part(self.needed, engine, np.array(streams, np.int64), "need")
 
     @cached_property
     def nbytes(self) -> np.ndarray:
         """int64 [streams]: what each carries to each of its targets."""
         sizes = np.append(0, np.cumsum(self.pieces[:, 4] * self.pieces[:, 5]))
-        return np.diff(sizes[self.starts]) * ITEM[self.dtypes]
+        return np.diff(sizes[self.starts]) * ITEM_SIZES[self.dtypes]
 
     def buckets(self, stream: int) -> np.ndarray:
         """Where the buckets of a stream begin among its pieces, and their number at the end."""
         pieces = self.pieces[self.starts[stream] : self.starts[stream + 1]]
         ends = np.cumsum(pieces[:, 4] * pieces[:, 5])
-        limit = max(self.bucket_bytes // int(ITEM[self.dtypes[stream]]), 1)
+        limit = max(self.bucket_bytes // int(ITEM_SIZES[self.dtypes[stream]]), 1)
         starts, filled = [0], 0
         while starts[-1] < len(pieces):
             stop = max(int(np.searchsorted(ends, filled + limit, "right")), starts[-1] + 1)
@@ -90,10 +83,10 @@ class ExchangePlan:
             starts.append(stop)
         return np.array(starts, np.int64)
 
-    def _part(self, side: Side, rank: int, streams: np.ndarray, what: str) -> Part:
+    def _part(self, side: Side, rank: int, streams: np.ndarray, what: str) -> tuple[Stream, ...]:
         """Boxes of the plan, where they lie in the parameters of `rank`; once more for each place that takes the same box."""
         boxes, rows = side.local(rank)
-        description = side.descriptions[side.class_of[rank]]
+        description = side.tables[side.class_of[rank]]
         made = []
         for number in streams.tolist():
             pieces = self.pieces[self.starts[number] : self.starts[number + 1]]
@@ -102,7 +95,7 @@ class ExchangePlan:
             # A trainer that holds a box in two places (tied embeddings) sends one; an engine fills all.
             counts = np.ones_like(low) if what == "have" else np.searchsorted(boxes, wanted, "right") - low
             piece, place = expand(counts)
-            own = description.boxes[rows[low[piece] + place]]
+            own = description.slices[rows[low[piece] + place]]
             starts = self.buckets(number)
             sizes = pieces[:, 4] * pieces[:, 5]
             begin = np.append(0, np.cumsum(sizes))
@@ -122,10 +115,12 @@ class ExchangePlan:
                     own[:, 0],
                 )
             )
-        return Part(tuple(made))
+        return tuple(made)
 
 
-def plan(haves: Sequence[Description], needs: Sequence[Description], hosts: Hosts, bucket_bytes: int) -> ExchangePlan:
+def plan_transfers(
+    haves: Sequence[SliceTable], needs: Sequence[SliceTable], hosts: Hosts, bucket_bytes: int
+) -> TransferPlan:
     """Who sends what to whom, of what trainer ranks hold (`haves`) and engine ranks need, in the order of ranks.
 
     ValueError, with the tensor and the ranks, where a needed element is held by nobody, where trainers hold boxes that overlap without
@@ -135,9 +130,9 @@ def plan(haves: Sequence[Description], needs: Sequence[Description], hosts: Host
     numbers = {name: number for number, name in enumerate(names)}
     needed, held = gather("engine", needs, numbers), gather("trainer", haves, numbers)
     pieces = match(needed, held, names)
-    wire = _wire(held.boxes[pieces[:, 1], 5], needed.boxes[pieces[:, 0], 5])
-    pieces = split(pieces, ITEM[wire], bucket_bytes)
-    wire = _wire(held.boxes[pieces[:, 1], 5], needed.boxes[pieces[:, 0], 5])
+    wire = _wire(held.slices[pieces[:, 1], 5], needed.slices[pieces[:, 0], 5])
+    pieces = split(pieces, ITEM_SIZES[wire], bucket_bytes)
+    wire = _wire(held.slices[pieces[:, 1], 5], needed.slices[pieces[:, 0], 5])
 
     piece, choice, chain, candidates, routes = _routes(
         needed.group[pieces[:, 0]], held.group[pieces[:, 1]], needed, held, hosts
@@ -145,7 +140,7 @@ def plan(haves: Sequence[Description], needs: Sequence[Description], hosts: Host
     pieces, wire = pieces[piece], wire[piece]
     order = np.lexsort((piece, chain))  # runs of a chain stay together
     sender = np.empty(len(piece), np.int64)
-    nbytes = pieces[:, 4] * pieces[:, 5] * ITEM[wire]
+    nbytes = pieces[:, 4] * pieces[:, 5] * ITEM_SIZES[wire]
     sender[order] = assign(candidates, choice[order], nbytes[order], len(haves))
 
     order = np.lexsort((piece, wire, chain, sender))
@@ -153,7 +148,7 @@ def plan(haves: Sequence[Description], needs: Sequence[Description], hosts: Host
     first = np.ones(len(keys), bool)
     first[1:] = (keys[1:] != keys[:-1]).any(1)
     begins = np.flatnonzero(first)
-    return ExchangePlan(
+    return TransferPlan(
         names,
         held,
         needed,
@@ -167,7 +162,7 @@ def plan(haves: Sequence[Description], needs: Sequence[Description], hosts: Host
     )
 
 
-def _names(haves: Sequence[Description], needs: Sequence[Description]) -> tuple[str, ...]:
+def _names(haves: Sequence[SliceTable], needs: Sequence[SliceTable]) -> tuple[str, ...]:
     """Of all tensors, as engines need them: streams follow this order, and engines finish a layer after the other."""
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
     for ranks, descriptions in (("engine", needs), ("trainer", haves)):
@@ -181,7 +176,7 @@ def _names(haves: Sequence[Description], needs: Sequence[Description]) -> tuple[
 
 def _wire(held: np.ndarray, needed: np.ndarray) -> np.ndarray:
     """The type in which each travels: the smaller one. What the engine's loader would round, the trainer rounds."""
-    return np.where(ITEM[needed] <= ITEM[held], needed, held)
+    return np.where(ITEM_SIZES[needed] <= ITEM_SIZES[held], needed, held)
 
 
 def _routes(

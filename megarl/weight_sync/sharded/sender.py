@@ -15,34 +15,34 @@ import torch
 import torch.distributed as dist
 
 from megarl.weight_sync.fingerprint import Fingerprint, Fingerprints, VersionFingerprint
-from megarl.weight_sync.heartbeat import Pulse, Vigil
+from megarl.weight_sync.heartbeat import HeartbeatClient, HeartbeatMonitor
 from megarl.weight_sync.process_group import CAUSE_SECONDS
-from megarl.weight_sync.relay import Party, of_holder
+from megarl.weight_sync.relay import Peer, of_holder
 from megarl.weight_sync.session import (
-    ON_DEVICES,
+    DEVICE_TRANSPORTS,
     SHARED_MEMORY_DIR,
-    ExchangeError,
-    PlannedReport,
-    PlannedSession,
-    compare_planned,
+    ShardedReport,
+    ShardedSession,
+    WeightSyncError,
+    abbreviate_names,
+    compare_sharded_reports,
+    merge_reports,
     resolve_transports,
-    shown,
     stream_key,
-    together,
 )
 from megarl.weight_sync.sharded import manifest
-from megarl.weight_sync.sharded.buckets import Held, Outbox, form_links
+from megarl.weight_sync.sharded.buckets import Held, OutgoingBuckets, form_links
 from megarl.weight_sync.sharded.copy import Boxes
-from megarl.weight_sync.sharded.plan import Hosts, plan
-from megarl.weight_sync.sharded.slices import Description
+from megarl.weight_sync.sharded.plan import Hosts, plan_transfers
+from megarl.weight_sync.sharded.slices import SliceTable
 from megarl.weight_sync.sharded.verify import differing, expected
 from megarl.weight_sync.shared_memory import remove_stale_files
-from megarl.weight_sync.store import Channel
+from megarl.weight_sync.store import StoreChannel
 
 Export = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
-def meet(
+def open_sharded_session(
     host: str,
     senders: Sequence[str],
     receivers: Sequence[tuple[str, str]],
@@ -51,10 +51,10 @@ def meet(
     bucket_bytes: int,
     timeout: float,
     check_every: int,
-    silence: float,
+    heartbeat_timeout: float,
     device: str = "cpu",
     shm_dir: str = SHARED_MEMORY_DIR,
-) -> tuple[PlannedSession, Any]:
+) -> tuple[ShardedSession, Any]:
     """Start a session, in the process of the trainers' rank 0: what everyone needs to take part, and its key-value store.
 
     `host`: this machine's address as all others reach it. `senders`: `host_id` of every trainer rank. `receivers`: (name,
@@ -64,7 +64,7 @@ def meet(
     for sender in set(senders):
         resolve_transports(transport, sender, receivers)
     store = dist.TCPStore(host, 0, None, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-    session = PlannedSession(
+    session = ShardedSession(
         host=host,
         port=store.port,
         prefix=uuid.uuid4().hex,
@@ -75,8 +75,8 @@ def meet(
         senders=tuple(senders),
         transport=transport,
         check_every=check_every,
-        silence=silence,
-        device=device if transport in ON_DEVICES else "cpu",
+        heartbeat_timeout=heartbeat_timeout,
+        device=device if transport in DEVICE_TRANSPORTS else "cpu",
     )
     return session, store
 
@@ -91,7 +91,7 @@ class _Packed:
     fingerprint: Fingerprint
 
 
-class PlannedSender:
+class ShardedSender:
     """Sends this rank's streams of every version. Every trainer rank has one. Not thread-safe.
 
     After an error the session is dead: close this sender and meet again.
@@ -99,9 +99,9 @@ class PlannedSender:
 
     def __init__(
         self,
-        session: PlannedSession,
+        session: ShardedSession,
         rank: int,
-        held: Description,
+        held: SliceTable,
         tensors: Callable[[], Sequence[torch.Tensor]],
         store: Any = None,
     ) -> None:
@@ -110,44 +110,44 @@ class PlannedSender:
         remove_stale_files(session.shm_dir)
         self.session = session
         self._rank, self._held, self._tensors = rank, held, tensors
-        self._channel = Channel(session, store)
+        self._channel = StoreChannel(session, store)
         self._boxes: dict[int, Boxes] | None = None  # by stream, once all is planned
-        self._outbox: Outbox | None = None
+        self._outbox: OutgoingBuckets | None = None
         self._fingerprints = Fingerprints(on_device=session.stays_on_devices)
         self._first: int | None = None  # version that was sent first
         with contextlib.ExitStack() as undo:  # a thread and a connection each, should a later part fail
-            vigil = None if store is None else Vigil(session, self._channel)
+            vigil = None if store is None else HeartbeatMonitor(session, self._channel)
             self._vigil = vigil and undo.enter_context(contextlib.closing(vigil))
-            self._pulse = undo.enter_context(contextlib.closing(Pulse(self._channel, f"trainer {rank}")))
+            self._pulse = undo.enter_context(contextlib.closing(HeartbeatClient(self._channel, f"trainer {rank}")))
             manifest.tell(self._channel, manifest.holder(rank), held)
             undo.pop_all()
         atexit.register(self.close)
 
-    def send(self, version: int, export: Export) -> PlannedReport:
+    def send(self, version: int, export: Export) -> ShardedReport:
         """Send what engines need of this rank as `version`; returns when they have loaded it. Collective over the
         trainer's ranks where the update is checked: `export` is then called, and all of it taken.
 
-        No parameter may change meanwhile. Raises ExchangeError where an engine failed, fell silent or got other bytes,
+        No parameter may change meanwhile. Raises WeightSyncError where an engine failed, fell silent or got other bytes,
         or holds other values than those exported; OSError where /dev/shm is full.
         """
         try:
             with self._pulse.update(version):
                 return self._send(version, export)
         except BaseException as error:
-            with contextlib.suppress(ExchangeError):  # the session is aborted already, or its own store is broken
+            with contextlib.suppress(WeightSyncError):  # the session is aborted already, or its own store is broken
                 if isinstance(error, RuntimeError) and "onnection" in str(error):
                     self._leave_time_for_the_cause()
                 self._channel.abort(f"trainer {self._rank} failed: {type(error).__name__}: {error}")
             raise
 
     def _leave_time_for_the_cause(self) -> None:
-        """Of a trainers' group that broke, the watch over ranks tells who died. Raises ExchangeError once it has."""
+        """Of a trainers' group that broke, the watch over ranks tells who died. Raises WeightSyncError once it has."""
         deadline = time.monotonic() + CAUSE_SECONDS
         while time.monotonic() < deadline:
             self._channel.raise_if_aborted()
             time.sleep(0.02)
 
-    def _send(self, version: int, export: Export) -> PlannedReport:
+    def _send(self, version: int, export: Export) -> ShardedReport:
         self._channel.raise_if_aborted()
         seconds = dict.fromkeys(("pack", "fingerprint", "wait", "check"), 0.0)
         boxes = self._plan() if self._boxes is None else self._boxes
@@ -188,7 +188,7 @@ class PlannedSender:
             for number, one in boxes.items()
             for target in one.stream.targets
         }
-        report = PlannedReport(version, streams, nbytes, buckets, checked, seconds)
+        report = ShardedReport(version, streams, nbytes, buckets, checked, seconds)
         self._await_loaded(report)
         return report
 
@@ -212,19 +212,19 @@ class PlannedSender:
         )
         manifest.agree(channel, session, held, self._needed, first=self._rank == 0)
         hosts = Hosts(session.senders, [host for _, host in session.receivers])
-        streams = plan(held, self._needed, hosts, session.bucket_bytes).sends(self._rank).streams
-        own: Party = ("trainer", self._rank)
+        streams = plan_transfers(held, self._needed, hosts, session.bucket_bytes).streams_from(self._rank)
+        own: Peer = ("trainer", self._rank)
         self._hops = of_holder(own, streams, session)
         boxes = {one.number: Boxes(one) for one in streams}
         largest = max((one.largest for one in boxes.values()), default=0)
-        self._outbox = Outbox(channel, session, own, self._hops.values(), largest)
+        self._outbox = OutgoingBuckets(channel, session, own, self._hops.values(), largest)
         self._outbox.connect(form_links(channel, session, own, self._hops.values()))
         self._boxes = boxes
         return boxes
 
     def _what(self, stream: int, bucket: int) -> str:
         assert self._boxes is not None
-        names = shown(self._boxes[stream].names(bucket, self._held.tensors))
+        names = abbreviate_names(self._boxes[stream].names(bucket, self._held.tensors))
         return f"bucket {bucket} of stream {stream} from trainer {self._rank} ({names})"
 
     def _check(self, version: int, export: Export) -> int:
@@ -241,17 +241,17 @@ class PlannedSender:
             self._channel.publish(f"verdict/{version}/{name}", differing(need, found, own))
         return sum(len(one) for one in wanted)
 
-    def _await_loaded(self, sent: PlannedReport) -> None:
+    def _await_loaded(self, sent: ShardedReport) -> None:
         """Until every engine rank that this rank sends to has loaded the version, and the same one."""
         assert self._boxes is not None
         targets = sorted({target for one in self._boxes.values() for target in one.stream.targets})
         names = [self.session.names[target] for target in targets]
         keys = [f"done/{sent.version}/{name}" for name in names]
-        loaded = [PlannedReport(**one) for one in self._channel.wait(keys, f"receivers to load version {sent.version}")]
+        loaded = [ShardedReport(**one) for one in self._channel.wait(keys, f"receivers to load version {sent.version}")]
         if loaded:
-            received = together(loaded)
+            received = merge_reports(loaded)
             own = {key: value for key, value in received.streams.items() if key in sent.streams}
-            compare_planned(sent, PlannedReport(**{**received.to_dict(), "streams": own}))
+            compare_sharded_reports(sent, ShardedReport(**{**received.to_dict(), "streams": own}))
 
     def close(self) -> None:
         """Give the slots' memory back. May be called twice."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-# Columns of `Description.boxes`.
+# Columns of `SliceTable.boxes`.
 BOX = ("tensor", "row", "column", "rows", "columns", "parameter", "offset", "stride")
 
 # Bytes of an element, by torch's name of the type.
@@ -34,7 +34,7 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Description:
+class SliceTable:
     """Of one rank. `tensors` and `shapes` are those of the checkpoint that it has to do with, in its own order.
 
     A parameter whose name is in `whole` is a tensor of the checkpoint itself, in the checkpoint's shape, which an engine
@@ -45,11 +45,11 @@ class Description:
     shapes: tuple[tuple[int, ...], ...]
     parameters: tuple[str, ...]
     dtypes: tuple[str, ...]  # of the parameters, by torch's names: "bfloat16"
-    boxes: np.ndarray  # int64 [n, 8], columns as in BOX
+    slices: np.ndarray  # int64 [n, 8], columns as in BOX
     whole: frozenset[str] = frozenset()
 
     def column(self, name: str) -> np.ndarray:
-        return self.boxes[:, BOX.index(name)]
+        return self.slices[:, BOX.index(name)]
 
     @property
     def nbytes(self) -> int:
@@ -60,10 +60,10 @@ class Description:
     @cached_property
     def digest(self) -> str:
         """Equal for ranks that hold, or need, the same; whatever compresses there, which differs between machines."""
-        return hashlib.blake2b(_plain(self._head, [self.boxes]), digest_size=16).hexdigest()
+        return hashlib.blake2b(_plain(self._head, [self.slices]), digest_size=16).hexdigest()
 
     def to_bytes(self) -> bytes:
-        return to_bytes(self._head, [self.boxes])
+        return to_bytes(self._head, [self.slices])
 
     @property
     def _head(self) -> dict[str, Any]:
@@ -76,7 +76,7 @@ class Description:
         }
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Description:
+    def from_bytes(cls, data: bytes) -> SliceTable:
         head, (boxes,) = from_bytes(data)
         return cls(
             tuple(head["tensors"]),
@@ -88,7 +88,7 @@ class Description:
         )
 
 
-class Describer:
+class SliceTableBuilder:
     """Makes a description, box by box."""
 
     def __init__(self) -> None:
@@ -124,8 +124,8 @@ class Describer:
         self._whole.add(name)
         self.add(self.tensor(name, shape), (0, 0, rows, columns), self.parameter(name, dtype), 0, columns)
 
-    def done(self) -> Description:
-        return Description(
+    def build(self) -> SliceTable:
+        return SliceTable(
             tuple(self._tensors),
             tuple(self._shapes),
             tuple(self._parameters),
@@ -158,7 +158,7 @@ def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
     return head, arrays
 
 
-def tensors_held(haves: Sequence[Description]) -> list[tuple[str, tuple[int, ...], str]]:
+def held_tensors(haves: Sequence[SliceTable]) -> list[tuple[str, tuple[int, ...], str]]:
     """Names, shapes and types of all that trainer ranks hold, layer by layer: what `vllm_needs.needs` asks about."""
     found: dict[str, tuple[str, tuple[int, ...], str]] = {}
     for one in {id(one): one for one in haves}.values():

@@ -12,17 +12,17 @@ import torch
 
 from megarl.weight_sync.fingerprint import fingerprint
 from megarl.weight_sync.sharded.copy import box
-from megarl.weight_sync.sharded.slices import Description, as_matrix
+from megarl.weight_sync.sharded.slices import SliceTable, as_matrix
 
 
-class Examined:
+class SliceFingerprints:
     """Fingerprints of an engine rank's boxes, as they lie in its parameters."""
 
-    def __init__(self, need: Description) -> None:
+    def __init__(self, need: SliceTable) -> None:
         self._boxes: dict[int, list[tuple[int, list[int]]]] = {}
-        for number, one in enumerate(need.boxes.tolist()):
+        for number, one in enumerate(need.slices.tolist()):
             self._boxes.setdefault(one[5], []).append((number, one))
-        self.fingerprints: list[str] = [""] * len(need.boxes)
+        self.fingerprints: list[str] = [""] * len(need.slices)
 
     def examine(self, parameters: Iterable[int], tensor: Callable[[int], torch.Tensor]) -> None:
         """Of these parameters, which are complete and which nothing has been made of yet."""
@@ -31,13 +31,13 @@ class Examined:
                 self.fingerprints[number] = _of(box(tensor(parameter), offset, stride, rows, columns))
 
 
-def expected(export: Iterable[tuple[str, torch.Tensor]], needs: Sequence[Description]) -> list[list[str]]:
-    """What `Examined.fingerprints` of ranks with these `needs` must be. Takes all of `export`."""
+def expected(export: Iterable[tuple[str, torch.Tensor]], needs: Sequence[SliceTable]) -> list[list[str]]:
+    """What `SliceFingerprints.fingerprints` of ranks with these `needs` must be. Takes all of `export`."""
     wanted: dict[str, list[tuple[int, int, list[int]]]] = {}
     for rank, need in enumerate(needs):
-        for number, one in enumerate(need.boxes.tolist()):
+        for number, one in enumerate(need.slices.tolist()):
             wanted.setdefault(need.tensors[one[0]], []).append((rank, number, one))
-    found = [[""] * len(need.boxes) for need in needs]
+    found = [[""] * len(need.slices) for need in needs]
     for name, tensor in export:
         matrix = tensor.reshape(as_matrix(tensor.shape))
         for rank, number, (_, row, column, rows, columns, parameter, _, _) in wanted.get(name, []):
@@ -46,10 +46,10 @@ def expected(export: Iterable[tuple[str, torch.Tensor]], needs: Sequence[Descrip
     return found
 
 
-def differing(need: Description, found: Sequence[str], wanted: Sequence[str]) -> list[str]:
+def differing(need: SliceTable, found: Sequence[str], wanted: Sequence[str]) -> list[str]:
     """Tensors of which boxes differ."""
     numbers = [number for number, (own, other) in enumerate(zip(found, wanted, strict=True)) if own != other]
-    return list(dict.fromkeys(need.tensors[need.boxes[number, 0]] for number in numbers))
+    return list(dict.fromkeys(need.tensors[need.slices[number, 0]] for number in numbers))
 
 
 def _of(matrix: torch.Tensor) -> str:

@@ -109,7 +109,7 @@ class TestFactsOfOthers:
         from megarl.cluster.ray import start
         from megarl.weight_sync import session
 
-        assert Needs().buckets == session.EXPORT_SLOTS
+        assert Needs().buckets == session.FULL_SLOTS
         assert (system._STORE_LEAST, system._STORE_SHARE) == (start.STORE_LEAST, start.STORE_SHARE)
         assert Needs().bucket_bytes == ExchangeConfig().bucket_mb << 20
         assert DEFAULT_PORT == 6379

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.commands.plan.equal_layers import Sampled, Tensor
-from megarl.weight_sync.sharded.slices import Describer, Description
+from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 
 LAYERS = 12
 EVERY: list[Tensor] = [("model.embed.weight", (8, 4), "bfloat16")]
@@ -14,9 +14,9 @@ EVERY += [
 ]
 
 
-def told(tensors: list[Tensor], odd: int | None = None, *, whole: str = "") -> Description:
+def told(tensors: list[Tensor], odd: int | None = None, *, whole: str = "") -> SliceTable:
     """As the loader of rank 1 of two would: its half of each, q and k in one parameter. Layer `odd` takes the other half."""
-    describer = Describer()
+    describer = SliceTableBuilder()
     for name, shape, dtype in tensors:
         if whole and whole in name:
             describer.add_whole(name, shape, dtype)
@@ -26,7 +26,7 @@ def told(tensors: list[Tensor], odd: int | None = None, *, whole: str = "") -> D
         parameter = describer.parameter(name.replace(".q.", ".qk.").replace(".k.", ".qk."), dtype)
         at = rows * 4 if ".k." in name else 0
         describer.add(describer.tensor(name, shape), (first, 0, rows, 4), parameter, at, 4)
-    return describer.done()
+    return describer.build()
 
 
 def test_the_first_and_the_last_tell_of_those_between() -> None:

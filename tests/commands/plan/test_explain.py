@@ -17,30 +17,30 @@ from megarl.hf import published
 from megarl.hf.shape import model_shape
 from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
-from megarl.weight_sync.sharded.plan import ExchangePlan, Hosts, plan
-from megarl.weight_sync.sharded.slices import Describer, Description, tensors_held
+from megarl.weight_sync.sharded.plan import Hosts, TransferPlan, plan_transfers
+from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder, held_tensors
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 HALF = 3 * 4 * 2  # bytes of half a tensor
 
 
-def description(*names: str, rows: tuple[int, int] = (0, 6)) -> Description:
+def description(*names: str, rows: tuple[int, int] = (0, 6)) -> SliceTable:
     """Of tensors [6, 4] in bfloat16."""
-    describer = Describer()
+    describer = SliceTableBuilder()
     for name in names:
         box = (rows[0], 0, rows[1], 4)
         describer.add(describer.tensor(name, (6, 4)), box, describer.parameter(name, "bfloat16"), 0, 4)
-    return describer.done()
+    return describer.build()
 
 
 def run(*arguments: str) -> int:
     return guarded(lambda: app(args=list(arguments), standalone_mode=False), debug=False)
 
 
-def small_plan() -> ExchangePlan:
+def small_plan() -> TransferPlan:
     """Two stages on two machines, the second's holds an expert; two engines, one on each machine."""
     engine = description("a", "b.experts.1")
-    return plan(
+    return plan_transfers(
         [description("a"), description("b.experts.1", rows=(0, 3)), description("b.experts.1", rows=(3, 3))],
         [engine, engine],
         Hosts(["n0", "n1", "n1"], ["n0", "n1"]),
@@ -76,7 +76,7 @@ def test_relays_are_named_after_the_transport(transport, way) -> None:
 def test_buckets_of_rows_add_up_to_those_there_are() -> None:
     """But for buckets with experts and other weights, which are in two rows, as is said."""
     both = description("a", "b.experts.1")
-    mixed = plan([both], [both, both], Hosts(["n0"], ["n0", "n0"]), 1 << 20)
+    mixed = plan_transfers([both], [both, both], Hosts(["n0"], ["n0", "n0"]), 1 << 20)
     for made, rows, there, said in (
         (small_plan(), [1, 4], 5, ""),
         (mixed, [1, 1], 1, ", of which 1 is in two rows"),
@@ -123,7 +123,7 @@ def test_experts_of_later_ranks_have_later_numbers() -> None:
 
 def test_tensors_are_asked_about_layer_by_layer() -> None:
     names = ["m.10.experts.2.w", "m.9.experts.10.w", "m.9.experts.2.w", "lm_head"]
-    held = tensors_held([description(*names[:2]), description(*names[1:])])
+    held = held_tensors([description(*names[:2]), description(*names[1:])])
     assert [name for name, *_ in held] == ["lm_head", *reversed(names[:3])]
     assert held[0][1:] == ((6, 4), "bfloat16")
 
@@ -181,8 +181,8 @@ def test_engine_ranks_receive_what_they_hold(name: str, model: str, settings: li
     made = explain.planned(recipe, published.read(model), 16)
     assert totals(made).received_by_rank == pytest.approx(received, rel=1e-4)
     for rank in (0, len(made.hosts.engines) - 1):
-        need = made.needs.descriptions[made.needs.class_of[rank]]
-        got = sum(int(one.buckets.sum()) * (4 if one.dtype == "float32" else 2) for one in made.receives(rank).streams)
+        need = made.needed.tables[made.needed.class_of[rank]]
+        got = sum(int(one.buckets.sum()) * (4 if one.dtype == "float32" else 2) for one in made.streams_to(rank))
         assert got == need.nbytes
     sent = np.bincount(made.sources, made.nbytes, len(made.hosts.trainers))
     assert sent.max() <= 1.2 * sent.mean()

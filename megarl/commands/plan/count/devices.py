@@ -23,7 +23,7 @@ from megarl.platform.memory import swapped_parts
 from megarl.recipe.critic import critic_view
 from megarl.recipe.exchange import planned_by_recipe
 from megarl.recipe.schema import Recipe
-from megarl.weight_sync.session import AHEAD, EXPORT_SLOTS, ON_DEVICES, PLANNED_SLOTS, SUMS_BYTES
+from megarl.weight_sync.session import DEVICE_TRANSPORTS, FULL_SLOTS, RECEIVE_AHEAD, SHARDED_SLOTS, SUM_BYTES
 
 ROLLOUT = "rollout"
 EXCHANGED = "exchange buffers"
@@ -45,12 +45,12 @@ def exchange_buffers(recipe: Recipe, largest: int) -> int:
 
     Exported: a bucket of tensors waits to be packed beside. Planned: a bucket is packed at a time; updates that are held
     to the export, the first among them, also make it, one tensor after the other. What buckets are packed into (`slots`)
-    lies in the host's memory, unless the transport is of ON_DEVICES.
+    lies in the host's memory, unless the transport is of DEVICE_TRANSPORTS.
     """
     bucket, gathered = recipe.exchange.bucket_mb * 2**20, 2 * largest
     on_device = max(bucket, gathered) if planned_by_recipe(recipe) else bucket + gathered
-    there = recipe.cluster.device == "cpu" or recipe.exchange.transport in ON_DEVICES
-    sums = SUMS_BYTES if recipe.exchange.transport == "ipc" else 0
+    there = recipe.cluster.device == "cpu" or recipe.exchange.transport in DEVICE_TRANSPORTS
+    sums = SUM_BYTES if recipe.exchange.transport == "ipc" else 0
     return on_device + sums + (slots(recipe, largest) if there else 0)
 
 
@@ -59,8 +59,8 @@ def slots(recipe: Recipe, largest: int) -> int:
     rank 0, and a larger tensor has a bucket of its own."""
     bucket = recipe.exchange.bucket_mb * 2**20
     if planned_by_recipe(recipe):
-        return PLANNED_SLOTS * bucket
-    return EXPORT_SLOTS * max(bucket, largest)
+        return SHARDED_SLOTS * bucket
+    return FULL_SLOTS * max(bucket, largest)
 
 
 @dataclass(frozen=True)
@@ -114,12 +114,12 @@ def _beside(uses: Iterable[Use], constant: Mapping[str, int]) -> list[Use]:
 
 
 def _with_slots(recipe: Recipe, tenants: Sequence[Stage | EngineRank], uses: list[Use]) -> list[Use]:
-    """`uses` with the slots of a transport of ON_DEVICES, which stay on the device between updates: of an actor's rank, and of
+    """`uses` with the slots of a transport of DEVICE_TRANSPORTS, which stay on the device between updates: of an actor's rank, and of
     an engine's, which may pass buckets on."""
     senders = sum(not isinstance(one, Stage) or one.role == "actor" for one in tenants)
-    if recipe.exchange.transport not in ON_DEVICES or recipe.cluster.device == "cpu" or not senders:
+    if recipe.exchange.transport not in DEVICE_TRANSPORTS or recipe.cluster.device == "cpu" or not senders:
         return uses
-    kept = {EXCHANGED: senders * PLANNED_SLOTS * recipe.exchange.bucket_mb * 2**20}
+    kept = {EXCHANGED: senders * SHARDED_SLOTS * recipe.exchange.bucket_mb * 2**20}
     return [use if EXCHANGED in use.parts else Use(use.phase, {**use.parts, **kept}) for use in uses]
 
 
@@ -183,8 +183,8 @@ class _Device:
         device to device, those that are on their way, and those that it passes on; over IPC, the latter."""
         if not planned_by_recipe(self.recipe):
             return engine.largest
-        buckets = {"device": AHEAD + PLANNED_SLOTS, "ipc": PLANNED_SLOTS}.get(self.recipe.exchange.transport, 1)
-        sums = SUMS_BYTES if self.recipe.exchange.transport == "ipc" else 0
+        buckets = {"device": RECEIVE_AHEAD + SHARDED_SLOTS, "ipc": SHARDED_SLOTS}.get(self.recipe.exchange.transport, 1)
+        sums = SUM_BYTES if self.recipe.exchange.transport == "ipc" else 0
         buffers = self.recipe.exchange.bucket_mb * 2**20 * buckets + sums
         return engine.largest * self.recipe.megatron.pipeline_parallel + buffers
 

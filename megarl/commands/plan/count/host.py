@@ -26,7 +26,7 @@ from megarl.recipe.exchange import planned_by_recipe, wants_adapters
 from megarl.recipe.offload import copies_checkpoints
 from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
-from megarl.weight_sync.session import IN_HOST_MEMORY, PLANNED_SLOTS
+from megarl.weight_sync.session import HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 
 OFFLOADED, SWAPPED, REFERENCE = "offloaded", "swapped", "reference"
 ASLEEP, SHARED_MEMORY, PROCESSES, SAMPLES = "asleep", "/dev/shm", "processes", "samples"
@@ -163,7 +163,7 @@ def _trainer(tenants: Tenants, turns: Turns, stage: Stage, rank: int) -> dict[st
         parts[SWAPPED] = held.on_host + (held.states_pinned if swapped else 0)
     if stage.role == "actor" and runs_reference_pass(tenants.recipe.algorithm):
         parts[REFERENCE] = held.reference_pinned
-    sends = tenants.recipe.train.source == "rollout" and tenants.recipe.exchange.transport in IN_HOST_MEMORY
+    sends = tenants.recipe.train.source == "rollout" and tenants.recipe.exchange.transport in HOST_MEMORY_TRANSPORTS
     if stage.role == "actor" and sends and (rank == 0 or planned_by_recipe(tenants.recipe)):
         parts[SHARED_MEMORY] = slots(tenants.recipe, tenants.largest)
     return parts
@@ -191,8 +191,10 @@ def _engine(tenants: Tenants, turns: Turns) -> dict[str, int]:
     recipe, rank, parts = tenants.recipe, tenants.engines.get(ROLLOUT), {}
     if rank is not None and turns.sleeps and (tenants.keeps_weights or wants_adapters(recipe)):
         parts[ASLEEP] = rank.asleep
-    if planned_by_recipe(recipe) and recipe.exchange.transport in IN_HOST_MEMORY:  # of ranks that pass buckets on
-        parts[SHARED_MEMORY] = PLANNED_SLOTS * recipe.exchange.bucket_mb * 2**20
+    if (
+        planned_by_recipe(recipe) and recipe.exchange.transport in HOST_MEMORY_TRANSPORTS
+    ):  # of ranks that pass buckets on
+        parts[SHARED_MEMORY] = SHARDED_SLOTS * recipe.exchange.bucket_mb * 2**20
     return parts
 
 

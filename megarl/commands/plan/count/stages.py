@@ -25,7 +25,7 @@ from megarl.platform.memory import swapped_parts
 from megarl.recipe.critic import critic_view
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig
-from megarl.weight_sync.sharded.slices import Description
+from megarl.weight_sync.sharded.slices import SliceTable
 
 _NOT_COUNTED = (
     "activations under megatron.extra.moe_token_dispatcher_type=flex are those of kernels that run on devices alone "
@@ -55,7 +55,7 @@ class Counted:
     """`held`: of the actor's ranks, in their order, where it was asked for; `not_planned`: why it cannot be told."""
 
     stages: list[Stage]
-    held: list[Description] | None = None
+    held: list[SliceTable] | None = None
     not_planned: str | None = None
 
 
@@ -93,19 +93,19 @@ def counted(
     return found
 
 
-def holdings(recipe: Recipe, asker: Asker) -> list[Description]:
+def holdings(recipe: Recipe, asker: Asker) -> list[SliceTable]:
     """Of each of the actor's ranks. `recipe`: of `built_from`. Raises ValueError where they cannot be told."""
     firsts = dict(enumerate(first_ranks(recipe.megatron, recipe.cluster.trainers)))
     answers = _answers({stage: Question(recipe, rank, holdings=True) for stage, rank in firsts.items()}, asker)
     return _descriptions(answers)
 
 
-def _descriptions(answers: dict[int, dict[str, Any]]) -> list[Description]:
+def _descriptions(answers: dict[int, dict[str, Any]]) -> list[SliceTable]:
     found = []
     for answer in answers.values():
         if "not_planned" in answer:
             raise ValueError(answer["not_planned"])
-        unique = [Description.from_bytes(base64.b64decode(text)) for text in answer["holdings"]["unique"]]
+        unique = [SliceTable.from_bytes(base64.b64decode(text)) for text in answer["holdings"]["unique"]]
         found += [unique[number] for number in answer["holdings"]["of_rank"]]
     return found
 

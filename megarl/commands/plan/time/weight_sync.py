@@ -13,7 +13,7 @@ from megarl.commands.plan.time.engines import Engines
 from megarl.commands.plan.time.trainers import Trainers, state_bytes, weight_bytes
 from megarl.platform.devices import Device
 from megarl.recipe.schema import Recipe
-from megarl.weight_sync.session import SHARED
+from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS
 
 
 def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cost:
@@ -60,7 +60,7 @@ def export_host_seconds(recipe: Recipe, device: Device, size: float, first: int,
     del nodes[0]
     if not nodes:
         return 0.0
-    each = 1 if recipe.exchange.transport in SHARED else max(nodes.values())
+    each = 1 if recipe.exchange.transport in SHARED_MEMORY_TRANSPORTS else max(nodes.values())
     return host_network_seconds(device, each * size + (len(nodes) - 1) * (recipe.exchange.bucket_mb << 20))
 
 
