@@ -105,7 +105,7 @@ def test_a_scorer_in_processes_of_its_own(quickstart_data: Path, monkeypatch: py
     finally:
         server.scoring.close()
     assert [sample.reward for group in groups for sample in group.samples] == [0.97] * 6  # of three characters
-    assert pool._nursery.poll() == 0
+    assert pool._fork_server.poll() == 0
 
 
 def requests(with_greedy: bool) -> list[GenerationRequest]:

@@ -1,4 +1,4 @@
-"""Job for pools of processes, found by `find`: what tests/test_killable.py has done."""
+"""Jobs for process pools, built by `find`: used by tests/subprocess_pool/test_pool.py."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from megarl.weight_sync.full.receiver import FullReceiver
 from megarl.weight_sync.process_group import BroadcastGroup
 from megarl.weight_sync.relay import Relay, full_relays
 from megarl.weight_sync.session import FullSession, WeightSyncError, compare_full_reports, host_id
-from tests.test_exchange_transfer import assert_same, exchange, make_weights, receive
+from tests.weight_sync.test_full import assert_same, exchange, make_weights, receive
 
 HOSTS = {"a0": "here", "b0": "b", "c0": "c", "a1": "here", "b1": "b", "c1": "c", "b2": "b", "d0": "d"}
 """Receivers and their hosts: as engines that are not numbered host by host."""
