@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.commands.plan.count.live_tensors import Live
+from megarl.commands.plan.count.live_tensors import MemoryCounter
 from megarl.megatron import adam
 
 SHAPES = [(3000,), (70, 50), (1,), (257,), (0,)]
@@ -50,6 +50,6 @@ def test_a_step_holds_one_part_beside_the_states(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(adam, "_AT_A_TIME", 1024)
     params, optimizer = trained("meta")
     steps(optimizer, params, 1)  # makes the moments
-    with Live(torch.device("meta")) as live:
+    with MemoryCounter(torch.device("meta")) as live:
         optimizer.step()
     assert 0 < live.peak <= 4 * 1024

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.commands.plan.count.counts import Held, phases
+from megarl.commands.plan.count.stages import phases
+from megarl.commands.plan.count.types import RankMemory
 from megarl.commands.plan.search.lower_bound import held_at_least, largest_parts, parameters
 from megarl.errors import RecipeError
 from megarl.hf import published
@@ -156,10 +157,10 @@ def test_on_two_data_parallel_ranks(tmp_path: Path, megatron: dict[str, Any]) ->
 
 def test_a_plan_moves_states_to_the_host() -> None:
     """Masters and moments leave the device; the host also has the gradients that the update there reads."""
-    held = Held(10, 10, weights=20, buffers=1, gradients=40, masters=40, moments=80, reference=20)
+    held = RankMemory(10, 10, weights=20, buffers=1, gradients=40, masters=40, moments=80, reference=20)
     moved = held.with_states_on_host(0.5)
     assert (moved.masters, moved.moments, moved.on_host) == (20, 40, 20 + 20 + 40)
-    before, after = (phases(one, None, reference=True, leaves=False)["resident"] for one in (held, moved))
+    before, after = (phases(one, None, reference=True, trainers_offload=False)["resident"] for one in (held, moved))
     assert (before.device - after.device, after.host - before.host) == (60, 80)
     assert held.with_states_on_host(0.0) == held
 

@@ -23,7 +23,7 @@ platform.prepare()
 import torch  # noqa: E402
 
 from megarl.commands.plan.count import activations, assumptions  # noqa: E402
-from megarl.commands.plan.count.live_tensors import Live  # noqa: E402
+from megarl.commands.plan.count.live_tensors import MemoryCounter  # noqa: E402
 from megarl.commands.plan.count.workload import Workload  # noqa: E402
 from megarl.megatron.trainer import PolicyTrainer  # noqa: E402
 from tests.support.activations_cases import recipe_of  # noqa: E402
@@ -73,7 +73,7 @@ def run(case: dict[str, Any]) -> list[str]:
     compute = activations.passes(trainer, work)
     ways = assumptions.stand_ins(trainer.model.config)
     reads.places, reads.on = set(), True
-    with Live(META, ways, backwards=None, width=None):
+    with MemoryCounter(META, ways, backwards=None, width=None):
         compute["forward"]()
         compute["update"]()
     reads.on = False

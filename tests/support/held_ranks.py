@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.plan.count.ask import Question, ask
+from megarl.commands.plan.count.rank_client import RankRequest, count_ranks
 from megarl.recipe.schema import Recipe
 
 
@@ -54,13 +54,13 @@ def check(results: Path, cases: list[dict[str, Any]]) -> None:
         if critic:
             recipe.critic.trainers, recipe.critic.megatron = len(real), recipe.megatron
         for rank, own in enumerate(real):
-            questions.append(Question(recipe, rank, critic))
+            questions.append(RankRequest(recipe, rank, critic))
             recorded.append(own)
             names.append(f"{case['name']}, rank {rank}")
             each = len(real) // recipe.megatron.pipeline_parallel
             first = rank // each * each
             by_stage[names[-1]] = dict(enumerate(real[first : first + each], first))
-    for name, own, answer in zip(names, recorded, ask(questions), strict=True):
+    for name, own, answer in zip(names, recorded, count_ranks(questions), strict=True):
         assert answer.get("held") == own, f"{name}: {answer} planned, {own} real"
         stage, largest = by_stage[name], answer["largest"]
         assert _states(stage[largest]) == max(map(_states, stage.values())), f"{name}: not rank {largest} of {stage}"

@@ -44,12 +44,12 @@ def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None
 
 def check_planned(results: Path, case: dict[str, Any], directory: Path) -> None:
     """In the test: without memory and other ranks, the planner says of every rank what that rank said."""
-    from megarl.commands.plan.count.ask import Asker
+    from megarl.commands.plan.count.rank_client import RankClient
     from megarl.commands.plan.count.stages import holdings
 
     said = json.loads((results / f"{case['name']}.holdings.json").read_text())
-    with Asker() as asker:
-        planned = holdings(held_ranks.recipe_of(case, results, len(said)), asker)
+    with RankClient() as client:
+        planned = holdings(held_ranks.recipe_of(case, results, len(said)), client)
     assert [one.digest for one in planned] == said, case["name"]
 
 

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.commands.plan.count.counts import Activations, Held, phases
-from megarl.commands.plan.count.stages import Stage
-from megarl.commands.plan.count.types import EngineRank, Estimate, Links, PhaseTime, Place, Plan, Proposal, Refusal, Use
+from megarl.commands.plan.count.stages import phases
+from megarl.commands.plan.count.types import (
+    Activations,
+    EngineRank,
+    Estimate,
+    Links,
+    PhaseTime,
+    Place,
+    Plan,
+    Proposal,
+    RankMemory,
+    Refusal,
+    Stage,
+    Use,
+)
 from megarl.platform.devices import device_named
 
 GIB = 2**30
 DEVICE = device_named("910B")
-_HELD = Held(3_060_000_000, 3_060_000_000, 6 * GIB, 2**20, 12 * GIB, 12 * GIB, 24 * GIB, 6 * GIB)
+_HELD = RankMemory(3_060_000_000, 3_060_000_000, 6 * GIB, 2**20, 12 * GIB, 12 * GIB, 24 * GIB, 6 * GIB)
 _BEYOND = Activations(2 * GIB, 14 * GIB, 11 * GIB, 3 * GIB)
 
 
 def stage(number: int, role: str = "actor", chunks: int = 1) -> Stage:
     held = replace(_HELD, weights=(5 + number % 4) * GIB)
-    of_phases = phases(held, _BEYOND, reference=True, leaves=True, swaps=16)
+    of_phases = phases(held, _BEYOND, reference=True, trainers_offload=True, swaps=16)
     return Stage(role, number, 32 * number, held, _BEYOND, None, of_phases, chunks)
 
 
@@ -79,7 +91,7 @@ TOO_LARGE = replace(
         Proposal("megatron.pipeline_parallel=16 megatron.first_stage_layers=3 megatron.last_stage_layers=2", 1.3),
     ],
 )
-_TINY = Held(200_000, 200_000, 800_000, 4096, 800_000, 800_000, 1_600_000, 0)
+_TINY = RankMemory(200_000, 200_000, 800_000, 4096, 800_000, 800_000, 1_600_000, 0)
 SMALL = Plan(
     recipe="quickstart",
     device=None,

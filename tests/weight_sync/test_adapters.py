@@ -117,7 +117,7 @@ def test_what_a_plan_says_of_them() -> None:
     recipe.lora.rank, recipe.lora.targets = 12, ["k_proj", "down_proj"]
     recipe.rollout.engines, recipe.rollout.tensor_parallel, recipe.cluster.placement = 2, 2, "disaggregated"
     model = DENSE | {"vocab_size": 2**24}
-    asked = {"counts": None, "asker": None}  # nobody is asked
+    asked = {"counts": None, "client": None}  # nobody is asked
     found, (note,) = _links(recipe, model, device=device_named("H100"), **asked)  # type: ignore[arg-type]
     size = 2 * 12 * 2 * (64 + 64 + 64 + 96)
     assert (found.route, found.sent, found.received, found.total) == ("adapters", size, size, 4 * size)

@@ -1,1 +1,1 @@
-"""What each rank of a recipe holds and needs, counted before anything is allocated; see docs/planner.md."""
+"""`megarl plan`: memory and time of a recipe, counted before anything is allocated; see docs/planner.md."""

@@ -9,16 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
-from megarl.commands.plan.count.ask import ENGINES, Asker
-from megarl.commands.plan.count.devices import ROLLOUT, largest_tensor, places, swaps_of
-from megarl.commands.plan.count.engines import Engine, engines
+from megarl.commands.plan.count.devices import ROLLOUT, largest_tensor, places, swaps_of, too_large
+from megarl.commands.plan.count.engines import Engine, engines, not_counted, rank_of, too_small
 from megarl.commands.plan.count.host import Tenants, assumed, host_refusals, hosts_of, keeps_weights
-from megarl.commands.plan.count.kv_cache import not_counted, rank_of, too_small
 from megarl.commands.plan.count.libraries import LEGEND, counted_libraries
-from megarl.commands.plan.count.refusals import too_large
-from megarl.commands.plan.count.stages import Counted, Stage, check_trainable, counted, left_out
-from megarl.commands.plan.count.time_shared import takes_turns
-from megarl.commands.plan.count.types import EngineRank, Links, Plan
+from megarl.commands.plan.count.rank_client import ENGINES, RankClient
+from megarl.commands.plan.count.stages import Counted, check_trainable, counted, left_out
+from megarl.commands.plan.count.types import EngineRank, Links, Plan, Stage
+from megarl.commands.plan.count.workload import is_time_shared
 from megarl.commands.plan.explain import NotInstalled, adapters_alone, adapters_held, exported, links, planned_from
 from megarl.commands.plan.routes import as_expected, expected_routes
 from megarl.commands.plan.search.fits import Chosen, Subject
@@ -76,7 +74,7 @@ def make_plan(
     routes = expected_routes(recipe, device)
     recipe = as_expected(recipe, routes)
     check_trainable(recipe, actor, models.get("critic", actor))  # in milliseconds, before engines are asked about
-    with Asker() as trainers:  # which is asked again where something does not fit
+    with RankClient() as trainers:  # which is asked again where something does not fit
         plan, kinds, ranks = _counted(recipe, models, device, memory, trainers)
         plan, memory = replace(plan, routes=routes), plan.memory
         if memory is None:
@@ -100,15 +98,19 @@ def make_plan(
 
 
 def _counted(
-    recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device | None, memory: float | None, trainers: Asker
+    recipe: Recipe,
+    models: Mapping[str, dict[str, Any]],
+    device: Device | None,
+    memory: float | None,
+    trainers: RankClient,
 ) -> tuple[Plan, list[Engine], dict[str, EngineRank]]:
     """A plan without refusals; the engines, and a device of each section's."""
     actor = models[ROLLOUT]
     planned = recipe.train.source == "rollout" and planned_by_recipe(recipe)
-    with Asker(child=ENGINES) as asker, ThreadPoolExecutor() as beside:
-        asked = beside.submit(engines, recipe, models, asker)
+    with RankClient(child=ENGINES) as client, ThreadPoolExecutor() as beside:
+        asked = beside.submit(engines, recipe, models, client)
         counts = counted(recipe, actor, models.get("critic", actor), trainers, holdings=planned)
-        exchanged, not_planned = _links(recipe, actor, counts, device, asker)
+        exchanged, not_planned = _links(recipe, actor, counts, device, client)
         found, kinds = counts.stages, asked.result()
     recipe = _as_sent(recipe, exchanged)
     if memory is None and device is not None:
@@ -144,7 +146,7 @@ def _counted(
 
 
 def _links(
-    recipe: Recipe, model: dict[str, Any], counts: Counted, device: Device | None, asker: Asker
+    recipe: Recipe, model: dict[str, Any], counts: Counted, device: Device | None, client: RankClient
 ) -> tuple[Links | None, list[str]]:
     """Bytes of the weight exchange by the route that the recipe asks for; and why they are not known."""
     if recipe.train.source != "rollout":
@@ -157,7 +159,7 @@ def _links(
     try:
         if counts.held is None:
             raise ValueError(counts.not_planned)
-        return links(planned_from(counts.held, recipe, model, per_node, asker)), []
+        return links(planned_from(counts.held, recipe, model, per_node, client)), []
     except NotInstalled as error:
         return None, [f"Bytes of the weight exchange are not known here: {error}"]
     except ValueError as error:
@@ -189,13 +191,13 @@ def _adapters(
         "to each of their devices. Each then keeps room for adapters, which is not counted: "
         f"{adapters_held(recipe, model) / 2**20:.1f} MiB at most."
     ]
-    if takes_turns(recipe):
+    if is_time_shared(recipe):
         notes.append("In engines that sleep, these weights lie in the host's memory: no update brings them again.")
     return adapters_alone(recipe, model, per_node), notes
 
 
 def _with_proposals(
-    plan: Plan, subject: Subject, trainers: Asker, engines_known: Chosen | None, *, seconds: float
+    plan: Plan, subject: Subject, trainers: RankClient, engines_known: Chosen | None, *, seconds: float
 ) -> Plan:
     try:
         found, stopped = proposals(subject, trainers, engines=engines_known, seconds=seconds)

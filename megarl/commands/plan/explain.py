@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.plan.count.ask import ENGINES, Asker, EngineQuestion
 from megarl.commands.plan.count.engines import NO_VLLM
+from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest, RankClient
 from megarl.commands.plan.count.stages import built_from, holdings
 from megarl.commands.plan.count.types import Links
 from megarl.commands.plan.equal_layers import Sampled
@@ -76,13 +76,13 @@ def links(made: TransferPlan) -> Links:
 def planned(recipe: Recipe, model: dict[str, Any], per_node: int | None = None) -> TransferPlan:
     """The plan of one update of the policy's engines; `model`: its config.json, `per_node`: devices of a machine (None: one
     machine has all). Raises ValueError where no plan can be made."""
-    with tempfile.TemporaryDirectory() as directory, Asker() as asker, Asker(child=ENGINES) as engines:
-        haves = holdings(built_from(recipe, model, Path(directory, "model")), asker)
+    with tempfile.TemporaryDirectory() as directory, RankClient() as client, RankClient(child=ENGINES) as engines:
+        haves = holdings(built_from(recipe, model, Path(directory, "model")), client)
         return planned_from(haves, recipe, model, per_node, engines)
 
 
 def planned_from(
-    haves: Sequence[SliceTable], recipe: Recipe, model: dict[str, Any], per_node: int | None, engines: Asker
+    haves: Sequence[SliceTable], recipe: Recipe, model: dict[str, Any], per_node: int | None, engines: RankClient
 ) -> TransferPlan:
     """As `planned`. `haves`: what each trainer rank holds. `engines`: of `ENGINES`."""
     if importlib.util.find_spec("vllm") is None:
@@ -104,7 +104,7 @@ def hosts(recipe: Recipe, per_node: int | None) -> Hosts:
     )
 
 
-def _needs(recipe: Recipe, haves: Sequence[SliceTable], directory: Path, asker: Asker) -> list[SliceTable]:
+def _needs(recipe: Recipe, haves: Sequence[SliceTable], directory: Path, client: RankClient) -> list[SliceTable]:
     """Of all engine ranks. Ranks of a group's first engine are built, and the group's last rank: in between, ranks differ by
     the numbers of their experts alone, or all are asked."""
     rollout = recipe.rollout
@@ -116,7 +116,7 @@ def _needs(recipe: Recipe, haves: Sequence[SliceTable], directory: Path, asker: 
     def asked(ranks: list[int], tensors: Sequence[Any], name: str) -> list[SliceTable]:
         file = directory / name
         file.write_text(json.dumps(tensors), encoding="utf-8")
-        futures = [asker.submit(EngineQuestion("vllm", spec, rank, file)) for rank in ranks]
+        futures = [client.submit(EngineRequest("vllm", spec, rank, file)) for rank in ranks]
         return [_description(future.result()) for future in futures]
 
     def of(ranks: list[int]) -> list[SliceTable]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.commands.plan.count.ask import Question, ask
+from megarl.commands.plan.count.rank_client import RankRequest, count_ranks
 from megarl.commands.plan.count.workload import Workload
 from tests.support.activations_cases import CASES, MODELS, config_of, recipe_of
 from tests.support.trainer_processes import run_ranks
@@ -26,7 +26,7 @@ def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[st
     file = directory / "cases.json"
     file.write_text(json.dumps(cases))
     run_ranks("tests.support.activations_worker", 1, [file, directory], directory / "log", 900)
-    answers = ask([Question(recipe_of(case), case["rank"], work=Workload(**case["work"])) for case in cases])
+    answers = count_ranks([RankRequest(recipe_of(case), case["rank"], work=Workload(**case["work"])) for case in cases])
     return {
         case["name"]: (json.loads((directory / f"{case['name']}.json").read_text()), answer)
         for case, answer in zip(cases, answers, strict=True)

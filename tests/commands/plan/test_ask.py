@@ -8,8 +8,8 @@ from concurrent.futures import wait
 
 import pytest
 
-from megarl.commands.plan.count import ask as module
-from megarl.commands.plan.count.ask import Asker, Question
+from megarl.commands.plan.count import rank_client as module
+from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.recipe.schema import Recipe
 
 # A stand-in for child.py: what it answers says what it was asked; rank 7 fails, rank 8 ends it, rank 9 takes long.
@@ -36,34 +36,34 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_recipe_is_written_once() -> None:
     recipe, other = Recipe(), Recipe()
-    with Asker() as asker:
-        futures = [asker.submit(Question(one, 3, True)) for one in (recipe, recipe, other)]
+    with RankClient() as client:
+        futures = [client.submit(RankRequest(one, 3, True)) for one in (recipe, recipe, other)]
         first, second, third = (future.result() for future in futures)
     assert first["recipe"] == second["recipe"] != third["recipe"]
     assert (first["rank"], first["critic"], first["work"]) == (3, True, None)
 
 
 def test_a_failure_is_of_its_question_alone() -> None:
-    with Asker() as asker:
-        bad, good = asker.submit(Question(Recipe(), 7)), asker.submit(Question(Recipe(), 0))
+    with RankClient() as client:
+        bad, good = client.submit(RankRequest(Recipe(), 7)), client.submit(RankRequest(Recipe(), 0))
         assert good.result()["rank"] == 0
         with pytest.raises(RuntimeError, match="no such rank"):
             bad.result()
 
 
 def test_a_process_that_ends_says_why_to_all_who_wait() -> None:
-    with Asker() as asker:
-        waiting, deadly = asker.submit(Question(Recipe(), 9)), asker.submit(Question(Recipe(), 8))
+    with RankClient() as client:
+        waiting, deadly = client.submit(RankRequest(Recipe(), 9)), client.submit(RankRequest(Recipe(), 8))
         for future in (waiting, deadly):
             with pytest.raises(RuntimeError, match="status 1:\nout of memory"):
                 future.result(timeout=10)
         with pytest.raises(RuntimeError, match="status 1"):
-            asker.submit(Question(Recipe(), 0)).result(timeout=10)
+            client.submit(RankRequest(Recipe(), 0)).result(timeout=10)
 
 
 def test_leaving_waits_for_nothing() -> None:
     began = time.monotonic()
-    with Asker() as asker:
-        late = asker.submit(Question(Recipe(), 9))
+    with RankClient() as client:
+        late = client.submit(RankRequest(Recipe(), 9))
         assert not wait([late], timeout=0.2).done
     assert time.monotonic() - began < 5

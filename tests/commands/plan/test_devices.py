@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.commands.plan.count.counts import Activations, Held
-from megarl.commands.plan.count.devices import exchange_buffers, places
-from megarl.commands.plan.count.engines import Engine
-from megarl.commands.plan.count.kv_cache import not_counted, rank_of, too_small
-from megarl.commands.plan.count.refusals import too_large
-from megarl.commands.plan.count.stages import Stage
-from megarl.commands.plan.count.types import EngineRank, Place, Use
+from megarl.commands.plan.count.devices import exchange_buffers, places, too_large
+from megarl.commands.plan.count.engines import Engine, not_counted, rank_of, too_small
+from megarl.commands.plan.count.types import Activations, EngineRank, Place, RankMemory, Stage, Use
 from megarl.commands.plan.show.console import _places, show
 from megarl.commands.plan.show.units import Unit
 from megarl.engines.base import EngineSpec
@@ -24,7 +20,7 @@ from megarl.recipe.schema import Recipe
 from tests.support import plans
 
 GIB = 2**30
-HELD = Held(parameters=1, trained=1, weights=20, buffers=1, gradients=40, masters=30, moments=60, reference=20)
+HELD = RankMemory(parameters=1, trained=1, weights=20, buffers=1, gradients=40, masters=30, moments=60, reference=20)
 BEYOND = Activations(forward=3, update=9, kept=5, optimizer=7, forward_logits=1, update_logits=2)
 ENGINE = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=4, largest=6)
 
@@ -223,7 +219,7 @@ def test_a_cache_with_room_for_one_is_not() -> None:
 
 
 def large(made: Recipe, memory: float) -> list[tuple[str, str]]:
-    held = Held(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
+    held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     beyond = Activations(3 * GIB, 200 * GIB, 5 * GIB, 7 * GIB, update_logits=2 * GIB)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
     found = places(
@@ -249,7 +245,7 @@ def test_a_phase_above_the_devices_memory_is_refused_with_its_arithmetic() -> No
 def test_an_engine_beside_trainers_that_stay_is_refused_for_offload() -> None:
     made = recipe()
     made.actor.max_tokens_per_micro_batch, made.megatron.offload = 1, False
-    held = Held(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
+    held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
     lying = [Stage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
     swaps: dict[str, int | None] = {"actor": None, "critic": None}

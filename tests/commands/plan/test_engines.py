@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megarl.commands.plan.count.ask import ENGINES, EngineQuestion, ask
+from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest, count_ranks
 from megarl.engines import limits_of
 from megarl.engines.base import EngineSpec
 from megarl.hf import published
@@ -30,8 +30,8 @@ PUBLISHED: list[tuple[str, int, int, bool, float, float]] = [
 ]
 
 
-def asked(name: str, directory: Path, spec: EngineSpec, **changes: Any) -> EngineQuestion:
-    return EngineQuestion(name, replace(spec, model_path=str(directory), **changes))
+def asked(name: str, directory: Path, spec: EngineSpec, **changes: Any) -> EngineRequest:
+    return EngineRequest(name, replace(spec, model_path=str(directory), **changes))
 
 
 def spec(directory: Path, **settings: Any) -> EngineSpec:
@@ -50,7 +50,7 @@ def test_published_models(tmp_path: Path) -> None:
         (directory / "config.json").write_text(json.dumps(published.read(name)))
         made = spec(directory, tensor_parallel=tensor, data_parallel=data, expert_parallel=experts)
         questions.append(asked("vllm", directory, made))
-    answers = ask(questions, ENGINES)
+    answers = count_ranks(questions, ENGINES)
     assert [answer.get("error") for answer in answers] == [None] * len(questions)
     found = [(answer["parameters"] / 1e9, answer["cache_per_token"] / 1024) for answer in answers]
     assert found == [(billions, cache) for *_, billions, cache in PUBLISHED]
@@ -69,7 +69,7 @@ def test_a_real_engines_worker_holds_it(name: str, experts: bool, tmp_path: Path
     made = spec(directory, dtype="float32", **settings)
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "config.json").write_text(json.dumps(config))
-    (answer,) = ask([asked("vllm", tmp_path / "alone", made)], ENGINES)
+    (answer,) = count_ranks([asked("vllm", tmp_path / "alone", made)], ENGINES)
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.engine_counts"],
         input=json.dumps(asdict(made)),

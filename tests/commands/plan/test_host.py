@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from megarl.commands.plan.count.counts import Held
 from megarl.commands.plan.count.host import Tenants, host_refusals, host_uses
-from megarl.commands.plan.count.stages import Stage
-from megarl.commands.plan.count.types import EngineRank, HostUse
+from megarl.commands.plan.count.types import EngineRank, HostUse, RankMemory, Stage
 from megarl.commands.plan.show.console import host_table
 from megarl.platform.devices import device_named
 from megarl.platform.memory import asleep, pinned
@@ -20,7 +18,7 @@ from megarl.recipe.schema import Recipe
 
 GIB, MIB = 2**30, 2**20
 DEVICE = replace(device_named("910B"), per_node=4, host_memory=100.0, process_memory=1.0)
-HELD = Held(1, 1, 20, 0, 40, 30, 60, 20, weights_pinned=2 * GIB, states_pinned=8 * GIB, reference_pinned=3 * GIB)
+HELD = RankMemory(1, 1, 20, 0, 40, 30, 60, 20, weights_pinned=2 * GIB, states_pinned=8 * GIB, reference_pinned=3 * GIB)
 ENGINE = EngineRank(10, 20, 2.0, 5, cache=100, sequences=3.0, devices=4, asleep=4 * GIB)
 
 
@@ -37,7 +35,7 @@ def recipe(**settings: Any) -> Recipe:
     return made
 
 
-def stage(number: int, held: Held = HELD, role: str = "actor") -> Stage:
+def stage(number: int, held: RankMemory = HELD, role: str = "actor") -> Stage:
     return Stage(role, number, number, held, None, None, {})
 
 

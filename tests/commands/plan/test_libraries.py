@@ -8,14 +8,10 @@ from typing import Any
 
 import pytest
 
-from megarl.commands.plan.count.counts import Held
-from megarl.commands.plan.count.devices import places
-from megarl.commands.plan.count.engines import Engine
-from megarl.commands.plan.count.kv_cache import rank_of
+from megarl.commands.plan.count.devices import places, too_large
+from megarl.commands.plan.count.engines import Engine, rank_of
 from megarl.commands.plan.count.libraries import Libraries, libraries_of, trainer_groups
-from megarl.commands.plan.count.refusals import too_large
-from megarl.commands.plan.count.stages import Stage
-from megarl.commands.plan.count.types import Variable
+from megarl.commands.plan.count.types import RankMemory, Stage, Variable
 from megarl.engines.limits import Limits
 from megarl.engines.specs import policy_spec
 from megarl.platform.devices import device_named
@@ -97,7 +93,7 @@ def test_an_engines_groups_come_out_of_its_share() -> None:
 
 
 def test_a_trainers_libraries_alone_can_make_a_device_too_small() -> None:
-    held = Held(1, 1, 20 * GIB, 0, 40 * GIB, 0, 0, 0)
+    held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 0, 0, 0)
     stage = Stage("actor", 0, 0, held, None, None, {})
     kept: dict[str, Any] = {"swaps": {"actor": None, "critic": None}, "largest": 0}
     libraries = Libraries({"actor": 5 * GIB})

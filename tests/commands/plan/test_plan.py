@@ -14,13 +14,20 @@ import torch
 from megarl.cli import app
 from megarl.commands.plan import build
 from megarl.commands.plan.command import plan
-from megarl.commands.plan.count.ask import Asker, Question
-from megarl.commands.plan.count.counts import Activations, Held, Phase, phases
-from megarl.commands.plan.count.interpolate import ends, may_be_alike, on_the_line
 from megarl.commands.plan.count.libraries import NOT_COUNTED
-from megarl.commands.plan.count.live_tensors import Live
-from megarl.commands.plan.count.stages import Counted, Stage, built_from, stages, stages_of
-from megarl.commands.plan.count.types import Proposal
+from megarl.commands.plan.count.live_tensors import MemoryCounter
+from megarl.commands.plan.count.rank_client import RankClient, RankRequest
+from megarl.commands.plan.count.stages import (
+    Counted,
+    built_from,
+    ends,
+    inner_stages,
+    interpolated,
+    phases,
+    stages,
+    stages_of,
+)
+from megarl.commands.plan.count.types import Activations, Phase, Proposal, RankMemory, Stage
 from megarl.commands.plan.count.workload import Workload, first_ranks, image_grid, image_tokens, largest
 from megarl.commands.plan.meta_device import KnownValues
 from megarl.commands.plan.options import Options, device_of
@@ -32,7 +39,7 @@ from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
 
 ROOT = Path(__file__).parents[3]
-HELD = Held(parameters=10, trained=10, weights=20, buffers=1, gradients=40, masters=30, moments=60, reference=21)
+HELD = RankMemory(parameters=10, trained=10, weights=20, buffers=1, gradients=40, masters=30, moments=60, reference=21)
 BEYOND = Activations(forward=3, update=9, kept=5, optimizer=50)
 
 
@@ -127,7 +134,7 @@ def test_values_that_the_host_sent_are_followed() -> None:
 
 def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """With DeepEP's dispatcher a rank is built with another one, which holds as much; its activations are not counted."""
-    asked: list[Question] = []
+    asked: list[RankRequest] = []
 
     class Answers:
         def __enter__(self) -> Answers:
@@ -136,13 +143,13 @@ def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.Mon
         def __exit__(self, *_: object) -> None:
             return None
 
-        def submit(self, question: Question) -> Future[dict[str, object]]:
+        def submit(self, question: RankRequest) -> Future[dict[str, object]]:
             asked.append(question)
             future: Future[dict[str, object]] = Future()
             future.set_result({"held": asdict(HELD), "largest": question.rank})
             return future
 
-    monkeypatch.setattr("megarl.commands.plan.count.stages.Asker", Answers)
+    monkeypatch.setattr("megarl.commands.plan.count.stages.RankClient", Answers)
     path, model = ROOT / "recipes" / "dapo_qwen3_30b.yaml", published.read("Qwen3-30B-A3B")
     extra = (
         "megatron.extra={moe_token_dispatcher_type: flex, moe_flex_dispatcher_backend: deepep, moe_grouped_gemm: true}"
@@ -154,19 +161,19 @@ def test_what_runs_on_devices_alone_is_left_out_and_said(monkeypatch: pytest.Mon
 
 
 def test_phases_without_offload() -> None:
-    found = phases(HELD, BEYOND, reference=True, leaves=False)
+    found = phases(HELD, BEYOND, reference=True, trainers_offload=False)
     assert found["update"] == Phase(151 + 9, 21)
     assert found["optimizer"] == Phase(151 + 50, 21)
     assert found["rollout"] == found["exchange"] == found["resident"] == Phase(151, 21)
 
 
 def test_phases_with_offload() -> None:
-    found = phases(HELD, None, reference=False, leaves=True)
+    found = phases(HELD, None, reference=False, trainers_offload=True)
     assert found == {"resident": Phase(151, 110), "exchange": Phase(21, 110), "rollout": Phase(1, 110)}
 
 
 def test_swapped_states_are_on_the_host() -> None:
-    found = phases(HELD, BEYOND, reference=False, leaves=False, swaps=3)
+    found = phases(HELD, BEYOND, reference=False, trainers_offload=False, swaps=3)
     assert found["update"] == Phase(61 + 9, 90)
     assert found["optimizer"] == Phase(61 + 30, 90), "a third of the states at a time"
 
@@ -174,7 +181,7 @@ def test_swapped_states_are_on_the_host() -> None:
 def test_live_memory_counts_each_memory_once_while_it_is_there() -> None:
     meta = torch.device("meta")
     weight = torch.empty(100, 100, device=meta, requires_grad=True)
-    with Live(meta) as live:
+    with MemoryCounter(meta) as live:
         weight.detach().zero_()
         assert live.now == 0, "what was there before does not count"
         made = torch.empty(10, 100, device=meta)
@@ -193,7 +200,7 @@ def test_live_memory_counts_each_memory_once_while_it_is_there() -> None:
 def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Colocated with what sleeps, a trainer alone has 151 GiB, and the optimizer's step 50 beside."""
     held, beyond = (type(one)(**{k: v << 30 for k, v in asdict(one).items()}) for one in (HELD, BEYOND))
-    stage = Stage("actor", 0, 0, held, beyond, None, phases(held, beyond, reference=True, leaves=False))
+    stage = Stage("actor", 0, 0, held, beyond, None, phases(held, beyond, reference=True, trainers_offload=False))
     monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
     monkeypatch.setattr(
@@ -230,7 +237,7 @@ def test_a_calibration_file_is_read_before_the_device_is_looked_for(tmp_path: Pa
 def test_what_was_not_counted_is_not_said_to_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage = Stage("actor", 0, 0, HELD, None, "images", phases(HELD, None, reference=True, leaves=False))
+    stage = Stage("actor", 0, 0, HELD, None, "images", phases(HELD, None, reference=True, trainers_offload=False))
     monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
     monkeypatch.setattr("megarl.commands.plan.build.counted_libraries", lambda *_: NOT_COUNTED)
@@ -318,11 +325,11 @@ def test_stages_that_hold_the_same_lie_on_a_line() -> None:
     held = {1: "dense", 2: "sparse", 3: "sparse", 4: "sparse"}
     assert ends(held) == (2, 4)
     first, last = Activations(3, 90, 50, 7, 1, 2), Activations(3, 50, 10, 7, 1, 2)
-    assert on_the_line(3, (2, 4), first, last) == Activations(3, 70, 30, 7, 1, 2)
+    assert interpolated(3, (2, 4), first, last) == Activations(3, 70, 30, 7, 1, 2)
     made = recipe(10, 5, 5, pipeline_parallel=5)
-    assert may_be_alike(made.megatron) == [1, 2, 3]
+    assert inner_stages(made.megatron) == [1, 2, 3]
     made.megatron.virtual_pipeline = 2
-    assert may_be_alike(made.megatron) == []
+    assert inner_stages(made.megatron) == []
 
 
 @pytest.mark.slow
@@ -334,8 +341,8 @@ def test_what_lies_between_two_stages_is_what_they_would_count(model: str, tmp_p
     layers = {"num_hidden_layers": 14} | ({"first_k_dense_replace": 3} if model == "DeepSeek-V3" else {})
     config = published.read(model) | layers
     built = built_from(made, config, tmp_path / "model")
-    with Asker() as asker:
-        short = stages_of("actor", built, made.megatron, asker)
-        full = stages_of("actor", built, made.megatron, asker, numbers=list(range(7)))
+    with RankClient() as client:
+        short = stages_of("actor", built, made.megatron, client)
+        full = stages_of("actor", built, made.megatron, client, numbers=list(range(7)))
     assert [stage.activations for stage in short] == [stage.activations for stage in full]
     assert len({stage.activations for stage in short[1:6]}) > 3

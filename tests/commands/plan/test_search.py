@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from megarl.commands.plan.build import make_plan
-from megarl.commands.plan.count.ask import Asker, Question
-from megarl.commands.plan.count.counts import Activations, Held
 from megarl.commands.plan.count.host import Tenants
-from megarl.commands.plan.count.stages import Stage, built_from, stages_of
+from megarl.commands.plan.count.rank_client import RankClient, RankRequest
+from megarl.commands.plan.count.stages import built_from, stages_of
+from megarl.commands.plan.count.types import Activations, RankMemory, Stage
 from megarl.commands.plan.search import search as module
 from megarl.commands.plan.search import suggest
 from megarl.commands.plan.search.command import known
@@ -152,7 +152,7 @@ class Hosts(Judge):
         asked = subject(8, pipeline_parallel=4, offload=True)
         asked.recipe.train.source = "sft"
         device = replace(H100, per_node=4, host_memory=memory, process_memory=0.0)
-        self._subject, self._asker = replace(asked, device=device), NO_ASKER
+        self._subject, self._client = replace(asked, device=device), NO_ASKER
 
     def check(self, sizes: list[int], counted: int) -> None:
         """`sizes`: GiB of page-locked weights by stage, of which the first `counted` are counted."""
@@ -180,15 +180,15 @@ def test_a_layout_that_fits_is_counted_on_its_hosts(monkeypatch: pytest.MonkeyPa
     assert 0 < judge.peak(own) < judge._subject.limit
 
 
-def held(size: int) -> Held:
-    return Held(1, 1, 1, 0, 1, 1, 1, 0, weights_pinned=size * 2**30)
+def held(size: int) -> RankMemory:
+    return RankMemory(1, 1, 1, 0, 1, 1, 1, 0, weights_pinned=size * 2**30)
 
 
 def test_hosts_of_a_searched_layout_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks a stage, two stages a machine. Where hosts full of the largest stage fit, no other stage is counted."""
     asked = []
 
-    def rest(role: str, recipe: Recipe, megatron: Any, asker: Any, numbers: list[int]) -> list[Stage]:
+    def rest(role: str, recipe: Recipe, megatron: Any, client: Any, numbers: list[int]) -> list[Stage]:
         asked.append(numbers)
         return [Stage(role, number, 0, held(2), None, None, {}) for number in numbers]
 
@@ -248,25 +248,25 @@ def test_a_setting_is_counted_once(tmp_path: Path) -> None:
 
     class Asked:
         def __init__(self) -> None:
-            self.questions: list[Question] = []
+            self.questions: list[RankRequest] = []
 
-        def submit(self, question: Question) -> Future[dict[str, Any]]:
+        def submit(self, question: RankRequest) -> Future[dict[str, Any]]:
             self.questions.append(question)
             time.sleep(0.01)
             answer: Future[dict[str, Any]] = Future()
             answer.set_result({"activations": asdict(Activations(2**20, 2**21, 2**20, 0))})
             return answer
 
-    made, asker = subject(8), Asked()
-    forecast = Forecast(asker, made.recipe, made.model, made.shape, tmp_path)  # type: ignore[arg-type]
+    made, client = subject(8), Asked()
+    forecast = Forecast(client, made.recipe, made.model, made.shape, tmp_path)  # type: ignore[arg-type]
     with ThreadPoolExecutor(4) as threads:
         alike = [
             replace(made.recipe, megatron=replace(made.recipe.megatron, context_parallel=size)) for size in (2, 4, 8, 2)
         ]
         assert min(threads.map(forecast.peak, alike)) > 0
-    assert len(asker.questions) == 3, "two stages of a layer each, and one of two"
+    assert len(client.questions) == 3, "two stages of a layer each, and one of two"
     forecast.peak(made.recipe)
-    assert len(asker.questions) == 6, "without context parallel, attention keeps other things"
+    assert len(client.questions) == 6, "without context parallel, attention keeps other things"
 
 
 def test_engines_that_were_not_counted_are_said() -> None:
@@ -404,13 +404,13 @@ def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) ->
     asked = subject(4, model)
     every = [choice for family in families(asked) for choice in family.choices]
     built = built_from(asked.recipe, asked.model, tmp_path / "model")
-    with Asker() as asker:
-        forecast = Forecast(asker, built, asked.model, asked.shape, tmp_path / "samples")
+    with RankClient() as client:
+        forecast = Forecast(client, built, asked.model, asked.shape, tmp_path / "samples")
         for choice in every[:: max(1, len(every) // 16)]:
             made = chosen(built, choice)
             peaks = {
                 stage.number: max(phase.device for phase in stage.phases.values())
-                for stage in stages_of("actor", made, made.megatron, asker)
+                for stage in stages_of("actor", made, made.megatron, client)
             }
             assert at_least(made, asked.shape) <= max(peaks.values()), choice
             looked_at = [part.number for part in largest_parts(made, asked.shape)]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.commands.plan.count.refusals import too_large
+from megarl.commands.plan.count.devices import too_large
 from megarl.commands.plan.count.types import EngineRank, Links, Place, Use
 from megarl.commands.plan.show.console import show
 from megarl.commands.plan.show.units import GIB, MIB, Unit, decimal, sized

@@ -1,5 +1,7 @@
-"""Device memory that the phases of a step take beyond what a rank holds, counted by running them on tensors without
-memory: the real model, heads and pipeline schedule."""
+"""Activation memory of a training step, counted by running the real passes on tensors without memory.
+
+The trainer's model, heads and pipeline schedule run; see `commands/plan/meta_device.py`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from megatron.core import parallel_state
 
 from megarl.algorithms.objective import teacher_top_k
 from megarl.commands.plan.count import assumptions
-from megarl.commands.plan.count.counts import Activations
-from megarl.commands.plan.count.live_tensors import Live
+from megarl.commands.plan.count.live_tensors import MemoryCounter
+from megarl.commands.plan.count.types import Activations
 from megarl.commands.plan.count.workload import Workload, image_grid, image_tokens
 from megarl.commands.plan.meta_device import KnownValues
 from megarl.megatron.batch import Candidates, MicroBatch, padded_lengths
@@ -26,7 +28,7 @@ from megarl.megatron.value_head import ValueHead
 
 
 def activations(trainer: Trainer, work: Workload) -> Activations:
-    """Run the passes of `trainer`, whose platform holds no values, over `work`."""
+    """Count the peak of each pass of `trainer` over `work`. The trainer's platform must hold no values."""
     assert not trainer.platform.holds_values
     config, device = trainer.model.config, trainer.platform.device()
     assume(trainer, work)
@@ -34,7 +36,7 @@ def activations(trainer: Trainer, work: Workload) -> Activations:
     seen = {}
     for phase, compute in passes(trainer, work).items():
         forget()
-        with Live(device, ways, backwards=work.backwards, width=width) as live, _known_values(trainer):
+        with MemoryCounter(device, ways, backwards=work.backwards, width=width) as live, _known_values(trainer):
             compute()
         seen[phase] = live
     forward, update = seen["forward"], seen["update"]
@@ -49,12 +51,12 @@ def activations(trainer: Trainer, work: Workload) -> Activations:
 
 
 def assume(trainer: Trainer, work: Workload) -> None:
-    """Put what other ranks would say into place, process-wide."""
+    """Install the values that this rank would receive from other ranks (process-wide)."""
     assumptions.install(_arriving(trainer, work.lengths))
 
 
 def passes(trainer: Trainer, work: Workload) -> dict[str, Callable[[], Any]]:
-    """The phases of a step that compute, in their order. Collective."""
+    """Return the computing phases of a step in their order: phase name -> function. Collective."""
     recipe = trainer.recipe
     batches = micro_batches(trainer, work)
     if isinstance(trainer, PolicyTrainer):
@@ -68,7 +70,7 @@ def passes(trainer: Trainer, work: Workload) -> dict[str, Callable[[], Any]]:
         trainer.optimizer.prepare_grads()
         trainer.optimizer.step_with_ready_grads()
 
-    # Without gradients nothing is kept from one micro batch to the next, but for the rounds of interleaving.
+    # Without gradients nothing is kept between micro batches, except between the rounds of interleaving.
     return {
         "forward": partial(compute, batches if len(trainer.model.chunks) > 1 else batches[:1]),
         "update": partial(trainer.accumulate, batches, _loss, head),
@@ -77,12 +79,12 @@ def passes(trainer: Trainer, work: Workload) -> dict[str, Callable[[], Any]]:
 
 
 def forget() -> None:
-    """Megatron keeps the buffer that it gathers sequences into: made by an earlier pass, it would not count in the next."""
+    """Drop Megatron's global buffer of gathered sequences, so that each pass counts it again."""
     parallel_state.get_global_memory_buffer().buffer.clear()
 
 
 def _loss(_: MicroBatch, *of_tokens: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """A loss that reads all that the head computes. The real ones add some vectors of a number a token."""
+    """Sum everything that the head computes. The real losses add some vectors with one number per token."""
     terms = [vector.float().sum() for vector in of_tokens if vector is not None]
     return torch.stack(terms).sum(), {}
 
@@ -99,7 +101,7 @@ def micro_batches(trainer: Trainer, work: Workload) -> list[MicroBatch]:
 
 
 def largest_images(trainer: Trainer, lengths: list[int]) -> Images | None:
-    """An image at the head of each sequence, as large as it may be. None for a model that reads no images."""
+    """Return one image per sequence, as large as it may be. None for a model without images."""
     layout = trainer.model.image_layout
     if layout is None:
         return None
@@ -114,13 +116,13 @@ def _known_values(trainer: Trainer) -> contextlib.AbstractContextManager[Any]:
 
 
 def _vocabulary(trainer: Trainer) -> int | None:
-    """How many of a token's logits the rank computes; None where it has none, on another stage or in a critic."""
+    """Return the number of logits per token on this rank. None on other pipeline stages and in a critic."""
     last = language_model(trainer.model.chunks[-1])
     return int(output_weight(last).shape[0]) if last.post_process and isinstance(trainer, PolicyTrainer) else None
 
 
 def _arriving(trainer: Trainer, lengths: list[int]) -> list[int]:
-    """Shape of the hidden states between pipeline stages."""
+    """Return the shape of the hidden states between pipeline stages."""
     megatron, config = trainer.recipe.megatron, trainer.model.config
     pieces = megatron.tensor_parallel if uses_sequence_parallel(megatron) else 1
     padded = padded_lengths(

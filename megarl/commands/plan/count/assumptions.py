@@ -1,4 +1,4 @@
-"""What only values or other ranks could tell a rank that computes without either, assumed in their place."""
+"""Stand-ins for results that depend on values or on other ranks, for a process that has neither."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe import token_dispatcher
 
-BALANCED = "Every expert is sent as many tokens as any other, and every rank has a micro batch of the same size."
+BALANCED = "All experts receive equally many tokens, and all ranks have a micro batch of the same size."
 
 
 def stand_ins(config: Any) -> dict[Any, Callable[..., torch.Tensor]]:
-    """For `Live`: operations whose output's size depends on values.
+    """Return replacements, for `MemoryCounter`, of operations with an output size that depends on values.
 
-    The only one is Megatron's choice of tokens by a routing map [experts, tokens]: each token goes to `topk` experts.
+    The only one is Megatron's token selection by a routing map [experts, tokens]: each token goes to `topk` experts.
     """
 
     def masked_select(values: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -26,7 +26,7 @@ def stand_ins(config: Any) -> dict[Any, Callable[..., torch.Tensor]]:
 
 
 def install(arriving: list[int]) -> None:
-    """Put the assumptions in place, process-wide. `arriving`: the shape of what pipeline stages send each other."""
+    """Patch Megatron process-wide. `arriving`: shape of the hidden states between pipeline stages."""
     P2PCommunicator._communicate_shapes = lambda *_, **__: (arriving, arriving)
     dispatcher = token_dispatcher.MoEAlltoAllTokenDispatcher
     preprocess, gather = dispatcher.preprocess, token_dispatcher.gather_from_sequence_parallel_region
@@ -38,7 +38,7 @@ def install(arriving: list[int]) -> None:
 
     @functools.wraps(gather)
     def gather_equal(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> torch.Tensor:
-        if not tensor.is_floating_point():  # counts of a balanced map, which all ranks have
+        if not tensor.is_floating_point():  # token counts of a balanced map, equal on all ranks
             return tensor.repeat(group.size())
         return gather(tensor, *args, group=group, **kwargs)
 
@@ -47,7 +47,7 @@ def install(arriving: list[int]) -> None:
 
 
 class _BalancedMap:
-    """As much of a routing map [tokens, experts] as Megatron's dispatcher asks for; its counts are real, on the host."""
+    """The part of a routing map [tokens, experts] that Megatron's dispatcher reads; its counts are on the host."""
 
     def __init__(self, tokens: int, experts: int, topk: int) -> None:
         self.shape, self.topk = (tokens, experts), topk

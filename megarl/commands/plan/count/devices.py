@@ -1,7 +1,7 @@
-"""What lies on a device in each phase of a step, of all that a recipe puts there. Pure.
+"""Memory of each kind of device in each phase of a step, summed over everything that shares the device. Pure.
 
-As `megarl/weight_sync/handover.py` and the trainers' `Offloader` do it: colocated, trainers, critic and engines take turns; who does not
-compute sleeps, or leaves the device where `megatron.offload` says so, or stays.
+Follows `megarl/weight_sync/handover.py` and the trainers' `Offloader`: colocated trainers, critic and engines share
+devices in turn. Idle engines sleep; idle trainers offload if `megatron.offload` is set, else they stay.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from megarl.algorithms.objective import runs_old_log_prob_pass, runs_reference_pass
 from megarl.commands.plan.count.libraries import NOT_COUNTED, Libraries
-from megarl.commands.plan.count.stages import Stage
-from megarl.commands.plan.count.time_shared import leaves, takes_turns
-from megarl.commands.plan.count.types import EngineRank, Place, Use
+from megarl.commands.plan.count.types import EngineRank, Place, Refusal, Stage, Use
+from megarl.commands.plan.count.workload import is_time_shared, trainers_offload
+from megarl.commands.plan.show.units import GIB, Unit
 from megarl.hf.config import text_fields
 from megarl.platform.memory import swapped_parts
 from megarl.recipe.critic import critic_view
@@ -27,6 +27,7 @@ from megarl.weight_sync.session import DEVICE_TRANSPORTS, FULL_SLOTS, RECEIVE_AH
 
 ROLLOUT = "rollout"
 EXCHANGED = "exchange buffers"
+_REMEDY = "change it, or the layout; megarl plan --search looks for layouts that fit"
 
 
 def swaps_of(recipe: Recipe) -> dict[str, int | None]:
@@ -34,29 +35,29 @@ def swaps_of(recipe: Recipe) -> dict[str, int | None]:
 
 
 def largest_tensor(recipe: Recipe, model: dict[str, Any]) -> int:
-    """Bytes of the embedding, than which no tensor of a checkpoint is larger."""
+    """Return the bytes of the embedding: no tensor of a checkpoint is larger."""
     text = text_fields(model)
     return int(text["vocab_size"] * text["hidden_size"] * (4 if recipe.model.dtype == "float32" else 2))
 
 
 def exchange_buffers(recipe: Recipe, largest: int) -> int:
-    """Bytes that a trainer takes on its device to send weights. `largest`: of the model's largest tensor, which an export
-    gathers in parts and joins.
+    """Return the device memory that a trainer needs to send weights, in bytes.
 
-    Exported: a bucket of tensors waits to be packed beside. Planned: a bucket is packed at a time; updates that are held
-    to the export, the first among them, also make it, one tensor after the other. What buckets are packed into (`slots`)
-    lies in the host's memory, unless the transport is of DEVICE_TRANSPORTS.
+    `largest`: bytes of the model's largest tensor, which an export gathers in parts and joins. Full sync: a bucket of
+    tensors waits to be packed meanwhile. Sharded sync: one bucket is packed at a time, and updates that are verified
+    against an export (the first one among them) also gather one tensor at a time. Packed buckets (`slots`) are in host
+    memory, except for the transports in DEVICE_TRANSPORTS.
     """
     bucket, gathered = recipe.exchange.bucket_mb * 2**20, 2 * largest
     on_device = max(bucket, gathered) if planned_by_recipe(recipe) else bucket + gathered
-    there = recipe.cluster.device == "cpu" or recipe.exchange.transport in DEVICE_TRANSPORTS
+    slots_on_device = recipe.cluster.device == "cpu" or recipe.exchange.transport in DEVICE_TRANSPORTS
     sums = SUM_BYTES if recipe.exchange.transport == "ipc" else 0
-    return on_device + sums + (slots(recipe, largest) if there else 0)
+    return on_device + sums + (slots(recipe, largest) if slots_on_device else 0)
 
 
 def slots(recipe: Recipe, largest: int) -> int:
-    """Bytes that a trainer's buckets are packed into. Planned: each rank's own, and tensors are cut. Exported: those of
-    rank 0, and a larger tensor has a bucket of its own."""
+    """Return the bytes of a trainer's packed buckets. Sharded sync: on each rank; tensors are cut to fit. Full sync: on
+    rank 0; a tensor above the bucket size gets a bucket as large as itself."""
     bucket = recipe.exchange.bucket_mb * 2**20
     if planned_by_recipe(recipe):
         return SHARDED_SLOTS * bucket
@@ -64,17 +65,17 @@ def slots(recipe: Recipe, largest: int) -> int:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """How those who share a device share it."""
+class TimeSharing:
+    """Time-sharing of devices between trainers, critic and engines."""
 
     colocated: bool
-    sleeps: bool  # engines give their memory away while others compute
-    offload: dict[str, bool]  # role -> whether it leaves the device to others
+    sleeps: bool  # engines free their memory while trainers compute
+    offload: dict[str, bool]  # role -> it offloads while others use the device
 
     @classmethod
-    def of(cls, recipe: Recipe) -> Turns:
-        offload = {"actor": leaves(recipe), "critic": leaves(critic_view(recipe))}
-        return cls(recipe.cluster.placement == "colocated", takes_turns(recipe), offload)
+    def of(cls, recipe: Recipe) -> TimeSharing:
+        offload = {"actor": trainers_offload(recipe), "critic": trainers_offload(critic_view(recipe))}
+        return cls(recipe.cluster.placement == "colocated", is_time_shared(recipe), offload)
 
 
 def places(
@@ -87,36 +88,39 @@ def places(
     unknown: Mapping[str, str] = MappingProxyType({}),
     libraries: Libraries = NOT_COUNTED,
 ) -> list[Place]:
-    """`engines`: sections -> one device of an engine. `swaps`: role -> see `counts.phases`. `largest`: bytes of the model's
-    largest tensor. `unknown`: sections -> what is not known of their engines; a cache that is not known counts as none."""
-    turns, found = Turns.of(recipe), []
+    """Return each kind of device with its memory by phase.
+
+    `engines`: section -> one device of an engine. `swaps`: role -> see `phases`. `largest`: bytes of the model's largest
+    tensor. `unknown`: section -> why its engines' memory is incomplete; an unknown KV cache counts as 0.
+    """
+    turns, result = TimeSharing.of(recipe), []
     on = _Device(recipe, turns, swaps, exchange_buffers(recipe, largest))
     policy = engines.get(ROLLOUT)
     for tenants, count in _together(recipe, stages, policy, turns):
-        beside = unknown.get(ROLLOUT) if turns.colocated and (policy is None or policy in tenants) else None
-        uses = _with_slots(recipe, tenants, _beside(on.uses(tenants), libraries.of(tenants)))
-        found.append(Place(" + ".join(_name(one) for one in tenants), count, uses, beside))
+        not_counted = unknown.get(ROLLOUT) if turns.colocated and (policy is None or policy in tenants) else None
+        uses = _with_slots(recipe, tenants, _with_constant(on.uses(tenants), libraries.of(tenants)))
+        result.append(Place(" + ".join(_name(tenant) for tenant in tenants), count, uses, not_counted))
     for section, engine in engines.items():
         if section == ROLLOUT and turns.colocated:
             continue
         uses = [Use("gen" if section == ROLLOUT else section, _sampling(engine))]
         if section == ROLLOUT:
             uses.append(Use("weight_exchange", {**_sampling(engine, steps=False), EXCHANGED: on.loading(engine)}))
-            uses = _with_slots(recipe, [engine], _beside(uses, libraries.of([engine])))
+            uses = _with_slots(recipe, [engine], _with_constant(uses, libraries.of([engine])))
         name = "engine" if section == ROLLOUT else section
-        found.append(Place(name, engine.devices, uses, unknown.get(section)))
-    return found
+        result.append(Place(name, engine.devices, uses, unknown.get(section)))
+    return result
 
 
-def _beside(uses: Iterable[Use], constant: Mapping[str, int]) -> list[Use]:
-    """`uses` with what lies there in every phase."""
+def _with_constant(uses: Iterable[Use], constant: Mapping[str, int]) -> list[Use]:
+    """Add parts that take the same memory in every phase."""
     return [Use(use.phase, {**use.parts, **constant}) for use in uses]
 
 
 def _with_slots(recipe: Recipe, tenants: Sequence[Stage | EngineRank], uses: list[Use]) -> list[Use]:
-    """`uses` with the slots of a transport of DEVICE_TRANSPORTS, which stay on the device between updates: of an actor's rank, and of
-    an engine's, which may pass buckets on."""
-    senders = sum(not isinstance(one, Stage) or one.role == "actor" for one in tenants)
+    """Add the packed buckets of a transport in DEVICE_TRANSPORTS, which stay allocated between updates: on actor ranks, and on
+    engine ranks, which may relay buckets."""
+    senders = sum(not isinstance(tenant, Stage) or tenant.role == "actor" for tenant in tenants)
     if recipe.exchange.transport not in DEVICE_TRANSPORTS or recipe.cluster.device == "cpu" or not senders:
         return uses
     kept = {EXCHANGED: senders * SHARDED_SLOTS * recipe.exchange.bucket_mb * 2**20}
@@ -128,23 +132,28 @@ def _name(tenant: Stage | EngineRank) -> str:
 
 
 def _together(
-    recipe: Recipe, stages: list[Stage], engine: EngineRank | None, turns: Turns
+    recipe: Recipe, stages: list[Stage], engine: EngineRank | None, turns: TimeSharing
 ) -> Iterator[tuple[list[Stage | EngineRank], int]]:
-    """Who is on the same devices, and how many these are. Ranks, of critic and engines too, lie on devices in their order."""
+    """Group the tenants that share a device: (tenants, number of such devices). Ranks fill devices in their order."""
     by_role = {role: list(group) for role, group in groupby(stages, lambda stage: stage.role)}
     sizes = {"actor": recipe.cluster.trainers, "critic": recipe.critic.trainers}
     if not turns.colocated:
-        for role, own in by_role.items():
-            for stage in own:
-                yield [stage], sizes[role] // len(own)
+        for role, stages_of_role in by_role.items():
+            for stage in stages_of_role:
+                yield [stage], sizes[role] // len(stages_of_role)
         return
     together: Counter[tuple[int, ...]] = Counter()
     for device in range(recipe.cluster.trainers):
-        seats = [device * len(own) // sizes[role] if device < sizes[role] else -1 for role, own in by_role.items()]
-        together[(*seats, int(engine is not None and device < engine.devices))] += 1
-    for (*seats, has_engine), count in together.items():
+        numbers = [
+            device * len(stages_of_role) // sizes[role] if device < sizes[role] else -1
+            for role, stages_of_role in by_role.items()
+        ]
+        together[(*numbers, int(engine is not None and device < engine.devices))] += 1
+    for (*numbers, has_engine), count in together.items():
         tenants: list[Stage | EngineRank] = [
-            own[seat] for own, seat in zip(by_role.values(), seats, strict=True) if seat >= 0
+            stages_of_role[number]
+            for stages_of_role, number in zip(by_role.values(), numbers, strict=True)
+            if number >= 0
         ]
         if has_engine and engine is not None:
             tenants.append(engine)
@@ -153,17 +162,17 @@ def _together(
 
 @dataclass(frozen=True)
 class _Device:
-    """What one device holds in each phase."""
+    """Computes the memory of one device in each phase."""
 
     recipe: Recipe
-    turns: Turns
+    turns: TimeSharing
     swaps: dict[str, int | None]
-    exchanged: int  # bytes that a trainer takes to send weights
+    exchanged: int  # bytes of a trainer's weight-sync buffers
 
     def uses(self, tenants: list[Stage | EngineRank]) -> Iterator[Use]:
-        """In the order of a step."""
-        stages = {one.role: one for one in tenants if isinstance(one, Stage)}
-        engine = next((one for one in tenants if isinstance(one, EngineRank)), None)
+        """Yield the memory of each phase, in the order of a step."""
+        stages = {tenant.role: tenant for tenant in tenants if isinstance(tenant, Stage)}
+        engine = next((tenant for tenant in tenants if isinstance(tenant, EngineRank)), None)
         algorithm = self.recipe.algorithm
         if engine is not None:
             yield Use("gen", {**self._others(stages, ()), **_sampling(engine)})
@@ -178,9 +187,12 @@ class _Device:
                 yield Use("weight_exchange", self._exchange(stages, engine))
 
     def loading(self, engine: EngineRank) -> int:
-        """Bytes that an engine takes beside its weights while new ones come: a layer that is laid out anew. Planned, a
-        layer of each of the trainers' stages, whose buckets come in turns, and the bucket whose boxes are copied there; from
-        device to device, those that are on their way, and those that it passes on; over IPC, the latter."""
+        """Return the bytes that loading new weights takes on an engine's device.
+
+        Full sync: one layer, which is laid out anew. Sharded sync: one layer per trainer pipeline stage, since their
+        buckets arrive interleaved, plus the bucket being copied. With transport `device` also buckets in flight and
+        relayed ones; with `ipc` relayed ones.
+        """
         if not planned_by_recipe(self.recipe):
             return engine.largest
         buckets = {"device": RECEIVE_AHEAD + SHARDED_SLOTS, "ipc": SHARDED_SLOTS}.get(self.recipe.exchange.transport, 1)
@@ -191,28 +203,28 @@ class _Device:
     def _computing(
         self, stages: dict[str, Stage], role: str, passes: list[str], update: str, asleep: dict[str, int]
     ) -> Iterator[Use]:
-        """Without activations nothing is known of these phases but what is resident."""
+        """Yield the phases in which `role` computes. Without activations only resident memory is known."""
         stage = stages[role]
-        lies = {**self._others(stages, (role,)), **asleep, **self._resident(stage)}
+        occupied = {**self._others(stages, (role,)), **asleep, **self._resident(stage)}
         beyond = stage.activations
         if beyond is None:
-            yield Use(update, lies)
+            yield Use(update, occupied)
             return
         states = stage.held.masters + stage.held.moments
         swaps = self.swaps.get(role)
         for name in passes:
-            yield Use(name, {**lies, **_passing(beyond.forward, beyond.forward_logits)})
-        yield Use(update, {**lies, **_passing(beyond.update, beyond.update_logits)})
-        yield Use(f"{update}, Adam", {**lies, "Adam's step": states // swaps if swaps else beyond.optimizer})
+            yield Use(name, {**occupied, **_passing(beyond.forward, beyond.forward_logits)})
+        yield Use(update, {**occupied, **_passing(beyond.update, beyond.update_logits)})
+        yield Use(f"{update}, Adam", {**occupied, "Adam's step": states // swaps if swaps else beyond.optimizer})
 
     def _others(self, stages: dict[str, Stage], computing: tuple[str, ...]) -> dict[str, int]:
-        """What those who do not compute have left there."""
-        lies: dict[str, int] = {}
+        """Return the memory of trainers that do not compute now."""
+        occupied: dict[str, int] = {}
         for role, stage in stages.items():
             if role not in computing:
-                left = {"buffers": stage.held.buffers} if self.turns.offload[role] else self._resident(stage)
-                lies |= {f"{role}'s {part}": size for part, size in left.items()}
-        return {part: size for part, size in lies.items() if size}
+                remaining = {"buffers": stage.held.buffers} if self.turns.offload[role] else self._resident(stage)
+                occupied |= {f"{role}'s {part}": size for part, size in remaining.items()}
+        return {part: size for part, size in occupied.items() if size}
 
     def _resident(self, stage: Stage) -> dict[str, int]:
         held = stage.held
@@ -221,16 +233,16 @@ class _Device:
 
     def _exchange(self, stages: dict[str, Stage], engine: EngineRank | None) -> dict[str, int]:
         stage = stages["actor"]
-        if self.turns.offload["actor"]:  # the optimizer has left already
-            lies = {"weights": stage.held.weights + stage.held.buffers}
+        if self.turns.offload["actor"]:  # optimizer states are already offloaded
+            occupied = {"weights": stage.held.weights + stage.held.buffers}
         else:
-            lies = self._resident(stage)
-        lies = {**self._others(stages, ("actor",)), **lies, EXCHANGED: self.exchanged}
+            occupied = self._resident(stage)
+        occupied = {**self._others(stages, ("actor",)), **occupied, EXCHANGED: self.exchanged}
         if engine is None:
-            return lies
-        lies[EXCHANGED] += self.loading(engine)
+            return occupied
+        occupied[EXCHANGED] += self.loading(engine)
         cache = {} if self.turns.sleeps else {"KV cache": engine.cache or 0}
-        return {**lies, "engine weights": engine.weights, **cache}
+        return {**occupied, "engine weights": engine.weights, **cache}
 
 
 def _passing(whole: int, logits: int) -> dict[str, int]:
@@ -238,5 +250,61 @@ def _passing(whole: int, logits: int) -> dict[str, int]:
 
 
 def _sampling(engine: EngineRank, *, steps: bool = True) -> dict[str, int]:
-    own = {"engine weights": engine.weights, "KV cache": engine.cache or 0}
-    return {**own, "engine's step": engine.working} if steps else own
+    parts = {"engine weights": engine.weights, "KV cache": engine.cache or 0}
+    return {**parts, "engine's step": engine.working} if steps else parts
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def too_large(places: list[Place], memory: float) -> list[Refusal]:
+    """Return a refusal for each place with a peak above `memory` GiB."""
+    refusals = []
+    for place in places:
+        use = place.peak
+        if use.total <= memory * GIB:
+            continue
+        unit = Unit.of(use.total)
+        explanation = (
+            f"{place.name} needs {unit.tenths(use.total)} {unit.name} in {use.phase}: {sum_of_parts(use.parts, unit)}; there are "
+            f"{unit.whole(memory * GIB)}"
+        )
+        if use.phase == "gen":
+            refusals.append(_of_engine(use, explanation, memory))
+        else:
+            refusals.append(Refusal(_key(use), explanation, _REMEDY))
+    return refusals
+
+
+def sum_of_parts(parts: Mapping[str, int], unit: Unit) -> str:
+    """Format the parts, largest first, without those below 0.05: "weights 12.1 + gradients 12.1"."""
+    by_size = sorted(parts.items(), key=lambda part: -part[1])
+    return " + ".join(f"{name} {unit.tenths(size)}" for name, size in by_size if size / unit.size >= 0.05)
+
+
+def _of_engine(use: Use, explanation: str, memory: float) -> Refusal:
+    """Return the refusal for sampling: engines take their share of the device whatever else is on it."""
+    engine_bytes = sum(
+        size for part, size in use.parts.items() if part in ("engine weights", "KV cache", "engine's step")
+    )
+    other_bytes = use.total - engine_bytes
+    stayed = {"actor": "megatron.offload", "critic": "critic.megatron.offload"}
+    keys = [key for role, key in stayed.items() if f"{role}'s weights" in use.parts]
+    if keys:
+        settings = " and ".join(f"{key}=true" for key in keys)
+        return Refusal(keys[0], explanation, f"set {settings}: trainers then leave the device while engines sample")
+    share = (memory * GIB - other_bytes) / (memory * GIB)
+    key = "rollout.engine_args.gpu_memory_utilization"
+    return Refusal(key, explanation, f"set it to {max(0.0, share - 0.01):.2f} or less")
+
+
+def _key(use: Use) -> str:
+    """Return the recipe key that controls the largest part."""
+    role = "critic" if "critic" in use.phase else "actor"
+    megatron = "critic.megatron" if role == "critic" else "megatron"
+    largest = max(use.parts, key=lambda part: use.parts[part])
+    if largest.startswith(("actor's", "critic's")):  # memory of an idle role that does not offload
+        return "megatron.offload" if largest.startswith("actor") else "critic.megatron.offload"
+    batch = f"{role}.max_tokens_per_micro_batch"
+    keys = {"activations": batch, "logits": batch, "exchange buffers": "exchange.bucket_mb"}
+    return keys.get(largest, f"{megatron}.pipeline_parallel")

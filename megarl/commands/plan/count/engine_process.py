@@ -1,4 +1,4 @@
-"""The process that is any rank of any engine: see serve.py. Started by `ask.py`."""
+"""Counting process for engine ranks: builds any rank of any engine on tensors without memory. Started by `rank_client.py`."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megarl.engines.vllm.needed_slices import needs  # noqa: E402
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Of one rank: what it holds; or, with a file of `tensors`, which boxes of them it needs (`description`).
+    """Handle one request: return the rank's memory, or, with a file of `tensors`, the slices that it needs.
 
-    `error`: there is no such rank, or its needs cannot be told.
+    The result is {"error": ...} for a rank that does not exist or with a loader that cannot be traced.
     """
     spec = EngineSpec(**question["spec"])
     bounds = limits_of(question["engine"], spec)

@@ -1,7 +1,7 @@
-"""Host memory of each machine: page-locked copies, sleeping engines, buffers of the exchange, processes. Pure.
+"""Host memory of each machine: page-locked copies, sleeping engines, weight-sync buckets, processes. Pure.
 
-Copies are made once and stay for the run, so that there is one number, not one a phase: while a checkpoint is written, whose
-copies come and go, all of it is there. Not counted: page cache, images of multi-modal samples.
+Copies are allocated once and stay, so each machine has one number for the whole step; copies of a checkpoint being written
+are included. Not counted: page cache, images of multi-modal samples.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from itertools import groupby
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import runs_reference_pass
 from megarl.cluster.device_map import Demand
-from megarl.commands.plan.count.devices import ROLLOUT, Turns, slots
-from megarl.commands.plan.count.stages import Stage
-from megarl.commands.plan.count.types import EngineRank, HostUse, Refusal
+from megarl.commands.plan.count.devices import ROLLOUT, TimeSharing, slots, sum_of_parts
+from megarl.commands.plan.count.types import EngineRank, HostUse, Refusal, Stage
 from megarl.commands.plan.environment import device_kind
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.engines.specs import fixed_models
@@ -32,36 +31,37 @@ OFFLOADED, SWAPPED, REFERENCE = "offloaded", "swapped", "reference"
 ASLEEP, SHARED_MEMORY, PROCESSES, SAMPLES = "asleep", "/dev/shm", "processes", "samples"
 CHECKPOINT = "checkpoint"
 LEGEND = (
-    "Host memory: offloaded (weights and optimizer states of trainers that leave their devices) and swapped (optimizer states "
-    "of swap_optimizer, or of an optimizer on the host), reference (its weights), asleep (weights of sleeping engines) in page-locked memory, which is taken in "
-    "powers of two; /dev/shm (buckets of the exchange); processes (assumed: device.process_memory each); samples of two steps; "
-    "checkpoint (copies of what trainers write, where training goes on meanwhile or actor and critic take turns)."
+    "Host memory: offloaded (weights and optimizer states of trainers that leave their devices), swapped (optimizer states "
+    "of swap_optimizer, or of an optimizer on the host), reference (weights of the reference policy) and asleep (weights of "
+    "sleeping engines) are page-locked, and page-locked memory comes in powers of two; /dev/shm (buckets of the weight "
+    "exchange); processes (assumed: device.process_memory each); samples of two steps; checkpoint (copies of what trainers "
+    "write, if training continues meanwhile or actor and critic share devices in turn)."
 )
-_BYTES_A_TOKEN = 64  # of a sample: token, log-probs, mask, advantages, positions; in the trainers' and the store's copy
+_BYTES_A_TOKEN = 64  # of a sample: token, log-probs, mask, advantages, positions; two copies (trainers, store)
 _REMEDIES = {
-    OFFLOADED: ("megatron.offload", "set it to false where the devices have room, or cut the model over more machines"),
-    SWAPPED: ("megatron.extra.swap_optimizer", "leave it out where the devices have room, or use more machines"),
+    OFFLOADED: ("megatron.offload", "set it to false if the devices have room, or spread the model over more machines"),
+    SWAPPED: ("megatron.extra.swap_optimizer", "leave it out if the devices have room, or use more machines"),
     REFERENCE: (
         "algorithm.kl_coef",
-        "set it to 0, which needs no reference policy, or cut the model over more machines",
+        "set it to 0, which needs no reference policy, or spread the model over more machines",
     ),
     ASLEEP: (
         "rollout.tensor_parallel",
-        "raise it, which makes fewer copies of the model in a machine, or set cluster.placement=disaggregated",
+        "raise it, so that a machine has fewer copies of the model, or set cluster.placement=disaggregated",
     ),
     SHARED_MEMORY: ("exchange.bucket_mb", "lower it"),
     SAMPLES: ("data.prompts_per_step", "lower it"),
     PROCESSES: ("cluster.trainers", "use fewer devices of each machine"),
     CHECKPOINT: (
         "train.save_in_background",
-        "set it to false, use more machines, or, with a critic, set megatron.offload and critic.megatron.offload to false where the devices have room",
+        "set it to false, use more machines, or, with a critic, set megatron.offload and critic.megatron.offload to false if the devices have room",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Tenants:
-    """What runs on devices, in the order in which these fill machines. `engines`: sections -> one device of an engine."""
+    """The processes on all devices, in the order in which they fill machines. `engines`: section -> one engine device."""
 
     recipe: Recipe
     stages: list[Stage]
@@ -72,36 +72,36 @@ class Tenants:
 
 
 def host_uses(tenants: Tenants, device: Device) -> list[HostUse]:
-    """Host memory of each machine of `device.per_node` devices; neighbours that hold the same are one entry."""
+    """Return the host memory of each machine (`device.per_node` devices); equal neighbours are one entry."""
     devices = _devices(tenants, round(device.process_memory * GIB))
     nodes = []
     for first in range(0, len(devices), device.per_node):
         parts: dict[str, int] = {}
-        for one in devices[first : first + device.per_node]:
-            for name, size in one.items():
+        for parts_of_device in devices[first : first + device.per_node]:
+            for name, size in parts_of_device.items():
                 parts[name] = parts.get(name, 0) + size
         nodes.append(parts)
     controller = {PROCESSES: round(device.process_memory * GIB), SAMPLES: _samples(tenants.recipe)}
     for name, size in controller.items():
         nodes[0][name] = nodes[0].get(name, 0) + size
-    found, number = [], 0
-    for parts, alike in groupby(nodes):
-        count = len(list(alike))
+    result, number = [], 0
+    for parts, equal in groupby(nodes):
+        count = len(list(equal))
         name = f"node {number}" if count == 1 else f"nodes {number}-{number + count - 1}"
-        found.append(HostUse(name, count, {part: size for part, size in parts.items() if size}))
+        result.append(HostUse(name, count, {part: size for part, size in parts.items() if size}))
         number += count
-    return found
+    return result
 
 
 def hosts_of(tenants: Tenants, device: Device | None) -> list[HostUse]:
-    """`host_uses`; none without a device, and on a CPU, whose memory is the host's."""
+    """Return `host_uses`; empty without a device, and on a CPU, which has host memory only."""
     if device is None or tenants.recipe.cluster.device == "cpu" or not tenants.stages:
         return []
     return host_uses(tenants, device)
 
 
 def keeps_weights(recipe: Recipe, device: Device | None) -> bool:
-    """Whether engines that sleep copy their weights to the host."""
+    """Return True if sleeping engines copy their weights to the host."""
     name = device_kind(recipe, device)
     return name is not None and kind_of(name).sleep_keeps_weights
 
@@ -112,27 +112,26 @@ def host_refusals(hosts: list[HostUse], memory: float) -> list[Refusal]:
     if fullest is None or fullest.total <= memory * GIB:
         return []
     unit = Unit.of(fullest.total)
-    parts = sorted(fullest.parts.items(), key=lambda part: -part[1])
-    sums = " + ".join(f"{name} {unit.tenths(size)}" for name, size in parts if size / unit.size >= 0.05)
+    largest = max(fullest.parts, key=lambda name: fullest.parts[name])
     copies = fullest.parts.get(CHECKPOINT, 0)
-    key, remedy = _REMEDIES[CHECKPOINT if fullest.total - copies <= memory * GIB else parts[0][0]]
-    what = (
-        f"the host of {fullest.name} needs {unit.tenths(fullest.total)} {unit.name}: {sums}; there are "
+    key, remedy = _REMEDIES[CHECKPOINT if fullest.total - copies <= memory * GIB else largest]
+    explanation = (
+        f"the host of {fullest.name} needs {unit.tenths(fullest.total)} {unit.name}: {sum_of_parts(fullest.parts, unit)}; there are "
         f"{unit.whole(memory * GIB)}"
     )
-    return [Refusal(key, what, f"{remedy}; --host-memory says what a machine has")]
+    return [Refusal(key, explanation, f"{remedy}; --host-memory sets the memory of a machine")]
 
 
 def _devices(tenants: Tenants, process: int) -> list[dict[str, int]]:
-    """Host memory by device. Trainers come first, then critic and engines, unless these share the trainers' devices."""
-    recipe, turns = tenants.recipe, Turns.of(tenants.recipe)
+    """Return host memory by device. Trainers come first, then critic and engines, unless they share devices."""
+    recipe, turns = tenants.recipe, TimeSharing.of(tenants.recipe)
     samples, critic = recipe.train.source == "rollout", uses_critic(recipe.algorithm)
     demand = Demand.of(recipe, trainers=True, engines=samples, critic=critic, fixed=fixed_models(recipe))
-    found: list[dict[str, int]] = [{} for _ in range(demand.devices)]
+    result: list[dict[str, int]] = [{} for _ in range(demand.devices)]
 
     def add(device: int, parts: Mapping[str, int]) -> None:
         for name, size in parts.items():
-            found[device][name] = found[device].get(name, 0) + size
+            result[device][name] = result[device].get(name, 0) + size
 
     actor = [stage for stage in tenants.stages if stage.role == "actor"]
     for rank in range(demand.trainers):
@@ -149,10 +148,10 @@ def _devices(tenants: Tenants, process: int) -> list[dict[str, int]]:
         add(first + rank, _engine(tenants, turns) | {PROCESSES: process})
     for device in range(demand.devices - demand.fixed_devices, demand.devices):
         add(device, {PROCESSES: process})
-    return found
+    return result
 
 
-def _trainer(tenants: Tenants, turns: Turns, stage: Stage, rank: int) -> dict[str, int]:
+def _trainer(tenants: Tenants, turns: TimeSharing, stage: Stage, rank: int) -> dict[str, int]:
     held, parts = stage.held, {}
     if _saves_a_copy(tenants.recipe, stage.role, rank):
         parts[CHECKPOINT] = held.saved
@@ -170,7 +169,8 @@ def _trainer(tenants: Tenants, turns: Turns, stage: Stage, rank: int) -> dict[st
 
 
 def _saves_a_copy(recipe: Recipe, role: str, rank: int) -> bool:
-    """Whether this rank copies a part of a checkpoint: each with a distributed optimizer, else those of the first replica."""
+    """Return True if this rank copies a part of a checkpoint: every rank with a distributed optimizer, else the first
+    replica."""
     train = recipe.train
     if not (train.save_every or train.save_at_end):
         return False
@@ -187,27 +187,25 @@ def _saves_a_copy(recipe: Recipe, role: str, rank: int) -> bool:
     return rank % (view.cluster.trainers // megatron.pipeline_parallel) < first
 
 
-def _engine(tenants: Tenants, turns: Turns) -> dict[str, int]:
+def _engine(tenants: Tenants, turns: TimeSharing) -> dict[str, int]:
     recipe, rank, parts = tenants.recipe, tenants.engines.get(ROLLOUT), {}
     if rank is not None and turns.sleeps and (tenants.keeps_weights or wants_adapters(recipe)):
         parts[ASLEEP] = rank.asleep
-    if (
-        planned_by_recipe(recipe) and recipe.exchange.transport in HOST_MEMORY_TRANSPORTS
-    ):  # of ranks that pass buckets on
+    if planned_by_recipe(recipe) and recipe.exchange.transport in HOST_MEMORY_TRANSPORTS:  # ranks that relay buckets
         parts[SHARED_MEMORY] = SHARDED_SLOTS * recipe.exchange.bucket_mb * 2**20
     return parts
 
 
 def _samples(recipe: Recipe) -> int:
-    """Of two steps, on the controller's machine, if every sample has the longest length."""
+    """Return the bytes of two steps' samples on the controller's machine, all of the longest length."""
     each = {"rollout": recipe.rollout.samples_per_prompt, "preferences": 2, "sft": 1}[recipe.train.source]
     longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
     return 2 * recipe.data.prompts_per_step * each * longest * _BYTES_A_TOKEN
 
 
 def assumed(hosts: list[HostUse], memory: float) -> str:
-    """The note below the table."""
+    """Return the note below the table of hosts."""
     return (
         f"{LEGEND} {pluralize(sum(host.nodes for host in hosts), 'machine')} of {memory:g} GiB, which is assumed unless "
-        "--host-memory or --devices says it."
+        "--host-memory or --devices sets it."
     )

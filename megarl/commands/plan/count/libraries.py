@@ -1,7 +1,7 @@
-"""Device memory that libraries take beside tensors: communicators, processes' contexts, captured graphs. Pure.
+"""Device memory of libraries: communicators, process contexts, captured graphs. Pure.
 
-Figures of a device are in devices.yaml, each with its source or "assumed". Groups are counted from the layout; a group of one
-rank has no communicator.
+Figures per device are in devices.yaml, each with its source or "assumed". Groups are derived from the layout; a group with
+one rank has no communicator.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.commands.plan.count.stages import Stage
-from megarl.commands.plan.count.types import EngineRank, Variable
+from megarl.commands.plan.count.types import EngineRank, Stage, Variable
 from megarl.commands.plan.environment import device_kind, environment_of
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
@@ -24,30 +23,30 @@ if TYPE_CHECKING:
 MIB, GIB = 2**20, 2**30
 COMMUNICATORS, CONTEXTS, GRAPHS, REMADE = "communicators", "contexts", "graphs", "re-made weights"
 LEGEND = (
-    "Beside tensors are counted: communicators (groups of the layout x device.communicator), contexts (of each process), graphs "
-    "of engines that capture them, and weights that latent attention makes anew at the first update. None of it was measured "
-    "on a device."
+    "Counted in addition to tensors: communicators (groups of the layout x device.communicator), contexts (of each process), "
+    "graphs of engines that capture them, and weights that latent attention makes anew at the first update. None of it was "
+    "measured on a device."
 )
 
 
 @dataclass(frozen=True)
 class Libraries:
-    """Bytes on a device, the same in every phase. Roles: "actor", "critic", "rollout"."""
+    """Bytes on a device, equal in all phases. Roles: "actor", "critic", "rollout"."""
 
     communicators: Mapping[str, int] = field(default_factory=dict)
-    context: int = 0  # of one process
-    graphs: int = 0  # of an engine
+    context: int = 0  # per process
+    graphs: int = 0  # per engine process
 
     def of(self, tenants: Iterable[Stage | EngineRank]) -> dict[str, int]:
-        """Memory of what lies together on a device; nothing if libraries are not counted."""
+        """Return the libraries' memory of the processes that share a device; empty if libraries are not counted."""
         parts = {COMMUNICATORS: 0, CONTEXTS: 0, GRAPHS: 0, REMADE: 0}
-        for one in tenants:
-            role = one.role if isinstance(one, Stage) else "rollout"
+        for tenant in tenants:
+            role = tenant.role if isinstance(tenant, Stage) else "rollout"
             parts[COMMUNICATORS] += self.communicators.get(role, 0)
             parts[CONTEXTS] += self.context
-            if isinstance(one, EngineRank):
+            if isinstance(tenant, EngineRank):
                 parts[GRAPHS] += self.graphs
-                parts[REMADE] += one.remade
+                parts[REMADE] += tenant.remade
         return {name: size for name, size in parts.items() if size}
 
 
@@ -57,12 +56,14 @@ NOT_COUNTED = Libraries()
 def libraries_of(
     recipe: Recipe, device: Device | None, variables: Iterable[Variable] = (), buffer: str = ""
 ) -> Libraries:
-    """Libraries' memory on `device`. `buffer`: the environment variable of a communicator's buffer in MiB, of which
-    `variables` may have values."""
+    """Return the libraries' memory on `device`. `buffer`: environment variable with the size of a communicator's buffer in
+    MiB; its value is looked up in `variables`."""
     if device is None:
         return NOT_COUNTED
     sizes = {
-        one.role: 2 * int(one.value) for one in variables if buffer and one.name == buffer and one.value.isdecimal()
+        variable.role: 2 * int(variable.value)
+        for variable in variables
+        if buffer and variable.name == buffer and variable.value.isdecimal()
     }
     of_trainers = sizes.get("trainers", device.communicator)
     critic = critic_view(recipe)
@@ -77,8 +78,8 @@ def libraries_of(
 
 
 def counted_libraries(recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device | None) -> Libraries:
-    """Libraries' memory with the buffers that the recipe, its layout and this shell ask for; nothing on a CPU and without a
-    device. `models`: sections -> config.json."""
+    """Return the libraries' memory with the buffer sizes of the recipe, its layout and this shell. Empty on a CPU and
+    without a device. `models`: section -> config.json."""
     name = device_kind(recipe, device)
     if device is None or name is None or kind_of(name).ray_resource is None:
         return NOT_COUNTED
@@ -86,10 +87,10 @@ def counted_libraries(recipe: Recipe, models: Mapping[str, dict[str, Any]], devi
 
 
 def trainer_groups(megatron: MegatronConfig, world: int) -> int:
-    """Groups of more than one rank whose collectives a trainer uses (megatron/core/parallel_state.py).
+    """Count a trainer's process groups of more than one rank (megatron/core/parallel_state.py).
 
-    Everyone; tensor, context, pipeline, data (with context) and model parallel, the last for the norm of gradients; for
-    experts: expert, expert tensor, expert data, and their model parallel.
+    World, tensor, context, pipeline, data (with context) and model parallel (for the gradient norm); for experts: expert,
+    expert tensor, expert data and expert model parallel.
     """
     tensor, pipeline, context = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.context_parallel
     experts, cut = megatron.expert_parallel, megatron.expert_tensor_parallel or 1
@@ -100,8 +101,8 @@ def trainer_groups(megatron: MegatronConfig, world: int) -> int:
 
 
 def _of_engines(recipe: Recipe, each: float, of_dispatch: float) -> float:
-    """MiB of an engine rank's communicators: everyone, tensor and data parallel; where experts are spread, those of experts and of
-    their dispatch, which alone has the size of the environment."""
+    """Return MiB of an engine rank's communicators: world, tensor and data parallel; if experts are spread, also the
+    expert group and its dispatch, which alone has the buffer size of the environment."""
     rollout = recipe.rollout
     ranks = rollout.tensor_parallel * rollout.data_parallel
     sizes = [ranks, rollout.tensor_parallel, rollout.data_parallel]

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that operations make, counted while they live."""
+"""Counter of the tensor memory that operations allocate."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _Enough(Exception):
-    """What was to be seen has been."""
+    """Ends the block: all backward passes to be observed are done."""
 
 
-class Live(TorchDispatchMode):
-    """Counts the memory of `device` that was made since it was entered and still lives, and the most of it at a time.
+class MemoryCounter(TorchDispatchMode):
+    """Counts the memory on `device` that operations allocate inside the block: current bytes and peak.
 
-    Each memory counts once, whatever views there are of it, and until its last view is gone. What existed before does
-    not count. What a kernel takes for itself while it runs, no mode can see.
+    Each storage counts once, from its creation until its last view is gone. Earlier storages do not count, and a kernel's
+    workspace is invisible to a dispatch mode.
 
-    `kept` is the most there was when a backward pass began: what forward passes have kept for it.
-    `wide`: of `peak`, the tensors whose last dimension is `width`.
-    `stand_ins`: functions in the place of operations that cannot run without values.
-    `backwards`: leave the block, quietly, where so many backward passes are over.
+    `kept`: maximum at the begin of a backward pass: memory that forward passes saved for it.
+    `wide`: part of `peak` in tensors with a last dimension of `width`.
+    `stand_ins`: replacements of operations that cannot run without values.
+    `backwards`: leave the block quietly after this many backward passes.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Live(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the guard against it costs as much as an operation
+        return False  # nothing is compiled here, and the guard costs as much as an operation
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
         super().__exit__(kind, error, trace)
@@ -59,19 +59,19 @@ class Live(TorchDispatchMode):
                 raise _Enough
         self._in_backward = in_backward
         result = self.stand_ins.get(function, function)(*args, **(kwargs or {}))
-        given: set[int] | None = None
+        inputs: set[int] | None = None
         for tensor in self._tensors((result,)):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._seen:
-                if given is None:
+                if inputs is None:
                     tensors = self._tensors((*args, *(kwargs or {}).values()))
-                    given = {one.untyped_storage()._cdata for one in tensors}
-                if storage._cdata not in given:
+                    inputs = {tensor.untyped_storage()._cdata for tensor in tensors}
+                if storage._cdata not in inputs:
                     self._add(storage, wide=tensor.dim() > 0 and tensor.shape[-1] == self.width)
         return result
 
     def _tensors(self, values: Iterable[Any]) -> Iterator[torch.Tensor]:
-        """On the device, in lists too. (torch's own walk through arguments takes longer than the operations.)"""
+        """Yield the tensors on the device, also in lists. (torch's tree functions take longer than the operations.)"""
         for value in values:
             if isinstance(value, torch.Tensor):
                 if value.device.type == self.device:

@@ -1,4 +1,4 @@
-"""What a trainer holds between steps, counted from its tensors: real ones, or those of a platform without memory."""
+"""Memory that a trainer holds between steps, counted from its tensors (real ones, or ones without memory)."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.commands.plan.count.counts import Held
+from megarl.commands.plan.count.types import RankMemory
 from megarl.megatron.model import parameters_on_rank
 from megarl.megatron.optimizer import members
 from megarl.megatron.trainer import PolicyTrainer, Trainer
 from megarl.platform.memory import pinned
 from megarl.recipe.optimizer_extra import host_share
 
-_MOMENT_BYTES = 8  # Adam's two moments of an element, in float32
+_MOMENT_BYTES = 8  # Adam's two float32 moments of a parameter
 
 
-def held(trainer: Trainer) -> Held:
-    """Count what `trainer` holds on its rank."""
+def held(trainer: Trainer) -> RankMemory:
+    """Count the memory that `trainer` holds on its rank."""
     chunks, optimizer = trainer.model.chunks, trainer.optimizer
     weights = _storages(parameter.data for chunk in chunks for parameter in chunk.parameters())
     gradients, masters, moments = [], [], []
@@ -29,11 +29,9 @@ def held(trainer: Trainer) -> Held:
         states = [state for member in members(optimizer) for state in member.optimizer.state.values()]
         moments = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
     moments_bytes = _bytes(_storages(moments))
-    share = (
-        moments_bytes // _MOMENT_BYTES * trainer.model.dtype.itemsize
-    )  # of the weights: the elements that moments are of
+    share = moments_bytes // _MOMENT_BYTES * trainer.model.dtype.itemsize  # weights of the parameters with moments
     own_masters = {key: storage for key, storage in _storages(masters).items() if key not in weights}
-    found = Held(
+    memory = RankMemory(
         parameters=parameters_on_rank(trainer.model),
         trained=parameters_on_rank(trainer.model, trained=True),
         weights=_bytes(weights),
@@ -49,14 +47,14 @@ def held(trainer: Trainer) -> Held:
         else 0,
         saved=_bytes(own_masters) + moments_bytes + share,
     )
-    return found.with_states_on_host(host_share(trainer.recipe.actor.optimizer))
+    return memory.with_states_on_host(host_share(trainer.recipe.actor.optimizer))
 
 
 def largest_rank(trainer: Trainer) -> int:
-    """Of the ranks of this one's pipeline stage, the first whose share of the optimizer's states is the largest.
+    """Return the first rank of this pipeline stage with the largest share of the optimizer states.
 
-    Megatron cuts buffers into equal shares, and what of a share is padding has no states. Ranks of a stage hold the same
-    buffers, and stand in the order tensor, context, data parallel; for experts, expert tensor, expert, data parallel.
+    Megatron cuts buffers into equal shares, and padding in a share has no states. Ranks of a stage hold equal buffers and
+    are ordered tensor, context, data parallel; for experts: expert tensor, expert, data parallel.
     """
     megatron, world = trainer.recipe.megatron, dist.get_world_size()
     ranks = world // megatron.pipeline_parallel
@@ -71,7 +69,7 @@ def largest_rank(trainer: Trainer) -> int:
 
 
 def _share(buffers: list[Any], number: int) -> int:
-    """Elements of parameters in share `number` of `buffers`."""
+    """Count the parameters' elements in share `number` of `buffers`."""
     total = 0
     for buffer in buffers:
         for bucket in buffer.buckets:
@@ -83,7 +81,7 @@ def _share(buffers: list[Any], number: int) -> int:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Each memory once, whatever views there are of it."""
+    """Return each storage once, however many views it has."""
     return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
 
 
@@ -92,5 +90,5 @@ def _bytes(storages: dict[int, torch.UntypedStorage]) -> int:
 
 
 def _pinned(storages: dict[int, torch.UntypedStorage]) -> int:
-    """Bytes of page-locked copies, one a storage."""
+    """Return the bytes of page-locked copies, one per storage."""
     return sum(pinned(storage.nbytes()) for storage in storages.values())

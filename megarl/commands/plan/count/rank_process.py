@@ -1,4 +1,4 @@
-"""The process that is any trainer rank of any layout: see serve.py. Started by `ask.py`."""
+"""Counting process for trainer ranks: builds any rank of any layout on tensors without memory. Started by `rank_client.py`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from megarl.recipe.critic import critic_view  # noqa: E402
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Of one rank: what it holds, the `largest_rank` of its stage, and, where asked for, what it takes beyond, and which
-    boxes of the checkpoint's tensors the ranks of its stage hold (`holdings`).
+    """Handle one request: return the rank's memory and the `largest_rank` of its stage, and on request also its
+    activations and the slices of the checkpoint's tensors that the ranks of its stage hold (`holdings`).
 
-    `error`: there is no such rank. `not_planned`: why these are no boxes.
+    The result is {"error": ...} for a rank that does not exist. `not_planned`: why the slices cannot be described.
     """
     recipe = load_recipe(question["recipe"], check=False)
-    import_modules(recipe.algorithm)  # which a check would have done: losses of the user's own are looked up by name
+    import_modules(recipe.algorithm)  # registers the user's losses, which the skipped check would have imported
     if question["critic"]:
         recipe = critic_view(recipe)
     rank, world = question["rank"], recipe.cluster.trainers
@@ -55,24 +55,26 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _holdings(model: Model, rank: int, ranks: int) -> dict[str, Any]:
-    """Of all `ranks` of a stage: the different descriptions, `unique`, and the number of each rank's, `of_rank`.
+    """Describe the slices of all `ranks` of a stage: `unique` descriptions, and for each rank its number in them.
 
-    They have the same shapes, and are described by saying to mbridge that this one is they. They stand in the order
-    tensor, context, data parallel; for experts, expert tensor, expert, data parallel.
+    The ranks have equal shapes, so this process describes each by setting its coordinates in mbridge. Ranks are ordered
+    tensor, context, data parallel; for experts: expert tensor, expert, data parallel.
     """
     chunks = model.lora.base() if model.lora else model.chunks
-    own = model.bridge.mpu
-    places = [(one % own.tp_size, one // own.etp_size % own.ep_size, one % own.etp_size) for one in range(ranks)]
-    assert places[rank % ranks] == (own.tp_rank, own.ep_rank, own.etp_rank), "Megatron orders ranks in another way"
-    found: dict[tuple[int, ...], str] = {}
+    mpu = model.bridge.mpu
+    coordinates = [
+        (peer % mpu.tp_size, peer // mpu.etp_size % mpu.ep_size, peer % mpu.etp_size) for peer in range(ranks)
+    ]
+    assert coordinates[rank % ranks] == (mpu.tp_rank, mpu.ep_rank, mpu.etp_rank), "Megatron changed its order of ranks"
+    descriptions: dict[tuple[int, ...], str] = {}
     forms = Forms(model.bridge)
-    for place in dict.fromkeys(places):
+    for place in dict.fromkeys(coordinates):
         tensor, expert, expert_tensor = place
-        model.bridge.mpu = dataclasses.replace(own, tp_rank=tensor, ep_rank=expert, etp_rank=expert_tensor)
-        found[place] = base64.b64encode(describe(model.bridge, chunks, forms).to_bytes()).decode()
-    model.bridge.mpu = own
-    numbers = {place: number for number, place in enumerate(found)}
-    return {"unique": list(found.values()), "of_rank": [numbers[place] for place in places]}
+        model.bridge.mpu = dataclasses.replace(mpu, tp_rank=tensor, ep_rank=expert, etp_rank=expert_tensor)
+        descriptions[place] = base64.b64encode(describe(model.bridge, chunks, forms).to_bytes()).decode()
+    model.bridge.mpu = mpu
+    numbers = {place: number for number, place in enumerate(descriptions)}
+    return {"unique": list(descriptions.values()), "of_rank": [numbers[place] for place in coordinates]}
 
 
 if __name__ == "__main__":

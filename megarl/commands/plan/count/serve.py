@@ -1,7 +1,6 @@
-"""What the planner's processes are: questions from standard input, a line each; answers to standard output, a line each.
+"""Server loop of the counting processes: requests on standard input, results on standard output, one JSON object a line.
 
-A process imports once what takes seconds, and answers each question in a fork of its own, since Megatron and vLLM keep one
-layout in a process.
+The process imports slow modules once. Each request runs in a fork, since Megatron and vLLM allow one layout per process.
 """
 
 from __future__ import annotations
@@ -23,46 +22,46 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def serve(answer: Answer, processes: int, module: str) -> None:
-    """Answer in whatever order answers are found, with `processes` forks at a time. The end of the questions ends this
-    process. `module` is imported before the forks, which then have it."""
-    warnings.simplefilter("ignore")  # of models that nobody will train or run
+    """Answer requests, in any order, with up to `processes` forks at a time. End of input ends this process. `module` is
+    imported before the forks."""
+    warnings.simplefilter("ignore")  # warnings about models, which are neither trained nor run here
     answers, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    os.dup2(2, 1)  # what libraries print is no answer
-    questions, sys.stdin = sys.stdin, None  # a fork closes its sys.stdin, for which it would wait: this reads from it
+    os.dup2(2, 1)  # libraries print to stderr instead
+    questions, sys.stdin = sys.stdin, None  # a fork closes its sys.stdin and would block on it
     importlib.import_module(module)
     lock = threading.Lock()
 
-    def tell(question: dict[str, Any]) -> None:
-        found = _in_a_fork(answer, question)
+    def handle(question: dict[str, Any]) -> None:
+        result = _in_a_fork(answer, question)
         with lock:
-            print(json.dumps({"number": question["number"], **found}), file=answers, flush=True)
+            print(json.dumps({"number": question["number"], **result}), file=answers, flush=True)
 
     workers = ThreadPoolExecutor(processes)
     for line in questions:
-        workers.submit(tell, json.loads(line))
+        workers.submit(handle, json.loads(line))
     for fork in multiprocessing.active_children():
-        fork.kill()  # nobody waits for its answer any more
-    os._exit(0)  # without what still waits for a worker
+        fork.kill()  # its result is no longer needed
+    os._exit(0)  # skips requests that still wait for a worker
 
 
 def _in_a_fork(answer: Answer, question: dict[str, Any]) -> dict[str, Any]:
     context = multiprocessing.get_context("fork")
-    here, there = context.Pipe(duplex=False)
-    fork = context.Process(target=_send, args=(there, answer, question), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    fork = context.Process(target=_send, args=(sender, answer, question), daemon=True)
     fork.start()
-    there.close()
+    sender.close()
     try:
-        return dict(here.recv())
+        return dict(receiver.recv())
     except EOFError:
         fork.join()
         return {"failed": f"its process ended with status {fork.exitcode}"}
     finally:
         fork.join()
-        here.close()
+        receiver.close()
 
 
-def _send(there: Connection, answer: Answer, question: dict[str, Any]) -> None:
+def _send(sender: Connection, answer: Answer, question: dict[str, Any]) -> None:
     try:
-        there.send({"answer": answer(question)})
-    except Exception:  # noqa: BLE001 - who asked is told
-        there.send({"failed": traceback.format_exc()[-4000:]})
+        sender.send({"answer": answer(question)})
+    except Exception:  # noqa: BLE001 - the client receives the traceback
+        sender.send({"failed": traceback.format_exc()[-4000:]})

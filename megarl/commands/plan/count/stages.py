@@ -1,4 +1,4 @@
-"""What each pipeline stage of a recipe's actor and critic holds and needs, asked of one rank of each."""
+"""Memory of each pipeline stage of a recipe's actor and critic, counted on one rank of each stage."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from typing import Any
 
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import runs_reference_pass
-from megarl.commands.plan.count.ask import Asker, Question
-from megarl.commands.plan.count.counts import Activations, Held, Phase, phases
-from megarl.commands.plan.count.interpolate import ends, may_be_alike, on_the_line
-from megarl.commands.plan.count.time_shared import leaves
-from megarl.commands.plan.count.workload import Workload, first_ranks, largest
+from megarl.commands.plan.count.rank_client import RankClient, RankRequest
+from megarl.commands.plan.count.types import Activations, Phase, RankMemory, Stage
+from megarl.commands.plan.count.workload import Workload, first_ranks, largest, trainers_offload
 from megarl.megatron.config_fields import check_extra, fields_of_megatron
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
@@ -28,31 +26,17 @@ from megarl.recipe.training import MegatronConfig
 from megarl.weight_sync.sharded.slices import SliceTable
 
 _NOT_COUNTED = (
-    "activations under megatron.extra.moe_token_dispatcher_type=flex are those of kernels that run on devices alone "
+    "activations under megatron.extra.moe_token_dispatcher_type=flex belong to kernels that run on devices only "
     "(DeepEP, HybridEP)"
 )
 
-# Kernels of Transformer Engine, which Megatron looks for while it makes its configuration.
+# Settings that need Transformer Engine, which Megatron imports while it builds its configuration.
 _FUSED = ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One pipeline stage: its rank with the most of the optimizer's states stands for all."""
-
-    role: str  # "actor" or "critic"
-    number: int
-    rank: int
-    held: Held
-    activations: Activations | None
-    not_counted: str | None  # why there are no activations
-    phases: dict[str, Phase]
-    chunks: int = 1  # parts of the model that the stage holds: more than one under virtual pipeline stages
-
-
-@dataclass(frozen=True)
 class Counted:
-    """`held`: of the actor's ranks, in their order, where it was asked for; `not_planned`: why it cannot be told."""
+    """Counted stages. `held`: slices of the actor's ranks, in rank order, if requested; `not_planned`: why they are missing."""
 
     stages: list[Stage]
     held: list[SliceTable] | None = None
@@ -60,7 +44,7 @@ class Counted:
 
 
 def check_trainable(recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any]) -> None:
-    """Raise ValueError for a model that cannot be trained and a layout that does not divide, before anything is started."""
+    """Raise ValueError for a model that cannot be trained and a layout that does not divide. Starts no process."""
     views = [("megatron", recipe, actor_model)]
     if uses_critic(recipe.algorithm):
         views.append(("critic.megatron", critic_view(recipe), critic_model))
@@ -70,60 +54,66 @@ def check_trainable(recipe: Recipe, actor_model: dict[str, Any], critic_model: d
 
 
 def stages(recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any]) -> list[Stage]:
-    """Every stage of the actor, then of the critic where the recipe has one; `..._model`: their config.json.
+    """Count every stage of the actor, then of the critic if there is one. `..._model`: config.json.
 
     Raises ValueError as `check_trainable` does.
     """
-    with Asker() as asker:
-        return counted(recipe, actor_model, critic_model, asker).stages
+    with RankClient() as client:
+        return counted(recipe, actor_model, critic_model, client).stages
 
 
 def counted(
-    recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any], asker: Asker, *, holdings: bool = False
+    recipe: Recipe,
+    actor_model: dict[str, Any],
+    critic_model: dict[str, Any],
+    client: RankClient,
+    *,
+    holdings: bool = False,
 ) -> Counted:
-    """As `stages`; `holdings`: and what the actor's ranks hold of the checkpoint's tensors."""
+    """Count the stages like `stages`. `holdings`: also describe the actor ranks' slices of the checkpoint's tensors."""
     check_trainable(recipe, actor_model, critic_model)
     with tempfile.TemporaryDirectory() as directory:
         built = built_from(recipe, actor_model, Path(directory, "actor"))
-        found = _counted("actor", built, recipe.megatron, asker, holdings=holdings)
+        result = _counted("actor", built, recipe.megatron, client, holdings=holdings)
         if uses_critic(recipe.algorithm):
             view = replace(recipe, critic=replace(recipe.critic, model_path=None))
             built = built_from(view, critic_model, Path(directory, "critic"))
-            found = replace(found, stages=found.stages + stages_of("critic", built, recipe.critic.megatron, asker))
-    return found
+            result = replace(result, stages=result.stages + stages_of("critic", built, recipe.critic.megatron, client))
+    return result
 
 
-def holdings(recipe: Recipe, asker: Asker) -> list[SliceTable]:
-    """Of each of the actor's ranks. `recipe`: of `built_from`. Raises ValueError where they cannot be told."""
+def holdings(recipe: Recipe, client: RankClient) -> list[SliceTable]:
+    """Describe the slices of each actor rank. `recipe`: from `built_from`. Raises ValueError if they cannot be described."""
     firsts = dict(enumerate(first_ranks(recipe.megatron, recipe.cluster.trainers)))
-    answers = _answers({stage: Question(recipe, rank, holdings=True) for stage, rank in firsts.items()}, asker)
+    answers = _answers({stage: RankRequest(recipe, rank, holdings=True) for stage, rank in firsts.items()}, client)
     return _descriptions(answers)
 
 
 def _descriptions(answers: dict[int, dict[str, Any]]) -> list[SliceTable]:
-    found = []
+    descriptions = []
     for answer in answers.values():
         if "not_planned" in answer:
             raise ValueError(answer["not_planned"])
         unique = [SliceTable.from_bytes(base64.b64decode(text)) for text in answer["holdings"]["unique"]]
-        found += [unique[number] for number in answer["holdings"]["of_rank"]]
-    return found
+        descriptions += [unique[number] for number in answer["holdings"]["of_rank"]]
+    return descriptions
 
 
 def left_out(megatron: MegatronConfig) -> list[str]:
-    """Names in `extra` that this machine's Megatron does not know: those of what adapts it to the device."""
-    known = fields_of_megatron()
-    return [] if known is None else sorted(name for name in megatron.extra if name not in known)
+    """Return the names in `extra` that this machine's Megatron does not have: those of an adapter for the device."""
+    fields = fields_of_megatron()
+    return [] if fields is None else sorted(name for name in megatron.extra if name not in fields)
 
 
 def built_from(recipe: Recipe, model: dict[str, Any], directory: Path) -> Recipe:
-    """`recipe`, as a process can build its ranks that has nothing of the model but `model`, and no device's own libraries.
+    """Return a recipe whose ranks can be built from `model` (config.json) in `directory`, without device libraries.
 
-    Ranks hold the same without these."""
+    Ranks hold the same memory without these libraries.
+    """
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(model), encoding="utf-8")
 
-    def known(megatron: MegatronConfig) -> MegatronConfig:
+    def portable(megatron: MegatronConfig) -> MegatronConfig:
         without = {*left_out(megatron), *_FUSED}
         extra = {name: value for name, value in megatron.extra.items() if name not in without}
         return replace(megatron, extra=_without_flex(extra) if _flex(megatron) else extra)
@@ -131,37 +121,38 @@ def built_from(recipe: Recipe, model: dict[str, Any], directory: Path) -> Recipe
     return replace(
         recipe,
         model=replace(recipe.model, path=str(directory)),
-        megatron=known(recipe.megatron),
-        critic=replace(recipe.critic, megatron=known(recipe.critic.megatron)),
+        megatron=portable(recipe.megatron),
+        critic=replace(recipe.critic, megatron=portable(recipe.critic.megatron)),
     )
 
 
 def _flex(megatron: MegatronConfig) -> bool:
-    """Tokens are dispatched by kernels that there are for devices alone, DeepEP's or HybridEP's."""
+    """Return True if tokens are dispatched by kernels that run on devices only (DeepEP, HybridEP)."""
     return megatron.extra.get("moe_token_dispatcher_type") == "flex"
 
 
 def _without_flex(extra: dict[str, Any]) -> dict[str, Any]:
-    """The same model with a dispatcher that can be built anywhere: a rank holds as much with either."""
-    own = ("moe_flex_", "moe_deepep_", "moe_hybridep_", "moe_enable_deepep")
-    return {name: value for name, value in extra.items() if not name.startswith(own)} | {
+    """Replace the dispatcher by one that can be built anywhere: the rank's memory is equal with either."""
+    prefixes = ("moe_flex_", "moe_deepep_", "moe_hybridep_", "moe_enable_deepep")
+    return {name: value for name, value in extra.items() if not name.startswith(prefixes)} | {
         "moe_token_dispatcher_type": "alltoall"
     }
 
 
 def stages_of(
-    role: str, recipe: Recipe, asked: MegatronConfig, asker: Asker, numbers: Sequence[int] | None = None
+    role: str, recipe: Recipe, section: MegatronConfig, client: RankClient, numbers: Sequence[int] | None = None
 ) -> list[Stage]:
-    """`recipe`: of `built_from`. `asked`: the section as the recipe has it, with what `recipe` leaves out. `numbers`: of
-    the stages that are wanted; None: all."""
-    return _counted(role, recipe, asked, asker, numbers).stages
+    """Count the stages of one role. `recipe`: from `built_from`. `section`: the Megatron section of the
+    recipe, with the fields that `built_from` left out.
+    `numbers`: stages to count; None: all."""
+    return _counted(role, recipe, section, client, numbers).stages
 
 
 def _counted(
     role: str,
     recipe: Recipe,
-    asked: MegatronConfig,
-    asker: Asker,
+    section: MegatronConfig,
+    client: RankClient,
     numbers: Sequence[int] | None = None,
     *,
     holdings: bool = False,
@@ -170,53 +161,53 @@ def _counted(
     model = json.loads((Path(view.model.path) / "config.json").read_text(encoding="utf-8"))
     _check(view, model)
     firsts = dict(enumerate(first_ranks(view.megatron, view.cluster.trainers)))
-    works = {stage: None if _flex(asked) else largest(view, stage) for stage in numbers or firsts}
-    alike = may_be_alike(view.megatron) if numbers is None else []
+    works = {stage: None if _flex(section) else largest(view, stage) for stage in numbers or firsts}
+    inner = inner_stages(view.megatron) if numbers is None else []
     questions = {
-        stage: Question(recipe, firsts[stage], role == "critic", None if stage in alike[1:-1] else work, holdings)
+        stage: RankRequest(recipe, firsts[stage], role == "critic", None if stage in inner[1:-1] else work, holdings)
         for stage, work in works.items()
     }
-    answers = _answers(questions, asker)
+    answers = _answers(questions, client)
     held, not_planned = None, None
     if holdings:
         try:
             held = _descriptions(answers)
         except ValueError as error:
             not_planned = str(error)
-    others = {
+    larger = {
         stage: replace(questions[stage], rank=answer["largest"], holdings=False)
         for stage, answer in answers.items()
         if answer["largest"] != questions[stage].rank
     }
-    answers |= _answers(others, asker)
-    questions |= others
-    _fill_between(alike, questions, answers, works, asker)
-    swaps = swapped_parts(asked.extra)
-    found = [_stage(role, stage, questions[stage], answer, view, swaps) for stage, answer in answers.items()]
-    return Counted(found, held, not_planned)
+    answers |= _answers(larger, client)
+    questions |= larger
+    _interpolate(inner, questions, answers, works, client)
+    swaps = swapped_parts(section.extra)
+    stages = [_stage(role, stage, questions[stage], answer, view, swaps) for stage, answer in answers.items()]
+    return Counted(stages, held, not_planned)
 
 
-def _fill_between(
-    alike: list[int],
-    questions: dict[int, Question],
+def _interpolate(
+    inner: list[int],
+    questions: dict[int, RankRequest],
     answers: dict[int, dict[str, Any]],
     works: Mapping[int, Workload | None],
-    asker: Asker,
+    client: RankClient,
 ) -> None:
-    """Activations of those among the stages `alike` that were asked without work: from two others, where they hold the same as
-    these, else they are asked again."""
-    if len(alike) < 3 or works[alike[0]] is None:
+    """Add the activations of `inner` stages that were counted without work: interpolated between two stages that hold
+    equally much, counted again if they differ."""
+    if len(inner) < 3 or works[inner[0]] is None:
         return
-    between = ends({stage: answers[stage]["held"] for stage in alike})
+    between = ends({stage: answers[stage]["held"] for stage in inner})
     first, last = between
-    other = [stage for stage in alike if answers[stage]["held"] != answers[last]["held"]]
-    again = [stage for stage in (*other, first) if "activations" not in answers[stage]]
+    different = [stage for stage in inner if answers[stage]["held"] != answers[last]["held"]]
+    again = [stage for stage in (*different, first) if "activations" not in answers[stage]]
     questions |= {stage: replace(questions[stage], work=works[stage], holdings=False) for stage in again}
-    answers |= _answers({stage: questions[stage] for stage in again}, asker)
-    known = [Activations(**answers[stage]["activations"]) for stage in between]
-    for stage in alike:
+    answers |= _answers({stage: questions[stage] for stage in again}, client)
+    counted_ends = [Activations(**answers[stage]["activations"]) for stage in between]
+    for stage in inner:
         if "activations" not in answers[stage]:
-            answers[stage]["activations"] = asdict(on_the_line(stage, between, *known))
+            answers[stage]["activations"] = asdict(interpolated(stage, between, *counted_ends))
 
 
 def _check(view: Recipe, model: dict[str, Any]) -> None:
@@ -225,8 +216,8 @@ def _check(view: Recipe, model: dict[str, Any]) -> None:
     check_lora(model, view.lora, view.megatron)
 
 
-def _answers(questions: dict[int, Question], asker: Asker) -> dict[int, dict[str, Any]]:
-    under_way = {stage: asker.submit(question) for stage, question in questions.items()}
+def _answers(questions: dict[int, RankRequest], client: RankClient) -> dict[int, dict[str, Any]]:
+    under_way = {stage: client.submit(question) for stage, question in questions.items()}
     answers = {stage: future.result() for stage, future in under_way.items()}
     for answer in answers.values():
         if "error" in answer:
@@ -235,16 +226,69 @@ def _answers(questions: dict[int, Question], asker: Asker) -> dict[int, dict[str
 
 
 def _stage(
-    role: str, number: int, question: Question, answer: dict[str, Any], view: Recipe, swaps: int | None
+    role: str, number: int, question: RankRequest, answer: dict[str, Any], view: Recipe, swaps: int | None
 ) -> Stage:
-    held = Held(**answer["held"])
+    held = RankMemory(**answer["held"])
     beyond = Activations(**answer["activations"]) if "activations" in answer else None
     in_phases = phases(
         held,
         beyond,
         reference=role == "actor" and runs_reference_pass(view.algorithm),
-        leaves=leaves(view),
+        trainers_offload=trainers_offload(view),
         swaps=swaps,
     )
     chunks = view.megatron.virtual_pipeline or 1
     return Stage(role, number, question.rank, held, beyond, None if beyond else _NOT_COUNTED, in_phases, chunks)
+
+
+def phases(
+    held: RankMemory, beyond: Activations | None, *, reference: bool, trainers_offload: bool, swaps: int | None = None
+) -> dict[str, Phase]:
+    """Return the memory of one rank in each phase of a step.
+
+    `reference`: the recipe has a reference policy. `trainers_offload`: the trainer offloads to the host while engines use
+    the device (`Offloader`). `swaps`: optimizer states are on the host and come to the device in this many parts. Without
+    `beyond` the computing phases are absent. Host copies stay allocated from their first use on.
+    """
+    states = held.masters + held.moments
+    on_device = 0 if swaps else states
+    all_of_it = held.weights + held.buffers + held.gradients + on_device
+    kept = held.reference if reference else 0
+    host = (
+        kept + held.on_host + (held.weights if trainers_offload else 0) + (states if trainers_offload or swaps else 0)
+    )
+    result = {"resident": Phase(all_of_it, host)}
+    if beyond is not None:
+        result["log_probs"] = Phase(all_of_it + beyond.forward, host)
+        result["update"] = Phase(all_of_it + beyond.update, host)
+        result["optimizer"] = Phase(all_of_it + (states // swaps if swaps else beyond.optimizer), host)
+    result["exchange"] = Phase(held.weights + held.buffers if trainers_offload else all_of_it, host)
+    result["rollout"] = Phase(held.buffers if trainers_offload else all_of_it, host)
+    return result
+
+
+# --- equal pipeline stages -----------------------------------------------------------------------
+#
+# In 1F1B each earlier stage has one more micro batch in flight (Narayanan et al. 2021, section 2.2.1), and each micro batch
+# keeps equally much. So stages with equal layers differ by a multiple of one micro batch's activations, and two runs suffice.
+
+
+def inner_stages(megatron: MegatronConfig) -> list[int]:
+    """Return the stages without embedding and head. Empty with interleaving, where stages hold several chunks."""
+    return [] if megatron.virtual_pipeline else list(range(1, megatron.pipeline_parallel - 1))
+
+
+def ends(held: Mapping[int, object]) -> tuple[int, int]:
+    """Return the first and the last of the inner stages that hold as much as the last one."""
+    last = max(held)
+    return min(stage for stage, one in held.items() if one == held[last]), last
+
+
+def interpolated(stage: int, ends: tuple[int, int], first: Activations, last: Activations) -> Activations:
+    """Interpolate the activations of `stage` between the two `ends`, which have `first` and `last`."""
+
+    def at(name: str) -> int:
+        begin, end = getattr(first, name), getattr(last, name)
+        return round(begin + (end - begin) * (stage - ends[0]) / (ends[1] - ends[0]))
+
+    return Activations(**{name: at(name) for name in Activations.__dataclass_fields__})

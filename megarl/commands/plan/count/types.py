@@ -1,33 +1,100 @@
-"""What a plan is made of: everything that the console, the page and JSON show. Plain values."""
+"""Data classes of a plan: everything that the console, the page and JSON show. Plain values."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from megarl.commands.plan.count.stages import Stage
 from megarl.engines.routes import Route
 from megarl.platform.devices import Device
 
 
 @dataclass(frozen=True)
-class EngineRank:
-    """One device of an engine, by the engine's own model."""
+class RankMemory:
+    """Memory that one rank holds between steps: bytes, except the first two; with the padding of Megatron's buffers."""
 
     parameters: int
-    weights: int  # bytes, with tables and copies that the engine makes of them
-    cache_per_token: float  # bytes of the KV cache that a token of one sequence takes
-    working: int  # bytes of its largest step beyond weights and cache
-    cache: int | None = None  # bytes that are left for the KV cache; None: the device is not known
-    sequences: float | None = None  # of the longest length, that the whole engine has room for at a time
-    devices: int = 1  # of all engines of the kind
-    largest: int = 0  # bytes of the largest layer's own weights, of which there are two while new ones are loaded
-    remade: int = 0  # bytes of weights that latent attention makes anew at the first update, and keeps as it sleeps
-    asleep: int = 0  # bytes on the host, while the engine sleeps and keeps its weights
+    trained: int  # parameters that an optimizer step changes
+    weights: int
+    buffers: int  # tensors of the model that are not parameters: routing biases, rotary frequencies
+    gradients: int
+    masters: int  # float32 master weights; 0 if the optimizer's parameters are views of the weights
+    moments: int  # Adam's two moments
+    reference: int  # weights of the reference policy, on the host; 0 without one, for a critic and with adapters
+    on_host: int = 0  # masters, moments and gradients of an optimizer on the host (optimizer_cpu_offload)
+    weights_pinned: int = 0  # page-locked host copies of the weights, rounded up per storage
+    states_pinned: int = 0  # page-locked host copies of masters and moments
+    reference_pinned: int = 0
+    saved: int = 0  # bytes that the rank writes into a checkpoint: its share of masters, moments and weights
+
+    def with_states_on_host(self, share: float) -> RankMemory:
+        """Move `share` of masters and moments to the host, with their float32 gradients (as large as the masters)."""
+        moved = {name: int(share * getattr(self, name)) for name in ("masters", "moments")}
+        stay = {name: getattr(self, name) - size for name, size in moved.items()}
+        return replace(
+            self,
+            **stay,
+            states_pinned=int((1 - share) * self.states_pinned),
+            on_host=2 * moved["masters"] + moved["moments"],
+        )
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Peak bytes of each phase on one rank, beyond the memory that it holds between steps."""
+
+    forward: int  # a pass without gradients: log-probs or values
+    update: int  # forward and backward of a mini batch
+    kept: int  # part of `update` that forward passes save for backward passes, at its maximum
+    optimizer: int  # the optimizer step
+    forward_logits: int = 0  # part of `forward`: tensors as wide as the rank's share of the vocabulary
+    update_logits: int = 0  # the same part of `update`
+
+    @property
+    def peak(self) -> int:
+        return max(self.forward, self.update, self.optimizer)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes of one rank on its device and in host memory."""
+
+    device: int
+    host: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage, represented by its rank with the largest share of the optimizer states."""
+
+    role: str  # "actor" or "critic"
+    number: int
+    rank: int
+    held: RankMemory
+    activations: Activations | None
+    not_counted: str | None  # the reason if there are no activations
+    phases: dict[str, Phase]
+    chunks: int = 1  # model chunks of the stage: more than one under virtual pipeline stages
+
+
+@dataclass(frozen=True)
+class EngineRank:
+    """Memory of one device of an engine, counted from the engine's model."""
+
+    parameters: int
+    weights: int  # bytes, with tables and copies that the engine derives from them
+    cache_per_token: float  # bytes of KV cache per token of one sequence
+    working: int  # bytes of the largest step beyond weights and cache
+    cache: int | None = None  # bytes left for the KV cache; None: the device is not known
+    sequences: float | None = None  # sequences of the longest length that fit into the whole engine at a time
+    devices: int = 1  # of all engines of this model
+    largest: int = 0  # bytes of the largest layer, which exists twice while new weights are loaded
+    remade: int = 0  # bytes of weights that latent attention makes anew at the first update and keeps while asleep
+    asleep: int = 0  # bytes on the host while the engine sleeps and keeps its weights
 
 
 @dataclass(frozen=True)
 class Use:
-    """Bytes of one device in one phase, by what takes them. Phases have the names of `timing_s/...` where there is one."""
+    """Bytes of one device in one phase, by part. Phases have the names of `timing_s/...` if there is such a metric."""
 
     phase: str
     parts: dict[str, int]
@@ -39,12 +106,12 @@ class Use:
 
 @dataclass(frozen=True)
 class Place:
-    """Devices on which the same lies: of a pipeline stage, of an engine, of both where they take turns."""
+    """Devices with equal memory: of a pipeline stage, of an engine, or of both if they share devices in turn."""
 
     name: str
     devices: int
     uses: list[Use]
-    not_counted: str | None = None  # what of all that lies there is not known, so that no use is whole
+    not_counted: str | None = None  # parts that are not known, so that every total is a lower bound
 
     @property
     def peak(self) -> Use:
@@ -53,7 +120,7 @@ class Place:
 
 @dataclass(frozen=True)
 class HostUse:
-    """Host memory of machines that hold the same, by what takes it, in bytes."""
+    """Host memory of equal machines in bytes, by part."""
 
     name: str  # "node 0", "nodes 1-15"
     nodes: int
@@ -66,29 +133,29 @@ class HostUse:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """An estimate of one phase of a step. `bound`: what it is limited by; `assumed`: what the estimate stands on."""
+    """Estimated time of one phase. `bound`: the limiting resource; `assumed`: assumptions of the estimate."""
 
     name: str  # as in timing_s/...
     seconds: float
     bound: str
     assumed: str
-    begin: float | None = None  # seconds since the step began; None: where the phase before it ends
-    parts: dict[str, float] = field(default_factory=dict)  # seconds by what they are spent on: see cost.py
+    begin: float | None = None  # seconds since the begin of the step; None: directly after the previous phase
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by cause: see cost.py
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one step. All of it is estimated."""
+    """Estimated time of one step."""
 
     phases: list[PhaseTime]
-    seconds: float  # of the step: phases that run beside each other count once
+    seconds: float  # of the step: overlapping phases count once
     tokens: float  # prompts and responses
-    micro_batches: int  # of a mini batch, of one data-parallel rank
+    micro_batches: int  # per mini batch and data-parallel rank
     tokens_per_micro_batch: float
-    bubble: float  # share of the update in which a pipeline stage waits for others
-    response: float  # tokens of a response, in the mean
-    uncalibrated: Estimate | None = None  # with the table's rates, where a calibration was given
-    weights: dict[str, float] = field(default_factory=dict)  # seconds of an update of the engines, by route
+    bubble: float  # share of the update in which a pipeline stage waits
+    response: float  # mean tokens of a response
+    uncalibrated: Estimate | None = None  # with the table's rates, if a calibration was applied
+    weights: dict[str, float] = field(default_factory=dict)  # seconds of a weight update, by route
 
     @property
     def tokens_per_second(self) -> float:
@@ -97,7 +164,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Spread:
-    """Seconds of a phase if it is off as published runs were: the fewest, the geometric mean, the most."""
+    """Expected seconds of a phase from published runs: the least, the geometric mean and the most."""
 
     name: str
     low: float
@@ -108,13 +175,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes of one weight exchange, by the route that the recipe asks for."""
+    """Bytes of one weight update by the recipe's route."""
 
     route: str  # "export", "planned" or "adapters"
-    sent: int  # by the trainer rank that sends the most
-    received: int  # by the engine rank that receives the most
+    sent: int  # by the trainer rank that sends most
+    received: int  # by the engine rank that receives most
     total: int
-    between_nodes: int  # of the total
+    between_nodes: int  # part of the total
 
 
 @dataclass(frozen=True)
@@ -129,7 +196,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the recipe cannot work: its key, the arithmetic, and what to change."""
+    """A reason why the recipe cannot work: its key, the arithmetic and a remedy."""
 
     key: str
     what: str
@@ -138,8 +205,8 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A layout that fits: what to give on the command line, and how many times the recipe's own seconds a step takes, both
-    estimated by layout alone."""
+    """A layout that fits: command-line overrides, and its step time relative to the recipe's, both estimated by layout
+    alone."""
 
     overrides: str
     times: float
@@ -147,7 +214,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one recipe on one kind of device."""
+    """The plan of one recipe on one kind of device."""
 
     recipe: str  # its name
     device: Device | None
@@ -156,26 +223,24 @@ class Plan:
     places: list[Place]
     estimate: Estimate | None
     exchange: Links | None
-    readers: dict[str, EngineRank] = field(default_factory=dict)  # of a teacher and a judge
+    readers: dict[str, EngineRank] = field(default_factory=dict)  # engines of teacher and judge
     memory: float | None = None  # GiB of a device; None: not known
     refusals: list[Refusal] = field(default_factory=list)
-    proposals: list[Proposal] = field(default_factory=list)  # the fastest first
-    not_counted: list[str] = field(
-        default_factory=list
-    )  # sections of which `places` lack what engines hold: see unchecked
-    unchecked: list[str] = field(default_factory=list)  # what could not be looked at here, and why
+    proposals: list[Proposal] = field(default_factory=list)  # fastest first
+    not_counted: list[str] = field(default_factory=list)  # sections with uncounted engines: see unchecked
+    unchecked: list[str] = field(default_factory=list)  # checks that were impossible here, with reasons
     notes: list[str] = field(default_factory=list)
-    hosts: list[HostUse] = field(default_factory=list)  # empty where the device is not known, and on a CPU
+    hosts: list[HostUse] = field(default_factory=list)  # empty without a device, and on a CPU
     routes: list[Route] = field(default_factory=list)  # of the weights, the expected one first
-    spread: list[Spread] = field(default_factory=list)  # of the estimate, and its step; empty with a calibration
-    compared: list[str] = field(default_factory=list)  # names of the published runs that `spread` is made of
-    own_runs: list[str] = field(default_factory=list)  # those of `compared` that had the recipe's model
-    without_own: Spread | None = None  # of the step, by the other runs; None: there are none, or none are left out
-    alike: str = ""  # "with experts" or "without experts": the models of these runs, and the recipe's
+    spread: list[Spread] = field(default_factory=list)  # per phase and for the step; empty with a calibration
+    compared: list[str] = field(default_factory=list)  # names of the published runs behind `spread`
+    own_runs: list[str] = field(default_factory=list)  # those in `compared` with the recipe's model
+    without_own: Spread | None = None  # of the step, from the other runs; None: no other runs, or `own_runs` is empty
+    alike: str = ""  # "with experts" or "without experts": the kind of model of these runs and of the recipe
     environment: list[Variable] = field(default_factory=list)  # set by the recipe, or needed by its layout
 
     @property
     def most(self) -> int:
-        """Bytes of the fullest device, or, where none is known, of the largest weights: what is shown is of this order."""
+        """Bytes of the fullest device, or, without a device, of the largest weights: chooses the display unit."""
         of_devices = (place.peak.total for place in self.places if place.uses)
         return max(of_devices, default=0) or max((stage.held.weights for stage in self.stages), default=0)

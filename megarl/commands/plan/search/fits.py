@@ -8,15 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.plan.count.ask import Asker
-from megarl.commands.plan.count.counts import Held
 from megarl.commands.plan.count.devices import ROLLOUT, largest_tensor, places, swaps_of
-from megarl.commands.plan.count.engines import policies, taken_at_least
+from megarl.commands.plan.count.engines import not_counted, policies, rank_of, taken_at_least, too_small
 from megarl.commands.plan.count.host import Tenants, host_refusals, hosts_of, keeps_weights
-from megarl.commands.plan.count.kv_cache import not_counted, rank_of, too_small
 from megarl.commands.plan.count.libraries import Libraries, counted_libraries
-from megarl.commands.plan.count.stages import Stage, built_from, stages_of
-from megarl.commands.plan.count.types import EngineRank
+from megarl.commands.plan.count.rank_client import RankClient
+from megarl.commands.plan.count.stages import built_from, stages_of
+from megarl.commands.plan.count.types import EngineRank, RankMemory, Stage
 from megarl.commands.plan.search.forecast import Forecast
 from megarl.commands.plan.search.layouts import Choice, Engines, choice_of, chosen, refusal
 from megarl.commands.plan.search.lower_bound import at_least, held_at_least, largest_parts, parts
@@ -74,18 +72,18 @@ class Judge:
     def __init__(
         self,
         subject: Subject,
-        asker: Asker,
+        client: RankClient,
         directory: Path,
         engines: list[Engines],
         deadline: float,
         known: Chosen | None = None,
     ) -> None:
-        self._subject, self._asker, self._shape = subject, asker, subject.shape
+        self._subject, self._client, self._shape = subject, client, subject.shape
         self._deadline = deadline
         self._directory, self._choices = directory, engines if known is None else [known[0]]
         self._not_counted: str | None = None  # until engines are chosen
         self._built = built_from(subject.recipe, subject.model, directory / "model")
-        self._forecast = Forecast(asker, self._built, subject.model, self._shape, directory / "samples")
+        self._forecast = Forecast(client, self._built, subject.model, self._shape, directory / "samples")
         beside = ThreadPoolExecutor(2)  # both take seconds, in which layouts are estimated
         self._chosen = beside.submit(self._choose_engines if known is None else lambda: known)
         self._critic = beside.submit(self._stages_of_critic)
@@ -129,7 +127,7 @@ class Judge:
         HostTooSmallError for a layout that fits the devices and not their hosts."""
         recipe = self._with_some(self._built, choice)  # of trainers, engines make no difference
         numbers = [part.number for part in largest_parts(recipe, self._shape)] if self._alike(recipe) else None
-        found = stages_of("actor", recipe, self._subject.recipe.megatron, self._asker, numbers)
+        found = stages_of("actor", recipe, self._subject.recipe.megatron, self._client, numbers)
         recipe = self.made(self._built, choice)
         critic = self._critic.result()
         for stage in (*found, *critic):
@@ -172,7 +170,7 @@ class Judge:
             there = {stage.number for stage in counted}
             numbers = [number for number in range(stages) if number not in there]
             megatron = self._subject.recipe.megatron
-            rest = stages_of("actor", tenants.recipe, megatron, self._asker, numbers)
+            rest = stages_of("actor", tenants.recipe, megatron, self._client, numbers)
             every = sorted([*counted, *rest], key=lambda stage: stage.number)
             tenants = replace(tenants, stages=[*every, *critic])
         for short in host_refusals(hosts_of(tenants, device), device.host_memory):
@@ -222,13 +220,13 @@ class Judge:
             return []
         view = replace(recipe, critic=replace(recipe.critic, model_path=None))
         built = built_from(view, model, self._directory / "critic")
-        return stages_of("critic", built, recipe.critic.megatron, self._asker)
+        return stages_of("critic", built, recipe.critic.megatron, self._client)
 
 
 def covering(counted: list[Stage], stages: int) -> list[Stage]:
     """As many `stages` as a pipeline has, each with the most that any of `counted` holds, part by part."""
-    names = [one.name for one in fields(Held)]
-    most = Held(**{name: max(getattr(stage.held, name) for stage in counted) for name in names})
+    names = [one.name for one in fields(RankMemory)]
+    most = RankMemory(**{name: max(getattr(stage.held, name) for stage in counted) for name in names})
     return [replace(counted[0], number=number, held=most) for number in range(stages)]
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.plan.count.ask import Asker, CannotCount, Question
-from megarl.commands.plan.count.counts import Activations
+from megarl.commands.plan.count.rank_client import CannotCount, RankClient, RankRequest
+from megarl.commands.plan.count.types import Activations
 from megarl.commands.plan.count.workload import Workload, largest
 from megarl.commands.plan.search.lower_bound import Part, chunks_under_way, held_at_least, largest_parts
 from megarl.hf.config import number_of_experts, text_fields
@@ -43,8 +43,10 @@ class Forecast:
     `recipe`: of `stages.built_from`; `model`: its config.json; `directory`: an empty one.
     """
 
-    def __init__(self, asker: Asker, recipe: Recipe, model: dict[str, Any], shape: ModelShape, directory: Path) -> None:
-        self._asker, self._recipe, self._shape = asker, recipe, shape
+    def __init__(
+        self, client: RankClient, recipe: Recipe, model: dict[str, Any], shape: ModelShape, directory: Path
+    ) -> None:
+        self._client, self._recipe, self._shape = client, recipe, shape
         self._samples: dict[tuple[Any, ...], Sample | None] = {}
         self._lock, self._locks = threading.Lock(), dict[tuple[Any, ...], threading.Lock]()
         self._paths = [directory / f"of_{layers}" for layers in (2, 3)]
@@ -86,10 +88,13 @@ class Forecast:
         one, two = (self._shrunk(recipe, layers) for layers in (2, 3))
         lengths = largest(one, 0).lengths
         last = one.cluster.trainers // 2
-        asked = [Question(one, 0, work=Workload(lengths, 2, 2)), Question(one, last, work=Workload(lengths, 2, 2))]
-        asked.append(Question(two, 0, work=Workload(lengths, 2, 2)))
+        asked = [
+            RankRequest(one, 0, work=Workload(lengths, 2, 2)),
+            RankRequest(one, last, work=Workload(lengths, 2, 2)),
+        ]
+        asked.append(RankRequest(two, 0, work=Workload(lengths, 2, 2)))
         try:
-            answers = [future.result() for future in [self._asker.submit(question) for question in asked]]
+            answers = [future.result() for future in [self._client.submit(question) for question in asked]]
         except CannotCount:
             return None
         if any("activations" not in answer for answer in answers):

@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megarl.commands.plan.count.ask import Asker, CannotCount
+from megarl.commands.plan.count.rank_client import CannotCount, RankClient
 from megarl.commands.plan.search.fits import HostTooSmallError, Judge, Subject
 from megarl.commands.plan.search.layouts import (
     RECOMPUTE,
@@ -95,9 +95,9 @@ def search(subject: Subject, *, seconds: float, wanted: int = 10) -> Found:
     """The `wanted` fastest layouts that fit, or those that were found within `seconds`; the recipe's own among these,
     where it fits, whatever else is found."""
     deadline = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory() as directory, Asker(_PROCESSES) as asker:
+    with tempfile.TemporaryDirectory() as directory, RankClient(_PROCESSES) as client:
         clock = Clock(subject.device, subject.shape, subject.critic_shape, subject.response)
-        judge = Judge(subject, asker, Path(directory), fastest_engines(subject, clock), deadline)
+        judge = Judge(subject, client, Path(directory), fastest_engines(subject, clock), deadline)
         return _Search(subject, judge, clock, deadline, wanted).run()
 
 

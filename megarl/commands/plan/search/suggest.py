@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.commands.plan.count.ask import Asker, CannotCount
+from megarl.commands.plan.count.rank_client import CannotCount, RankClient
 from megarl.commands.plan.count.types import Proposal
 from megarl.commands.plan.search.fits import Chosen, HostTooSmallError, Judge, Subject, too_large
 from megarl.commands.plan.search.forecast import setting
@@ -49,13 +49,13 @@ class Nearest(NamedTuple):
     stopped: bool
 
 
-def proposals(subject: Subject, asker: Asker, *, engines: Chosen | None = None, seconds: float) -> Nearest:
+def proposals(subject: Subject, client: RankClient, *, engines: Chosen | None = None, seconds: float) -> Nearest:
     """Layouts that fit, each counted: the fewest changes first, of equally many those that are told soonest, the fastest.
     As many as `seconds` allow, `_WANTED` at most. `engines`: None: to be chosen."""
     deadline, clock = time.monotonic() + seconds, _clock(subject)
     with tempfile.TemporaryDirectory() as directory:
         ways = [_own_engines(subject), *fastest_engines(subject, clock)] if engines is None else []
-        judge = Judge(subject, asker, Path(directory), list(dict.fromkeys(ways)), deadline, engines)
+        judge = Judge(subject, client, Path(directory), list(dict.fromkeys(ways)), deadline, engines)
         look = _Look(subject, judge, clock, deadline)
         workers = ThreadPoolExecutor(_AT_A_TIME)
         looking = {workers.submit(look.run) for _ in range(_AT_A_TIME)}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console, Group
 
-from megarl.commands.plan.count.stages import Stage
-from megarl.commands.plan.count.types import EngineRank, HostUse, Place, Plan
+from megarl.commands.plan.count.types import EngineRank, HostUse, Place, Plan, Stage
 from megarl.commands.plan.show.estimate_table import TITLE, remarks, seconds, seconds_columns
 from megarl.commands.plan.show.tables import Columns, console_width, fitted, transposed, upright, width_of
 from megarl.commands.plan.show.units import GIB, Unit

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.plan.count.stages import Stage
-from megarl.commands.plan.count.types import EngineRank, Place, Plan
+from megarl.commands.plan.count.types import EngineRank, Place, Plan, Stage
 from megarl.commands.plan.show import drawing
 from megarl.commands.plan.show.console import host_columns
 from megarl.commands.plan.show.estimate_table import STEP, remarks, seconds_columns

@@ -120,11 +120,11 @@ def _table(subject: Subject, found: Found, own: Estimate | None) -> Table:
 
 def _row(subject: Subject, one: Fitting, own: Estimate | None, unit: Unit) -> list[str]:
     made = _estimate(subject, one.choice)
-    leaves = ", stays" if offloads(subject.recipe) and not one.choice.offload else ""
+    trainers_offload = ", stays" if offloads(subject.recipe) and not one.choice.offload else ""
     return [
         name_of(one.choice.layout),
         str(one.choice.tokens),
-        one.choice.recompute + leaves,
+        one.choice.recompute + trainers_offload,
         unit.tenths(one.peak),
         f"{made.seconds:.1f}",
         f"{made.bubble:.0%}",

@@ -6,8 +6,8 @@ from collections import Counter
 
 from megarl.algorithms.advantages import uses_critic
 from megarl.cluster.device_map import Demand
-from megarl.commands.plan.count.time_shared import leaves
 from megarl.commands.plan.count.types import Links
+from megarl.commands.plan.count.workload import trainers_offload
 from megarl.commands.plan.time.cost import Cost, host_network_seconds, host_seconds, offload_seconds, ring_seconds
 from megarl.commands.plan.time.engines import Engines
 from megarl.commands.plan.time.trainers import Trainers, state_bytes, weight_bytes
@@ -87,7 +87,7 @@ def uncounted(trainers: Trainers, engines: Engines) -> Links:
 
 def moved(trainers: Trainers) -> Cost:
     """Optimizer states and weights go to the host, or come back, where the recipe offloads."""
-    if not leaves(trainers.recipe):
+    if not trainers_offload(trainers.recipe):
         return Cost()
     return Cost(host=offload_seconds(trainers.device, weight_bytes(trainers) + state_bytes(trainers)))
 

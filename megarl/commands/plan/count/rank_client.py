@@ -1,4 +1,4 @@
-"""Asks the processes that are any rank what ranks hold; see child.py and engine_child.py."""
+"""Client of the counting processes `rank_process.py` and `engine_process.py`, which play any rank of a layout."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ ENGINES = "megarl.commands.plan.count.engine_process"
 
 
 class CannotCount(RuntimeError):
-    """A rank could not be built, or run, for another reason than what megarl's checks say."""
+    """A rank could not be built or run, for a reason that megarl's checks do not cover."""
 
 
-class Askable(Protocol):
-    def told(self, file: Callable[[Recipe], str]) -> dict[str, Any]:
-        """The question in plain values. `file` gives the file that a recipe is written to."""
+class Request(Protocol):
+    def payload(self, file: Callable[[Recipe], str]) -> dict[str, Any]:
+        """Return the request as JSON values. `file` writes a recipe to a file and returns its path."""
         ...
 
 
 @dataclass(frozen=True)
-class Question:
-    """About one rank of a recipe's actor, or of its critic. `work`: None asks for what it holds alone. `holdings`: also for
-    what all ranks of its stage hold of the checkpoint's tensors.
+class RankRequest:
+    """Ask for the memory of one rank of a recipe's actor or critic.
 
-    The recipe's `model.path` (the critic's) needs a config.json and nothing else.
+    `work`: also run this work and count activations; None: skip. `holdings`: also return the slices of the checkpoint's
+    tensors that the ranks of the same pipeline stage hold. The recipe's `model.path` (or the critic's) needs only a
+    config.json.
     """
 
     recipe: Recipe
@@ -48,7 +49,7 @@ class Question:
     work: Workload | None = None
     holdings: bool = False
 
-    def told(self, file: Callable[[Recipe], str]) -> dict[str, Any]:
+    def payload(self, file: Callable[[Recipe], str]) -> dict[str, Any]:
         work = self.work and asdict(self.work)
         recipe = file(self.recipe)
         return {
@@ -61,10 +62,10 @@ class Question:
 
 
 @dataclass(frozen=True)
-class EngineQuestion:
-    """About one rank of an engine. `tensors`: a file with those of a checkpoint, to ask what of them it needs.
+class EngineRequest:
+    """Ask for the memory of one engine rank, or, with a file of checkpoint `tensors`, for the slices that it needs.
 
-    `spec.model_path` needs a config.json and nothing else.
+    `spec.model_path` needs only a config.json.
     """
 
     engine: str  # vllm, sglang
@@ -72,21 +73,21 @@ class EngineQuestion:
     rank: int = 0
     tensors: Path | None = None
 
-    def told(self, file: Callable[[Recipe], str]) -> dict[str, Any]:
+    def payload(self, file: Callable[[Recipe], str]) -> dict[str, Any]:
         tensors = self.tensors and str(self.tensors)
         return {"engine": self.engine, "spec": asdict(self.spec), "rank": self.rank, "tensors": tensors}
 
 
-def ask(questions: Sequence[Askable], child: str = TRAINERS, processes: int = 2) -> list[dict[str, Any]]:
-    """Answers as the child's `answer` gives them, in the order of the questions; `processes` work at a time."""
-    with Asker(processes, child) as asker:
-        return [future.result() for future in [asker.submit(question) for question in questions]]
+def count_ranks(questions: Sequence[Request], child: str = TRAINERS, processes: int = 2) -> list[dict[str, Any]]:
+    """Return the results in the order of the requests. At most `processes` forks run at a time."""
+    with RankClient(processes, child) as client:
+        return [future.result() for future in [client.submit(question) for question in questions]]
 
 
-class Asker:
-    """A process, for as long as there are questions: what takes seconds to import is imported once. Any thread may ask.
+class RankClient:
+    """A counting process that stays alive between requests, so that its slow imports run once. Thread-safe.
 
-    The first question starts it. Leaving this ends it, whatever it still works on.
+    The first request starts the process. Leaving the context ends it, also with requests in flight.
     """
 
     def __init__(self, processes: int = 2, child: str = TRAINERS) -> None:
@@ -98,21 +99,21 @@ class Asker:
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._lock, self._asked, self._over = threading.Lock(), 0, False
 
-    def __enter__(self) -> Asker:
+    def __enter__(self) -> RankClient:
         return self
 
     def __exit__(self, *_: Any) -> None:
         if self._process is not None:
             assert self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended already
-                self._process.stdin.close()  # which ends it
+            with contextlib.suppress(BrokenPipeError):  # the process has already ended
+                self._process.stdin.close()  # end of input: the process exits
             self._reader.join()
             self._process.wait()
         self._stderr.close()
         self._directory.cleanup()
 
-    def submit(self, question: Askable) -> Future[dict[str, Any]]:
-        """The answer to come. Raises CannotCount there for a rank that fails, RuntimeError where the process ends."""
+    def submit(self, question: Request) -> Future[dict[str, Any]]:
+        """Send a request. The future raises CannotCount if the rank fails, RuntimeError if the process ends."""
         future: Future[dict[str, Any]] = Future()
         with self._lock:
             number, self._asked = self._asked, self._asked + 1
@@ -120,12 +121,12 @@ class Asker:
                 future.set_exception(self._failure())
                 return future
             self._waiting[number] = future
-            asked = {"number": number, **question.told(self._file)}
+            message = {"number": number, **question.payload(self._file)}
             if self._process is None:
                 self._start()
             assert self._process is not None and self._process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # it has ended: the reader says so in the future
-                print(json.dumps(asked), file=self._process.stdin, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # the process has ended: the reader fails the future
+                print(json.dumps(message), file=self._process.stdin, flush=True)
         return future
 
     def _start(self) -> None:
@@ -141,11 +142,11 @@ class Asker:
         self._reader.start()
 
     def _file(self, recipe: Recipe) -> str:
-        """Of a recipe, written once however often it is asked about."""
+        """Return the YAML file of a recipe, written once per recipe object."""
         if id(recipe) not in self._recipes:
             path = Path(self._directory.name) / f"{len(self._recipes)}.yaml"
             path.write_text(to_yaml(recipe), encoding="utf-8")
-            self._recipes[id(recipe)] = recipe, str(path)  # the recipe as well: its id is not given again
+            self._recipes[id(recipe)] = recipe, str(path)  # keeps the recipe alive, so its id stays unique
         return self._recipes[id(recipe)][1]
 
     def _read(self, process: subprocess.Popen[str]) -> None:
@@ -167,5 +168,5 @@ class Asker:
     def _failure(self) -> RuntimeError:
         assert self._process is not None
         self._stderr.seek(0)
-        said = self._stderr.read()[-4000:]
-        return RuntimeError(f"the planner's process ended with status {self._process.returncode}:\n{said}")
+        stderr = self._stderr.read()[-4000:]
+        return RuntimeError(f"the planner's process ended with status {self._process.returncode}:\n{stderr}")
