@@ -1,0 +1,70 @@
+"""megarl from its wheel, without a checkout: commands find their data inside the package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.runs.test_train import settings
+from tests.support.stack import ROOT, metrics
+
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files of the wheel, to stand before the checkout on sys.path."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT / "megarl", source / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    built = subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    (wheel,) = out.glob("megarl-*.whl")
+    zipfile.ZipFile(wheel).extractall(out / "site")
+    return out / "site"
+
+
+def megarl(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the wheel in `folder`, which holds no checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "megarl", *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A user's folder: recipes and nothing else."""
+    shutil.copytree(ROOT / "recipes", tmp_path / "mine")
+    return tmp_path
+
+
+def test_the_package_is_the_wheels(site: Path, folder: Path) -> None:
+    code = "import megarl; print(megarl.__file__)"
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    shown = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
+    assert shown.stdout.startswith(str(site)), shown.stdout + shown.stderr
+
+
+def test_plan(site: Path, folder: Path) -> None:
+    """It reads a published config.json, devices.yaml, templates and the spread of published runs."""
+    page = folder / "plan.html"
+    done = megarl(site, folder, "plan", "mine/grpo_qwen2.5_0.5b.yaml", "--html", str(page))
+    assert done.returncode in (0, 1) and "Traceback" not in done.stderr, done.stderr + done.stdout
+    assert "range" in done.stdout and "<html" in page.read_text(), done.stdout + done.stderr
+
+
+@pytest.mark.stack
+@pytest.mark.slow
+def test_train(site: Path, folder: Path, quickstart_data: Path) -> None:
+    more = settings(quickstart_data, folder / "runs", "wheel", "train.steps=1", "evaluation.at_end=false")
+    done = megarl(site, folder, "train", "mine/quickstart.yaml", *more)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert [line["step"] for line in metrics(folder / "runs" / "wheel")][-1] == 1
+    assert (folder / "runs" / "wheel" / "report.html").exists()
