@@ -1,4 +1,4 @@
-"""How the controller reaches trainers and engines: over Ray, or inside one torchrun.
+"""Start and reach trainers and engines from the controller: over Ray, or inside one torchrun.
 
 >>> if cluster.is_controller(recipe):
 ...     with cluster.connect(recipe, platform) as processes:
@@ -46,11 +46,11 @@ __all__ = [
 
 
 def transport(recipe: Recipe) -> str:
-    """ "ray" or "torchrun": what ``cluster.transport`` says, auto resolved by whether torchrun started this process."""
+    """Return "ray" or "torchrun": ``cluster.transport``, with auto resolved by whether torchrun started this process."""
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if recipe.cluster.transport == "torchrun" and not under_torchrun:
         raise ValueError(
-            "cluster.transport is torchrun, and this process was not started by it (RANK and WORLD_SIZE are not set): "
+            "cluster.transport is torchrun, but torchrun did not start this process (RANK and WORLD_SIZE are not set): "
             f"run torchrun --nproc-per-node {recipe.cluster.trainers} -m megarl train ..., or set cluster.transport=ray."
         )
     if recipe.cluster.transport == "auto":
@@ -59,34 +59,36 @@ def transport(recipe: Recipe) -> str:
 
 
 def is_controller(recipe: Recipe) -> bool:
-    """False in torchrun's ranks other than 0: these `serve`."""
+    """Return False in torchrun ranks other than 0, which call `serve`."""
     from megarl.cluster.torchrun import rank
 
     return transport(recipe) == "ray" or rank.is_controller()
 
 
 def log_dir(recipe: Recipe) -> Path:
-    """Where the processes of a run write their output."""
+    """Directory of the output files of a run's processes."""
     return Path(recipe.runs_dir).absolute() / recipe.name / "logs"
 
 
 def serve(recipe: Recipe) -> None:
-    """Answer the controller's calls until it is done."""
+    """Serve the controller's calls until the run ends."""
     from megarl.cluster.torchrun import rank
 
     rank.serve(log_dir(recipe))
 
 
 def trainer_settings(recipe: Recipe, platform: Platform) -> RoleSettings:
-    """The environment of trainers, by who decides each variable."""
-    own = platform.trainer_env(recipe.cluster.timeout)
-    own |= platform.deterministic_env() if recipe.train.deterministic else {}
-    return RoleSettings("trainers", own, variables(recipe, "trainers"))
+    """Environment variables of the trainers, with the source of each (platform or recipe)."""
+    defaults = platform.trainer_env(recipe.cluster.timeout)
+    defaults |= platform.deterministic_env() if recipe.train.deterministic else {}
+    return RoleSettings("trainers", defaults, variables(recipe, "trainers"))
 
 
 def trainer_notices(recipe: Recipe, platform: Platform) -> list[str]:
-    """Notices of variables of trainers that the shell of this command has otherwise, of those that the recipe sets, and of what
-    the installation lacks. Raises RecipeError for a variable of `cluster.environment` with which trainers would be wrong."""
+    """Notices about missing packages and about trainer variables that the recipe sets or that differ from this shell.
+
+    Raises RecipeError for a variable of `cluster.environment` that would break the trainers.
+    """
     settings = trainer_settings(recipe, platform)
     computed = [f"trainers have {name}={value}: {why}" for name, value, why in settings.computed()]
     return [*platform.installation_notices(), *settings.notices(), *computed]
@@ -101,12 +103,12 @@ def connect(
     critic: bool = False,
     fixed: Sequence[str] = (),
 ) -> Cluster:
-    """The cluster that the recipe asks for; nothing of ours runs on it yet.
+    """Connect to the recipe's cluster and reserve its devices; no process is started yet.
 
-    trainers, engines, critic: whether these will be started, and so need devices; engines None: where the
-    recipe trains on rollouts. fixed: the recipe's sections (teacher, judge) whose engines will be started after these.
-    Raises ValueError, with the remedy, where there is no such cluster, where it was not started as the
-    recipe expects, and where it has not the devices.
+    trainers, engines, critic: whether the caller will start them, so that they need devices; engines None: if the
+    recipe trains on rollouts. fixed: sections of the recipe (teacher, judge) whose engines start after these.
+    Raises ValueError, with the remedy, if the cluster cannot be reached, was started differently from what the
+    recipe expects, or has too few devices.
     """
     demand = Demand.of(
         recipe,
@@ -115,7 +117,7 @@ def connect(
         critic=critic,
         fixed=fixed,
     )
-    if platform.ray_resource is not None:  # on a CPU there are no devices to run out of
+    if platform.ray_resource is not None:  # CPU processes need no devices
         demand.require_trainers_devices_suffice()
     threads = {"OMP_NUM_THREADS": str(recipe.cluster.threads)}
     role_env = {
@@ -137,7 +139,7 @@ def connect(
         return TorchrunCluster(recipe.cluster.trainers if trainers else None, log_dir(recipe), local, **role_env)
     if importlib.util.find_spec("ray") is None:
         raise ValueError(
-            f"cluster.transport is {recipe.cluster.transport}, which here means Ray, and Ray is not installed: pip install "
+            f"cluster.transport is {recipe.cluster.transport}, which resolves to Ray, and Ray is not installed: pip install "
             f"ray, or start with torchrun --nproc-per-node {recipe.cluster.trainers} -m megarl ... on one machine."
         )
     from megarl.cluster.ray import env

@@ -1,7 +1,7 @@
-"""What the controller sees of other processes: one face, whatever carries the calls.
+"""Interfaces of a cluster, its trainer groups and its services, independent of the transport (Ray or torchrun).
 
-Classes are named by import path, ``"package.module:Class"``: the controller imports neither trainers
-nor engines, and each process can be given its environment before their modules are imported.
+Worker classes are passed as import paths, ``"package.module:Class"``: the controller imports neither trainers
+nor engines, and each process sets its environment before it imports their modules.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megarl.types import DataRef
 
 
 class WorkerGroup(Protocol):
-    """Trainer processes, one a device, behind a class whose methods all ranks run together (SPMD).
+    """Trainer processes, one per device; all ranks run each method together (SPMD).
 
     Every call raises `WorkerFailed` when a rank raises or dies, and `ServiceDied` when an engine
-    process dies meanwhile; everything that the cluster started has ended by then.
+    process dies during the call. The cluster ends all its processes before it raises.
     """
 
     @property
@@ -27,32 +27,35 @@ class WorkerGroup(Protocol):
         ...
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        """Run ``method(*args)`` on every rank; the results in rank order."""
+        """Run ``method(*args)`` on every rank and return the results in rank order."""
         ...
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
-        """Run ``method(*per_rank[r])`` on each rank r; the results in rank order."""
+        """Run ``method(*per_rank[r])`` on each rank r and return the results in rank order."""
         ...
 
     def scatter_with_data(
         self, method: str, per_rank: list[tuple[Any, ...]], parts: int
     ) -> list[tuple[Any, list[DataRef]]]:
-        """`scatter` for a method that returns ``(control, parts lists of vectors)``: of each rank ``(control,
-        parts DataRefs)``, and the vectors stay out of the controller where they can."""
+        """Run `scatter` for a method that returns ``control`` and `parts` lists of vectors.
+
+        Returns ``(control, DataRefs)`` per rank, with `parts` DataRefs. Over Ray the vectors never pass through
+        the controller.
+        """
         ...
 
     def shutdown(self) -> None:
-        """Call the class's ``shutdown()`` where it has one, then end the processes."""
+        """Call the class's ``shutdown()`` if it has one, then end the processes."""
         ...
 
 
 class Service(Protocol):
-    """A process of its own around one object, answering many calls at once from one asyncio loop.
+    """A process that hosts one object and serves many calls at once from one asyncio loop.
 
-    A process starts in the background: calls wait until its object is constructed. A plain method
-    runs on the loop and holds it; an ``async def`` method leaves it to others while it awaits.
-    A call that raises gives a `CallFailed`; a process that is gone, or whose constructor raised,
-    gives `ServiceDied` to this and every later call.
+    The process starts in the background: calls wait until its object is constructed. A plain method blocks the
+    loop while it runs; an ``async def`` method yields the loop while it awaits.
+    A call that raises fails with `CallFailed`. If the process has ended or its constructor raised, this call and
+    every later call fail with `ServiceDied`.
     """
 
     @property
@@ -60,65 +63,64 @@ class Service(Protocol):
 
     @property
     def host(self) -> str:
-        """Name of the machine that it runs on, for people. Waits for the process."""
+        """Host name of its machine, for messages. Waits for the process to start."""
         ...
 
     @property
     def address(self) -> str:
-        """Its machine's address, as processes on the others reach it."""
+        """Address of its machine that processes on other machines can reach."""
         ...
 
     def call(self, method: str, *args: Any) -> Future[Any]: ...
 
     def call_with_data(self, method: str, *args: Any) -> Future[Any]:
-        """For a method that returns ``(control, list[SampleTokens])``: the future's result is
-        ``(control, DataRef)``, and the token vectors stay out of the controller where they can."""
+        """Call a method that returns ``(control, list[SampleTokens])``; the future's result is ``(control, DataRef)``.
+
+        Over Ray the token vectors never pass through the controller.
+        """
         ...
 
     def alive(self) -> bool: ...
 
     def stop(self) -> None:
-        """Call the object's ``shutdown()`` where it has one, then end the process and its children."""
+        """Call the object's ``shutdown()`` if it has one, then end the process and its children."""
         ...
 
 
 class Cluster(Protocol):
-    """Starts processes, and ends all of them: use it in a ``with``."""
+    """Starts processes and ends all of them when its ``with`` block is left."""
 
     def start_trainers(
         self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str], name: str = "trainer"
     ) -> WorkerGroup:
-        """`size` processes that each construct ``class_path(*args)``. `name`: the group's, "trainer" or "critic".
+        """Start `size` processes that each construct ``class_path(*args)``. `name`: "trainer" or "critic".
 
-        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set before the
-        class is imported, as torchrun sets them; LOCAL_RANK counts within the devices that are visible.
-        `env` is added to the environment of every rank. `size` is that of the recipe's cluster.trainers, or
-        critic.trainers.
+        RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set as torchrun sets them,
+        before the class is imported; LOCAL_RANK indexes the visible devices.
+        `env` is added to the environment of every rank. `size` must equal cluster.trainers or critic.trainers.
         """
         ...
 
     def start_service(
         self, class_path: str, args: tuple[Any, ...], *, name: str, devices: int, env: dict[str, str]
     ) -> Service:
-        """A process with `devices` devices of one machine visible, that constructs ``class_path(*args)``.
+        """Start a process that sees `devices` devices of one machine and constructs ``class_path(*args)``.
 
-        Services are the engines that were connected for, in order: rollout.engines, of rollout.tensor_parallel
-        devices each, which spread over the trainers' devices where they share these; then the teacher's
-        and the judge's.
+        Start the engines in the order of the reservation: rollout.engines, of rollout.tensor_parallel devices each
+        (colocated engines spread over the trainers' devices), then the engines of the teacher and of the judge.
         """
         ...
 
     def check(self) -> None:
-        """Raise `WorkerFailed` or `ServiceDied` where something that was started here has died, or could not
-        be started; everything else has ended by then.
+        """Raise `WorkerFailed` or `ServiceDied` if a process has died or failed to start, after ending all others.
 
-        For a controller that waits for something else than trainers: these are asked too. Takes some
-        milliseconds, so that it can be called every second, from the thread that calls the trainers.
+        Also pings idle trainers. Call it about every second while waiting for anything other than trainers, from
+        the thread that calls the trainers; it takes a few milliseconds.
         """
         ...
 
     def shutdown(self) -> None:
-        """End everything that was started here. Idempotent."""
+        """End all processes of this cluster. Idempotent."""
         ...
 
     def __enter__(self) -> Cluster: ...
@@ -127,16 +129,16 @@ class Cluster(Protocol):
 
 
 def load_class(path: str) -> type:
-    """The class that ``"package.module:Class"`` names. Raises ValueError for another form or name."""
+    """Import and return the class at ``"package.module:Class"``. Raises ValueError if the path is malformed or unknown."""
     module, colon, name = path.partition(":")
     if not colon or not module or not name:
-        raise ValueError(f"{path!r} does not name a class: write package.module:Class.")
+        raise ValueError(f"{path!r} is not the path of a class: write package.module:Class.")
     loaded = getattr(importlib.import_module(module), name, None)
     if not isinstance(loaded, type):
-        raise ValueError(f"{path!r} names no class: module {module} has no class {name}.")
+        raise ValueError(f"{path!r} does not exist: module {module} has no class {name}.")
     return loaded
 
 
 def host_name() -> str:
-    """Name of this machine, for people."""
+    """Host name of this machine, for messages."""
     return socket.gethostname()

@@ -1,4 +1,4 @@
-"""Calls to rollout processes, and how they are waited for."""
+"""Wait for calls to engines, with timeouts and checks for dead processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POLL_SECONDS = 1.0
 
 
 class Service(Protocol):
-    """What is used of cluster/'s services: calls that answer later."""
+    """Subset of `megarl.cluster.base.Service` that rollout code uses: a name and asynchronous calls."""
 
     @property
     def name(self) -> str: ...
@@ -27,29 +27,29 @@ class Service(Protocol):
     def call_with_data(self, method: str, *args: Any) -> Future[tuple[Any, DataRef]]: ...
 
 
-class Silence:
-    """How long no group has finished, held to `rollout.timeout` (`limit`, in seconds)."""
+class StallTimer:
+    """Time since the last finished group; fails after `limit` seconds (`rollout.timeout`)."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
-        self.broken()
+        self.reset()
 
-    def broken(self) -> None:
-        """A group has finished, or the first of those that run has started."""
+    def reset(self) -> None:
+        """Restart the timer: a group has finished, or the first running group has started."""
         self._since = time.monotonic()
 
     def check(self, running: int, oldest: str) -> None:
-        """Raise RuntimeError where it has lasted for too long. `oldest` names one of the `running` groups."""
+        """Raise RuntimeError after `limit` seconds. `oldest`: name of the oldest of the `running` groups."""
         seconds = time.monotonic() - self._since
         if seconds > self.limit:
             raise RuntimeError(
-                f"no group has finished for {seconds:.0f} s (rollout.timeout); {running} are under way, the oldest "
+                f"no group has finished for {seconds:.0f} s (rollout.timeout); {running} are running, the oldest "
                 f"is {oldest}. See the engines' logs in the run's logs/; raise rollout.timeout if they are slow."
             )
 
 
 def wait(future: Future[T], check: Callable[[], None]) -> T:
-    """The future's result. `check` is asked every second, and raises where waiting is in vain."""
+    """Return the future's result. Calls `check` every second, which raises if the result can no longer arrive."""
     while True:
         try:
             return future.result(timeout=_POLL_SECONDS)
@@ -62,10 +62,11 @@ def wait(future: Future[T], check: Callable[[], None]) -> T:
 def wait_for_all(
     services: Sequence[Service], calls: Sequence[Future[T]], *, doing: str, key: str, limit: float
 ) -> list[T]:
-    """Results of one call to each of `services`, within `limit` seconds of now, which the recipe's `key` says.
+    """Return the results of one call to each of `services`.
 
-    Raises what a call raises as soon as one does: others may wait for that service. Raises RuntimeError that names the
-    first that has not answered; `doing`, as in "did not ...", is what it was to do.
+    `limit` is in seconds from now; `key` is the recipe key that sets it. `doing` completes "engine0 did not ...".
+    Raises the first exception of a call at once, because the other services may be waiting for the failed one.
+    Raises RuntimeError with the name of the first service that has not answered within `limit`.
     """
     wait_for_futures(calls, timeout=limit, return_when=FIRST_EXCEPTION)
     for call in calls:
@@ -81,21 +82,23 @@ def wait_for_all(
 
 
 def watching(services: Sequence[Service], check: Callable[[], None]) -> Callable[[], None]:
-    """`check`, which then also raises where an engine of `services` has failed while nobody waited for its answer: one of
-    a group steps for the others, too."""
-    ends = [service.call("watch") for service in services]
+    """Extend `check` so that it also raises when an engine of `services` has failed.
 
-    def both() -> None:
+    An engine of a data-parallel group steps for the others too, so it can fail without a call that waits for it.
+    """
+    watches = [service.call("watch") for service in services]
+
+    def check_all() -> None:
         check()
-        for end in ends:
-            if end.done():
-                end.result()
+        for watch in watches:
+            if watch.done():
+                watch.result()
 
-    return both
+    return check_all
 
 
 def attach(result: tuple[Group, DataRef]) -> Group:
-    """Say in each sample where its vectors lie."""
+    """Set each sample's reference to its token vectors and return the group."""
     group, data = result
     for sample in group.samples:
         sample.data = data

@@ -1,8 +1,8 @@
-"""Which device of which machine each trainer and engine takes: arithmetic alone, no process is asked.
+"""Map trainers, critics and engines to devices: pure arithmetic over the free devices of each machine.
 
-Trainers' ranks go machine by machine, and a tensor-parallel group stays in one where one is large enough.
-An engine's devices lie in one machine. Both are placed at once: what engines take first, rank by rank,
-would cut the trainers' machines to pieces.
+Trainer ranks fill machine after machine; a tensor-parallel group stays in one machine if one is large enough.
+All devices of an engine are in one machine. Trainers and engines are placed together: engines placed first would
+fragment the trainers' machines.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from megarl.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class FixedEngines:
-    """Engines of a model that stays as it is, on devices of their own. `section`: the recipe's (teacher, judge);
-    `tensor_parallel`: devices of an engine."""
+    """Engines of a fixed model (never updated), on separate devices.
+
+    section: of the recipe, teacher or judge; tensor_parallel: devices per engine.
+    """
 
     section: str
     engines: int
@@ -41,14 +43,14 @@ class FixedEngines:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a run places.
+    """Processes of a run that need devices.
 
-    trainers, engines: how many there are; 0 of what the command does not start.
-    tensor_parallel: devices of an engine.
-    trainer_block: neighbours in rank that should share a machine (megatron.tensor_parallel).
-    critics, critic_block: the same of the critic.
-    shared: engines, trainers and critic take turns on the same devices.
-    fixed: engines of a teacher and of a judge, whose devices are always their own; started in this order.
+    trainers, engines: numbers of processes and of engines; 0 if the command does not start them.
+    tensor_parallel: devices per engine.
+    trainer_block: consecutive ranks that should share a machine (megatron.tensor_parallel).
+    critics, critic_block: the same for the critic.
+    shared: engines, trainers and critic time-share the same devices.
+    fixed: engines of the teacher and the judge, in start order; their devices are never shared.
     """
 
     trainers: int
@@ -64,8 +66,7 @@ class Demand:
     def of(
         cls, recipe: Recipe, *, trainers: bool, engines: bool, critic: bool = False, fixed: Sequence[str] = ()
     ) -> Demand:
-        """What `recipe` places, of trainers and engines those that are started at all. `fixed`: sections of the recipe
-        that describe engines of fixed models."""
+        """Demand of `recipe`. trainers, engines, critic: whether they start; fixed: sections of fixed models' engines."""
         return cls(
             trainers=recipe.cluster.trainers if trainers else 0,
             engines=recipe.rollout.engines if engines else 0,
@@ -87,23 +88,23 @@ class Demand:
 
     @property
     def devices(self) -> int:
-        """How many devices all of it takes."""
-        apart = 0 if self.shared else self.critics + self.engine_devices
-        return self.trainers + apart + self.fixed_devices
+        """Total number of devices."""
+        unshared = 0 if self.shared else self.critics + self.engine_devices
+        return self.trainers + unshared + self.fixed_devices
 
     def require_trainers_devices_suffice(self) -> None:
-        """Raise ValueError where engines or critics that share the trainers' devices are more than these."""
+        """Raise ValueError if colocated engines or critics need more devices than the trainers have."""
         if self.shared and self.critics > self.trainers:
             raise ValueError(
-                f"critic.trainers = {self.critics}, and a colocated critic has the trainers' devices alone: "
-                f"cluster.trainers = {self.trainers}. Lower the former, raise cluster.trainers, or set "
+                f"critic.trainers = {self.critics}, but a colocated critic can use only the trainers' devices: "
+                f"cluster.trainers = {self.trainers}. Lower critic.trainers, raise cluster.trainers, or set "
                 "cluster.placement=disaggregated."
             )
         if self.shared and self.engine_devices > self.trainers:
             raise ValueError(
                 f"rollout.engines x rollout.tensor_parallel = {self.engines} x {self.tensor_parallel} = "
-                f"{self.engine_devices} devices, and colocated engines have the trainers' alone: "
-                f"cluster.trainers = {self.trainers}. Lower the former, raise cluster.trainers, or set "
+                f"{self.engine_devices} devices, but colocated engines can use only the trainers' devices: "
+                f"cluster.trainers = {self.trainers}. Use fewer or smaller engines, raise cluster.trainers, or set "
                 "cluster.placement=disaggregated."
             )
 
@@ -124,97 +125,94 @@ class Demand:
         return " and ".join(parts)
 
 
-Slot = tuple[int, int]  # number of the machine, number of the device among those that are taken there
+Slot = tuple[int, int]  # machine index, index among the devices that the run takes on this machine
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything goes."""
+    """Device slots of every trainer, critic and engine."""
 
     trainers: list[Slot]  # in rank order
-    engines: list[list[Slot]]  # the devices of each engine
+    engines: list[list[Slot]]  # by engine
     critics: list[Slot] = field(default_factory=list)  # in rank order
-    fixed: list[list[Slot]] = field(default_factory=list)  # the devices of each engine of a fixed model, in their order
+    fixed: list[list[Slot]] = field(default_factory=list)  # by engine, in the order of `Demand.fixed`
 
     def per_machine(self, machines: int) -> list[int]:
-        """How many devices are taken of each machine."""
+        """Number of devices that the run takes on each machine."""
         engines = [slot for engine in [*self.engines, *self.fixed] for slot in engine]
         slots = {*self.trainers, *self.critics, *engines}
         return [sum(machine == number for machine, _ in slots) for number in range(machines)]
 
 
 def place(machines: Sequence[tuple[str, int]], demand: Demand, resource: str) -> Plan:
-    """Place `demand` on devices.
+    """Map `demand` to devices.
 
-    machines: (name, free devices) of each, in the order in which ranks go over them.
-    resource: the devices' name in messages.
-    Raises ValueError, with the arithmetic, for what does not fit.
+    machines: (name, free devices) per machine, in the order of the ranks.
+    resource: name of the devices in messages.
+    Raises ValueError, with the arithmetic, if the demand does not fit.
     """
     demand.require_trainers_devices_suffice()
     plan = _place([free for _, free in machines], demand)
     if plan is None:
         have = ", ".join(f"{free} on {name}" for name, free in machines) or "none"
         raise ValueError(
-            f"{demand} need {demand.devices} of {resource}, and what is free does not hold them so: {have}. "
-            "Lower these numbers or make them divide the devices of a machine, free devices, or bring more machines."
+            f"{demand} need {demand.devices} of {resource}, and the free devices cannot hold them: {have}. "
+            "Lower these numbers or make them divide the devices of a machine, free devices, or add machines."
         )
     return plan
 
 
 def place_on_cpus(cpus: Sequence[int], demand: Demand) -> Plan:
-    """Place processes that need no device. They are spread as if each took a CPU; one may be given many.
+    """Map processes that need no device to machines: one per CPU first, several per CPU if there are too few.
 
-    cpus: of each machine.
+    cpus: number of CPUs per machine.
     """
     assert cpus, "no machine"
-    slots = list(cpus) if any(cpus) else [1] * len(cpus)  # a machine that offers none wants no processes
-    alone = demand
-    if demand.shared:
-        alone = Demand(demand.trainers, 0, fixed=demand.fixed)
-    rounds = 1
-    while (plan := _place([count * rounds for count in slots], alone)) is None:
-        rounds += 1
+    slots = list(cpus) if any(cpus) else [1] * len(cpus)  # a machine with 0 CPUs gets no processes if another has some
+    unshared = Demand(demand.trainers, 0, fixed=demand.fixed) if demand.shared else demand
+    per_cpu = 1
+    while (plan := _place([count * per_cpu for count in slots], unshared)) is None:
+        per_cpu += 1
     if not demand.shared:
         return plan
-    turns = [number * demand.tensor_parallel % demand.trainers for number in range(demand.engines)]
+    hosts = [number * demand.tensor_parallel % demand.trainers for number in range(demand.engines)]
     critics = [plan.trainers[rank % demand.trainers] for rank in range(demand.critics)]
-    return Plan(plan.trainers, [[plan.trainers[turn]] for turn in turns], critics, plan.fixed)
+    return Plan(plan.trainers, [[plan.trainers[host]] for host in hosts], critics, plan.fixed)
 
 
 def _place(free: Sequence[int], demand: Demand) -> Plan | None:
-    """The rest first and fixed models' engines on what is left, or the other way round; None where neither fits."""
+    """Place fixed models' engines last or, if they do not fit then, first; None if neither order fits."""
     rest = replace(demand, fixed=())
     if not demand.fixed:
         return _place_rest(free, rest)
     for fixed_first in (False, True):
         plan = None if fixed_first else _place_rest(free, rest)
         left = _minus(free, plan.per_machine(len(free))) if plan else list(free)
-        taken = _fill_all(left, demand.fixed)
-        if taken is not None and fixed_first:
-            plan = _place_rest(_minus(free, _sums(taken)), rest)
-        if taken is not None and plan is not None:
-            return replace(plan, fixed=_slots_of_kinds(taken, demand.fixed, plan.per_machine(len(free))))
+        used = _fill_all(left, demand.fixed)
+        if used is not None and fixed_first:
+            plan = _place_rest(_minus(free, _sums(used)), rest)
+        if used is not None and plan is not None:
+            return replace(plan, fixed=_slots_of_kinds(used, demand.fixed, plan.per_machine(len(free))))
     return None
 
 
 def _fill_all(free: Sequence[int], kinds: Sequence[FixedEngines]) -> list[list[int]] | None:
-    """How many devices each of `kinds` takes of each machine; None where they do not fit. The largest engines choose
-    first: smaller ones fit into what these leave."""
+    """Number of devices per machine for each of `kinds`; None if they do not fit. Places the largest engines first."""
     order, left = _largest_first(free)[::-1], list(free)
-    taken: dict[int, list[int]] = {}
+    used: dict[int, list[int]] = {}
     for number in sorted(range(len(kinds)), key=lambda number: -kinds[number].tensor_parallel):
         counts = _fill(left, kinds[number].devices, kinds[number].tensor_parallel, order)
         if counts is None:
             return None
-        taken[number], left = counts, _minus(left, counts)
-    return [taken[number] for number in range(len(kinds))]
+        used[number], left = counts, _minus(left, counts)
+    return [used[number] for number in range(len(kinds))]
 
 
 def _slots_of_kinds(
-    taken: Sequence[Sequence[int]], kinds: Sequence[FixedEngines], after: Sequence[int]
+    used: Sequence[Sequence[int]], kinds: Sequence[FixedEngines], after: Sequence[int]
 ) -> list[list[Slot]]:
     engines: list[list[Slot]] = []
-    for counts, kind in zip(taken, kinds, strict=True):
+    for counts, kind in zip(used, kinds, strict=True):
         engines += _chunks(_slots(counts, after=after), kind.tensor_parallel)
         after = _sums([after, counts])
     return engines
@@ -224,17 +222,17 @@ def _sums(counts: Sequence[Sequence[int]]) -> list[int]:
     return [sum(column) for column in zip(*counts, strict=True)]
 
 
-def _minus(free: Sequence[int], taken: Sequence[int]) -> list[int]:
-    return [have - count for have, count in zip(free, taken, strict=True)]
+def _minus(free: Sequence[int], used: Sequence[int]) -> list[int]:
+    return [have - count for have, count in zip(free, used, strict=True)]
 
 
 def _place_rest(free: Sequence[int], demand: Demand) -> Plan | None:
-    """All but the engines of fixed models."""
+    """Place trainers, critics and rollout engines; None if they do not fit."""
     largest = max(free, default=0)
     block, critic_block = (size if largest >= size else 1 for size in (demand.trainer_block, demand.critic_block))
     if not demand.shared:
-        return next(_apart(free, demand, block, critic_block), None)
-    # The first leaves no machine with a piece of an engine's devices, or of a critic's neighbours.
+        return next(_place_unshared(free, demand, block, critic_block), None)
+    # The first size keeps every engine and every tensor-parallel group of the critic within one machine.
     for size in (math.lcm(block, critic_block, demand.tensor_parallel), block):
         if demand.trainers % size:
             continue
@@ -246,44 +244,43 @@ def _place_rest(free: Sequence[int], demand: Demand) -> Plan | None:
     return None
 
 
-def _apart(free: Sequence[int], demand: Demand, block: int, critic_block: int) -> Iterator[Plan]:
-    """Trainers first, on the fewest machines, then the critic; else engines first, on the others' end."""
+def _place_unshared(free: Sequence[int], demand: Demand, block: int, critic_block: int) -> Iterator[Plan]:
+    """Plans on separate devices: trainers, critic, engines in this order (fewest machines first), then engines first."""
     order = _largest_first(free)
     kinds = [
         (demand.trainers, block, order),
         (demand.critics, critic_block, order),
         (demand.engine_devices, demand.tensor_parallel, order[::-1]),
     ]
-    for turns in ((0, 1, 2), (2, 0, 1)):
-        taken: dict[int, list[int]] = {}
+    for fill_order in ((0, 1, 2), (2, 0, 1)):
+        used: dict[int, list[int]] = {}
         left = list(free)
-        for kind in turns:
+        for kind in fill_order:
             counts = _fill(left, *kinds[kind])
             if counts is None:
                 break
-            taken[kind] = counts
+            used[kind] = counts
             left = _minus(left, counts)
         else:
-            before_engines = [own + critics for own, critics in zip(taken[0], taken[1], strict=True)]
-            engines = _chunks(_slots(taken[2], after=before_engines), demand.tensor_parallel)
-            yield Plan(_slots(taken[0]), engines, _slots(taken[1], after=taken[0]))
+            engines = _chunks(_slots(used[2], after=_sums([used[0], used[1]])), demand.tensor_parallel)
+            yield Plan(_slots(used[0]), engines, _slots(used[1], after=used[0]))
 
 
 def _fill(free: Sequence[int], count: int, block: int, order: Sequence[int]) -> list[int] | None:
-    """How many devices to take of each machine, whole blocks, in `order`; None where they do not fit."""
-    taken = [0] * len(free)
+    """Take `count` devices in whole blocks from machines in `order`; devices per machine, None if they do not fit."""
+    used = [0] * len(free)
     for machine in order:
-        taken[machine] = min(count - sum(taken), free[machine]) // block * block
-    return taken if sum(taken) == count else None
+        used[machine] = min(count - sum(used), free[machine]) // block * block
+    return used if sum(used) == count else None
 
 
 def _largest_first(free: Sequence[int]) -> list[int]:
     return sorted(range(len(free)), key=lambda machine: (-free[machine], machine))
 
 
-def _slots(taken: Sequence[int], after: Sequence[int] | None = None) -> list[Slot]:
-    first = after or [0] * len(taken)
-    return [(machine, first[machine] + i) for machine, count in enumerate(taken) for i in range(count)]
+def _slots(used: Sequence[int], after: Sequence[int] | None = None) -> list[Slot]:
+    first = after or [0] * len(used)
+    return [(machine, first[machine] + i) for machine, count in enumerate(used) for i in range(count)]
 
 
 def _chunks(slots: list[Slot], size: int) -> list[list[Slot]]:

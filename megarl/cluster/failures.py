@@ -1,7 +1,7 @@
-"""One failure, told once: who failed first, where, and why.
+"""Failures of processes, reported once with the first cause.
 
-A trainer that dies makes its peers fail too, in the collective they were in. What the user needs is
-the first cause, so `collect` waits a moment for the others and prefers what is not a broken connection.
+A trainer that dies makes its peers fail in their collective. `collect` therefore waits a moment for further
+failures and reports one that is not a broken connection, if there is any.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from megarl.cluster.base import host_name
 from megarl.platform.kinds import KINDS
 from megarl.text import pluralize
 
-GRACE = 0.3  # seconds left to other ranks once a cause is known, so that the message can count them
-COMMUNICATION_GRACE = 2.0  # seconds left for a cause to show after a broken connection
+GRACE = 0.3  # seconds to wait for other ranks after the first cause, to count equal failures
+COMMUNICATION_GRACE = 2.0  # seconds to wait for the cause after a broken connection
 TAIL_LINES = 15
 HEADER = "=== megarl:"  # first line of each process in its log file
 
@@ -35,14 +35,14 @@ _COMMUNICATION = re.compile(
 
 @dataclass(frozen=True)
 class Returned:
-    """What a call returned."""
+    """The return value of a call."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Raised:
-    """What a call raised, as text: the exception's class need not exist, or pickle, elsewhere."""
+    """An exception of a call, as text: its class may not exist in the receiving process, or may not pickle."""
 
     type: str
     message: str
@@ -55,21 +55,21 @@ class Raised:
 
 
 def run(function: Callable[..., Any], *args: Any) -> Returned | Raised:
-    """Call `function`; what it returned or raised."""
+    """Call `function` and return its value or its exception."""
     try:
         return Returned(function(*args))
-    except Exception as error:  # noqa: BLE001 -- it is told to the controller
+    except Exception as error:  # noqa: BLE001 -- the controller reports it
         return Raised.of(error)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A process, as messages name it."""
+    """A process: its name, machine, process id and log file, for messages."""
 
     who: str  # "trainer rank 3", "service engine0"
     host: str = field(default_factory=host_name)
-    pid: int = 0  # 0: not known
-    log: str = ""  # file of its output; "" where it has none of its own
+    pid: int = 0  # 0: unknown
+    log: str = ""  # path of its output file; "" if it writes to the console
 
     def __str__(self) -> str:
         return f"{self.who} on {self.host}" + (f" (pid {self.pid})" if self.pid else "")
@@ -77,7 +77,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process failed. `traceback` is the remote one; "" where the process died."""
+    """A failed process and the cause. `traceback` is the remote traceback; "" if the process died."""
 
     place: Place
     cause: str  # "ValueError: ...", or how the process died
@@ -94,7 +94,7 @@ class Failure:
 
     @property
     def is_communication(self) -> bool:
-        """True for what a rank meets when another one is gone."""
+        """True for an error that another rank's end may have caused (broken connection, timeout)."""
         return not self.died and _COMMUNICATION.search(self.cause) is not None
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Failure:
 
 
 class ClusterError(RuntimeError):
-    """A process failed. `failure` holds the remote traceback, for those who want it."""
+    """A process failed. `failure` holds the remote traceback."""
 
     def __init__(self, failure: Failure, note: str = "") -> None:
         super().__init__(f"{failure}{note}")
@@ -118,15 +118,15 @@ class WorkerFailed(ClusterError):
 
 
 class ServiceDied(ClusterError):
-    """A service's process is gone, or its object could not be constructed."""
+    """A service's process has ended, or the constructor of its object raised."""
 
 
 class CallFailed(ClusterError):
-    """One call to a service raised; the service lives on."""
+    """One call to a service raised; the service is still running."""
 
 
 def exit_cause(returncode: int) -> str:
-    """How a process ended, from what ``Popen.returncode`` says."""
+    """Describe how a process ended. `returncode`: as in ``Popen.returncode``."""
     if returncode >= 0:
         return f"its process exited with code {returncode}"
     name = signal.Signals(-returncode).name
@@ -151,10 +151,10 @@ def collect(
     poll: Callable[[set[int], float], list[tuple[int, Returned | Failure]]],
     check: Callable[[], None],
 ) -> list[Any]:
-    """What every rank returned, in rank order.
+    """Wait for all ranks and return their values in rank order.
 
-    ``poll(ranks, seconds)`` gives what has come from some of `ranks`, waiting at most so long.
-    `check` raises where something else has failed that the ranks may be waiting for.
+    ``poll(ranks, seconds)`` waits at most `seconds` and returns the new outcomes of `ranks`.
+    `check` raises if a process that the ranks may be waiting for has failed.
     Raises WorkerFailed with the first cause.
     """
     pending, values, failures = set(range(size)), [None] * size, []
@@ -176,7 +176,7 @@ def collect(
 
 
 def worker_failed(failures: list[Failure]) -> WorkerFailed:
-    """The first failure that is no mere consequence, and how many ranks say the same."""
+    """Exception for the first failure that is not a broken connection, with the number of ranks that failed alike."""
     cause = next((failure for failure in failures if not failure.is_communication), failures[0])
     same = sum(failure.cause == cause.cause for failure in failures) - 1
     return WorkerFailed(cause, f"\n{pluralize(same, 'other rank')} failed alike." if same else "")

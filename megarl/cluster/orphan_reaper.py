@@ -1,8 +1,8 @@
-"""No orphans: a tiny process that outlives its owner just long enough to end what the owner started.
+"""Orphan reaper: a small process that kills its owner's descendants when the owner ends, even by SIGKILL.
 
-Every process that the owner starts carries the guard's mark in its environment and hands it on to its
-own children (Ray's helpers, an engine's workers). When the owner is gone, however it went, the
-guard kills whatever carries the mark. This file runs as a script too, and imports nothing of megarl.
+Every process that the owner starts has the reaper's mark in its environment, and its children inherit it
+(Ray's helpers, an engine's workers). When the owner has ended, the reaper kills every process with the mark.
+This file also runs as a script and imports nothing from megarl.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import uuid
 from pathlib import Path
 
 VARIABLE = "MEGARL_GUARD"
-POLL = 0.3  # seconds between looks at the owner
+POLL = 0.3  # seconds between checks of the owner
 
 
-class Guard:
-    """Ends the processes that carry its mark, at the latest when this process ends."""
+class OrphanReaper:
+    """Kills the processes that have its mark, at the latest when this process ends."""
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
@@ -32,17 +32,17 @@ class Guard:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C on the terminal is not meant for it
+            start_new_session=True,  # Ctrl-C on the terminal must not end it
         )
 
     @property
     def env(self) -> dict[str, str]:
-        """What the guarded processes need in their environment."""
-        # setproctitle, with which Ray renames its processes, writes over their environment unless told not to.
+        """Variables that mark a process; pass them to every process to kill."""
+        # Ray renames its processes with setproctitle, which overwrites their environment unless SPT_NOENV is set.
         return {VARIABLE: self.mark, "SPT_NOENV": "1"}
 
     def close(self) -> None:
-        """End the guarded processes now, and the guard."""
+        """Kill the marked processes now, and end the reaper."""
         sweep(self.mark)
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -50,21 +50,21 @@ class Guard:
 
 
 def marked(mark: str) -> list[int]:
-    """Ids of this user's processes, apart from this one, whose environment carries `mark`."""
+    """Process ids of this user that have `mark` in their environment, without this process."""
     entry = f"{VARIABLE}={mark}".encode()
-    found = []
+    pids = []
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
             variables = environ.read_bytes().split(b"\0")
-        except OSError:  # ended meanwhile, or another user's
+        except OSError:  # the process has ended or belongs to another user
             continue
         if entry in variables and int(environ.parent.name) != os.getpid():
-            found.append(int(environ.parent.name))
-    return found
+            pids.append(int(environ.parent.name))
+    return pids
 
 
 def sweep(mark: str, seconds: float = 5.0) -> None:
-    """Kill what carries `mark` until nothing is left (a process may start another while we look)."""
+    """Kill processes with `mark` until none is left: a process may start another during a pass."""
     deadline = time.monotonic() + seconds
     while (pids := marked(mark)) and time.monotonic() < deadline:
         for pid in pids:
@@ -78,7 +78,7 @@ def sweep(mark: str, seconds: float = 5.0) -> None:
 def _watch(owner: int, mark: str) -> None:
     while os.getppid() == owner:
         readable, _, _ = select.select([sys.stdin], [], [], POLL)
-        if readable:  # end of file: the owner closed its end, or is gone
+        if readable:  # end of file: the owner closed the pipe or has ended
             break
     sweep(mark)
 

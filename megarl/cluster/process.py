@@ -1,4 +1,4 @@
-"""What a process does to become one of the cluster's."""
+"""Set up a child process of the cluster: output, signals, ports and environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from megarl.cluster.base import host_name
 from megarl.cluster.failures import HEADER
 
-# Set by torchrun for its own ranks; an engine that sees them believes to be one.
+# Set by torchrun for its ranks; an engine that inherits them would behave as a rank.
 TORCHRUN_VARIABLES = {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
 TORCHRUN_VARIABLES |= {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"}
 
@@ -30,25 +30,25 @@ def redirect_output(log: str, who: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    # New objects: what stands in sys.stdout may go elsewhere, or buffer whole blocks.
+    # New objects: the present sys.stdout may write to another file, or buffer whole blocks.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
     print(f"{HEADER} {who}, pid {os.getpid()} on {host_name()}, {time.strftime('%Y-%m-%d %H:%M:%S')} ===")
-    faulthandler.enable(file=sys.stderr)  # a crash in native code leaves its Python stack here
+    faulthandler.enable(file=sys.stderr)  # a crash in native code writes its Python stack here
 
 
 def die_with_parent(signal_number: int) -> None:
-    """Have the kernel send this process a signal when its parent ends. Does nothing off Linux."""
+    """Ask the kernel to send this process a signal when its parent ends. Linux only; no effect elsewhere."""
     if sys.platform != "linux":
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal_number)
-    if os.getppid() != parent:  # it ended before the kernel was told
+    if os.getppid() != parent:  # the parent ended before prctl
         os.kill(os.getpid(), signal_number)
 
 
 def ignore_interrupt() -> None:
-    """Ctrl-C reaches every process of a terminal; the controller alone acts on it."""
+    """Ignore Ctrl-C, which reaches every process of a terminal: only the controller reacts to it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 def without_torchrun(environment: dict[str, str]) -> dict[str, str]:
-    """`environment` less what torchrun added to it."""
+    """Copy of `environment` without the variables that torchrun sets."""
     return {
         name: value
         for name, value in environment.items()

@@ -1,4 +1,4 @@
-"""An object that answers calls from one asyncio loop: the far side of a `Service`."""
+"""Server side of a `Service`: one object that serves calls on one asyncio loop."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megarl.cluster.base import load_class
 from megarl.cluster.failures import Raised, Returned, run
 from megarl.cluster.torchrun.wire import Wire
 
-CONSTRUCTED = 0  # number of the answer that says how the constructor ended; calls count from 1
+CONSTRUCTED = 0  # number of the constructor's outcome; calls are numbered from 1
 
 
 @dataclass(frozen=True)
 class Start:
-    """The first message: what to construct."""
+    """First message: the class to construct and its arguments."""
 
     class_path: str
     args: tuple[Any, ...]
@@ -30,7 +30,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Call:
-    """A call; its answer is ``(number, Returned | Raised)``."""
+    """Message for one call; the reply is ``(number, Returned | Raised)``."""
 
     number: int
     method: str
@@ -39,20 +39,20 @@ class Call:
 
 @dataclass(frozen=True)
 class Stop:
-    """The last message."""
+    """Last message: shut down and end."""
 
 
 async def answer(target: Any, method: str, args: tuple[Any, ...]) -> Returned | Raised:
-    """Run a plain or async method of `target`."""
+    """Run a plain or async method of `target` and return its value or exception."""
     try:
         value = getattr(target, method)(*args)
         return Returned(await value if inspect.isawaitable(value) else value)
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- it is told to the controller
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 -- the controller reports it
         return Raised.of(error)
 
 
 async def close(target: Any) -> None:
-    """Call the object's ``shutdown()`` where it has one."""
+    """Call the object's ``shutdown()`` if it has one."""
     if hasattr(target, "shutdown"):
         outcome = await answer(target, "shutdown", ())
         if isinstance(outcome, Raised):
@@ -60,7 +60,7 @@ async def close(target: Any) -> None:
 
 
 class _Server:
-    """Answers calls on the running loop. A thread reads the socket, so that callers never wait to write."""
+    """Serves calls on the running loop. A thread reads the socket, so that callers never block on a write."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -70,7 +70,7 @@ class _Server:
         self._stopped = asyncio.Event()
 
     async def serve(self, start: Start) -> None:
-        # The thread reads from now on: it is also how a controller's death is seen while the object loads.
+        # Start the reader before the constructor: it also notices the controller's death while the object loads.
         threading.Thread(target=self._read, daemon=True).start()
         outcome = run(lambda: load_class(start.class_path)(*start.args))
         if isinstance(outcome, Raised):
@@ -86,7 +86,7 @@ class _Server:
         while True:
             try:
                 message = self._wire.receive()
-            except EOFError:  # the controller is gone
+            except EOFError:  # the controller has ended
                 os.killpg(0, signal.SIGKILL)
             if isinstance(message, Stop):
                 self._loop.call_soon_threadsafe(self._stopped.set)
@@ -95,7 +95,7 @@ class _Server:
 
     def _begin(self, call: Call) -> None:
         task = self._loop.create_task(self._answer(call))
-        self._running.add(task)  # the loop itself keeps only a weak reference
+        self._running.add(task)  # the loop keeps only a weak reference
         task.add_done_callback(self._running.discard)
 
     async def _answer(self, call: Call) -> None:
@@ -105,11 +105,11 @@ class _Server:
         try:
             self._wire.send((number, outcome))
         except OSError:
-            raise  # the controller is gone: the reading thread ends this process
-        except Exception as error:  # noqa: BLE001 -- what was returned does not pickle
+            raise  # the controller has ended: the reader thread ends this process
+        except Exception as error:  # noqa: BLE001 -- the result does not pickle
             self._wire.send((number, Raised.of(error)))
 
 
 async def serve(wire: Wire, start: Start) -> None:
-    """Construct what `start` names and answer the calls that come over `wire`, until it says to stop."""
+    """Construct the object of `start` and serve the calls that arrive over `wire` until `Stop`."""
     await _Server(wire).serve(start)

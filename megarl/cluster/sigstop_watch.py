@@ -1,9 +1,9 @@
-"""Trainers that were stopped (SIGSTOP, or Ctrl-Z in a session of their own) while a call is waited for.
+"""Stopped-process watch: detect trainers in state T (SIGSTOP, Ctrl-Z) during a call.
 
-Such a process holds its memory, its device and its connections, so that nothing tells of it until a collective of the others
-gives up (`cluster.timeout`). The kernel knows: each process is looked at from another one of its machine, which a trainer
-that is merely busy, or that lets none of its threads run, cannot mislead. A machine that is gone gives no answer here; over
-Ray its processes are then told as dead.
+A stopped process keeps its memory, device and connections, so the run would hang until a collective of the other ranks
+times out (`cluster.timeout`). Another process on the same machine reads its state from /proc; a trainer that is busy, or
+whose threads do not run, is therefore not mistaken for a stopped one. If a machine is lost, this watch gets no answer;
+Ray reports its processes as dead.
 """
 
 from __future__ import annotations
@@ -14,62 +14,62 @@ from pathlib import Path
 
 from megarl.cluster.failures import Failure, Place, WorkerFailed
 
-LOOK_SECONDS = 2.0  # between two looks; shorter calls are over before the first one
-# Looks in a row that find a process stopped until it counts as lost, 20 s. Counted, not timed, so that a controller that
-# was stopped as well (Ctrl-Z, a job that is suspended) takes its own pause for nobody's.
+LOOK_SECONDS = 2.0  # between two looks; shorter calls end before the first look
+# Consecutive looks at a stopped process until it counts as lost: 20 s. Counted instead of timed, so that a pause of the
+# controller itself (Ctrl-Z, a suspended job) does not count.
 LOOKS = 10
 
 
-def stopped_of(pids: Sequence[int]) -> list[int]:
-    """Those of these processes of this machine that are stopped. One that a debugger holds is not: somebody is at it."""
+def stopped_pids(pids: Sequence[int]) -> list[int]:
+    """Return those `pids` of this machine that are stopped (state T); a process under a debugger (state t) is not."""
     return [pid for pid in pids if _state(pid) == "T"]
 
 
 def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
-    except OSError:  # ended, which others tell
+    except OSError:  # the process has ended; the cluster reports that elsewhere
         return ""
 
 
-class Looks:
-    """What looks at the processes of one call have found. `doing`: the call's name, for messages."""
+class StopDetector:
+    """Counts consecutive looks at which a rank was stopped, during one call. `doing`: the call's name, for messages."""
 
     def __init__(self, places: Sequence[Place], doing: str) -> None:
         self._places, self._doing = places, doing
-        self._found = [0] * len(places)  # looks in a row, by rank
+        self._stopped_looks = [0] * len(places)  # consecutive looks, by rank
         self._next = time.monotonic() + LOOK_SECONDS
 
     def due(self) -> bool:
-        """Whether it is time for the next look, which is then taken to be done."""
+        """Return True if it is time for the next look, and schedule the one after it."""
         now = time.monotonic()
         if now < self._next:
             return False
         self._next = now + LOOK_SECONDS
         return True
 
-    def note(self, ranks: Sequence[int], stopped: Sequence[int]) -> None:
-        """A look at `ranks` has found the processes `stopped`. Raises WorkerFailed for one that has been so for too long."""
+    def record(self, ranks: Sequence[int], stopped: Sequence[int]) -> None:
+        """Record a look at `ranks`, of which the process ids `stopped` are stopped. Raises WorkerFailed after `LOOKS`."""
         for rank in ranks:
             place = self._places[rank]
-            self._found[rank] = self._found[rank] + 1 if place.pid in stopped else 0
-            if self._found[rank] >= LOOKS:
+            self._stopped_looks[rank] = self._stopped_looks[rank] + 1 if place.pid in stopped else 0
+            if self._stopped_looks[rank] >= LOOKS:
                 raise WorkerFailed(Failure(place, self._cause(place)))
 
     def _cause(self, place: Place) -> str:
         return (
             f"its process has been stopped for {LOOKS * LOOK_SECONDS:.0f} s in {self._doing}, as by SIGSTOP or Ctrl-Z, and "
-            f"all others wait for it. Who stops processes on {place.host}?"
+            f"all other ranks wait for it. Check what stops processes on {place.host}."
         )
 
 
 class LocalWatch:
-    """Of processes on this machine."""
+    """Stopped-process watch over processes of this machine."""
 
     def __init__(self, places: Sequence[Place], doing: str) -> None:
-        self._places, self._looks = places, Looks(places, doing)
+        self._places, self._detector = places, StopDetector(places, doing)
 
     def check(self) -> None:
-        """Raise WorkerFailed where one is stopped. To be called often; looks when it is time."""
-        if self._looks.due():
-            self._looks.note(range(len(self._places)), stopped_of([place.pid for place in self._places]))
+        """Raise WorkerFailed if a process stays stopped. Call it often; it looks every `LOOK_SECONDS`."""
+        if self._detector.due():
+            self._detector.record(range(len(self._places)), stopped_pids([place.pid for place in self._places]))

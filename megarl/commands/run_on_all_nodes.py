@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.ray.signals import ray_get, ray_wait, termination_stays_ours
+from megarl.cluster.ray.signals import keep_sigterm_handler, ray_get, ray_wait
 from megarl.cluster.ray.start import join
 from megarl.commands.launch.multinode import node_resource
 
@@ -51,7 +51,7 @@ def on_every_node(
     """
     connected = ray.is_initialized()
     if not connected:
-        with termination_stays_ours():
+        with keep_sigterm_handler():
             join(address)
     try:
         nodes = ray.nodes()

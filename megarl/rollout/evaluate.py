@@ -9,7 +9,7 @@ from math import comb
 
 import numpy as np
 
-from megarl.cluster.calls import Service, Silence, attach, wait
+from megarl.cluster.calls import Service, StallTimer, attach, wait
 from megarl.recipe.schema import EvaluationConfig, Recipe
 from megarl.rollout.failures import ScoringCounts, check_evaluation, scoring_notice
 from megarl.rollout.metrics import agent_figures, groups_by_source
@@ -158,15 +158,15 @@ def _run(
         services[number % len(services)].call_with_data("collect", FIRST_EVALUATION_GROUP + number)
         for number in range(len(problems))
     ]
-    silence = Silence(timeout)
+    stall_timer = StallTimer(timeout)
     for future in collected:
-        future.add_done_callback(lambda _: silence.broken())
+        future.add_done_callback(lambda _: stall_timer.reset())
 
     def check() -> None:
         check_processes()
         waiting = [number for number, future in enumerate(collected) if not future.done()]
         if waiting:
-            silence.check(
+            stall_timer.check(
                 len(waiting), f"problem {waiting[0]} of the evaluation, on {services[waiting[0] % len(services)].name}"
             )
 

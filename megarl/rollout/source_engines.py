@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.algorithms.catalogue import ADVANTAGES
 from megarl.algorithms.shaping import has_spread, overlong_penalty
-from megarl.cluster.calls import Service, Silence, attach
+from megarl.cluster.calls import Service, StallTimer, attach
 from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
 from megarl.recipe.schema import Recipe
@@ -64,7 +64,7 @@ class EnginesSource:
             batches=recipe.train.steps,
         )
         self._failed_share = FailedShare(recipe.reward.max_failed_share, recipe.data.prompts_per_step)
-        self._silence = Silence(rollout.timeout)
+        self._stall_timer = StallTimer(rollout.timeout)
         self._change = threading.Condition()
         self._error: BaseException | None = None
         self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
@@ -130,7 +130,7 @@ class EnginesSource:
                 self._change.acquire()
             if self.admission.running:
                 waiting = self.admission.unfinished()
-                self._silence.check(len(waiting), f"number {waiting[0]}")
+                self._stall_timer.check(len(waiting), f"number {waiting[0]}")
         if self._error is not None:
             raise self._error
 
@@ -139,7 +139,7 @@ class EnginesSource:
         if self._error is not None:
             return
         if not self.admission.running:
-            self._silence.broken()
+            self._stall_timer.reset()
         numbers = self.admission.start(self.admission.capacity())
         submitted: list[list[GenerationRequest]] = [[] for _ in self.services]
         for number in numbers:
@@ -177,7 +177,7 @@ class EnginesSource:
                 attach((group, InlineData([])))
             with self._change:
                 self._load[engine] -= 1
-                self._silence.broken()
+                self._stall_timer.reset()
                 self._failed_share.note(group)
                 self.admission.finish(group, keep)
                 self._start_what_may()

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.cluster import sigstop_watch
 from megarl.cluster.failures import Place, WorkerFailed
-from megarl.cluster.sigstop_watch import LOOKS, LocalWatch, Looks, stopped_of
+from megarl.cluster.sigstop_watch import LOOKS, LocalWatch, StopDetector, stopped_pids
 from tests.support.cluster_workers import wait_until
 
 PLACES = [Place("trainer rank 0", "node7", 100), Place("trainer rank 1", "node7", 101)]
@@ -25,32 +25,32 @@ def busy():
 
 
 def test_a_stopped_process_is_told_from_a_busy_one_and_from_none(busy):
-    assert stopped_of([busy.pid, 1 << 30]) == []
+    assert stopped_pids([busy.pid, 1 << 30]) == []
     busy.send_signal(signal.SIGSTOP)
-    assert wait_until(lambda: stopped_of([1 << 30, busy.pid]) == [busy.pid], 5)
+    assert wait_until(lambda: stopped_pids([1 << 30, busy.pid]) == [busy.pid], 5)
     busy.send_signal(signal.SIGCONT)
-    assert wait_until(lambda: stopped_of([busy.pid]) == [], 5)
+    assert wait_until(lambda: stopped_pids([busy.pid]) == [], 5)
 
 
 def test_looks_in_a_row_count():
-    looks = Looks(PLACES, "update_actor")
+    looks = StopDetector(PLACES, "update_actor")
     for _ in range(3):  # a pause that ended, again and again
         for _ in range(LOOKS - 1):
-            looks.note([0, 1], [101])
-        looks.note([0, 1], [])
+            looks.record([0, 1], [101])
+        looks.record([0, 1], [])
     for _ in range(LOOKS - 1):
-        looks.note([0, 1], [101])
-    looks.note([0], [])  # a look at another machine says nothing of this one
+        looks.record([0, 1], [101])
+    looks.record([0], [])  # a look at another machine says nothing of this one
     says = r"trainer rank 1 on node7 \(pid 101\) failed: its process has been stopped for 20 s in update_actor"
     with pytest.raises(WorkerFailed, match=says) as caught:
-        looks.note([1], [101])
+        looks.record([1], [101])
     assert not caught.value.failure.is_communication, "a cause, and no consequence of another's"
 
 
 def test_a_pause_of_whoever_looks_is_one_look(busy, monkeypatch):
     """As of a controller that was stopped with all others, whose clock has moved on."""
     busy.send_signal(signal.SIGSTOP)
-    assert wait_until(lambda: stopped_of([busy.pid]) == [busy.pid], 5)
+    assert wait_until(lambda: stopped_pids([busy.pid]) == [busy.pid], 5)
     watch = LocalWatch([Place("trainer rank 0", pid=busy.pid)], "update_actor")
     leap = [0.0]
     now = time.monotonic

@@ -83,16 +83,16 @@ def test_a_run_that_kept_no_weights_says_so(recipe: Recipe, tmp_path: Path) -> N
 def test_a_machine_that_is_too_busy_for_ray_is_named(
     error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megarl.cluster.orphan_reaper import Guard
+    from megarl.cluster.orphan_reaper import OrphanReaper
     from megarl.cluster.ray import start
 
     def fails(**_: object) -> NoReturn:
         raise error  # in Ray's words
 
     monkeypatch.setattr(start.ray, "init", fails)
-    monkeypatch.setattr(Guard, "env", {}, raising=False)
+    monkeypatch.setattr(OrphanReaper, "env", {}, raising=False)
     with pytest.raises(RuntimeError, match=words):
-        start._start_private(Guard.__new__(Guard))
+        start._start_private(OrphanReaper.__new__(OrphanReaper))
 
 
 def test_the_quickstart_takes_debug() -> None:

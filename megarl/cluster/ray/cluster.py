@@ -1,4 +1,4 @@
-"""Trainers and engines as Ray actors, on this machine or on many. Call `ray_env.prepare` before importing this."""
+"""Trainers and engines as Ray actors, on one or many machines. Call `ray.env.prepare` before importing this module."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from megarl.cluster.failures import (
     collect,
     worker_failed,
 )
-from megarl.cluster.orphan_reaper import VARIABLE, Guard
-from megarl.cluster.ray.actors import ServiceActor, TrainerActor, Unborn
+from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper
+from megarl.cluster.ray.actors import ConstructorFailed, ServiceActor, TrainerActor
 from megarl.cluster.ray.devices import Device, RayDevices
 from megarl.cluster.ray.failures import death_cause, not_started
 from megarl.cluster.ray.signals import ray_get, ray_wait
@@ -36,10 +36,10 @@ from megarl.cluster.ray.start import start
 from megarl.cluster.ray.watch import RayWatch
 from megarl.types import DataRef
 
-PING_SECONDS = 0.1  # left to an idle trainer to say that it lives; one that does not is asked again later
-START_SECONDS = 300.0  # left to Ray to start a process on a device that is reserved for it
-STOP_SECONDS = 5.0  # left to an object's shutdown() before its process is killed
-CONCURRENT_CALLS = 100_000  # one service answers at once; the engine behind it has its own limit
+PING_SECONDS = 0.1  # time for an idle trainer to reply to a ping; a later check waits for the rest
+START_SECONDS = 300.0  # time for Ray to start a process on its reserved device
+STOP_SECONDS = 5.0  # time for an object's shutdown() before its process is killed
+CONCURRENT_CALLS = 100_000  # of one service; the engine has its own limit
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RayData:
     ref: Any  # ray.ObjectRef, owned by the controller
 
     def get(self) -> Any:
-        """The samples' vectors, fetched from where they were made."""
+        """Fetch the samples' vectors from the object store."""
         return ray_get(self.ref)
 
 
@@ -59,28 +59,28 @@ class RayGroup:
     def __init__(self, cluster: RayCluster, actors: list[Any], places: list[Place], nodes: list[str]) -> None:
         self._cluster, self._actors, self._places, self._nodes = cluster, actors, places, nodes
         self._has_shutdown = False
-        self._pings: list[Any] = []  # not all answered yet
+        self._pings: list[Any] = []  # of the check in progress; empty once all ranks have replied
 
     @property
     def size(self) -> int:
         return len(self._actors)
 
     def call(self, method: str, *args: Any) -> list[Any]:
-        return self._watched([actor.call.remote(method, args) for actor in self._actors], method)
+        return self._wait_watched([actor.call.remote(method, args) for actor in self._actors], method)
 
     def scatter(self, method: str, per_rank: list[tuple[Any, ...]]) -> list[Any]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        asked = [actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)]
-        return self._watched(asked, method)
+        calls = [actor.call.remote(method, args) for actor, args in zip(self._actors, per_rank, strict=True)]
+        return self._wait_watched(calls, method)
 
     def scatter_with_data(
         self, method: str, per_rank: list[tuple[Any, ...]], parts: int
     ) -> list[tuple[Any, list[DataRef]]]:
         assert len(per_rank) == self.size, f"{len(per_rank)} shards for {self.size} ranks"
-        calls = [actor.call_with_data.options(num_returns=1 + parts) for actor in self._actors]
-        asked = [call.remote(method, args, parts) for call, args in zip(calls, per_rank, strict=True)]
-        controls = self._watched([refs[0] for refs in asked], method)
-        return [(control, [RayData(ref) for ref in refs[1:]]) for control, refs in zip(controls, asked, strict=True)]
+        methods = [actor.call_with_data.options(num_returns=1 + parts) for actor in self._actors]
+        calls = [remote.remote(method, args, parts) for remote, args in zip(methods, per_rank, strict=True)]
+        controls = self._wait_watched([refs[0] for refs in calls], method)
+        return [(control, [RayData(ref) for ref in refs[1:]]) for control, refs in zip(controls, calls, strict=True)]
 
     def shutdown(self) -> None:
         if self._has_shutdown:
@@ -94,11 +94,14 @@ class RayGroup:
         self._actors, self._pings = [], []
 
     def construct(self, class_path: str, args: tuple[Any, ...], env: list[dict[str, str]]) -> None:
-        asked = [actor.construct.remote(class_path, args, own) for actor, own in zip(self._actors, env, strict=True)]
-        self._has_shutdown = all(self._watched(asked, "its start"))
+        calls = [
+            actor.construct.remote(class_path, args, rank_env)
+            for actor, rank_env in zip(self._actors, env, strict=True)
+        ]
+        self._has_shutdown = all(self._wait_watched(calls, "its start"))
 
     def check(self) -> None:
-        """Raise WorkerFailed where a rank has died while it was not called."""
+        """Raise WorkerFailed if an idle rank has died."""
         if not self._actors:
             return
         if not self._pings:
@@ -111,7 +114,7 @@ class RayGroup:
             self._pings = []
 
     def wait_for_start(self, refs: list[Any]) -> list[Any]:
-        """`wait` for the first call of each rank. Raises WorkerFailed where Ray has not started one in time."""
+        """Run `wait` on the first call of each rank. Raises WorkerFailed if Ray does not start a process in time."""
         deadline = time.monotonic() + START_SECONDS
 
         def check() -> None:
@@ -124,8 +127,8 @@ class RayGroup:
 
         return self.wait(refs, check)
 
-    def _watched(self, refs: list[Any], doing: str) -> list[Any]:
-        """`wait`, which also ends where a rank's process is stopped meanwhile."""
+    def _wait_watched(self, refs: list[Any], doing: str) -> list[Any]:
+        """Run `wait` with the stopped-process watch. `doing`: the call's name, for messages."""
         watch = RayWatch(self._places, self._nodes, doing)
 
         def check() -> None:
@@ -135,7 +138,7 @@ class RayGroup:
         return self.wait(refs, check)
 
     def wait(self, refs: list[Any], check: Callable[[], None] | None = None) -> list[Any]:
-        """The results behind `refs`, one a rank."""
+        """Wait for `refs`, one per rank, and return their values."""
         check = check or self._cluster.check_services
         try:
             return collect(len(refs), lambda pending, seconds: self._poll(refs, pending, seconds), check)
@@ -179,7 +182,7 @@ class RayService:
         return self.place().host
 
     def place(self) -> Place:
-        """Where it runs. Waits until its process has started, or raises ServiceDied."""
+        """Wait until the process has started and return its place. Raises ServiceDied if it does not start."""
         if not self._place.pid:
             try:
                 self._place = ray_get(self._where, timeout=max(0.0, self._deadline - time.monotonic()))
@@ -200,7 +203,7 @@ class RayService:
         return self.failure() is None
 
     def failure(self) -> Failure | None:
-        """Why the service is no more; None while it lives."""
+        """The failure that ended the service; None while it is alive."""
         ready, _ = ray_wait([self._lifetime, self._constructed], num_returns=2, timeout=0)
         for ref in ready:
             try:
@@ -217,19 +220,19 @@ class RayService:
         self.finish_stop(self.begin_stop())
 
     def begin_stop(self) -> list[Any]:
-        """Ask for the end without waiting; what to wait for."""
+        """Request the end without waiting; returns the references for `finish_stop`."""
         if self.stopping or not self.alive():
             return []
         self.stopping = True
         return [self._actor.stop.remote()]
 
-    def finish_stop(self, asked: list[Any]) -> None:
-        if asked:
-            ray_wait(asked, timeout=STOP_SECONDS)
+    def finish_stop(self, refs: list[Any]) -> None:
+        if refs:
+            ray_wait(refs, timeout=STOP_SECONDS)
         ray.kill(self._actor)
 
     def _death(self, error: RayActorError) -> Failure:
-        # The place is known unless the process died before it had told.
+        # `_place` is incomplete until the reply of `where` has been read.
         if not self._place.pid and ray_wait([self._where], timeout=0)[0]:
             try:
                 self._place = ray_get(self._where)
@@ -246,7 +249,7 @@ class RayService:
             if error is None and isinstance(done.result(), Returned):
                 result.set_result(convert(done.result().value))
             else:
-                # Asking Ray for more needs a thread that may wait; this one delivers Ray's answers.
+                # `_fail` calls Ray and may block; the present thread delivers Ray's results and must not.
                 threading.Thread(target=self._fail, args=(result, done), daemon=True).start()
 
         ref.future().add_done_callback(settle)
@@ -255,7 +258,7 @@ class RayService:
     def _fail(self, result: Future[Any], done: Future[Any]) -> None:
         error = done.exception()
         if error is None:
-            kind = ServiceDied if isinstance(done.result(), Unborn) else CallFailed
+            kind = ServiceDied if isinstance(done.result(), ConstructorFailed) else CallFailed
             result.set_exception(kind(Failure.raised(self.place(), done.result())))
             return
         failure = self.failure()
@@ -270,11 +273,11 @@ class RayService:
 class RayCluster:
     """See `megarl.cluster.base.Cluster`.
 
-    address: a running cluster's ("auto", host:port); None starts a private one on this machine,
-    whose ports are open to this machine alone. A Ray that this process is connected to already is
-    used, and left running.
-    log_dir: where processes write their output, on the machine that each runs on.
-    trainer_env, service_env: added to the environment of each, before what the caller gives.
+    address: of a running cluster ("auto", host:port); None starts a private cluster on this machine,
+    whose ports only this machine can reach. If this process is already connected to Ray, that connection is
+    used and stays open.
+    log_dir: directory of the output files, on the machine of each process.
+    trainer_env, service_env: variables of every trainer and service; the caller's `env` overrides them.
     """
 
     def __init__(
@@ -287,14 +290,14 @@ class RayCluster:
         service_env: dict[str, str],
     ) -> None:
         self._devices, self._log_dir = devices, log_dir
-        self._guard = Guard()
-        self._trainer_env, self._service_env = trainer_env | self._guard.env, service_env | self._guard.env
+        self._reaper = OrphanReaper()
+        self._trainer_env, self._service_env = trainer_env | self._reaper.env, service_env | self._reaper.env
         self._groups: list[RayGroup] = []
         self._services: list[RayService] = []
         self._owns_ray = not ray.is_initialized()
         try:
             if self._owns_ray:
-                start(address, self._guard)
+                start(address, self._reaper)
             devices.reserve()
         except BaseException:
             self.shutdown()
@@ -304,12 +307,12 @@ class RayCluster:
         self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str], name: str = "trainer"
     ) -> RayGroup:
         devices = self._devices.of_group(name)
-        assert size == len(devices), f"{size} {name} processes, connected for {len(devices)}"
+        assert size == len(devices), f"{size} {name} processes, but {len(devices)} devices are reserved for them"
         by_node = {device.node_id: [d for d in devices if d.node_id == device.node_id] for device in devices}
         role_env = self._trainer_env | env
         actors, places = [], []
         for rank, device in enumerate(devices):
-            places.append(Place(f"{name} rank {rank}", device.node_ip))  # until it says more
+            places.append(Place(f"{name} rank {rank}", device.node_ip))  # completed by the reply of `where`
             visible = self._devices.visible(by_node[device.node_id])
             options = self._devices.options(device) | _environment(role_env | visible)
             log = str(self._log_dir / f"{name}-{rank}.log")
@@ -344,7 +347,7 @@ class RayCluster:
             raise
 
     def check_services(self) -> None:
-        """Raise where a service that was not told to stop has ended."""
+        """Raise ServiceDied if a service has ended that is not being stopped."""
         for service in self._services:
             failure = None if service.stopping else service.failure()
             if failure is not None:
@@ -355,15 +358,15 @@ class RayCluster:
         groups, self._groups = self._groups, []
         for group in groups:
             group.kill()
-        asked = [(service, service.begin_stop()) for service in services]
-        for service, refs in asked:
+        stops = [(service, service.begin_stop()) for service in services]
+        for service, refs in stops:
             service.finish_stop(refs)
         self._devices.release()
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
             os.environ.pop(VARIABLE, None)
-        self._guard.close()
+        self._reaper.close()
 
     def __enter__(self) -> RayCluster:
         return self
@@ -377,20 +380,20 @@ def _environment(env: dict[str, str]) -> dict[str, Any]:
 
 
 def _rank_environments(devices: list[Device], master_port: int) -> list[dict[str, str]]:
-    """What torchrun would set for each rank; rank 0's machine is the meeting point."""
+    """Environment of each rank as torchrun would set it; rank 0's machine hosts the rendezvous."""
     per_node = Counter(device.node_id for device in devices)
-    seen: Counter[str] = Counter()
+    local_ranks: Counter[str] = Counter()
     environments = []
     for rank, device in enumerate(devices):
         environments.append(
             {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(devices)),
-                "LOCAL_RANK": str(seen[device.node_id]),
+                "LOCAL_RANK": str(local_ranks[device.node_id]),
                 "LOCAL_WORLD_SIZE": str(per_node[device.node_id]),
                 "MASTER_ADDR": devices[0].node_ip,
                 "MASTER_PORT": str(master_port),
             }
         )
-        seen[device.node_id] += 1
+        local_ranks[device.node_id] += 1
     return environments

@@ -1,4 +1,4 @@
-"""What Ray reads from the environment when it is imported."""
+"""Environment variables that Ray reads at import."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ _AUTHENTICATION = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 
 
 def prepare(*, private: bool) -> None:
-    """Set it; to be called before ``import ray``. private: a cluster of our own on this machine."""
+    """Set the variables; call this before ``import ray``. private: whether megarl starts a cluster on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without devices keep what we set
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # Ray's own news of dead actors: ours says it once
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # actors without devices keep our variables
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # drop Ray's messages on dead actors: megarl reports them
     if private:
-        if "ray" not in sys.modules:  # imported, it has read this already, and would refuse the cluster it starts
+        # If ray is already imported, it has read these variables and would reject the cluster that it starts.
+        if "ray" not in sys.modules:
             os.environ.update(authentication(os.environ))
-        # Ray takes 127.0.0.1 for the machine's outer address, and listens on all of them, unless it
-        # believes to be on a system without clusters.
+        # Ray replaces 127.0.0.1 by the machine's outer address and listens on all interfaces, unless this variable
+        # marks a system without clusters.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
 
 
 def authentication(environ: Mapping[str, str]) -> dict[str, str]:
-    """What lets only a new cluster's own processes talk to it: a token made for it.
+    """Variables with a new token, so that only processes of this cluster can connect to it.
 
-    Left to itself, Ray writes a token to the user's home, and then `ray start` asks for it where
-    ``ray.init(address=...)`` does not offer it. Empty where the user has chosen (RAY_AUTH_MODE, RAY_AUTH_TOKEN,
-    RAY_AUTH_TOKEN_PATH).
+    By default Ray writes a token to the user's home; `ray start` then requires it, while
+    ``ray.init(address=...)`` does not send it. Empty if the user has set RAY_AUTH_MODE, RAY_AUTH_TOKEN or
+    RAY_AUTH_TOKEN_PATH.
     """
     if any(environ.get(name) for name in _AUTHENTICATION):
         return {}

@@ -1,4 +1,4 @@
-"""What is said of an actor that did not start, or died."""
+"""Failure messages for Ray actors that died or did not start."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megarl.cluster.failures import Failure, Place
 
 
 def not_started(place: Place, seconds: float) -> Failure:
-    """Of a process that Ray has not started for `seconds` on the device that is reserved for it."""
+    """Failure of a process that Ray has not started within `seconds` on its reserved device."""
     return Failure(
         place,
-        f"Ray has not started its process within {seconds:.0f} s, on a device that is reserved for it: its "
-        "machine is gone or overloaded. `ray status` shows what Ray waits for; its logs are under /tmp/ray.",
+        f"Ray has not started its process within {seconds:.0f} s, although its device is reserved: its "
+        "machine is lost or overloaded. `ray status` shows what Ray waits for; Ray's logs are under /tmp/ray.",
     )
 
 
 def death_cause(error: RayActorError) -> str:
-    """How an actor's process ended, in a line: as much as Ray knows of it."""
+    """Describe in one line how an actor's process ended, as far as Ray reports it."""
     text = str(error)
     if code := re.search(r"exit code (\d+)", text):
         return f"its process exited with code {code.group(1)}"
@@ -27,7 +27,7 @@ def death_cause(error: RayActorError) -> str:
         return f"Ray killed its process, because memory ran out: {text.splitlines()[-1]}"
     if "End of file" in text or not isinstance(error, ActorDiedError):
         return (
-            "its process ended without a word: killed (SIGKILL, as the kernel does when memory runs out), "
-            "crashed in native code, or its machine is gone"
+            "its process ended without a message: killed (SIGKILL, as the kernel does when memory runs out), "
+            "crashed in native code, or its machine is lost"
         )
     return text.splitlines()[-1].strip()

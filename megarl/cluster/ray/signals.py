@@ -1,4 +1,4 @@
-"""Signals beside Ray: an exception that a handler raises must arrive as itself, and the handler must stay ours."""
+"""Signal handling around Ray: preserve exceptions that handlers raise, and keep megarl's SIGTERM handler."""
 
 from __future__ import annotations
 
@@ -12,21 +12,23 @@ import ray
 
 
 def ray_get(*args: Any, **options: Any) -> Any:
-    """`ray.get`, out of which a signal handler's exception comes as it was raised."""
-    with _interruptions_as_they_are():
+    """Call `ray.get`; an exception of a signal handler leaves it unchanged."""
+    with _preserve_interruptions():
         return ray.get(*args, **options)
 
 
 def ray_wait(*args: Any, **options: Any) -> tuple[list[Any], list[Any]]:
-    """`ray.wait`, out of which a signal handler's exception comes as it was raised."""
-    with _interruptions_as_they_are():
+    """Call `ray.wait`; an exception of a signal handler leaves it unchanged."""
+    with _preserve_interruptions():
         return ray.wait(*args, **options)
 
 
 @contextlib.contextmanager
-def _interruptions_as_they_are() -> Iterator[None]:
-    """Within Ray's compiled code an exception of a handler may end as a SystemError that "a result was returned with an
-    exception set", and the exception itself only as its cause."""
+def _preserve_interruptions() -> Iterator[None]:
+    """Raise a handler's exception in place of the SystemError that Ray's compiled code may wrap around it.
+
+    The SystemError reads "returned a result with an exception set" and has the exception as its cause.
+    """
     try:
         yield
     except SystemError as error:
@@ -37,20 +39,23 @@ def _interruptions_as_they_are() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def termination_stays_ours() -> Iterator[None]:
-    """While Ray starts: it would put handlers of SIGTERM in place, one of its compiled part and one of Python's, which end
-    the process at once, with another status, and leave processes behind. It has no option for that."""
+def keep_sigterm_handler() -> Iterator[None]:
+    """Keep the present SIGTERM handler while Ray starts.
+
+    Ray installs two handlers of its own, one native and one in Python, and has no option against it. They end the
+    process at once, with another exit status, and leave child processes running.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
         return
     install, ours = signal.signal, signal.getsignal(signal.SIGTERM)
 
-    def all_but_termination(number: int, handler: Any) -> Any:
+    def install_except_sigterm(number: int, handler: Any) -> Any:
         return install(number, ours if number == signal.SIGTERM else handler)
 
-    signal.signal = all_but_termination  # type: ignore[assignment]
+    signal.signal = install_except_sigterm  # type: ignore[assignment]
     try:
         yield
     finally:
         signal.signal = install
-        signal.signal(signal.SIGTERM, ours)  # over that of the compiled part
+        signal.signal(signal.SIGTERM, ours)  # replaces Ray's native handler

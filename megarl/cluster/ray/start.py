@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting a private one. Call `ray_env.prepare` before importing this."""
+"""Join a Ray cluster or start a private one. Call `ray.env.prepare` before importing this module."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 import ray
 from ray._private.services import canonicalize_bootstrap_address
 
-from megarl.cluster.orphan_reaper import Guard
-from megarl.cluster.ray.signals import termination_stays_ours
+from megarl.cluster.orphan_reaper import OrphanReaper
+from megarl.cluster.ray.signals import keep_sigterm_handler
 
 MIB = 1 << 20
-STORE_SHARE = 0.3  # of what is free in /dev/shm, and of the memory
+STORE_SHARE = 0.3  # of the free /dev/shm and of the memory, whichever is less
 STORE_LEAST = 256 * MIB
-CONNECT_SECONDS = 10.0  # left to a cluster's address to answer
-# Of a private cluster. Ours ask for none (a process is one device, not one core), and Ray starts an idle
-# worker for each.
+CONNECT_SECONDS = 10.0  # timeout of a connection to a cluster's address
+# CPUs of a private cluster. megarl's actors request none (they take devices, not cores), and Ray starts an idle worker
+# per CPU.
 PRIVATE_CPUS = 1
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -26,20 +26,20 @@ _SHARED_MEMORY = Path("/dev/shm")
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
-def start(address: str | None, guard: Guard) -> None:
-    """Connect this process to the cluster at `address`, or to a private one that it starts.
+def start(address: str | None, reaper: OrphanReaper) -> None:
+    """Connect this process to the cluster at `address`, or start a private cluster.
 
-    Raises ValueError, with the remedy, where `address` cannot be joined.
+    Raises ValueError, with the remedy, if `address` cannot be joined.
     """
-    with termination_stays_ours():
+    with keep_sigterm_handler():
         if address:
             join(address)
         else:
-            _start_private(guard)
+            _start_private(reaper)
 
 
-def _start_private(guard: Guard) -> None:
-    os.environ.update(guard.env)  # inherited by all that Ray starts
+def _start_private(reaper: OrphanReaper) -> None:
+    os.environ.update(reaper.env)  # inherited by all processes of Ray
     try:
         ray.init(
             address="local",
@@ -53,50 +53,50 @@ def _start_private(guard: Guard) -> None:
     except Exception as error:
         if "amount of memory on this node" in str(error):
             raise RuntimeError(
-                f"this machine has {_available() / 1e9:.1f} GB of memory left, too little for Ray: end what uses it (`ps aux "
-                f"--sort=-rss | head`), or take another machine.\nRay says: {error}"
+                f"this machine has {_available() / 1e9:.1f} GB of memory left, too little for Ray: end the processes that use "
+                f"it (`ps aux --sort=-rss | head`), or use another machine.\nRay reports: {error}"
             ) from error
-        if "timed out" not in str(error):  # Ray has no class for either
+        if "timed out" not in str(error):  # Ray has no exception class for either case
             raise
-        load = f"{os.getloadavg()[0]:.0f} processes want to run on {os.cpu_count()} cores"
+        load = f"{os.getloadavg()[0]:.0f} runnable processes on {os.cpu_count()} cores"
         raise RuntimeError(
-            f"Ray did not start on this machine in time ({load}). Try again when it is less busy; Ray's logs are in "
-            f"/tmp/ray/session_latest/logs.\nRay says: {error}"
+            f"Ray did not start on this machine in time ({load}). Try again when the load is lower; Ray's logs are in "
+            f"/tmp/ray/session_latest/logs.\nRay reports: {error}"
         ) from error
 
 
 def object_store_bytes(shared_memory: int, memory: int) -> int:
     """Size of a private cluster's object store.
 
-    shared_memory: bytes free in /dev/shm; memory: bytes of memory in all.
-    The store holds the token vectors of a few steps, in /dev/shm, where the weight exchange packs its
-    buckets too: most is left to these, and a full store spills to disk where a full /dev/shm ends the run.
+    shared_memory: free bytes of /dev/shm; memory: total bytes of memory.
+    The store keeps the token vectors of a few steps in /dev/shm. The weight sync puts its buckets there too, so the
+    store takes only `STORE_SHARE`: a full store spills to disk, while a full /dev/shm ends the run.
     """
     return max(STORE_LEAST, int(STORE_SHARE * min(shared_memory, memory)))
 
 
 def join(address: str) -> None:
-    """Connect to the cluster at `address`; raises as `start`."""
+    """Connect to the cluster at `address`. Raises ValueError, with the remedy, if it cannot be joined."""
     remedy = (
-        "(cluster.ray_address or RAY_ADDRESS): start it (launch/multinode.sh does), correct the address, or unset "
-        "both for a private one on this machine."
+        "(cluster.ray_address or RAY_ADDRESS): start the cluster (launch/multinode.sh does), correct the address, or "
+        "unset both for a private cluster on this machine."
     )
     if "://" in address:
         raise ValueError(
-            f"the Ray address {address} is one of Ray's client or jobs server, which do not do {remedy} "
-            "An address is host:port, or auto on a machine of the cluster."
+            f"the Ray address {address} belongs to Ray's client or jobs server, which megarl does not support {remedy} "
+            "Write host:port, or auto on a machine of the cluster."
         )
     try:
         if address != "auto" and not address.rpartition(":")[0]:
-            raise ValueError(f"{address!r} is no Ray address {remedy} An address is host:port or auto.")
-        # Ray itself would try for minutes; "auto" may name a cluster that is gone.
+            raise ValueError(f"{address!r} is not a Ray address {remedy} Write host:port or auto.")
+        # Ray retries for minutes; "auto" may refer to a cluster that has ended.
         host, _, port = (canonicalize_bootstrap_address(address) or "").rpartition(":")
         if not host:
-            raise ValueError(f"no Ray cluster runs on this machine, and its address is given as {address} {remedy}")
+            raise ValueError(f"no Ray cluster runs on this machine, and the configured address is {address} {remedy}")
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         ray.init(address=address, logging_level="error", log_to_driver=False)
-    except (OSError, RuntimeError) as error:  # ConnectionError among them; RuntimeError: other versions, no token
-        raise ValueError(f"no Ray cluster can be joined at {address} {remedy}\nRay says: {error}") from error
+    except (OSError, RuntimeError) as error:  # OSError: no connection; RuntimeError: version mismatch, missing token
+        raise ValueError(f"cannot join a Ray cluster at {address} {remedy}\nRay reports: {error}") from error
 
 
 def _free_shared_memory() -> int:
@@ -104,14 +104,14 @@ def _free_shared_memory() -> int:
 
 
 def _available() -> int:
-    """Bytes of memory that this machine can still give, by the kernel's estimate."""
+    """Bytes of available memory of this machine, by the kernel's estimate."""
     with open("/proc/meminfo") as file:
         fields = dict(line.split(":") for line in file)
     return int(fields["MemAvailable"].split()[0]) * 1024
 
 
 def _memory() -> int:
-    """Bytes of this machine's memory, or of the container's."""
+    """Bytes of memory of this machine, or of the container's limit if lower."""
     sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for limit in _LIMITS:
         if limit.is_file() and (text := limit.read_text().strip()).isdigit():

@@ -1,9 +1,9 @@
-"""Trainers that torchrun started, on one machine: rank 0 is the controller, the others serve its calls.
+"""Trainers that torchrun started, on one machine: rank 0 is the controller, the other ranks serve its calls.
 
-The calls travel over a Unix socket of their own, not over the trainers' process group: a rank that
-waits idle runs into no collective's timeout, and one that dies in a collective is known at once.
-Rank 0's own share runs in a thread, so that the controller can tell of a peer's death, or act on
-Ctrl-C, while its device waits for that peer.
+Calls use a Unix socket, not the trainers' process group: an idle rank does not run into the timeout of a
+collective, and the death of a rank in a collective is noticed at once.
+Rank 0's trainer runs in a thread, so that the controller can report a peer's death or react to Ctrl-C while the
+trainer waits for that peer in a collective.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from megarl.cluster.torchrun.rank import JOIN_SECONDS, Call, Construct, Rank, St
 from megarl.cluster.torchrun.wire import Wire, packed
 from megarl.types import DataRef, InlineData
 
-TERMINATE_SECONDS = 3.0  # left to a failure to show after torchrun's SIGTERM
-DEATH_SECONDS = 0.5  # left to a death to show that torchrun has seen first
+TERMINATE_SECONDS = 3.0  # time to find the failed rank after torchrun's SIGTERM
+DEATH_SECONDS = 0.5  # time until the controller also notices a death that torchrun noticed first
 
 
 class _Peer:
-    """Another rank, seen from rank 0."""
+    """Rank 0's connection to another rank."""
 
     def __init__(self, wire: Wire, place: Place) -> None:
         self.wire, self.place = wire, place
         self.death: Failure | None = None
         self.answers: queue.SimpleQueue[Returned | Failure] = queue.SimpleQueue()
-        self._letters: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
@@ -60,36 +60,36 @@ class _Peer:
             try:
                 outcome = self.wire.receive()
             except EOFError:
-                cause = "its process ended without a word (torchrun's report names the exit code or signal)"
+                cause = "its process ended without a message (torchrun's report names the exit code or signal)"
                 self.death = Failure.death(self.place, cause)
                 self.answers.put(self.death)
                 return
             self.answers.put(outcome if isinstance(outcome, Returned) else Failure.raised(self.place, outcome))
 
     def _write(self) -> None:
-        while (letter := self._letters.get()) is not None:
+        while (data := self._outgoing.get()) is not None:
             try:
-                self.wire.send_packed(letter)
+                self.wire.send_packed(data)
             except OSError:
-                return  # the process is gone, and the reading thread has told
+                return  # the process has ended; the reader thread reports it
 
     def send(self, message: Any) -> None:
-        """Waits for nothing: a process that is stopped does not read. Raises what pickle raises."""
-        self._letters.put(packed(message))
+        """Queue a message without blocking: a stopped process does not read. Raises pickling errors."""
+        self._outgoing.put(packed(message))
 
     def finish(self) -> None:
-        """Wait a moment until it has been sent everything."""
-        self._letters.put(None)
+        """Wait up to `TERMINATE_SECONDS` until all queued messages are sent."""
+        self._outgoing.put(None)
         self._writer.join(TERMINATE_SECONDS)
 
     def wake(self) -> None:
-        """Let it read, should it be stopped: torchrun would wait half a minute for it before it kills it."""
-        with contextlib.suppress(OSError):  # it has ended, and its number is nobody's, or somebody else's
+        """Continue the process if it is stopped: otherwise torchrun waits half a minute before it kills it."""
+        with contextlib.suppress(OSError):  # the process has ended
             os.kill(self.place.pid, signal.SIGCONT)
 
 
-class _Self:
-    """Rank 0's own share: a thread that answers as the other ranks do."""
+class _LocalRank:
+    """Rank 0's trainer: a thread that serves calls as the other ranks do."""
 
     def __init__(self) -> None:
         self.place = Place("trainer rank 0", pid=os.getpid())
@@ -111,14 +111,14 @@ class _Self:
         self._messages.put(message)
 
     def join(self) -> None:
-        """Wait a moment for the thread: native code that the interpreter's end cuts off aborts the process."""
+        """Wait up to `TERMINATE_SECONDS` for the thread: native code still running at exit aborts the process."""
         self._thread.join(TERMINATE_SECONDS)
 
 
 class TorchrunGroup:
     """See `megarl.cluster.base.WorkerGroup`."""
 
-    def __init__(self, cluster: TorchrunCluster, ranks: list[_Self | _Peer]) -> None:
+    def __init__(self, cluster: TorchrunCluster, ranks: list[_LocalRank | _Peer]) -> None:
         self._cluster, self._ranks = cluster, ranks
         self._has_shutdown = False
 
@@ -137,7 +137,7 @@ class TorchrunGroup:
         self, method: str, per_rank: list[tuple[Any, ...]], parts: int
     ) -> list[tuple[Any, list[DataRef]]]:
         results = self.scatter(method, per_rank)
-        assert all(len(data) == parts for _, data in results), f"{method} returned other than {parts} parts"
+        assert all(len(data) == parts for _, data in results), f"{method} did not return {parts} parts"
         return [(control, [InlineData(part) for part in data]) for control, data in results]
 
     def shutdown(self) -> None:
@@ -150,7 +150,7 @@ class TorchrunGroup:
         self._has_shutdown = hasattr(load_class(class_path), "shutdown")
 
     def run(self, messages: list[Construct | Call], doing: str) -> list[Any]:
-        """What each rank answers. `doing`: what the call is, for messages."""
+        """Send each rank its message and return the values in rank order. `doing`: the call's name, for messages."""
         watch = LocalWatch([rank.place for rank in self._ranks], doing)
 
         def check() -> None:
@@ -171,14 +171,17 @@ class TorchrunGroup:
         if ready:
             return ready
         first = min(pending)
-        try:  # SPMD: all ranks answer at about the same time
+        try:  # SPMD: all ranks reply at about the same time
             return [(first, self._ranks[first].answers.get(timeout=min(seconds, 0.05)))]
         except queue.Empty:
             return []
 
 
 class _Waiting:
-    """A SIGTERM while the group waits is torchrun telling of a dead peer: the cause is on its way."""
+    """Marks when the group waits for its ranks: a SIGTERM then means that torchrun noticed a dead peer.
+
+    The wait goes on for `TERMINATE_SECONDS`, because the cause arrives later over the sockets.
+    """
 
     def __init__(self) -> None:
         self._depth = 0
@@ -199,11 +202,11 @@ class _Waiting:
 
 
 class TorchrunCluster:
-    """See `megarl.cluster.base.Cluster`; made in rank 0.
+    """See `megarl.cluster.base.Cluster`; exists in rank 0 only.
 
-    trainers: how many ranks the recipe wants; None where none is called.
-    log_dir: where processes write their output, but rank 0, which has the console.
-    trainer_env, service_env: added to the environment of each, before what the caller gives.
+    trainers: number of ranks that the recipe needs; None if the command starts no trainers.
+    log_dir: directory of the output files; rank 0 writes to the console.
+    trainer_env, service_env: variables of every trainer and service; the caller's `env` overrides them.
     """
 
     def __init__(
@@ -230,8 +233,8 @@ class TorchrunCluster:
         self._log_dir, self._devices = log_dir, devices
         self._trainer_env, self._service_env = trainer_env, service_env
         self._services: list[LocalService] = []
-        self._own = _Self()
-        self._ranks: list[_Self | _Peer] = [self._own, *_listen(self._world_size)]
+        self._local_rank = _LocalRank()
+        self._ranks: list[_LocalRank | _Peer] = [self._local_rank, *_listen(self._world_size)]
         self.waiting = _Waiting()
         die_with_parent(signal.SIGTERM)
         self._former_handler = signal.signal(signal.SIGTERM, self._on_terminate)
@@ -239,8 +242,8 @@ class TorchrunCluster:
     def start_trainers(
         self, class_path: str, size: int, args: tuple[Any, ...], env: dict[str, str], name: str = "trainer"
     ) -> TorchrunGroup:
-        # One group, whatever its name: the ranks that torchrun started are all there are.
-        assert size == self._world_size, f"{size} trainers, connected for {self._world_size}"
+        # torchrun's ranks form the only group, so `name` has no effect.
+        assert size == self._world_size, f"{size} trainers, but torchrun started {self._world_size} processes"
         group = TorchrunGroup(self, self._ranks)
         group.construct(class_path, args, self._trainer_env | env)
         return group
@@ -262,7 +265,7 @@ class TorchrunCluster:
             raise
 
     def check_others(self) -> None:
-        """Raise for what else than a rank has failed while the ranks are waited for."""
+        """Raise if a service has failed, or if the time after torchrun's SIGTERM is over."""
         for service in self._services:
             if service.failure is not None and not service.stopping:
                 raise ServiceDied(service.failure)
@@ -275,8 +278,11 @@ class TorchrunCluster:
             raise worker_failed(deaths)
 
     def _on_terminate(self, number: int, _frame: FrameType | None) -> None:
-        """torchrun's word that a rank has died, or anyone's that the run is to end. What it interrupts may hold
-        a lock, so it ends nothing itself: what it raises leaves the ``with`` of this cluster."""
+        """Handle SIGTERM, sent by torchrun after the death of a rank, or by a user or cluster manager.
+
+        The interrupted code may hold a lock, so the handler ends no process: it raises, and the cluster's ``with``
+        block ends them.
+        """
         if self.waiting:
             self.waiting.terminated_at = time.monotonic()
             return
@@ -288,12 +294,12 @@ class TorchrunCluster:
         raise SystemExit(128 + number)
 
     def _ignore_terminate(self) -> None:
-        """It is being acted on: torchrun sends it once more for each rank that ends, and kills later."""
+        """Ignore further SIGTERMs: torchrun sends one more for each rank that ends, and SIGKILL later."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._former_handler = signal.SIG_IGN
 
     def release_trainers(self, *, now: bool) -> None:
-        """Let every rank return from `serve`; with `now`, end the others in the middle of a call. Idempotent."""
+        """Let every rank return from `serve`; with `now`, end the other ranks even during a call. Idempotent."""
         if not self._ranks:
             return
         ranks, self._ranks = self._ranks, []
@@ -304,16 +310,16 @@ class TorchrunCluster:
             if now:
                 peer.wake()
             peer.finish()
-        self._own.join()
+        self._local_rank.join()
 
     def abort(self) -> None:
-        """End everything at once, after a failure that this process goes on to report."""
+        """End all processes at once after a failure, which this process then reports."""
         self._ignore_terminate()
         self.release_trainers(now=True)
         self.shutdown()
 
     def shutdown(self) -> None:
-        self.release_trainers(now=self._own.busy)
+        self.release_trainers(now=self._local_rank.busy)
         for service in self._services:
             service.begin_stop()
         for service in self._services:
@@ -329,7 +335,7 @@ class TorchrunCluster:
 
 
 def _listen(world_size: int) -> list[_Peer]:
-    """Wait until every other rank has called; in rank order."""
+    """Wait until every other rank has connected; returns the connections in rank order."""
     if world_size == 1:
         return []
     path = socket_path()
@@ -337,21 +343,22 @@ def _listen(world_size: int) -> list[_Peer]:
     status = path.parent.stat()
     if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
         raise ValueError(f"{path.parent} exists and is open to other users: remove it.")
-    path.unlink(missing_ok=True)  # of an earlier run that was killed
-    called: dict[int, _Peer] = {}
+    path.unlink(missing_ok=True)  # left by a killed run
+    peers: dict[int, _Peer] = {}
     deadline = time.monotonic() + JOIN_SECONDS
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen(world_size)
-            while len(called) < world_size - 1:
+            while len(peers) < world_size - 1:
                 listener.settimeout(max(0.01, deadline - time.monotonic()))
                 wire = Wire(listener.accept()[0])
                 rank, place = wire.receive()
-                called[rank] = _Peer(wire, place)
+                peers[rank] = _Peer(wire, place)
     except TimeoutError as error:
-        missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in called)
-        raise TimeoutError(f"trainer ranks {missing} did not call the controller in {JOIN_SECONDS:.0f} s.") from error
+        missing = ", ".join(str(rank) for rank in range(1, world_size) if rank not in peers)
+        message = f"trainer ranks {missing} did not connect to the controller within {JOIN_SECONDS:.0f} s."
+        raise TimeoutError(message) from error
     finally:
         shutil.rmtree(path.parent)
-    return [called[rank] for rank in sorted(called)]
+    return [peers[rank] for rank in sorted(peers)]

@@ -1,4 +1,4 @@
-"""A service as a child process on this machine, reached over an inherited socket pair."""
+"""A service as a child process on this machine, connected by an inherited socket pair."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from megarl.cluster.failures import (
     ServiceDied,
     exit_cause,
 )
-from megarl.cluster.orphan_reaper import Guard
+from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.cluster.process import without_torchrun
 from megarl.cluster.service import CONSTRUCTED, Call, Start, Stop
 from megarl.cluster.torchrun.wire import Wire
 from megarl.types import InlineData
 
-STOP_SECONDS = 5.0  # left to an object's shutdown() before its process is killed
+STOP_SECONDS = 5.0  # time for an object's shutdown() before its process is killed
 
 
 class LocalService:
-    """See `megarl.cluster.base.Service`. The object's token data comes back over the socket, as `InlineData`.
+    """See `megarl.cluster.base.Service`. Token data returns over the socket, as `InlineData`.
 
-    class_path: "package.module:Class"; args: its arguments, pickled.
-    log: file that the process writes its output to.
-    env: added to this process's environment, less what torchrun put there.
+    class_path: "package.module:Class"; args: picklable arguments of its constructor.
+    log: output file of the process.
+    env: variables added to this process's environment, from which torchrun's variables are removed.
     """
 
     def __init__(
@@ -45,22 +45,22 @@ class LocalService:
         self.name = name
         self.host = host_name()
         self.address = "127.0.0.1"  # all of this cluster is on this machine
-        self._guard = Guard()
+        self._reaper = OrphanReaper()
         ours, theirs = socket.socketpair()
-        environment = without_torchrun(dict(os.environ)) | (env or {}) | self._guard.env
+        environment = without_torchrun(dict(os.environ)) | (env or {}) | self._reaper.env
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megarl.cluster.torchrun.service_main", str(theirs.fileno())],
             env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # a group of its own: it ends with its children, and Ctrl-C is not meant for it
+            start_new_session=True,  # a new process group, which ends together and does not receive Ctrl-C
         )
         theirs.close()
         self.place = Place(f"service {name}", self.host, self._process.pid, str(log))
         self._wire = Wire(ours)
         self._numbers = itertools.count(CONSTRUCTED + 1)
-        self._lock = threading.Lock()  # over the two below
+        self._lock = threading.Lock()  # protects _waiting and failure
         self._waiting: dict[int, tuple[Future[Any], bool]] = {}
         self.failure: Failure | None = None
         self.stopping = False
@@ -83,12 +83,12 @@ class LocalService:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
-        self._guard.close()
+        self._reaper.close()
         self._reader.join()
         self._wire.close()
 
     def begin_stop(self) -> None:
-        """Ask the process to end, without waiting: several services end together."""
+        """Request the end of the process without waiting, so that several services end in parallel."""
         if not self.stopping:
             self.stopping = True
             self._send(Stop())
@@ -97,7 +97,7 @@ class LocalService:
         try:
             self._wire.send(message)
         except OSError:
-            return  # the process is gone, and the reading thread says so to every caller
+            return  # the process has ended; the reader thread fails every pending call
 
     def _call(self, method: str, args: tuple[Any, ...], with_data: bool) -> Future[Any]:
         future: Future[Any] = Future()
@@ -110,21 +110,21 @@ class LocalService:
             self._waiting[number] = future, with_data
         try:
             self._send(Call(number, method, args))
-        except BaseException:  # the arguments do not pickle: no answer will come
+        except BaseException:  # the arguments do not pickle: no reply will come
             with self._lock:
                 self._waiting.pop(number, None)
             raise
         return future
 
     def _read(self) -> None:
-        unborn = None
+        constructor_error = None
         while True:
             try:
                 number, outcome = self._wire.receive()
             except EOFError:
                 break
             if number == CONSTRUCTED:
-                unborn = outcome if isinstance(outcome, Raised) else None
+                constructor_error = outcome if isinstance(outcome, Raised) else None
                 continue
             with self._lock:
                 future, with_data = self._waiting.pop(number)
@@ -132,13 +132,13 @@ class LocalService:
                 future.set_result(_with_data(outcome.value) if with_data else outcome.value)
             else:
                 future.set_exception(CallFailed(Failure.raised(self.place, outcome)))
-        self._end(unborn)
+        self._end(constructor_error)
 
-    def _end(self, unborn: Raised | None) -> None:
-        """The process is gone: say so to everyone who waits."""
+    def _end(self, constructor_error: Raised | None) -> None:
+        """Record why the process has ended and fail all pending calls."""
         returncode = self._process.wait()
-        if unborn is not None:
-            failure = Failure.raised(self.place, unborn)
+        if constructor_error is not None:
+            failure = Failure.raised(self.place, constructor_error)
         else:
             failure = Failure.death(self.place, "it was stopped" if self.stopping else exit_cause(returncode))
         with self._lock:

@@ -1,4 +1,4 @@
-"""The ranks of a torchrun other than 0: they serve the controller's calls. And what passes between them and rank 0."""
+"""torchrun ranks other than 0, which serve the controller's calls, and the messages between them and rank 0."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.cluster.failures import Place, Raised, Returned, run
 from megarl.cluster.process import die_with_parent, ignore_interrupt, redirect_output
 from megarl.cluster.torchrun.wire import Wire
 
-JOIN_SECONDS = 300.0  # left to the ranks to import their modules and call
+JOIN_SECONDS = 300.0  # time for the ranks to import their modules and connect
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Call:
 
 @dataclass(frozen=True)
 class Stop:
-    """End: after the present call, or ``now``, because that call may never end."""
+    """End after the present call, or ``now``, because that call may never end."""
 
     now: bool
 
 
 class Rank:
-    """One rank's worker object."""
+    """Worker object of a rank."""
 
     def __init__(self) -> None:
         self._worker: Any = None
@@ -59,27 +59,26 @@ class Rank:
 
 
 def is_controller() -> bool:
-    """True in the one process that runs the controller; the others call `serve`."""
+    """Return True in the process that runs the controller; the other ranks call `serve`."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def socket_path() -> Path:
-    """Where the ranks of one torchrun meet: torchrun is the parent of all of them."""
+    """Path of the controller's socket, derived from the process id of torchrun, the parent of all ranks."""
     return Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}-{os.getppid()}" / "control"
 
 
 def serve(log_dir: Path) -> None:
-    """Answer the controller's calls until it says to stop; for ranks other than 0.
+    """Serve the controller's calls until `Stop`; for ranks other than 0.
 
-    Ends the process, with a line on stderr, when the controller is gone. Output goes to
-    ``log_dir/trainer-<rank>.log``.
+    Ends the process, with a line on stderr, if the controller ends. Output goes to ``log_dir/trainer-<rank>.log``.
     """
     ignore_interrupt()
     die_with_parent(signal.SIGKILL)
     rank = int(os.environ["RANK"])
     place = Place(f"trainer rank {rank}", pid=os.getpid(), log=str(log_dir / f"trainer-{rank}.log"))
     wire = _connect(place)
-    # torchrun tells every rank of a dead one; which that was is the controller's to say, and it ends this one.
+    # torchrun sends SIGTERM to every rank after a death; the controller reports the dead rank and ends this one.
     signal.signal(signal.SIGTERM, lambda *_: None)
     console = os.dup(2)
     redirect_output(place.log, place.who)
@@ -94,8 +93,8 @@ def serve(log_dir: Path) -> None:
         try:
             wire.send(outcome)
         except OSError:
-            continue  # the controller is gone: the reading thread ends this process
-        except Exception as error:  # noqa: BLE001 -- what was returned does not pickle
+            continue  # the controller has ended: the reader thread ends this process
+        except Exception as error:  # noqa: BLE001 -- the result does not pickle
             wire.send(Raised.of(error))
 
 
@@ -105,10 +104,10 @@ def _read_calls(wire: Wire, messages: queue.SimpleQueue[Any], who: str, console:
         try:
             message = wire.receive()
         except EOFError:
-            os.write(console, f"megarl: {who} ends: the controller (rank 0) is gone.\n".encode())
-            os._exit(1)  # the main thread may be in a collective that no one will finish
+            os.write(console, f"megarl: {who} ends: the controller (rank 0) has ended.\n".encode())
+            os._exit(1)  # the main thread may be in a collective that cannot complete
         if isinstance(message, Stop) and message.now:
-            os._exit(0)  # what went wrong is the controller's to tell, and its exit status
+            os._exit(0)  # the controller reports the failure, by message and exit status
         messages.put(message)
 
 
@@ -122,5 +121,5 @@ def _connect(place: Place) -> Wire:
         except (FileNotFoundError, ConnectionRefusedError) as error:  # rank 0 is still importing
             connection.close()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{place.who}: the controller (rank 0) did not appear at {path}.") from error
+                raise TimeoutError(f"{place.who}: the controller (rank 0) did not create {path} in time.") from error
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The process behind a `LocalService`: ``python -m megarl.cluster.torchrun.service_main <descriptor of its socket>``."""
+"""Entry point of a `LocalService` process: ``python -m megarl.cluster.torchrun.service_main SOCKET_DESCRIPTOR``."""
 
 from __future__ import annotations
 

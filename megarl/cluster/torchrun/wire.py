@@ -1,4 +1,4 @@
-"""Messages between this user's own processes: a length, then a pickle, over a stream socket."""
+"""Length-prefixed pickles over a stream socket, between processes of the same user."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ LENGTH = struct.Struct("!Q")
 
 
 def packed(message: Any) -> bytes:
-    """A message as it is sent. Raises what pickle raises for what it cannot take."""
+    """Serialize a message with its length prefix. Raises pickling errors."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(data)) + data
 
 
 class Wire:
-    """One end of a connection. `send` may be called from any thread, `receive` from one.
+    """One end of a connection. `send` may be called from any thread, `receive` from a single thread.
 
-    Pickles are read from sockets that only processes of the same user can reach: a socket pair
-    inherited by a child, or a Unix socket in a directory closed to others.
+    Unpickling is safe here because only processes of the same user can reach the socket: a socket pair inherited
+    by a child, or a Unix socket in a directory with mode 0700.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -29,16 +29,16 @@ class Wire:
         self._lock = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Raises OSError when the other end is gone, and what pickle raises for what it cannot take."""
+        """Send a message. Raises OSError if the other end is closed, and pickling errors."""
         self.send_packed(packed(message))
 
     def send_packed(self, data: bytes) -> None:
-        """What `packed` has made of a message. Raises OSError when the other end is gone."""
+        """Send a message that `packed` has serialized. Raises OSError if the other end is closed."""
         with self._lock:
             self._socket.sendall(data)
 
     def receive(self) -> Any:
-        """The next message. Raises EOFError when the other end is gone."""
+        """Receive the next message. Raises EOFError if the other end is closed."""
         (length,) = LENGTH.unpack(self._read(LENGTH.size))
         return pickle.loads(self._read(length))  # noqa: S301 -- see the class
 
@@ -56,10 +56,10 @@ class Wire:
         return data
 
     def close(self) -> None:
-        """Close both directions, so that a thread that waits in `receive` wakes up."""
+        """Close both directions, which wakes up a thread that waits in `receive`."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # the other end was first
+        except OSError:  # the other end closed first
             return
         finally:
             self._socket.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megarl.cluster.orphan_reaper import Guard
+from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.commands.accept.catalogue import Stage
 from megarl.commands.accept.context import CHECKS, DOING
 from megarl.commands.accept.result import (
@@ -95,11 +95,11 @@ def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Eve
     folder.mkdir(exist_ok=True)
     for name in (CHECKS, DOING, ERROR):
         (folder / name).unlink(missing_ok=True)
-    guard = Guard()
+    reaper = OrphanReaper()
     paths = [str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
-        **guard.env,
+        **reaper.env,
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONFAULTHANDLER": "1",
         "HF_HUB_OFFLINE": "1",
@@ -127,7 +127,7 @@ def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Eve
                 process.kill()
                 process.wait()
     finally:
-        guard.close()
+        reaper.close()
     took = time.monotonic() - began
     return judge(
         stage.number, stage.name, read_checks(folder), took, error=_error(folder, process.returncode, in_time, seconds)
@@ -206,12 +206,12 @@ def descendants(root: int) -> list[int]:
 
 
 def _is_python(pid: int) -> bool:
-    """Whether faulthandler answers SIGABRT there. Guards, which end what a dead stage has left, are spared."""
+    """Return True for a Python process other than an orphan reaper: faulthandler prints its stack on SIGABRT."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return b"python" in words[0] and not any(word.endswith(b"guard.py") for word in words)
+    return b"python" in words[0] and not any(word.endswith(b"orphan_reaper.py") for word in words)
 
 
 def _alive(pid: int) -> bool:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from megarl.cluster.orphan_reaper import VARIABLE, Guard, sweep
+from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper, sweep
 from megarl.cluster.ray import env
 from megarl.commands.launch.rendezvous import Attendance, RollCall
 from megarl.commands.launch.topology import Topology, read_topology
@@ -66,7 +66,7 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
             if topology.nodes == 1 or environ.get("RAY_ADDRESS"):
                 with _child(command, dict(environ)) as process:
                     return _wait(process)
-            guard = Guard()
+            guard = OrphanReaper()
             try:
                 run = _run_head if topology.is_head else _run_member
                 return run(topology, command, device, dict(environ) | guard.env)
@@ -211,7 +211,7 @@ def _gather(
     """Wait until every node and device is in Ray. Returns what is wrong; None when all are there."""
     import ray
 
-    from megarl.cluster.ray.signals import termination_stays_ours
+    from megarl.cluster.ray.signals import keep_sigterm_handler
 
     connected = False
     missing: list[int] = list(range(topology.nodes))
@@ -238,7 +238,7 @@ def _gather(
             time.sleep(0.2)
     finally:
         if connected:
-            with termination_stays_ours():
+            with keep_sigterm_handler():
                 ray.shutdown()
     ranks = ", ".join(map(str, missing))
     if missing:
@@ -254,11 +254,11 @@ def _connect(topology: Topology) -> bool:
     """Connect to Ray's head; False where it does not listen yet (ray.init would wait for minutes)."""
     import ray
 
-    from megarl.cluster.ray.signals import termination_stays_ours
+    from megarl.cluster.ray.signals import keep_sigterm_handler
 
     try:
         socket.create_connection((topology.master, topology.port), timeout=2).close()
-        with termination_stays_ours():
+        with keep_sigterm_handler():
             ray.init(address=topology.ray_address, logging_level="critical", log_to_driver=False)
     except OSError:
         time.sleep(0.2)
