@@ -191,7 +191,7 @@ def ray_of_the_tests():
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("127.0.0.1:1", r"no Ray cluster can be joined at 127\.0\.0\.1:1 .*multinode"),
+        ("127.0.0.1:1", r"cannot join a Ray cluster at 127\.0\.0\.1:1 .*multinode"),
         ("ray://127.0.0.1:10001", r"client or jobs server"),
         ("head", r"host:port"),
     ],

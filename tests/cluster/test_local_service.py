@@ -130,6 +130,6 @@ def test_local_devices(monkeypatch):
     monkeypatch.setenv("TEST_DEVICES", "4,5,7")
     devices = LocalDevices("TEST_DEVICES", [1, 2, 3])
     assert devices.claim(2) == {"TEST_DEVICES": "5,7"}
-    with pytest.raises(ValueError, match=r"4 devices are needed .* TEST_DEVICES=4,5,7 names 3"):
+    with pytest.raises(ValueError, match=r"needs 4 devices .* TEST_DEVICES=4,5,7 lists 3"):
         devices.claim(1)
     assert LocalDevices("", []).claim(3) == {}

@@ -72,7 +72,7 @@ def test_calls_scatters_and_collectives(connect, tmp_path):
     [
         (
             "die_in_collective",
-            r"trainer rank 1 on .* \(pid \d+\) died: its process ended without a word(.|\n)*the last words",
+            r"trainer rank 1 on .* \(pid \d+\) died: its process ended without a message(.|\n)*the last words",
         ),
         ("raise_in_collective", r"trainer rank 1 on .* \(pid \d+\) failed: ValueError: this rank has had enough"),
     ],
@@ -200,7 +200,7 @@ def test_engines_with_devices_of_their_own(connect):
     assert start_engines(cluster, 1, devices=3) == ["1,2,3"]
     group = cluster.start_trainers("tests.support.cluster_workers:Echo", 1, (), {})
     assert group.call("variable", "ASCEND_RT_VISIBLE_DEVICES") == ["0"]
-    with pytest.raises(ValueError, match=r"need 1 of NPU, and what is free does not hold them so: 0 on 127\.0\.0\.1"):
+    with pytest.raises(ValueError, match=r"need 1 of NPU, and the free devices cannot hold them: 0 on 127\.0\.0\.1"):
         connect(1, npus=True)
 
 

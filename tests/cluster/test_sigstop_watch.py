@@ -33,17 +33,17 @@ def test_a_stopped_process_is_told_from_a_busy_one_and_from_none(busy):
 
 
 def test_looks_in_a_row_count():
-    looks = StopDetector(PLACES, "update_actor")
+    detector = StopDetector(PLACES, "update_actor")
     for _ in range(3):  # a pause that ended, again and again
         for _ in range(LOOKS - 1):
-            looks.record([0, 1], [101])
-        looks.record([0, 1], [])
+            detector.record([0, 1], [101])
+        detector.record([0, 1], [])
     for _ in range(LOOKS - 1):
-        looks.record([0, 1], [101])
-    looks.record([0], [])  # a look at another machine says nothing of this one
+        detector.record([0, 1], [101])
+    detector.record([0], [])  # a look at another machine says nothing of this one
     says = r"trainer rank 1 on node7 \(pid 101\) failed: its process has been stopped for 20 s in update_actor"
     with pytest.raises(WorkerFailed, match=says) as caught:
-        looks.record([1], [101])
+        detector.record([1], [101])
     assert not caught.value.failure.is_communication, "a cause, and no consequence of another's"
 
 

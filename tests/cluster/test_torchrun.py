@@ -57,7 +57,7 @@ def test_a_good_run(launch, tmp_path):
 @pytest.mark.parametrize(
     ("scenario", "says"),
     [
-        ("die_in_collective", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
+        ("die_in_collective", "WorkerFailed trainer rank 1 on .* died: its process ended without a message"),
         ("raise_in_collective", "WorkerFailed trainer rank 1 on .* failed: ValueError: this rank has had enough"),
         (
             "stop_in_collective",
@@ -67,8 +67,8 @@ def test_a_good_run(launch, tmp_path):
             "stopped_before_a_large_call",
             r"WorkerFailed trainer rank 1 on .* \(pid \d+\) failed: its process has been stopped for 3 s",
         ),
-        ("trainer_dies_polled", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
-        ("trainer_dies_unpolled", "WorkerFailed trainer rank 1 on .* died: its process ended without a word"),
+        ("trainer_dies_polled", "WorkerFailed trainer rank 1 on .* died: its process ended without a message"),
+        ("trainer_dies_unpolled", "WorkerFailed trainer rank 1 on .* died: its process ended without a message"),
         ("engine_dies", r"ServiceDied service engine0 on .* died: .*SIGKILL"),
     ],
 )

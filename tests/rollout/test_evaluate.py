@@ -91,7 +91,7 @@ def evaluation_on(*engines: Engine) -> Any:
 
 def test_an_engine_that_finishes_nothing_ends_the_evaluation() -> None:
     with pytest.raises(
-        RuntimeError, match=r"rollout\.timeout\); 3 are under way, the oldest is problem 1 .*, on engine1"
+        RuntimeError, match=r"rollout\.timeout\); 3 are running, the oldest is problem 1 .*, on engine1"
     ):
         evaluation_on(Engine("engine0", silent=False), Engine("engine1", silent=True))
 

@@ -195,7 +195,7 @@ def test_engines_that_finish_nothing_are_named() -> None:
     service.silent = True
     made = source(service)
     made.admit(0)
-    with pytest.raises(RuntimeError, match=r"rollout\.timeout.*4 are under way, the oldest is number 0"):
+    with pytest.raises(RuntimeError, match=r"rollout\.timeout.*4 are running, the oldest is number 0"):
         made.take(4)
 
 

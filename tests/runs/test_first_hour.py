@@ -76,7 +76,7 @@ def test_a_run_that_kept_no_weights_says_so(recipe: Recipe, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "error, words",
     [
-        (Exception("The current node timed out during startup."), r"processes want to run on \d+ cores.*less busy"),
+        (Exception("The current node timed out during startup."), r"runnable processes on \d+ cores.*load is lower"),
         (ValueError("the amount of memory on this node available (0.02 GB)"), r"has \d+\.\d GB of memory left"),
     ],
 )

@@ -174,7 +174,7 @@ def test_a_run_would_refuse() -> None:
     model = published.read("Qwen3-30B-A3B")
     assert refusal(made, model) is None
     many = replace(made, rollout=replace(made.rollout, engines=5))
-    assert "colocated engines have the trainers' alone" in str(refusal(many, model))
+    assert "colocated engines can use only the trainers' devices" in str(refusal(many, model))
 
 
 # --- the stage that has the peak -----------------------------------------------------------------
