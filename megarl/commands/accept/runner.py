@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import megarl
 from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.commands.accept.catalogue import Stage
 from megarl.commands.accept.context import CHECKS, DOING
@@ -31,7 +32,7 @@ from megarl.observe.files import write_whole
 RESULTS, LOG = "results.json", "log.txt"
 STACK_SECONDS = 30.0  # left to processes to write their stacks; they end as soon as they have
 _POLL = 0.05
-_PACKAGE = Path(__file__).resolve().parents[3]  # what must be on sys.path for `import megarl`
+_IMPORT_PATH = Path(megarl.__file__).resolve().parents[1]  # on sys.path of child processes, for `import megarl`
 
 Say = Callable[[str], None]
 
@@ -96,7 +97,7 @@ def run_stage(directory: Path, stage: Stage, seconds: float, stop: threading.Eve
     for name in (CHECKS, DOING, ERROR):
         (folder / name).unlink(missing_ok=True)
     reaper = OrphanReaper()
-    paths = [str(_PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(_IMPORT_PATH), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         **reaper.env,

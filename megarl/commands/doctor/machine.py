@@ -19,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_PACKAGE = Path(__file__).resolve().parent.parent.parent  # what must be on sys.path for `import megarl`
+import megarl
+
+_IMPORT_PATH = Path(megarl.__file__).resolve().parents[1]  # on sys.path of child processes, for `import megarl`
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Machine:
 
     def python_code(self, code: str, seconds: float, **environment: str) -> Output:
         """Run in an interpreter of its own, so that a crash, an exception or a wait says itself. It can import megarl."""
-        paths = [str(_PACKAGE), *filter(None, [self.environ.get("PYTHONPATH")])]
+        paths = [str(_IMPORT_PATH), *filter(None, [self.environ.get("PYTHONPATH")])]
         environ = {**self.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
         output = run([sys.executable, "-c", code], environ, seconds)
         assert output is not None
