@@ -1,4 +1,4 @@
-"""Calls of Python tools, as they are made in processes that can be killed (megarl/killable)."""
+"""Calls of Python tools in worker processes (megarl/subprocess_pool)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scorer as the work of a pool of processes."""
+"""Reward scorers as jobs of a subprocess pool."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Processes for what may hang, crash and be killed without harm to anything but its own call: scorers, tools."""
+"""A pool of processes for scorers and tools. A call that hangs or crashes fails alone; its process is replaced."""

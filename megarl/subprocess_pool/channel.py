@@ -1,4 +1,4 @@
-"""The pool's end of a connection to a process that may stop at any moment."""
+"""The pool's end of a connection to a process that may stop at any time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ CHUNK = 1 << 18
 
 
 class NonblockingChannel:
-    """Speaks as `megarl.cluster.torchrun.wire.Wire`, and never waits: a process that does not read, or that stops in the middle of
-    a message, holds up nobody."""
+    """Pickled messages in the format of `megarl.cluster.torchrun.wire.Wire`, without blocking.
+
+    A peer that does not read, or that stops in the middle of a message, never delays the caller.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -20,8 +22,8 @@ class NonblockingChannel:
         self._incoming, self._outgoing = bytearray(), bytearray()
 
     @property
-    def waiting(self) -> bool:
-        """Whether something is still to be sent: call `flush` when the connection can be written to."""
+    def has_unsent(self) -> bool:
+        """True if bytes are still unsent: call `flush` when the connection is writable."""
         return bool(self._outgoing)
 
     def send(self, message: object) -> None:
@@ -29,7 +31,7 @@ class NonblockingChannel:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as the connection takes. That its other end is gone is heard of in `receive`."""
+        """Send as much as the connection accepts. `receive` reports a closed connection."""
         try:
             while self._outgoing:
                 del self._outgoing[: self.connection.send(self._outgoing)]
@@ -39,7 +41,7 @@ class NonblockingChannel:
             self._outgoing.clear()
 
     def receive(self) -> list[bytes]:
-        """The messages that have come, pickled; `ended` says whether there can be more."""
+        """Return the complete messages received so far, still pickled. Sets `ended` when the peer has closed."""
         with contextlib.suppress(BlockingIOError):
             while not self.ended:
                 try:
@@ -48,9 +50,9 @@ class NonblockingChannel:
                     data = b""
                 self._incoming += data
                 self.ended = not data
-        return self._whole()
+        return self._complete_messages()
 
-    def _whole(self) -> list[bytes]:
+    def _complete_messages(self) -> list[bytes]:
         messages = []
         while len(self._incoming) >= LENGTH.size:
             end = LENGTH.size + LENGTH.unpack_from(self._incoming)[0]

@@ -1,13 +1,13 @@
-"""The process from which others are forked: ``python -m megarl.subprocess_pool.fork_server <descriptor>``.
+"""The fork server, from which worker processes are forked: ``python -m megarl.subprocess_pool.fork_server <descriptor>``.
 
-It has one thread, imports what is to be called (never torch or an engine, unless that does) and prepares it once, so that a
-process that has to be replaced is ready in milliseconds, and nothing is ever forked from the engine's threads. Messages
-are packets of JSON on a socket pair: first [finder, names, settings, memory_mb] (see `work.load_jobs`, `limits`), which are nobody else's to
-read, as arguments of a command would be; with ["fork", number] comes the descriptor of the new process's own connection, and another, of its `ProgressMark`, where it is to
-have many calls under way together.
+It has one thread. It imports and prepares the jobs once (torch or an engine only if a job imports them), so a replacement
+worker is ready in milliseconds and no process is ever forked from the engine's threads. Messages are JSON packets on a
+socket pair, which other users cannot read, unlike command line arguments. The first is
+[factory, names, settings, memory_mb] (see `job.load_jobs`, `limits`). With ["fork", number] come the descriptor of the
+worker's connection and, for concurrent calls, the descriptor of its `ProgressMark`.
 
-Each forked process leads a process group of its own, which is what is killed: whatever a call starts ends with it.
-When the owner of the socket pair is gone, all are killed; when this process is, the kernel kills them.
+Each worker leads a process group. Killing the group also kills what a call has started. If the pool's process dies, the
+fork server kills all workers; if the fork server dies, the kernel kills them.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from megarl.subprocess_pool.progress_mark import ProgressMark
 from megarl.subprocess_pool.serve import serve, serve_concurrently
 
 PACKET = 1 << 16  # bytes of the longest message
-OWNER_POLL = 0.5  # seconds between looks at whether the owner still lives
+OWNER_POLL = 0.5  # seconds between checks that the pool's process is alive
 
 
 def main(descriptor: int) -> int:
     ignore_interrupt()
     control = socket.socket(fileno=descriptor)
     try:
-        finder, names, settings, memory_mb = json.loads(control.recv(PACKET))
-        works = load_jobs(finder, names, settings)
+        factory, names, settings, memory_mb = json.loads(control.recv(PACKET))
+        jobs = load_jobs(factory, names, settings)
         check_memory(memory_mb)
-    except BaseException as error:  # noqa: BLE001 -- it is told to the owner
+    except BaseException as error:  # noqa: BLE001 -- reported to the pool
         control.send(json.dumps(["failed", f"{type(error).__name__}: {error}"[:10_000]]).encode())
         return 1
     control.send(b'["ready"]')
     gc.collect()
-    gc.freeze()  # what is shared with the children stays shared
-    _ForkServer(control, works, memory_mb).serve()
+    gc.freeze()  # keeps pages shared with the workers
+    _ForkServer(control, jobs, memory_mb).serve()
     return 0
 
 
 class _ForkServer:
-    def __init__(self, control: socket.socket, works: dict[str, Job], memory_mb: int | None) -> None:
+    def __init__(self, control: socket.socket, jobs: dict[str, Job], memory_mb: int | None) -> None:
         self.memory_mb = memory_mb
-        self.control, self.works, self.owner = control, works, os.getppid()
-        self.children: dict[int, int] = {}  # process id, which is its group's too, to number
+        self.control, self.jobs, self.owner = control, jobs, os.getppid()
+        self.children: dict[int, int] = {}  # process id, which is also the group's id, to worker number
         self.ended, self.wakeup = socket.socketpair()
         self.wakeup.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self.wakeup.fileno(), warn_on_full_buffer=False)
 
     def serve(self) -> None:
-        """Fork and kill as told, until the owner is gone."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the owner's end is closed
+        """Execute fork and kill commands until the pool's process ends."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the pool has closed its end
             while os.getppid() == self.owner:
                 readable, _, _ = select.select([self.control, self.ended], [], [], OWNER_POLL)
                 if self.ended in readable:
@@ -73,14 +73,14 @@ class _ForkServer:
                     data, descriptors, _, _ = socket.recv_fds(self.control, PACKET, 2, socket.MSG_CMSG_CLOEXEC)
                     if not data:
                         break
-                    word, number = json.loads(data)
-                    self._obey(word, number, descriptors)
-        signal.set_wakeup_fd(-1)  # nobody listens to the ends that follow
+                    command, number = json.loads(data)
+                    self._execute(command, number, descriptors)
+        signal.set_wakeup_fd(-1)  # children that end from here on are not reported
         for pid in list(self.children):
             _kill_group(pid)
 
-    def _obey(self, word: str, number: int, descriptors: list[int]) -> None:
-        if word == "fork":
+    def _execute(self, command: str, number: int, descriptors: list[int]) -> None:
+        if command == "fork":
             pid = os.fork()
             if pid == 0:
                 self._become_worker(*descriptors)
@@ -88,18 +88,18 @@ class _ForkServer:
             for descriptor in descriptors:
                 os.close(descriptor)
         else:
-            assert word == "kill", word
-            for pid, known in self.children.items():
-                if known == number:
+            assert command == "kill", command
+            for pid, child in self.children.items():
+                if child == number:
                     _kill_group(pid)
 
     def _reap(self) -> None:
-        """Several children may be behind one signal. What a child had started ends with it."""
+        """Report every child that has ended, and kill the processes it started. One signal may stand for several."""
         while self.children:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if ended is None:
                 return
-            _kill_group(ended.si_pid)  # before its number is free for others
+            _kill_group(ended.si_pid)  # before the process id can be reused
             _, status = os.waitpid(ended.si_pid, 0)
             number = self.children.pop(ended.si_pid, None)
             if number is not None:
@@ -117,9 +117,9 @@ class _ForkServer:
             limit_memory(self.memory_mb)
             connection = socket.socket(fileno=descriptor)
             if mark is None:
-                serve(Wire(connection), self.works)
+                serve(Wire(connection), self.jobs)
             else:
-                serve_concurrently(NonblockingChannel(connection), self.works, ProgressMark(mark))
+                serve_concurrently(NonblockingChannel(connection), self.jobs, ProgressMark(mark))
         finally:
             os._exit(0)
 

@@ -1,4 +1,4 @@
-"""What processes are given to do, and what becomes of it."""
+"""Jobs that pool processes execute, and the outcome of a call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 
 class CallError(Exception):
-    """Raised by a `Job`'s function: this call failed, for a reason that `cause` says whole."""
+    """Raised by a `Job`'s function to fail one call. `cause` is the complete message."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)
@@ -18,9 +18,9 @@ class CallError(Exception):
 
 @dataclass(frozen=True)
 class Job:
-    """A function that answers a request with anything that can be pickled, or raises; it may be ``async def``.
+    """A function from a request to any picklable value. It may be ``async def``.
 
-    `prepare` is called once, before processes are forked: what takes long to import is imported there.
+    `prepare` runs once, before processes are forked: slow imports belong there.
     """
 
     function: Callable[[Any], Any]
@@ -29,7 +29,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Answered:
-    """What a function returned. `retries`: attempts that failed before; `seconds`: that the last one ran."""
+    """Return value of a call. `retries`: failed attempts before it; `seconds`: duration of the last attempt."""
 
     value: Any
     retries: int
@@ -38,7 +38,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class Failed:
-    """Why there is no answer after `attempts` attempts: what the last one did, and for how many `seconds` it ran."""
+    """A call that failed `attempts` times. `kind`, `cause` and `seconds` describe the last attempt."""
 
     kind: Literal["error", "timeout", "crash"]
     cause: str
@@ -49,12 +49,12 @@ class Failed:
 Outcome = Answered | Failed
 
 
-def load_jobs(finder: str, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Job]:
-    """The work of each name, as `finder` ("module:function", called with a name and the settings) finds it; prepared."""
-    module, _, function = finder.partition(":")
-    find: Callable[[str, dict[str, Any]], Job] = getattr(importlib.import_module(module), function)
-    works = {name: find(name, settings) for name in names}
-    for work in works.values():
-        if work.prepare is not None:
-            work.prepare()
-    return works
+def load_jobs(factory: str, names: Sequence[str], settings: dict[str, Any]) -> dict[str, Job]:
+    """Build and prepare the job of each name. `factory`: "module:function", called with a name and the settings."""
+    module, _, function = factory.partition(":")
+    make_job: Callable[[str, dict[str, Any]], Job] = getattr(importlib.import_module(module), function)
+    jobs = {name: make_job(name, settings) for name in names}
+    for job in jobs.values():
+        if job.prepare is not None:
+            job.prepare()
+    return jobs

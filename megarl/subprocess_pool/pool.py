@@ -1,12 +1,12 @@
-"""Processes that answer requests: one at a time each, ended at the time limit, replaced when they end.
+"""A pool of worker processes: one call at a time each, killed at the time limit, replaced when they end.
 
-One thread owns everything here. A process is given a few requests at a time and answers each as it is done, so a call's
-time begins when its process has answered the one before it (or was given it while idle): waiting in a queue never
-counts. What waited behind a call that hangs or crashes is given to another process, without blame.
+One thread runs the pool. A worker receives a few calls at a time and answers each as it finishes. A call's clock starts when
+its worker has answered the previous call, or on arrival at an idle worker: time in a queue does not count. Calls queued
+behind a call that hangs or crashes move to another worker, and the failure does not count as one of their attempts.
 
-With `concurrent`, a process has so many calls of async functions under way at a time, and says when each begins. It
-cancels a call at its time's end; a process that does not is killed a moment later. Which call it was at then it has left in
-its `ProgressMark`: that one is to blame, and the others are given to another process.
+With `concurrent` > 1, a worker runs up to `concurrent` calls of async functions at a time and reports the start of each. It
+cancels a call at its limit. The pool kills a worker that has not done so after `process.GRACE` seconds; the worker's
+`ProgressMark` names the call that blocks it. Only that call has failed: the others move to another worker.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from megarl.cluster.process import without_torchrun
 from megarl.subprocess_pool.channel import NonblockingChannel
 from megarl.subprocess_pool.fork_server import PACKET
 from megarl.subprocess_pool.job import Answered, Failed, Outcome
-from megarl.subprocess_pool.process import Call, Worker
+from megarl.subprocess_pool.process import PendingCall, WorkerProcess
 from megarl.subprocess_pool.progress_mark import new_progress_mark
 
 FORK_SERVER = "megarl.subprocess_pool.fork_server"
-MAX_BATCH = 16  # requests given to a process at once
-MAX_FAILED_STARTS = 5  # processes in a row that end before they can do anything
-START_SECONDS = 600.0  # for what is to be called to be imported and prepared
-STOP_SECONDS = 5.0  # left to the nursery to end everything before it is killed
-FORK_SERVER_STOPPED = "the process that others are forked from has ended; see the engine's log"
-CLOSED = "the pool of processes has been shut down"
+MAX_BATCH = 16  # calls sent to a worker at once
+MAX_FAILED_STARTS = 5  # workers in a row that end before they are ready
+START_SECONDS = 600.0  # limit for importing and preparing the jobs
+STOP_SECONDS = 5.0  # time for the fork server to end all workers before it is killed
+FORK_SERVER_STOPPED = "the pool's fork server has ended; see the engine's log"
+CLOSED = "the process pool has been shut down"
 
 
 class ProcessPool:
-    """Answers requests in `processes` processes, which have `concurrent` calls under way at a time (more than one: `names`
-    are all of async functions). A process is given up to `at_once` requests, which wait there for each other.
+    """Execute calls in `processes` processes, each with up to `concurrent` calls at a time.
 
-    finder: "module:function" that is called with one of `names` and `settings` (which JSON can hold) and returns its
-    `Job`; both are imported where the work is done. timeout: seconds that one call may run; `timeout_key` is the
-    recipe's key for it, which people are told. retries: attempts after the first one that fails. memory_mb: MiB that a
-    process may have, as `limits.limit_memory` counts them.
+    factory: "module:function", called with one of `names` and `settings` (JSON values), returns that name's `Job`. Only the
+        fork server imports it. With `concurrent` > 1 all jobs must be async functions.
+    timeout: seconds that one call may run. `timeout_key`: the recipe key of this limit, for messages.
+    retries: further attempts after the first failure.
+    at_once: calls sent to a worker at once; they queue there.
+    memory_mb: MiB that a worker may allocate, see `limits.limit_memory`.
     """
 
     def __init__(
         self,
-        finder: str,
+        factory: str,
         names: Sequence[str],
         settings: dict[str, Any],
         *,
@@ -73,10 +74,10 @@ class ProcessPool:
         self.concurrent, self.at_once = concurrent, at_once
         self.timeout, self.timeout_key = timeout, timeout_key
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        errand = json.dumps([finder, self.names, settings, memory_mb]).encode()
-        if len(errand) > PACKET:
-            raise ValueError(f"names and settings of {finder} take {len(errand)} bytes: {PACKET} at most")
-        self._control.send(errand)
+        setup = json.dumps([factory, self.names, settings, memory_mb]).encode()
+        if len(setup) > PACKET:
+            raise ValueError(f"names and settings of {factory} take {len(setup)} bytes: at most {PACKET}")
+        self._control.send(setup)
         environment = without_torchrun(dict(os.environ))
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -85,62 +86,63 @@ class ProcessPool:
             env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is not meant for it
+            start_new_session=True,  # keeps Ctrl-C away from it
         )
         theirs.close()
         self._numbers = itertools.count()
         self._selector = selectors.DefaultSelector()
         self._wakeup, self._wake = socket.socketpair()
-        self._lock = threading.Lock()  # over the three below
-        self._submitted: deque[Call] = deque()
+        self._lock = threading.Lock()  # guards the next three
+        self._submitted: deque[PendingCall] = deque()
         self._closed = False
         self._broken: str | None = None
-        self._queue: deque[Call] = deque()
-        self._workers: dict[int, Worker] = {}
-        self._dying: dict[int, list[tuple[Call, float]]] = {}  # ended by themselves: what they were at, for how long
+        self._queue: deque[PendingCall] = deque()
+        self._workers: dict[int, WorkerProcess] = {}
+        self._crashed: dict[int, list[tuple[PendingCall, float]]] = {}  # calls to blame and their seconds, by worker
         self._failed_starts = 0
         self._thread = threading.Thread(target=self._run, name="process-pool", daemon=True)
 
     def start(self) -> None:
-        """Wait until all that is to be called is imported, and begin. Raises RuntimeError where something cannot be."""
+        """Wait until the fork server has prepared all jobs, then start workers. Raises RuntimeError if a job fails to import."""
         self._control.settimeout(START_SECONDS)
         try:
-            answer = self._packet()
+            answer = self._receive_packet()
         except TimeoutError:
             self.close()
             raise RuntimeError(
-                f"{', '.join(self.names)} took more than {START_SECONDS:g} s to be imported and prepared in a process apart"
+                f"{', '.join(self.names)} took more than {START_SECONDS:g} s to import and prepare in a separate process"
             ) from None
         self._control.settimeout(None)
         if answer != b'["ready"]':
             cause = json.loads(answer)[1] if answer else FORK_SERVER_STOPPED
             self.close()
-            raise RuntimeError(f"{', '.join(self.names)} could not be imported in a process apart: {cause}")
+            raise RuntimeError(f"{', '.join(self.names)} could not be imported in a separate process: {cause}")
         self._thread.start()
 
     def submit(self, name: str, request: Any, timeout: float | None = None) -> Future[Outcome]:
-        """Have `name` called with `request`. `timeout`: seconds that this call may run, where fewer than the pool's.
+        """Call job `name` with `request`. `timeout`: seconds for this call, at most the pool's.
 
-        The future has an exception only where the pool itself is at its end. Raises what pickle raises for a request
-        that it cannot take.
+        The future raises only if the pool itself has failed or closed. Raises pickle's error if the request cannot be
+        pickled.
         """
-        assert name in self.names, f"{name!r} is none of {self.names}"
+        assert name in self.names, f"{name!r} is not one of {self.names}"
         data = pickle.dumps(request, protocol=pickle.HIGHEST_PROTOCOL)
-        job = Call(next(self._numbers), name, data, self.timeout if timeout is None else min(timeout, self.timeout))
-        job.future.set_running_or_notify_cancel()  # it cannot be cancelled
+        limit = self.timeout if timeout is None else min(timeout, self.timeout)
+        call = PendingCall(next(self._numbers), name, data, limit)
+        call.future.set_running_or_notify_cancel()  # rules out cancellation
         with self._lock:
             if self._broken is not None or self._closed:
-                job.future.set_exception(RuntimeError(self._broken or CLOSED))
-                return job.future
-            self._submitted.append(job)
+                call.future.set_exception(RuntimeError(self._broken or CLOSED))
+                return call.future
+            self._submitted.append(call)
             first = len(self._submitted) == 1
         if first:
-            with contextlib.suppress(OSError):  # closed meanwhile, and the job has failed with the others
+            with contextlib.suppress(OSError):  # closed in between: this call has failed like the others
                 self._wake.send(b"!")
-        return job.future
+        return call.future
 
     def close(self) -> None:
-        """End every process. What is still to be answered fails."""
+        """End every process. Unanswered calls fail."""
         with self._lock:
             already, self._closed = self._closed, True
         if already:
@@ -148,7 +150,7 @@ class ProcessPool:
         if self._thread.is_alive():
             self._wake.send(b"!")
             self._thread.join()
-        self._control.close()  # the nursery ends its children, and itself
+        self._control.close()  # the fork server kills its children and exits
         try:
             self._fork_server.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -160,26 +162,26 @@ class ProcessPool:
     def _run(self) -> None:
         cause = CLOSED
         try:
-            self._selector.register(self._control, selectors.EVENT_READ, self._hear)
+            self._selector.register(self._control, selectors.EVENT_READ, self._on_worker_end)
             self._selector.register(self._wakeup, selectors.EVENT_READ, self._accept)
             for _ in range(self.processes):
                 self._fork()
             while not self._closed:
-                for key, _ in self._selector.select(self._patience()):
+                for key, _ in self._selector.select(self._seconds_to_deadline()):
                     key.data()
-                self._end_the_overdue()
+                self._kill_overdue()
                 self._assign()
-        except BaseException as error:  # noqa: BLE001 -- everyone who waits is told
-            cause = str(error) if isinstance(error, _PoolError) else f"the pool of processes failed: {error!r}"
+        except BaseException as error:  # noqa: BLE001 -- fails every pending call with the cause
+            cause = str(error) if isinstance(error, _PoolError) else f"the process pool failed: {error!r}"
         with self._lock:
             self._broken = cause
-            left = [*self._submitted, *self._queue, *(job for jobs in self._dying.values() for job, _ in jobs)]
+            pending = [*self._submitted, *self._queue, *(call for calls in self._crashed.values() for call, _ in calls)]
         for worker in self._workers.values():
-            left += worker.jobs.values()
+            pending += worker.calls.values()
             worker.close()
         self._selector.close()
-        for job in left:
-            job.future.set_exception(RuntimeError(cause))
+        for call in pending:
+            call.future.set_exception(RuntimeError(cause))
 
     def _accept(self) -> None:
         self._wakeup.recv(PACKET)
@@ -187,107 +189,107 @@ class ProcessPool:
             self._queue.extend(self._submitted)
             self._submitted.clear()
 
-    def _hear(self) -> None:
-        """The nursery says that a process has ended, and how."""
-        message = self._packet()
+    def _on_worker_end(self) -> None:
+        """Handle the fork server's message that a worker has ended, with its exit status."""
+        message = self._receive_packet()
         if not message:
             raise _PoolError(FORK_SERVER_STOPPED)
         _, number, status = json.loads(message)
         if number in self._workers:
-            self._attend(self._workers[number])  # what it answered before its end
+            self._on_worker_message(self._workers[number])  # read the last answers first
         if number in self._workers:
             self._drop(self._workers[number])
-        for job, seconds in self._dying.pop(number, []):
-            self._failed(job, "crash", f"its process {_how_it_ended(status)}", seconds)
+        for call, seconds in self._crashed.pop(number, []):
+            self._fail(call, "crash", f"its process {_exit_text(status)}", seconds)
 
-    def _packet(self) -> bytes:
-        """The nursery's next message; empty: it has ended."""
+    def _receive_packet(self) -> bytes:
+        """Return the fork server's next message; empty if it has ended."""
         try:
             return self._control.recv(PACKET)
         except ConnectionResetError:
             return b""
 
-    def _attend(self, worker: Worker) -> None:
-        """Hear what a process has to say, and go on with what it is told."""
-        if worker.number not in self._workers:  # dropped since the selector saw it
+    def _on_worker_message(self, worker: WorkerProcess) -> None:
+        """Process a worker's messages; drop it if its connection has ended."""
+        if worker.number not in self._workers:  # dropped after the selector returned
             return
         for data in worker.channel.receive():
             try:
-                message = pickle.loads(data)  # noqa: S301 -- of this user's own process, see Wire
-            except Exception:  # noqa: BLE001 -- something else wrote to its connection
+                message = pickle.loads(data)  # noqa: S301 -- sent by this user's process, see Wire
+            except Exception:  # noqa: BLE001 -- foreign bytes on the connection
                 worker.channel.ended = True
                 break
-            self._note(worker, message)
+            self._process(worker, message)
         if worker.channel.ended:
-            self._tell("kill", worker.number)  # where it has not ended by itself yet
+            self._command("kill", worker.number)  # if it still runs
             self._drop(worker)
         else:
             worker.channel.flush()
             self._listen(worker)
 
-    def _note(self, worker: Worker, message: Any) -> None:
+    def _process(self, worker: WorkerProcess, message: Any) -> None:
         if not worker.ready:
             worker.ready, self._failed_starts = True, 0
             return
-        number, word, content, seconds = message
-        worker.heard = time.monotonic()
-        if word == "started":
-            worker.jobs[number].started = worker.heard
+        number, kind, content, seconds = message
+        worker.last_message = time.monotonic()
+        if kind == "started":
+            worker.calls[number].started = worker.last_message
             return
-        job = worker.done(number, worker.heard)
-        if word == "answered":
-            self._answered(job, content, seconds)
-        elif word == "error":
-            self._failed(job, "error", content, seconds)
+        call = worker.finish(number, worker.last_message)
+        if kind == "answered":
+            self._answer(call, content, seconds)
+        elif kind == "error":
+            self._fail(call, "error", content, seconds)
         else:
-            self._failed(job, "timeout", self._too_long(job), seconds)
+            self._fail(call, "timeout", self._timeout_cause(call), seconds)
 
-    def _answered(self, job: Call, content: bytes, seconds: float) -> None:
+    def _answer(self, call: PendingCall, content: bytes, seconds: float) -> None:
         try:
             value = pickle.loads(content)  # noqa: S301 -- as above
-        except Exception as error:  # noqa: BLE001 -- what it needs is not to be had here
-            self._failed(job, "error", f"its answer cannot be read: {type(error).__name__}: {error}", seconds)
+        except Exception as error:  # noqa: BLE001 -- the value needs something that this process lacks
+            self._fail(call, "error", f"its answer cannot be read: {type(error).__name__}: {error}", seconds)
         else:
-            job.future.set_result(Answered(value, job.attempts, seconds))
+            call.future.set_result(Answered(value, call.attempts, seconds))
 
-    def _drop(self, worker: Worker) -> None:
-        """A process has ended by itself: the nursery will say how."""
-        now, culprits = time.monotonic(), worker.culprits()
-        self._dying[worker.number] = [(job, now - (job.started or worker.heard)) for job in culprits]
+    def _drop(self, worker: WorkerProcess) -> None:
+        """Replace a worker that has ended. The fork server will report its exit status."""
+        now, blamed = time.monotonic(), worker.calls_to_blame()
+        self._crashed[worker.number] = [(call, now - (call.started or worker.last_message)) for call in blamed]
         if not worker.ready:
             self._failed_starts += 1
             if self._failed_starts >= MAX_FAILED_STARTS:
-                raise _PoolError(f"{MAX_FAILED_STARTS} processes in a row ended before they could do anything")
-        self._replace(worker, culprits)
+                raise _PoolError(f"{MAX_FAILED_STARTS} worker processes in a row ended before they were ready")
+        self._replace(worker, blamed)
 
-    def _end_the_overdue(self) -> None:
+    def _kill_overdue(self) -> None:
         now = time.monotonic()
         for worker in list(self._workers.values()):
             late = worker.overdue(now)
-            # An answer that is there, and that this thread was too late to read, is in time.
+            # An answer in the socket arrived in time: this thread was late to read it.
             if not late or _readable(worker.channel.connection):
                 continue
             blocking = worker.blocking(now)
-            culprits = late if blocking is None else [blocking[0]]
-            ran = {job.number: now - (job.started or worker.heard) for job in culprits}
-            self._tell("kill", worker.number)
-            self._replace(worker, culprits)
-            for job in culprits:
-                cause = self._too_long(job)
-                if blocking is not None and ran[job.number] < job.limit:
+            blamed = late if blocking is None else [blocking[0]]
+            seconds = {call.number: now - (call.started or worker.last_message) for call in blamed}
+            self._command("kill", worker.number)
+            self._replace(worker, blamed)
+            for call in blamed:
+                cause = self._timeout_cause(call)
+                if blocking is not None and seconds[call.number] < call.limit:
                     cause = (
-                        f"it kept its process from all other calls for {blocking[1]:.3g} s, until their time was up: an "
-                        "async function has to await what takes long"
+                        f"it blocked its process for {blocking[1]:.3g} s, until other calls there reached their time limit: "
+                        "an async function must await slow work"
                     )
-                self._failed(job, "timeout", cause, ran[job.number])
+                self._fail(call, "timeout", cause, seconds[call.number])
 
-    def _too_long(self, job: Call) -> str:
-        key = f" ({self.timeout_key})" if job.limit == self.timeout else ""
-        return f"it ran for longer than {job.limit:g} s{key}"
+    def _timeout_cause(self, call: PendingCall) -> str:
+        key = f" ({self.timeout_key})" if call.limit == self.timeout else ""
+        return f"it ran for longer than {call.limit:g} s{key}"
 
-    def _replace(self, worker: Worker, culprits: list[Call]) -> None:
-        """Another process in its place; what it was given goes to others, but for the culprits."""
-        self._queue.extendleft(job for job in reversed(worker.take()) if job not in culprits)
+    def _replace(self, worker: WorkerProcess, blamed: list[PendingCall]) -> None:
+        """Start a new worker in place of this one and requeue its calls, except the blamed ones."""
+        self._queue.extendleft(call for call in reversed(worker.withdraw()) if call not in blamed)
         del self._workers[worker.number]
         self._selector.unregister(worker.channel.connection)
         worker.close()
@@ -299,52 +301,54 @@ class ProcessPool:
         with contextlib.ExitStack() as stack:
             stack.callback(theirs.close)
             mark, *shared = stack.enter_context(new_progress_mark()) if self.concurrent > 1 else (None,)
-            self._tell("fork", number, theirs.fileno(), *shared)
-        worker = Worker(number, NonblockingChannel(ours), mark)
+            self._command("fork", number, theirs.fileno(), *shared)
+        worker = WorkerProcess(number, NonblockingChannel(ours), mark)
         self._workers[number] = worker
-        self._selector.register(ours, worker.events, lambda: self._attend(worker))
+        self._selector.register(ours, worker.events, lambda: self._on_worker_message(worker))
 
-    def _listen(self, worker: Worker) -> None:
-        """Wait for the process's words; and until it takes more of ours, where there are any left."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.channel.waiting else 0)
+    def _listen(self, worker: WorkerProcess) -> None:
+        """Wait for a worker's messages and, while bytes to it are unsent, until it accepts more."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.channel.has_unsent else 0)
         if events != worker.events:
             worker.events = events
-            self._selector.modify(worker.channel.connection, events, lambda: self._attend(worker))
+            self._selector.modify(worker.channel.connection, events, lambda: self._on_worker_message(worker))
 
-    def _tell(self, word: str, number: int, *descriptors: int) -> None:
+    def _command(self, command: str, number: int, *descriptors: int) -> None:
+        """Send a command to the fork server."""
         try:
-            socket.send_fds(self._control, [json.dumps([word, number]).encode()], list(descriptors))
+            socket.send_fds(self._control, [json.dumps([command, number]).encode()], list(descriptors))
         except OSError as error:
             raise _PoolError(FORK_SERVER_STOPPED) from error
 
     def _assign(self) -> None:
-        for worker in sorted(self._workers.values(), key=lambda worker: len(worker.jobs)):
-            count = self._share(worker) if worker.ready else 0
+        for worker in sorted(self._workers.values(), key=lambda worker: len(worker.calls)):
+            count = self._batch_size(worker) if worker.ready else 0
             if count:
-                worker.give([self._queue.popleft() for _ in range(count)], time.monotonic())
+                worker.send([self._queue.popleft() for _ in range(count)], time.monotonic())
                 self._listen(worker)
 
-    def _share(self, worker: Worker) -> int:
-        """How many requests a process is given now: few where few are left, so that all processes end together."""
+    def _batch_size(self, worker: WorkerProcess) -> int:
+        """Return how many calls to send to a worker now: fewer as the queue empties, so that all workers end together."""
         if self.concurrent > 1:
-            return min(self.concurrent - len(worker.jobs), math.ceil(len(self._queue) / self.processes))
-        return 0 if worker.jobs else min(self.at_once, math.ceil(len(self._queue) / (4 * self.processes)))
+            return min(self.concurrent - len(worker.calls), math.ceil(len(self._queue) / self.processes))
+        return 0 if worker.calls else min(self.at_once, math.ceil(len(self._queue) / (4 * self.processes)))
 
-    def _patience(self) -> float | None:
-        """Seconds until the next call is overdue."""
-        ends = [end for worker in self._workers.values() if (end := worker.end()) is not None]
-        return max(0.0, min(ends) - time.monotonic()) + 0.001 if ends else None
+    def _seconds_to_deadline(self) -> float | None:
+        """Return the seconds until the next call is overdue; None if no call runs."""
+        deadlines = [deadline for worker in self._workers.values() if (deadline := worker.next_deadline()) is not None]
+        return max(0.0, min(deadlines) - time.monotonic()) + 0.001 if deadlines else None
 
-    def _failed(self, job: Call, kind: Literal["error", "timeout", "crash"], cause: str, seconds: float) -> None:
-        job.attempts += 1
-        if job.attempts <= self.retries:
-            self._queue.append(job)
+    def _fail(self, call: PendingCall, kind: Literal["error", "timeout", "crash"], cause: str, seconds: float) -> None:
+        """Count a failed attempt: retry the call, or set its outcome after the last one."""
+        call.attempts += 1
+        if call.attempts <= self.retries:
+            self._queue.append(call)
         else:
-            job.future.set_result(Failed(kind, cause, job.attempts, seconds))
+            call.future.set_result(Failed(kind, cause, call.attempts, seconds))
 
 
 class _PoolError(RuntimeError):
-    """What ends the pool, in words for people."""
+    """An error that ends the pool, with a message for users."""
 
 
 def _readable(connection: socket.socket) -> bool:
@@ -353,7 +357,7 @@ def _readable(connection: socket.socket) -> bool:
         return bool(selector.select(0))
 
 
-def _how_it_ended(status: int) -> str:
+def _exit_text(status: int) -> str:
     if status >= 0:
         return f"ended with exit status {status}"
     try:

@@ -1,4 +1,4 @@
-"""A process as its pool sees it: what it was given, whose time is up, and who is to blame."""
+"""The pool's view of one worker process: its pending calls, their deadlines, and which call is to blame for a failure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from megarl.subprocess_pool.channel import NonblockingChannel
 from megarl.subprocess_pool.job import Outcome
-from megarl.subprocess_pool.progress_mark import ProgressMark
+from megarl.subprocess_pool.progress_mark import IDLE, ProgressMark
 
-GRACE = 1.0  # seconds in which a process that has many calls under way is to end one whose time is up by itself
+GRACE = 1.0  # seconds after its time limit in which a concurrent call must be cancelled by its process
 
 
 @dataclass
-class Call:
-    """A call to be made. Times are those of time.monotonic; `limit` is in seconds."""
+class PendingCall:
+    """A call without an outcome yet. Times come from time.monotonic; `limit` is in seconds."""
 
     number: int
     name: str
@@ -23,72 +23,72 @@ class Call:
     limit: float
     future: Future[Outcome] = field(default_factory=Future)
     attempts: int = 0
-    started: float | None = None  # None: it waits
+    started: float | None = None  # None: waiting
 
 
 @dataclass
-class Worker:
-    """A process. With a `mark` it has its calls under way together; without, one after the other."""
+class WorkerProcess:
+    """A worker process. With a `mark` its calls run concurrently; without, one after the other."""
 
     number: int
     channel: NonblockingChannel
     mark: ProgressMark | None
     ready: bool = False
-    jobs: dict[int, Call] = field(default_factory=dict)  # by their numbers, in the order in which it was given them
-    heard: float = 0.0  # when it last said something, or was given work while it had none
+    calls: dict[int, PendingCall] = field(default_factory=dict)  # by number, in the order they were sent
+    last_message: float = 0.0  # time of the last message from it, or of the calls sent to it while it was idle
     events: int = selectors.EVENT_READ
 
-    def give(self, jobs: list[Call], now: float) -> None:
-        if not self.jobs:
-            self.heard = now
-        self.jobs.update((job.number, job) for job in jobs)
-        self.channel.send([(job.number, job.name, job.request, job.limit) for job in jobs])
-        self._begin_next(now)
+    def send(self, calls: list[PendingCall], now: float) -> None:
+        if not self.calls:
+            self.last_message = now
+        self.calls.update((call.number, call) for call in calls)
+        self.channel.send([(call.number, call.name, call.request, call.limit) for call in calls])
+        self._start_next(now)
 
-    def done(self, number: int, now: float) -> Call:
-        """A job is answered."""
-        job = self.jobs.pop(number)
-        job.started = None  # it may have to be made again
-        self._begin_next(now)
-        return job
+    def finish(self, number: int, now: float) -> PendingCall:
+        """Remove and return a call that has an answer."""
+        call = self.calls.pop(number)
+        call.started = None  # a retry may follow
+        self._start_next(now)
+        return call
 
-    def take(self) -> list[Call]:
-        """What it was given and has not answered is somebody else's."""
-        jobs = list(self.jobs.values())
-        self.jobs.clear()
-        for job in jobs:
-            job.started = None
-        return jobs
+    def withdraw(self) -> list[PendingCall]:
+        """Remove and return all unanswered calls."""
+        calls = list(self.calls.values())
+        self.calls.clear()
+        for call in calls:
+            call.started = None
+        return calls
 
-    def _begin_next(self, now: float) -> None:
-        """One after the other: the first has begun. Together: the process says what has."""
-        if self.mark is None and self.jobs:
-            next(iter(self.jobs.values())).started = now
+    def _start_next(self, now: float) -> None:
+        """Start the clock of the next sequential call. Concurrent calls report their own start."""
+        if self.mark is None and self.calls:
+            next(iter(self.calls.values())).started = now
 
-    def end(self) -> float | None:
-        """When the first of its calls is overdue; None: it has none."""
-        return min((self._end(job) for job in self._clocks()), default=None)
+    def next_deadline(self) -> float | None:
+        """Return the earliest deadline of its calls; None if it has no calls."""
+        return min((self._deadline(call) for call in self._timed_calls()), default=None)
 
-    def overdue(self, now: float) -> list[Call]:
-        return [job for job in self._clocks() if now > self._end(job)]
+    def overdue(self, now: float) -> list[PendingCall]:
+        return [call for call in self._timed_calls() if now > self._deadline(call)]
 
-    def _clocks(self) -> list[Call]:
-        """The calls that run. A process that gets to begin none is held to the time of those that wait."""
-        return [job for job in self.jobs.values() if job.started is not None] or list(self.jobs.values())
+    def _timed_calls(self) -> list[PendingCall]:
+        """The running calls. If none has started, the waiting ones, so that a stuck process still meets a deadline."""
+        return [call for call in self.calls.values() if call.started is not None] or list(self.calls.values())
 
-    def _end(self, job: Call) -> float:
-        began = self.heard if job.started is None else job.started
-        return began + job.limit + (0.0 if self.mark is None else GRACE)
+    def _deadline(self, call: PendingCall) -> float:
+        started = self.last_message if call.started is None else call.started
+        return started + call.limit + (0.0 if self.mark is None else GRACE)
 
-    def blocking(self, now: float) -> tuple[Call, float] | None:
-        """The call of many that keeps the process from all others, and for how many seconds it has."""
-        number, since = (-1, now) if self.mark is None else self.mark.read()
-        return (self.jobs[number], now - since) if number in self.jobs and now - since > GRACE / 2 else None
+    def blocking(self, now: float) -> tuple[PendingCall, float] | None:
+        """Return the concurrent call that blocks the event loop, and for how many seconds; None if no call does."""
+        number, since = (IDLE, now) if self.mark is None else self.mark.read()
+        return (self.calls[number], now - since) if number in self.calls and now - since > GRACE / 2 else None
 
-    def culprits(self) -> list[Call]:
-        """What it was at when it died: all that ran, where nobody knows."""
-        number = -1 if self.mark is None else self.mark.read()[0]
-        return [self.jobs[number]] if number in self.jobs else self._clocks()
+    def calls_to_blame(self) -> list[PendingCall]:
+        """Return the call that was executing when the process died; all running calls if that is unknown."""
+        number = IDLE if self.mark is None else self.mark.read()[0]
+        return [self.calls[number]] if number in self.calls else self._timed_calls()
 
     def close(self) -> None:
         self.channel.connection.close()

@@ -1,4 +1,4 @@
-"""Which of the calls under way in a process it is at, told even where the process answers no more."""
+"""A mark in shared memory that names the call a process is executing, readable even if the process hangs."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ import time
 from collections.abc import Iterator
 
 _MARK = struct.Struct("qd")
-NOTHING = -1
+IDLE = -1
 
 
 class ProgressMark:
-    """A few bytes that a process writes and its pool reads, whatever has become of the process: the number of the call
-    that it is at, and since when, by time.monotonic."""
+    """A few shared bytes, written by a process and read by its pool: the number of the current call and its start time.
+
+    Times come from time.monotonic.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._bytes = mmap.mmap(descriptor, _MARK.size)
 
     @contextlib.contextmanager
-    def at(self, number: int) -> Iterator[None]:
+    def executing(self, number: int) -> Iterator[None]:
+        """Mark call `number` as executing until the context exits."""
         _MARK.pack_into(self._bytes, 0, number, time.monotonic())
         try:
             yield
         finally:
-            _MARK.pack_into(self._bytes, 0, NOTHING, 0.0)
+            _MARK.pack_into(self._bytes, 0, IDLE, 0.0)
 
     def read(self) -> tuple[int, float]:
-        """A number, or `NOTHING`, and the time."""
+        """Return the call's number, or `IDLE`, and its start time."""
         number, since = _MARK.unpack_from(self._bytes)
         return number, since
 
@@ -39,8 +42,8 @@ class ProgressMark:
 
 @contextlib.contextmanager
 def new_progress_mark() -> Iterator[tuple[ProgressMark, int]]:
-    """A mark, and a descriptor for the other process, open for as long as the context is."""
+    """Create a mark and a descriptor to pass to the other process. The descriptor is open inside the context only."""
     with tempfile.TemporaryFile() as file:
-        file.write(_MARK.pack(NOTHING, 0.0))
+        file.write(_MARK.pack(IDLE, 0.0))
         file.flush()
         yield ProgressMark(file.fileno()), file.fileno()
