@@ -164,7 +164,7 @@ def test_a_run_whose_updates_are_all_skipped_stops_and_names_the_way_back(recipe
         fit(recipe, tmp_path, [1.0, 1.0, 1.0, NAN, NAN, math.inf, 1.0])
     text = str(raised.value)
     for words in (
-        "in 3 steps in a row, 4 to 6", "actor/skipped_updates", "actor/grad_norm was nan (2 of them)",
+        "in 3 consecutive steps, 4 to 6", "actor/skipped_updates", "actor/grad_norm was nan (2 of them)",
         "actor/grad_norm was inf (1 of them)", f"train.resume={tmp_path}/checkpoints/step_000002", "stop_after_skipped=0",
     ):  # fmt: skip
         assert words in text, (words, text)
@@ -183,7 +183,7 @@ def test_steps_without_a_group_count_too(recipe: Recipe, tmp_path: Path) -> None
         RuntimeError, match=r"2 to 4.*grad_norm was nan \(1 of them\), no group with spread.*\(2 of them"
     ):
         fit(recipe, tmp_path, [1.0, NAN], without=(3, 4))
-    assert "There is one checkpoint of before" in (tmp_path / "summary.json").read_text(), (
+    assert "The only earlier checkpoint" in (tmp_path / "summary.json").read_text(), (
         "its weights are not known good"
     )
 

@@ -1,1 +1,1 @@
-"""Checkpoints of a run: written whole or not at all, found, verified, resumed."""
+"""Checkpoints of a run: atomic writes, verification, retention and resume."""

@@ -1,10 +1,10 @@
-"""A run's checkpoints: written whole or not at all, found again, and kept to a number.
+"""Checkpoint folders of a run: atomic commit, search for the newest intact one, and retention.
 
-A checkpoint is a folder `step_000123`: the trainers' part (`trainer/`), the critic's where there is one
-(`critic/`), the controller's state (`controller.json`, and `waiting.npz` for groups that were sampled and not yet trained on), and
-`manifest.json`, which lists every file with its size and checksum and is written last. It is written as
-`.step_000123.partial` and renamed when complete; a folder is renamed before it is deleted, too. So
-whatever moment a run is killed at, a folder `step_...` is whole, and damage to it shows in the manifest.
+A checkpoint is a folder `step_000123` with the trainers' files (`trainer/`), the critic's if the run has one
+(`critic/`), the controller's state (`controller.json`, and `waiting.npz` for groups that were sampled but not yet trained
+on), and `manifest.json`, which lists every file with size and checksum and is written last. The folder is written as
+`.step_000123.partial` and renamed when complete; it is also renamed before it is deleted. A folder named `step_...` is
+therefore complete even if the run was killed at any moment, and later damage is detected through the manifest.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoint_step(path: Path) -> int:
-    """The step in a checkpoint's name."""
+    """Step number in a checkpoint's name."""
     match = _NAME.search(path.name)
     assert match is not None, path
     return int(match.group(1))
 
 
 def partial_path(folder: Path, step: int) -> Path:
-    """What the checkpoint of `step` is called while it is written."""
+    """Path of the checkpoint of `step` while it is being written."""
     return folder / f".{checkpoint_name(step)}.partial"
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints in `folder`, oldest first. Each was whole when it was given its name."""
+    """Committed checkpoints in `folder`, oldest first. They are not verified."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if path.is_dir() and _NAME.match(path.name)), key=checkpoint_step)
 
 
 def set_aside_later(folder: Path, step: int) -> list[Path]:
-    """Move checkpoints of steps after `step` into `folder`/discarded, where nothing finds them by itself.
+    """Move checkpoints of steps after `step` into `folder`/discarded and return their new paths.
 
-    A run that goes on from an older checkpoint would otherwise count the abandoned ones as its newest.
+    Otherwise a run that resumes from an older checkpoint would treat the abandoned ones as its newest.
     """
     moved = []
     for path in list_checkpoints(folder):
@@ -70,10 +70,10 @@ def set_aside_later(folder: Path, step: int) -> list[Path]:
 
 
 def find_checkpoint(resume: str, folder: Path, *, checksums: bool, notice: Callable[[str], None]) -> Path | None:
-    """What `train.resume` names: None for `never`, or for `auto` where there is none yet.
+    """Resolve `train.resume`: a path, `auto` (the newest intact checkpoint) or `never` (None).
 
-    `auto` is the newest whole one; what was passed over, and why, goes to `notice`. Raises ValueError for a
-    path that is no whole checkpoint, and where `auto` finds checkpoints but none is whole.
+    Returns None for `auto` if there is no checkpoint. `notice` receives a message for each damaged checkpoint that `auto` skips.
+    Raises ValueError if the path is not an intact checkpoint, or if `auto` finds only damaged ones.
     """
     if resume == "never":
         return None
@@ -81,55 +81,59 @@ def find_checkpoint(resume: str, folder: Path, *, checksums: bool, notice: Calla
         return _named_checkpoint(Path(resume), checksums)
     for path in sorted(folder.glob(".step_*.partial")) if folder.is_dir() else []:
         name = path.name.removeprefix(".").removesuffix(".partial")
-        notice(f"{name} was still being written when the run ended: it is incomplete and is not used")
+        notice(f"{name} was still being written when the run ended: it is incomplete and is skipped")
     damaged = []
     for path in reversed(list_checkpoints(folder)):
         damage = find_damage(path, checksums=checksums)
         if damage is None:
             return path
         damaged.append(f"{path.name}: {damage}")
-        notice(f"the checkpoint {path} is damaged and is not used: {damage}")
+        notice(f"the checkpoint {path} is damaged and is skipped: {damage}")
     if damaged:
         raise ValueError(
-            f"train.resume is auto, and no checkpoint in {folder} is whole ({'; '.join(damaged)}). Bring one back from "
-            "a copy, or start anew with another name=..."
+            f"train.resume is auto, and every checkpoint in {folder} is damaged ({'; '.join(damaged)}). Restore one from "
+            "a copy, or start a new run with another name=..."
         )
     return None
 
 
 def how_to_go_on(folder: Path, resume: str) -> str:
-    """A line for the end of a run that failed, with `train.resume` as given: its last whole checkpoint, by presence and sizes
-    of files, and how to go on from there."""
+    """Line at the end of a failed run: the last intact checkpoint and how to resume from it.
+
+    Checks only the presence and size of files. `resume`: the run's `train.resume`.
+    """
     key = "" if resume == "auto" else " with train.resume=auto"
     for path in reversed(list_checkpoints(folder)):
         if find_damage(path, checksums=False) is None:
-            return f"Last whole checkpoint: step {checkpoint_step(path)}, {path}. Go on from it: the same command{key}."
+            return (
+                f"Last intact checkpoint: step {checkpoint_step(path)}, {path}. Resume from it: the same command{key}."
+            )
     if resume not in ("never", "auto"):
-        return f"No checkpoint was written to {folder} after {resume}, from which the same command goes on again."
-    return f"No checkpoint was written to {folder}: the same command{key} begins anew (train.save_every writes them)."
+        return f"No checkpoint was written to {folder} after {resume}; the same command resumes from that one again."
+    return f"No checkpoint was written to {folder}: the same command{key} starts over (train.save_every writes them)."
 
 
 def _named_checkpoint(path: Path, checksums: bool) -> Path:
     if _NAME.search(path.name) is None:
         raise ValueError(
-            f"train.resume is {str(path)!r}: that is neither never, auto nor a checkpoint (.../step_000010)"
+            f"train.resume is {str(path)!r}; it must be never, auto or the path of a checkpoint (.../step_000010)"
         )
     if not path.is_dir():
-        raise ValueError(f"train.resume: there is no checkpoint {path}")
+        raise ValueError(f"train.resume: the checkpoint {path} does not exist")
     check_whole(path, checksums=checksums)
     return path
 
 
 def check_whole(path: Path, *, checksums: bool = True) -> None:
-    """Raise ValueError where a checkpoint is damaged, naming the file."""
+    """Raise ValueError with the file's name if a checkpoint is damaged."""
     if damage := find_damage(path, checksums=checksums):
         raise ValueError(f"the checkpoint {path} is damaged: {damage}. Use another one.")
 
 
 def begin(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Begin the checkpoint of `step` with the controller's `state` (a Source's state beside plain values).
+    """Create the partial folder of `step`, write the controller's `state` into it and return its path.
 
-    Returns the folder that the rest is to be written into. What a killed run left half-done is deleted.
+    `state`: plain values and a Source's state. Deletes partial folders of killed runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for leftover in [*folder.glob(".step_*.partial"), *folder.glob(".step_*.deleted")]:
@@ -145,42 +149,42 @@ def begin(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def check_room(folder: Path, step: int, needed: int) -> None:
-    """Raise RuntimeError where `folder`'s disk has not so many bytes free: better before the first is written."""
+    """Raise RuntimeError if `folder`'s disk has fewer than `needed` bytes free, before anything is written."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         kept = ", ".join(path.name for path in list_checkpoints(folder)) or "none yet"
         raise RuntimeError(
             f"the checkpoint of step {step} needs {needed} bytes, and the disk of {folder} has {free} free. Nothing was "
-            f"written; earlier checkpoints are as they were ({kept}). Free some space and go on with train.resume=auto."
+            f"written; earlier checkpoints are unchanged ({kept}). Free some space and resume with train.resume=auto."
         )
 
 
 def commit(folder: Path, step: int, files: dict[str, FileSum]) -> Path:
-    """Make the checkpoint that `begin` began visible. `files`: sums of files that are on the disk already."""
+    """Write the manifest and rename the partial folder of `begin`. `files`: sums of the files already on disk."""
     partial, final = partial_path(folder, step), folder / checkpoint_name(step)
     write_manifest(partial, files)
-    for place in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
-        sync(place)  # the files' names
-    assert not final.exists(), f"{final}: a resume sets aside what it leaves behind"
+    for directory in (*(path for path in partial.rglob("*") if path.is_dir()), partial):
+        sync(directory)  # makes the file names durable
+    assert not final.exists(), f"{final} exists, although a resume moves later checkpoints aside"
     partial.rename(final)
     sync(folder)
     return final
 
 
 def retain(folder: Path, keep: int, keep_every: int) -> None:
-    """Delete checkpoints but the newest `keep`, and but those of every `keep_every`-th step (0: no such)."""
+    """Delete all checkpoints except the newest `keep` and each `keep_every`-th step's (0: none)."""
     for old in list_checkpoints(folder)[:-keep]:
         if not (keep_every and checkpoint_step(old) % keep_every == 0):
             _delete(old)
 
 
 def _delete(path: Path) -> None:
-    """Under another name first: a kill in the middle must not leave a checkpoint that lacks some of its files."""
+    """Rename and delete a checkpoint, so that a kill during deletion leaves no incomplete `step_...` folder."""
     shutil.rmtree(path.rename(path.parent / f".{path.name}.deleted"))
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """The controller's state of a checkpoint, as it was given to `begin`."""
+    """Read the controller's state from a checkpoint, as passed to `begin`."""
     state: dict[str, Any] = json.loads((checkpoint / "controller.json").read_text())
     with np.load(checkpoint / "waiting.npz", allow_pickle=False) as vectors:
         state["source"]["gathered"] = [
@@ -201,18 +205,18 @@ def _write_state(folder: Path, state: dict[str, Any]) -> None:
 
 def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, Any]:
     group = item.group
-    words = []
+    texts = []
     for index, sample in enumerate(group.samples[0].data.get()):
-        words.append({"text": sample.text, "reason": sample.reason, "turns": [asdict(turn) for turn in sample.turns]})
+        texts.append({"text": sample.text, "reason": sample.reason, "turns": [asdict(turn) for turn in sample.turns]})
         for name in _VECTORS:
             if (vector := getattr(sample, name)) is not None:
                 vectors[f"{group.number}.{index}.{name}"] = vector
-        if sample.images is not None:  # siblings share them
+        if sample.images is not None:  # shared by all samples of the group
             vectors.update({f"{group.number}.images.{name}": getattr(sample.images, name) for name in _IMAGES})
     samples = [{**asdict(_without_data(sample)), "data": None} for sample in group.samples]
     return {
         "accepted": item.accepted,
-        "words": words,  # none where the vectors of a filtered group were let go
+        "words": texts,  # empty if the vectors of a filtered group were freed
         "number": group.number,
         "prompt_uid": group.prompt_uid,
         "data_source": group.data_source,
@@ -229,21 +233,21 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
     number, images = item["number"], None
     if "words" not in item:
         raise ValueError(
-            "groups that wait in this checkpoint were written by an earlier megarl, which kept their texts otherwise: resume "
-            "with that version, or start a new run from its exported weights"
+            "waiting groups in this checkpoint were written by an earlier megarl with another text format: resume with that "
+            "version, or start a new run from its exported weights"
         )
     if f"{number}.images.{_IMAGES[0]}" in vectors:
         images = SampleImages(**{name: vectors[f"{number}.images.{name}"] for name in _IMAGES})
     data = InlineData(
         [
             SampleTokens(
-                text=words["text"],
-                reason=words["reason"],
-                turns=tuple(Turn(**turn) for turn in words["turns"]),
+                text=texts["text"],
+                reason=texts["reason"],
+                turns=tuple(Turn(**turn) for turn in texts["turns"]),
                 images=images,
                 **{name: vectors[key] for name in _VECTORS if (key := f"{number}.{index}.{name}") in vectors},
             )
-            for index, words in enumerate(item["words"])
+            for index, texts in enumerate(item["words"])
         ]
     )
     samples = [_read_sample(values, data) for values in item["samples"]]
@@ -256,7 +260,7 @@ def _read_group(item: dict[str, Any], vectors: Any) -> TriedGroup:
 
 
 def _read_sample(values: dict[str, Any], data: InlineData) -> Sample:
-    steps = tuple((token, reward) for token, reward in values.get("steps", ()))  # JSON knows lists alone
+    steps = tuple((token, reward) for token, reward in values.get("steps", ()))  # JSON has no tuples
     tool_use = ToolUse(**values["tool_use"]) if values.get("tool_use") else None
     return Sample(**{**values, "data": data, "steps": steps, "tool_use": tool_use})
 

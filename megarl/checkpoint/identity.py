@@ -1,4 +1,4 @@
-"""What a checkpoint belongs to: the model, the weights it started from, the data. A resumed run must have the same."""
+"""Identity of a checkpoint: its model, initial weights and data, which a resumed run must share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.recipe.critic import critic_view
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import ModelConfig
 
-# What makes a model another one, of its config.json: everything that sizes a tensor, or numbers them.
+# Fields of config.json that identify a model: each determines the size or number of tensors.
 _SIZES = (
     "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "n_routed_experts", "num_local_experts",
@@ -22,16 +22,16 @@ _SIZES = (
     "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
 )  # fmt: skip
 
-_WHOLE_BYTES = 16 << 20  # files of weights up to this size are read whole
-_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of larger ones: places spread evenly, the tensors' names and shapes included
+_WHOLE_BYTES = 16 << 20  # weight files up to this size are hashed completely
+_SAMPLES, _SAMPLE_BYTES = 16, 4096  # of larger files: evenly spaced samples, the header with names and shapes included
 
 
 def identity_of(
     recipe: Recipe, model: dict[str, Any], critic: dict[str, Any] | None, rows: dict[str, int]
 ) -> dict[str, Any]:
-    """What a checkpoint's cursor, seeds and tensors refer to.
+    """Settings and digests that a checkpoint's data position, seeds and tensors depend on.
 
-    `model`, `critic`: their config.json (no critic: None). `rows`: of each set of the training data. Reads files of weights.
+    `model`, `critic`: contents of config.json (no critic: None). `rows`: rows per training data set. Reads weight files.
     """
     return {
         "train.source": recipe.train.source,
@@ -54,10 +54,10 @@ def identity_of(
 
 
 def weights_digest(directory: Path) -> str:
-    """SHA-256, in hex, of the directory's *.safetensors: names, sizes, and contents or samples of them.
+    """SHA-256, in hex, of the directory's *.safetensors: names, sizes, and complete or sampled contents.
 
-    Training moves nearly every weight, so samples tell one model's weights from another's; that nobody changed a single
-    number they do not prove. 160 files of a large model are 2,600 reads. Raises OSError for what cannot be read.
+    Training changes nearly every weight, so samples distinguish the weights of two models. They cannot detect a change
+    of a few numbers. 160 files of a large model take 2,600 reads. Raises OSError for unreadable files.
     """
     digest = hashlib.sha256()
     for file in sorted(directory.glob("*.safetensors")):
@@ -67,56 +67,56 @@ def weights_digest(directory: Path) -> str:
             if size <= _WHOLE_BYTES:
                 digest.update(stream.read())
                 continue
-            for place in range(_SAMPLES):
-                stream.seek(place * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
+            for sample in range(_SAMPLES):
+                stream.seek(sample * (size - _SAMPLE_BYTES) // (_SAMPLES - 1))
                 digest.update(stream.read(_SAMPLE_BYTES))
     return digest.hexdigest()
 
 
 def saved_identity(checkpoint: Path) -> dict[str, Any]:
-    """That of the run that wrote the checkpoint."""
+    """Identity of the run that wrote the checkpoint."""
     return json.loads((checkpoint / "controller.json").read_text())["identity"]
 
 
 def check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
-    """Raise RecipeError, with the key that differs, where `checkpoint` is another run's than `identity`'s."""
+    """Raise RecipeError, with the key that differs, if `checkpoint` does not have the run's `identity`."""
     saved = saved_identity(checkpoint)
     if not {*identity} <= {*saved} or "weights" not in saved["model"]:
         raise RecipeError(
             "train.resume",
-            f"the checkpoint {checkpoint} was written by an earlier megarl, which did not note all that it belongs to",
+            f"the checkpoint {checkpoint} was written by an earlier megarl and lacks a part of its identity",
             "export it with that version, and start a new run (another name) from the exported weights",
         )
     _check_model(checkpoint, saved["model"], identity["model"], "model.path")
     if bool(saved["critic"]) != bool(identity["critic"]):
-        had, has = ("a critic (algorithm.advantage=gae)", "none") if saved["critic"] else ("no critic", "one")
+        before, now = ("a critic (algorithm.advantage=gae)", "none") if saved["critic"] else ("no critic", "one")
         raise RecipeError(
             "algorithm.advantage",
-            f"the checkpoint {checkpoint} was written with {had}, and this run has {has}",
+            f"the checkpoint {checkpoint} was written with {before}, and this run has {now}",
             "set it back, or start a new run (another name) from exported weights",
         )
     if identity["critic"]:
         _check_model(checkpoint, saved["critic"], identity["critic"], "critic.model_path")
     if saved["lora"] != identity["lora"]:
-        had = " ".join(f"lora.{name}={value}" for name, value in (saved["lora"] or {"rank": 0}).items())
+        settings = " ".join(f"lora.{name}={value}" for name, value in (saved["lora"] or {"rank": 0}).items())
         raise RecipeError(
             "lora.rank",
-            f"the checkpoint {checkpoint} holds what was trained with {had}",
-            f"set {had}, or start a new run (another name) from exported weights",
+            f"the checkpoint {checkpoint} was trained with {settings}",
+            f"set {settings}, or start a new run (another name) from exported weights",
             value=(identity["lora"] or {"rank": 0})["rank"],
         )
     for key, value in identity.items():
         if key not in ("model", "critic", "lora") and saved[key] != value:
             raise RecipeError(
                 key,
-                f"the checkpoint {checkpoint} was written with {saved[key]!r}: its place in the data would mean other rows",
+                f"the checkpoint {checkpoint} was written with {saved[key]!r}: its data position would refer to other rows",
                 "set it back, or start a new run (another name) from exported weights",
                 value=value,
             )
 
 
 def check_base(checkpoint: Path, recipe: Recipe) -> None:
-    """Raise RecipeError where `model.path` no longer holds the weights that the adapters of `checkpoint` belong to."""
+    """Raise RecipeError if the weights at `model.path` are not the base of the adapters in `checkpoint`."""
     saved, digest = saved_identity(checkpoint)["model"], weights_digest(Path(recipe.model.path))
     _check_model(checkpoint, saved, {**saved, "path": recipe.model.path, "weights": digest}, "model.path")
 
@@ -128,8 +128,10 @@ def _model_identity(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any
 
 
 def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any], key: str) -> None:
-    """Another model's checkpoint is refused here, before a process starts and reads tensors that do not fit.
-    `key` names the model. Where it lies does not matter."""
+    """Raise RecipeError if the checkpoint belongs to another model, before a process loads tensors of wrong shapes.
+
+    `key`: recipe key of the model. Its path may differ.
+    """
     names = [name for name in {**saved, **model} if name != "path" and saved.get(name) != model.get(name)]
     if names == ["dtype"]:
         raise RecipeError(
@@ -141,17 +143,17 @@ def _check_model(checkpoint: Path, saved: dict[str, Any], model: dict[str, Any],
     if names == ["weights"]:
         raise RecipeError(
             key,
-            f"the checkpoint {checkpoint} started from other weights, which then lay in {saved['path']}: adapters, the "
-            "reference policy and untrained layers belong to those",
-            "name the model that has them, or start a new run (another name)",
+            f"the checkpoint {checkpoint} started from other weights, at that time in {saved['path']}: its adapters, "
+            "reference policy and untrained layers belong to those weights",
+            "set the path of the model with those weights, or start a new run (another name)",
             value=model["path"],
         )
     if names:
         sizes = [name for name in names if name != "weights"]
-        said = ", ".join(f"{name} {saved.get(name)!r} there and {model.get(name)!r} here" for name in sizes)
+        differences = ", ".join(f"{name} {saved.get(name)!r} there and {model.get(name)!r} here" for name in sizes)
         raise RecipeError(
             key,
-            f"the checkpoint {checkpoint} is another model's: {said}",
-            "name that model, or another checkpoint (train.resume)",
+            f"the checkpoint {checkpoint} belongs to another model: {differences}",
+            "set the path of that model, or choose another checkpoint (train.resume)",
             value=model["path"],
         )

@@ -1,4 +1,4 @@
-"""The last lines of a command: what a run left, and the commands that use it."""
+"""Last lines of `megarl train`: the files of the run, and the commands that use them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _COMMAND = "python -m megarl"
 
 
 def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
-    """Return the lines that `train` ends with: paths of the run, its report, checkpoint and model; then commands.
+    """Return the last lines of a finished run: paths of the run, its report, checkpoint and model; then commands.
 
-    Only existing files are listed. Paths outside the current folder are absolute.
+    Lists only existing files. Paths outside the current folder are absolute.
     """
     checkpoints = list_checkpoints(run.checkpoints)
     model = run.path / "hf"
@@ -29,7 +29,7 @@ def after_training(recipe: Recipe, run: RunDirectory) -> list[str]:
     lines = [f"{recipe.name}: finished", *(f"  {name:<11} {shown(path)}" for name, path in paths)]
     if not checkpoints and not model.is_dir():
         lines.append(
-            "  no weights were kept: train.save_at_end and train.export_at_end are off, train.save_every was never due"
+            "  no weights were saved: train.save_at_end and train.export_at_end are off, train.save_every was never due"
         )
     commands = _commands(recipe, run, model if model.is_dir() else None, bool(checkpoints))
     return [*lines, *(["next:"] if commands else []), *(f"  {_COMMAND} {command}" for command in commands)]
@@ -48,7 +48,7 @@ def _commands(recipe: Recipe, run: RunDirectory, model: Path | None, checkpoints
 
 
 def after_interruption(recipe: Recipe, run: RunDirectory) -> list[str]:
-    """Return the lines for a run that Ctrl-C or SIGTERM ended: its folder, and how to go on."""
+    """Return the last lines of a run that Ctrl-C or SIGTERM ended: its folder and how to resume."""
     return [
         f"{recipe.name}: stopped; its files are in {shown(run.path)}",
         how_to_go_on(run.checkpoints, recipe.train.resume),
@@ -56,7 +56,7 @@ def after_interruption(recipe: Recipe, run: RunDirectory) -> list[str]:
 
 
 def shown(path: Path) -> Path:
-    """Return `path` relative to the current folder if it lies there, else unchanged."""
+    """Return `path` relative to the current folder if it is inside it, else unchanged."""
     try:
         return path.absolute().relative_to(Path.cwd())
     except ValueError:
@@ -65,18 +65,18 @@ def shown(path: Path) -> Path:
 
 @contextlib.contextmanager
 def naming_checkpoint(recipe: Recipe, directory: RunDirectory) -> Iterator[None]:
-    """Add a note to the error that a run fails of: what is left of the run, and how to go on. Ctrl-C and SIGTERM: print it."""
+    """Add a note on the last checkpoint and how to resume to an error of the run; print it after Ctrl-C and SIGTERM."""
     try:
         yield
-    except (RecipeError, InputError):  # refused: there is nothing to go on with
+    except (RecipeError, InputError):  # the run did not start, so it cannot be resumed
         raise
     except BaseException as error:
-        if not isinstance(error, Exception):  # Ctrl-C or SIGTERM, of which the command line shows no notes
+        if not isinstance(error, Exception):  # Ctrl-C or SIGTERM: the command line does not show their notes
             print("", *after_interruption(recipe, directory), sep="\n", file=sys.stderr, flush=True)
             raise
         try:
             note = how_to_go_on(directory.checkpoints.absolute(), recipe.train.resume)
-        except OSError as problem:  # as where the failure is the disk's
-            note = f"Which checkpoints there are could not be seen: {problem}"
-        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note is of Python 3.11
+        except OSError as problem:  # e.g. the disk failed
+            note = f"The checkpoints could not be listed: {problem}"
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]  # add_note needs Python 3.11
         raise

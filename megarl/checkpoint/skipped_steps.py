@@ -1,4 +1,4 @@
-"""A run that learns nothing any more: steps in a row whose every update was skipped."""
+"""Stop a run after too many consecutive steps in which every update was skipped."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megarl.checkpoint.folder import checkpoint_step, list_checkpoints
 
 @dataclass
 class _Streak:
-    """Steps in a row, the last of them known to be the latest."""
+    """Consecutive skipped steps up to the latest one."""
 
     first: int
     steps: int = 0
-    causes: Counter[str] = field(default_factory=Counter)  # by how many of the steps
+    causes: Counter[str] = field(default_factory=Counter)  # number of steps per cause
 
 
 class SkippedSteps:
-    """Counts such steps, of the actor and of the critic apart.
+    """Counts consecutive skipped steps, separately for actor and critic.
 
-    limit: `train.stop_after_skipped`. checkpoints: the folder of the run's.
+    limit: `train.stop_after_skipped`. checkpoints: the run's checkpoint folder.
     """
 
     def __init__(self, limit: int, checkpoints: Path) -> None:
@@ -29,9 +29,9 @@ class SkippedSteps:
         self._streaks: dict[str, _Streak] = {}
 
     def note(self, role: str, step: int, cause: str | None) -> None:
-        """Why every update of `role` in `step` was skipped; None: at least one was made.
+        """Record `step` of `role`. `cause`: why all its updates were skipped; None if at least one was applied.
 
-        A step in which `role` was not to learn (the critic's warm-up) is not noted, and changes nothing.
+        Do not call it for steps in which `role` is not updated (the critic's warm-up).
         """
         if cause is None:
             self._streaks.pop(role, None)
@@ -42,29 +42,34 @@ class SkippedSteps:
 
     @property
     def keeps_checkpoints(self) -> bool:
-        """Whether the checkpoints that there are should stay: the weights have not changed since, and may be what is
-        wrong, so that another checkpoint would take the place of a better one. Never where the run does not stop."""
+        """True during a streak of a run with a limit: existing checkpoints must stay.
+
+        The present weights may be the cause of the skipped updates, so a new checkpoint would displace a better one.
+        """
         return self.limit > 0 and bool(self._streaks)
 
     def check(self, step: int) -> None:
-        """Raise RuntimeError where `limit` steps in a row, up to `step`, have changed no weight."""
+        """Raise RuntimeError if no weight has changed in the last `limit` steps, up to `step`."""
         for role, streak in self._streaks.items():
             if 0 < self.limit <= streak.steps:
                 causes = ", ".join(f"{cause} ({count} of them)" for cause, count in streak.causes.items())
                 raise RuntimeError(
-                    f"nothing was learned in {streak.steps} steps in a row, {streak.first} to {step}: every update of the "
-                    f"{role} was skipped ({role}/skipped_updates), because {causes}. {self._way_back(streak.first)} Look at "
-                    f"what metrics.jsonl and samples/ hold of the steps before {streak.first}, and change what led there: "
-                    f"{role}.optimizer.lr, the data, the reward. train.stop_after_skipped=0 lets a run go on all the same."
+                    f"nothing was learned in {streak.steps} consecutive steps, {streak.first} to {step}: every update of the "
+                    f"{role} was skipped ({role}/skipped_updates), because {causes}. {self._advice(streak.first)} Check "
+                    f"metrics.jsonl and samples/ of the steps before {streak.first}, and change the cause: "
+                    f"{role}.optimizer.lr, the data, the reward. train.stop_after_skipped=0 continues such runs."
                 )
 
-    def _way_back(self, first: int) -> str:
-        """Which checkpoint to go on from. The update of step `first` - 1 made the weights that step `first` could not
-        learn with; older ones are known to be good, since an update of them was made."""
+    def _advice(self, first: int) -> str:
+        """Sentence on the checkpoint to resume from.
+
+        Step `first` - 1 produced the weights with which step `first` skipped its updates. Weights of earlier steps are
+        good, because an update of them was applied.
+        """
         older = [path for path in list_checkpoints(self.checkpoints) if checkpoint_step(path) < first]
         good = [path for path in older if checkpoint_step(path) < first - 1]
         if good:
-            return f"The last checkpoint whose weights are known to be good: go on with train.resume={good[-1]}."
+            return f"Resume from the last checkpoint with good weights: train.resume={good[-1]}."
         if older:
-            return f"There is one checkpoint of before, {older[-1]}, with the weights that step {first} failed with."
-        return "There is no checkpoint of before: start anew, with train.save_every."
+            return f"The only earlier checkpoint, {older[-1]}, has the weights with which step {first} failed."
+        return "No earlier checkpoint exists: start a new run with train.save_every."

@@ -110,9 +110,9 @@ def test_what_is_found_and_what_is_kept(tmp_path: Path) -> None:
     assert find("auto", tmp_path) == (tmp_path / "step_000010", [])
     assert find("never", tmp_path) == (None, [])
     assert find(str(tmp_path / "step_000002"), tmp_path) == (tmp_path / "step_000002", [])
-    with pytest.raises(ValueError, match="neither never, auto nor a checkpoint"):
+    with pytest.raises(ValueError, match="must be never, auto or the path of a checkpoint"):
         find(str(tmp_path), tmp_path)
-    with pytest.raises(ValueError, match="there is no checkpoint"):
+    with pytest.raises(ValueError, match="step_000099 does not exist"):
         find(str(tmp_path / "step_000099"), tmp_path)
 
 
@@ -137,7 +137,7 @@ def test_damage_is_passed_over_and_said(tmp_path: Path, file: str, how: str) -> 
     with pytest.raises(ValueError, match="step_000002 is damaged"):
         find(str(tmp_path / "step_000002"), tmp_path)
     spoil(tmp_path / "step_000001" / "trainer" / "tensors_0", "folder")
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole .*step_000002: .*step_000001: "):
+    with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged .*step_000002: .*step_000001: "):
         find("auto", tmp_path)
 
 
@@ -283,16 +283,16 @@ def test_images_and_experts_of_waiting_groups_survive(tmp_path: Path) -> None:
 def test_the_end_of_a_failed_run_names_what_is_left(tmp_path: Path) -> None:
     """Never what a resume would pass over."""
     none = f"No checkpoint was written to {tmp_path}: the same command"
-    assert how_to_go_on(tmp_path, "never").startswith(f"{none} with train.resume=auto begins anew")
-    assert how_to_go_on(tmp_path, "auto").startswith(f"{none} begins anew")
+    assert how_to_go_on(tmp_path, "never").startswith(f"{none} with train.resume=auto starts over")
+    assert how_to_go_on(tmp_path, "auto").startswith(f"{none} starts over")
     assert how_to_go_on(tmp_path, "/old/step_000001").startswith(
-        f"No checkpoint was written to {tmp_path} after /old/step_000001, from which"
+        f"No checkpoint was written to {tmp_path} after /old/step_000001; the same command resumes"
     )
     one = saver(tmp_path)
     one.save(4, state())
     one.save(5, state())
     (tmp_path / "step_000005" / "trainer" / "tensors_1").unlink()
-    left = f"Last whole checkpoint: step 4, {tmp_path}/step_000004. Go on from it: the same command"
+    left = f"Last intact checkpoint: step 4, {tmp_path}/step_000004. Resume from it: the same command"
     assert how_to_go_on(tmp_path, "never") == f"{left} with train.resume=auto."
     assert how_to_go_on(tmp_path, "auto") == f"{left}."
     assert how_to_go_on(tmp_path, "/old/step_000001") == f"{left} with train.resume=auto."

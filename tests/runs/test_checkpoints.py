@@ -76,7 +76,7 @@ def test_saved_beside_training_and_resumed_in_another_layout(whole: Path, quicks
     assert done.returncode == 0, done.stderr + done.stdout
     said = notices(whole)
     assert "step_000003 was still being written" in said
-    assert f"step_000004 is damaged and is not used: trainer/{largest.name}" in said
+    assert f"step_000004 is damaged and is skipped: trainer/{largest.name}" in said
     assert "another layout (processes 2 -> 1, expert_parallel 2 -> 1)" in said
     assert "resumed after step 2" in said
     assert checkpoints(whole) == ["discarded", *names(1, 2, 3, 4)]

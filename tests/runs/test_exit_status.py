@@ -53,7 +53,7 @@ def test_the_last_checkpoint_and_the_way_on_come_once_and_after_the_cause(failin
     where = tmp_path / "runs" / "failing" / "checkpoints" / "step_000007"
     cause, note, *rest = said.splitlines()[-3:]
     assert status == 1 and cause == "RuntimeError: the machine burns" and rest == ["(--debug shows the traceback)"]
-    assert note == f"Last whole checkpoint: step 7, {where}. Go on from it: the same command with train.resume=auto."
+    assert note == f"Last intact checkpoint: step 7, {where}. Resume from it: the same command with train.resume=auto."
     assert said.count("checkpoint") == 1 + str(where).count("checkpoint")
 
 
@@ -70,7 +70,7 @@ def test_a_disk_that_cannot_be_read_hides_no_cause(failing: Any, monkeypatch: py
         [], RuntimeError("the disk burns"), lambda: monkeypatch.setattr(next_commands, "how_to_go_on", unreadable)
     )
     assert status == 1 and "RuntimeError: the disk burns" in said
-    assert "Which checkpoints there are could not be seen: [Errno 5] Input/output error" in said
+    assert "The checkpoints could not be listed: [Errno 5] Input/output error" in said
 
 
 def test_a_disk_that_is_full_as_the_log_closes(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_as_the_log_closes(failing: Any, monkeypatch: pytest
 
     monkeypatch.setattr(entries.RunLog, "__exit__", full)
     status, said = failing([3], RuntimeError("the machine burns"))
-    assert status == 1 and "DiskFullError: no room for a summary" in said and "Last whole checkpoint: step 3" in said
+    assert status == 1 and "DiskFullError: no room for a summary" in said and "Last intact checkpoint: step 3" in said
 
 
 def test_what_was_refused_says_no_more_than_that(failing: Any) -> None:
@@ -93,8 +93,8 @@ def test_what_was_refused_says_no_more_than_that(failing: Any) -> None:
 def test_a_stopped_run_says_how_to_go_on(failing: Any, error: BaseException, status: int, end: str) -> None:
     returned, printed = failing([3], error)
     assert returned == status and printed.splitlines()[-1] == f"stopped by {end}"
-    assert "runs/failing" in printed and "Last whole checkpoint: step 3" in printed
-    assert "Go on from it: the same command with train.resume=auto." in printed
+    assert "runs/failing" in printed and "Last intact checkpoint: step 3" in printed
+    assert "Resume from it: the same command with train.resume=auto." in printed
 
 
 def test_a_run_stopped_before_its_first_checkpoint_says_so(failing: Any) -> None:

@@ -122,7 +122,7 @@ def test_a_killed_process_is_named_within_seconds(started, role: str, words: str
     assert status == 1
     assert role in errors and "SIGKILL" in errors and "Traceback" not in errors
     last = list_checkpoints(one.directory / "checkpoints")[-1]
-    left = f"Last whole checkpoint: step {checkpoint_step(last)}, {last}. Go on from it: the same command"
+    left = f"Last intact checkpoint: step {checkpoint_step(last)}, {last}. Resume from it: the same command"
     assert errors.count(f"{left} with train.resume=auto.\n") == 1
     assert_ended(processes)
 

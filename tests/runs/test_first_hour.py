@@ -69,7 +69,7 @@ def test_without_an_exported_model_the_export_comes_first(
 def test_a_run_that_kept_no_weights_says_so(recipe: Recipe, tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "runs" / "mine")
     lines = after_training(recipe, run)
-    assert "no weights were kept" in lines[2] and not [line for line in lines if "export " in line]
+    assert "no weights were saved" in lines[2] and not [line for line in lines if "export " in line]
     assert "same command with train.resume=auto" in after_interruption(recipe, run)[-1]
 
 
