@@ -183,9 +183,7 @@ def test_steps_without_a_group_count_too(recipe: Recipe, tmp_path: Path) -> None
         RuntimeError, match=r"2 to 4.*grad_norm was nan \(1 of them\), no group with spread.*\(2 of them"
     ):
         fit(recipe, tmp_path, [1.0, NAN], without=(3, 4))
-    assert "The only earlier checkpoint" in (tmp_path / "summary.json").read_text(), (
-        "its weights are not known good"
-    )
+    assert "The only earlier checkpoint" in (tmp_path / "summary.json").read_text(), "its weights are not known good"
 
 
 def test_a_step_that_cannot_be_traced_says_so(recipe: Recipe, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""A function, run once on every node of a Ray cluster: what a look at the machines needs, and no run does.
+"""Run a function once on every node of a Ray cluster, for checks of the machines.
 
-Call `ray_env.prepare` before importing this.
+Call `megarl.cluster.ray.env.prepare` before importing this module.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from megarl.cluster.ray.signals import keep_sigterm_handler, ray_get, ray_wait
 from megarl.cluster.ray.start import join
 from megarl.commands.launch.multinode import node_resource
 
-_CLOCK_SECONDS = 5.0  # left to a process that has answered already
+_CLOCK_SECONDS = 5.0  # timeout of a clock reading, in a process that has already answered
 _CLOCK_READINGS = 3
 
 
 @dataclass(frozen=True)
 class NodeAnswer:
-    """What the function returned on one node, or why it did not.
+    """Return value of the function on one node, or the error.
 
-    `clock_ahead`: seconds that the node's wall clock is ahead of this process's; `clock_known`: by how much that may be
-    wrong, half the time that asking took.
+    `clock_ahead`: seconds by which the node's wall clock is ahead of this process's; `clock_error`: bound of its error,
+    half the round-trip time.
     """
 
     host: str  # address
-    rank: int | None  # as launch/multinode.sh counts; None in a cluster that it did not start
+    rank: int | None  # rank by launch/multinode.sh; None in other clusters
     value: Any = None
     error: str = ""
     clock_ahead: float = 0.0
-    clock_known: float = float("inf")
+    clock_error: float = float("inf")
 
 
 def on_every_node(
     address: str, function: str, arguments: Callable[[int], tuple[Any, ...]], seconds: float
 ) -> list[NodeAnswer]:
-    """Run `function` ("package.module:name") in a process of its own on every node of the cluster at `address`, on all at
-    once. `arguments` says what it is given, from the number of nodes.
+    """Run `function` ("package.module:name") in a new process on every node of the cluster at `address`, in parallel.
 
-    seconds: until those that have not answered are given up. Answers are in the order of ranks, then addresses; nodes
-    that Ray knows to be gone come with an error. A Ray that this process is connected to already is used, and left
-    running. Raises ValueError, with the remedy, where the cluster cannot be joined.
+    arguments: computes the function's arguments from the number of nodes. seconds: timeout of the answers.
+    Returns one answer per node, sorted by rank, then address; nodes that have left or do not answer have an error.
+    If this process is already connected to Ray, that connection is used and stays open. Raises ValueError, with the
+    remedy, if the cluster cannot be joined.
     """
     connected = ray.is_initialized()
     if not connected:
@@ -56,19 +56,19 @@ def on_every_node(
     try:
         nodes = ray.nodes()
         args = arguments(sum(node["Alive"] for node in nodes))
-        asked = {node["NodeID"]: _ask(node, function, args) for node in nodes if node["Alive"]}
-        ray_wait([ref for _, ref in asked.values()], num_returns=len(asked), timeout=seconds)
-        answers = [_answer(node, len(nodes), asked.get(node["NodeID"]), seconds) for node in nodes]
-        for actor, _ in asked.values():
+        calls = {node["NodeID"]: _call(node, function, args) for node in nodes if node["Alive"]}
+        ray_wait([ref for _, ref in calls.values()], num_returns=len(calls), timeout=seconds)
+        answers = [_answer(node, len(nodes), calls.get(node["NodeID"]), seconds) for node in nodes]
+        for actor, _ in calls.values():
             ray.kill(actor)
     finally:
         if not connected:
             ray.shutdown()
-    return sorted(answers, key=lambda one: (one.rank is None, one.rank or 0, one.host))
+    return sorted(answers, key=lambda answer: (answer.rank is None, answer.rank or 0, answer.host))
 
 
-class _Visitor:
-    """Lives on a node while it is looked at."""
+class _NodeActor:
+    """Ray actor that runs the function on a node."""
 
     def call(self, function: str, args: tuple[Any, ...]) -> Any:
         module, _, name = function.partition(":")
@@ -78,37 +78,37 @@ class _Visitor:
         return time.time()
 
 
-def _ask(node: dict[str, Any], function: str, args: tuple[Any, ...]) -> tuple[Any, Any]:
+def _call(node: dict[str, Any], function: str, args: tuple[Any, ...]) -> tuple[Any, Any]:
     strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-    actor = ray.remote(_Visitor).options(num_cpus=0, scheduling_strategy=strategy).remote()
+    actor = ray.remote(_NodeActor).options(num_cpus=0, scheduling_strategy=strategy).remote()
     return actor, actor.call.remote(function, args)
 
 
-def _answer(node: dict[str, Any], nodes: int, asked: tuple[Any, Any] | None, seconds: float) -> NodeAnswer:
+def _answer(node: dict[str, Any], nodes: int, call: tuple[Any, Any] | None, seconds: float) -> NodeAnswer:
     host = node["NodeManagerAddress"]
     rank = next((rank for rank in range(nodes) if node_resource(rank) in node["Resources"]), None)
-    if asked is None:
+    if call is None:
         return NodeAnswer(host, rank, error="it has left the cluster")
-    actor, ref = asked
+    actor, ref = call
     try:
         value = ray_get(ref, timeout=0.1)
-        ahead, known = _clock(actor)
+        ahead, clock_error = _clock(actor)
     except GetTimeoutError:
         return NodeAnswer(host, rank, error=f"no answer within {seconds:.0f} s")
     except RayError as error:
         cause = getattr(error, "cause", None)
-        said = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
-        return NodeAnswer(host, rank, error=" ".join(said.split()))
-    return NodeAnswer(host, rank, value, clock_ahead=ahead, clock_known=known)
+        message = f"{type(cause).__name__}: {cause}" if cause is not None else str(error)
+        return NodeAnswer(host, rank, error=" ".join(message.split()))
+    return NodeAnswer(host, rank, value, clock_ahead=ahead, clock_error=clock_error)
 
 
 def _clock(actor: Any) -> tuple[float, float]:
-    """See `NodeAnswer`: of several readings the one that took the least time."""
+    """Return (`clock_ahead`, `clock_error`) of `NodeAnswer`, from the fastest of several readings."""
     readings = []
     for _ in range(_CLOCK_READINGS):
         before = time.time()
-        there = ray_get(actor.clock.remote(), timeout=_CLOCK_SECONDS)
+        remote = ray_get(actor.clock.remote(), timeout=_CLOCK_SECONDS)
         after = time.time()
-        readings.append(((after - before) / 2, there - (before + after) / 2))
-    known, ahead = min(readings)
-    return ahead, known
+        readings.append(((after - before) / 2, remote - (before + after) / 2))
+    clock_error, ahead = min(readings)
+    return ahead, clock_error

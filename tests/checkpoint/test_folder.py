@@ -186,7 +186,9 @@ def test_other_weights_are_refused_and_their_place_does_not_matter(tmp_path: Pat
     assert opened(tmp_path, CONFIG, path=f"{tmp_path}/one") is not None
     checkpoint = opened(tmp_path, CONFIG, path=f"{tmp_path}/copy")
     assert checkpoint is not None
-    with pytest.raises(RecipeError, match=r"(?s)model\.path = .*other.*started from other weights.* lay in .*one"):
+    with pytest.raises(
+        RecipeError, match=r"(?s)model\.path = .*other.*started from other weights, at that time in .*one"
+    ):
         opened(tmp_path, CONFIG, path=f"{tmp_path}/other")
     recipe = Recipe()
     for recipe.model.path in (f"{tmp_path}/one", f"{tmp_path}/copy"):

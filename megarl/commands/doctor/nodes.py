@@ -92,10 +92,10 @@ def _node(answer: Any, common: dict[str, str]) -> list[Finding]:
     ]
     if other:
         found.append(fail(f"other versions than on most nodes: {', '.join(other)}", "use one image on every node"))
-    if abs(answer.clock_ahead) - answer.clock_known > _CLOCK_APART:
+    if abs(answer.clock_ahead) - answer.clock_error > _CLOCK_APART:
         said = f"its clock is {answer.clock_ahead:+.1f} s from the controller's"
         found.append(warning(said, "start chronyd or systemd-timesyncd there: logs and traces cannot be compared"))
-    said = f"answers; its clock is within {abs(answer.clock_ahead) + answer.clock_known:.2f} s of the controller's"
+    said = f"answers; its clock is within {abs(answer.clock_ahead) + answer.clock_error:.2f} s of the controller's"
     return [dataclasses.replace(one, check="node") for one in found or [ok(said)]]
 
 

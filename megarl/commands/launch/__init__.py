@@ -1,1 +1,1 @@
-"""Several nodes: `python -m megarl.commands.launch.multinode` starts Ray on each and runs the command on the first."""
+"""Launch a run on several nodes: `python -m megarl.commands.launch.multinode` on each node."""

@@ -1,11 +1,11 @@
-"""One run over several nodes: ``python -m megarl.commands.launch.multinode RECIPE [key=value ...]`` on each of them.
+"""Run one command on several nodes: ``python -m megarl.commands.launch.multinode RECIPE [key=value ...]`` on each node.
 
-    python -m megarl.commands.launch.multinode -- COMMAND ...     any command, in place of training
+    python -m megarl.commands.launch.multinode -- COMMAND ...     any command instead of training
 
-Node rank 0 starts Ray's head and waits until every node and device has joined; then it runs the
-command with RAY_ADDRESS set. The others join and wait. All return the command's exit status, and each
-stops what it started itself, nothing else. Where RAY_ADDRESS is set already (KubeRay), the command
-joins that cluster. See `topology` for the environment that is understood.
+Node rank 0 starts Ray's head, waits until every node and device has joined, and runs the command with RAY_ADDRESS
+set. The other nodes join and wait. Every node returns the command's exit status and ends only the processes that it
+started. If RAY_ADDRESS is already set (KubeRay), the command joins that cluster. See `topology` for the environment
+variables.
 """
 
 from __future__ import annotations
@@ -28,33 +28,32 @@ from typing import IO
 
 from megarl.cluster.orphan_reaper import VARIABLE, OrphanReaper, sweep
 from megarl.cluster.ray import env
-from megarl.commands.launch.rendezvous import Attendance, RollCall
+from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
 from megarl.commands.launch.topology import Topology, read_topology
 from megarl.platform.kinds import KINDS, kind_of
 
-# Left to the command to end by itself after a signal: it may be writing a checkpoint, which it then completes. A second
-# signal ends it at once.
+# Time for the command to end after a signal; it may be completing a checkpoint. A second signal ends it at once.
 STOP_SECONDS = 300.0
-QUIET_SECONDS = 10.0  # until that is said
-RAY_SECONDS = 8.0  # left to Ray
-RAY_ATTEMPTS = 3  # at starting it on a node
-_RAYS_OWN = {"CPU": "--num-cpus", "GPU": "--num-gpus"}  # resources that `ray start` has flags for
-USAGE = 2  # exit status where nothing was started because something is wrong with what was given
+QUIET_SECONDS = 10.0  # wait until the launcher prints that it waits
+RAY_SECONDS = 8.0  # time for Ray to end
+RAY_ATTEMPTS = 3  # attempts to start Ray on a node
+_RESOURCE_FLAGS = {"CPU": "--num-cpus", "GPU": "--num-gpus"}  # resources with a flag of `ray start`
+USAGE = 2  # exit status for invalid arguments or environment
 
 
 class _Interrupted(Exception):
-    """A signal that ends the run."""
+    """A signal ends the run."""
 
     def __init__(self, number: int) -> None:
         self.status = 128 + number
 
 
-class _NodeTold(_Interrupted):
-    """Another node was told to end. This one may get a signal of its own yet, which then is its first."""
+class _PeerInterrupted(_Interrupted):
+    """A signal on another node ends the run. A later signal on this node counts as its first."""
 
 
 def main(arguments: list[str], environ: Mapping[str, str]) -> int:
-    """Returns the exit status."""
+    """Run the launcher of this node and return the exit status."""
     try:
         command, device = _command(arguments)
         topology = read_topology(environ)
@@ -66,18 +65,18 @@ def main(arguments: list[str], environ: Mapping[str, str]) -> int:
             if topology.nodes == 1 or environ.get("RAY_ADDRESS"):
                 with _child(command, dict(environ)) as process:
                     return _wait(process)
-            guard = OrphanReaper()
+            reaper = OrphanReaper()
             try:
                 run = _run_head if topology.is_head else _run_member
-                return run(topology, command, device, dict(environ) | guard.env)
+                return run(topology, command, device, dict(environ) | reaper.env)
             finally:
-                guard.close()
+                reaper.close()
         except _Interrupted as interruption:
             return interruption.status
 
 
 def ray_command(topology: Topology, device: str) -> list[str]:
-    """The ``ray start`` of this node: in the foreground, no dashboard, ports that the system chooses."""
+    """Return the ``ray start`` command of this node: in the foreground, no dashboard, ports chosen by the system."""
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
     if topology.is_head:
@@ -89,151 +88,155 @@ def ray_command(topology: Topology, device: str) -> list[str]:
     resources = {node_resource(topology.node_rank): 1}
     if topology.devices_per_node is not None:
         resource = _resource(device)
-        if resource in _RAYS_OWN:
-            command.append(f"{_RAYS_OWN[resource]}={topology.devices_per_node}")
+        if resource in _RESOURCE_FLAGS:
+            command.append(f"{_RESOURCE_FLAGS[resource]}={topology.devices_per_node}")
         else:
             resources[resource] = topology.devices_per_node
     return [*command, f"--resources={json.dumps(resources)}"]
 
 
 def _resource(device: str) -> str:
-    """What Ray counts the devices of a node as."""
+    """Ray resource of the devices of a node."""
     return kind_of(device).ray_resource or "CPU"
 
 
 def node_resource(rank: int) -> str:
-    """The Ray resource by which a node says which it is."""
+    """Ray resource that identifies the node with this rank."""
     return f"megarl_node_{rank}"
 
 
-# --- the two roles ------------------------------------------------------------------------------
+# --- head and member nodes ----------------------------------------------------------------------
 
 
 def _run_head(topology: Topology, command: list[str], device: str, environ: dict[str, str]) -> int:
     deadline = time.monotonic() + topology.join_timeout
     token = env.authentication(environ)
     environ = environ | token
-    os.environ.update(token)  # this process too asks Ray who is there
-    calls = RollCall(topology.node_ip or topology.master, topology.port + 1, topology.nodes, token)
+    os.environ.update(token)  # this process connects to Ray as well
+    server = RendezvousServer(topology.node_ip or topology.master, topology.port + 1, topology.nodes, token)
     status = 1
     try:
         with _ray(topology, device, environ) as (ray_process, log):
-            problem = _gather(topology, device, calls, ray_process, deadline)
+            problem = _wait_for_nodes(topology, device, server, ray_process, deadline)
             if problem:
                 _say(problem)
                 if ray_process.poll() is not None:
                     _say(_tail(log))
                 return status
-            calls.begin()
+            server.begin()
             _say(f"{topology.nodes} nodes have joined {topology.ray_address}")
             with _child(command, environ | {"RAY_ADDRESS": topology.ray_address}) as process:
-                status = _wait(process, _Members(calls).watch)
+                status = _wait(process, _Members(server).watch)
             return status
     except _Interrupted as interruption:
         status = interruption.status
         raise
     finally:
-        calls.finish(status)
+        server.finish(status)
 
 
 def _run_member(topology: Topology, _command: list[str], device: str, environ: dict[str, str]) -> int:
     try:
-        attendance = Attendance(
+        client = RendezvousClient(
             topology.master, topology.port + 1, topology.node_rank, topology.nodes, topology.join_timeout
         )
     except TimeoutError as error:
         _say(f"node rank {topology.node_rank}: {error}: is node rank 0 running, and MASTER_ADDR the same everywhere?")
         return 1
     try:
-        while not attendance.ready and not attendance.over:
+        while not client.ready and not client.over:
             time.sleep(0.1)
-        if attendance.over:
-            return _told(topology, attendance)
-        cause = _stay_in_ray(topology, device, environ | attendance.environment, attendance)
+        if client.over:
+            return _report_end(topology, client)
+        cause = _stay_in_ray(topology, device, environ | client.environment, client)
         if cause:
-            attendance.fail(cause)
+            client.fail(cause)
             _say(f"node rank {topology.node_rank}: {cause}")
             return 1
-        return _told(topology, attendance)
+        return _report_end(topology, client)
     finally:
-        attendance.close()
+        client.close()
 
 
-def _stay_in_ray(topology: Topology, device: str, environ: dict[str, str], attendance: Attendance) -> str | None:
-    """Be one of Ray's nodes until the run is over; returns why that ended before.
+def _stay_in_ray(topology: Topology, device: str, environ: dict[str, str], client: RendezvousClient) -> str | None:
+    """Run this node's Ray until the run is over; returns the cause if Ray ends earlier, else None.
 
-    Until all nodes have joined it is tried again: Ray gives up where its head, with many nodes at once, does not answer
-    within 30 s, and where two nodes of one machine start in the same moment (they take the same names for their sockets).
+    Retries until all nodes have joined. Ray gives up if its head, with many nodes joining, does not reply within 30 s,
+    and if two nodes on one machine start at the same moment and choose the same socket names.
     """
     for attempt in range(1, RAY_ATTEMPTS + 1):
         with _ray(topology, device, environ) as (process, log):
             try:
-                _until_over(process, attendance)
+                _wait_until_over(process, client)
             except _Interrupted:
-                attendance.ask_to_end()
+                client.request_end()
                 _say(
-                    f"node rank {topology.node_rank}: node rank 0 is asked to end the run; once more ends this node at once"
+                    f"node rank {topology.node_rank}: waiting for node rank 0 to end the run; one more signal ends this "
+                    "node at once"
                 )
-                _until_over(process, attendance, time.monotonic() + STOP_SECONDS)
-                if not attendance.over:
+                _wait_until_over(process, client, time.monotonic() + STOP_SECONDS)
+                if not client.over:
                     raise
-            if attendance.over:
+            if client.over:
                 return None
-            said = _tail(log)
-        sweep(environ[VARIABLE])  # what the attempt has left
-        cause = f"Ray ended with exit code {process.returncode}. Its last words:\n{said}"
-        if attendance.begun or attempt == RAY_ATTEMPTS:
+            output = _tail(log)
+        sweep(environ[VARIABLE])  # processes that Ray has left
+        cause = f"Ray ended with exit code {process.returncode}. Its last output:\n{output}"
+        if client.begun or attempt == RAY_ATTEMPTS:
             break
         _say(f"node rank {topology.node_rank}: {cause}\ntrying again ({attempt + 1} of {RAY_ATTEMPTS})")
     return cause
 
 
-def _until_over(process: subprocess.Popen[bytes], attendance: Attendance, deadline: float = math.inf) -> None:
-    """Wait for the end of the run, of this node's Ray, or for the deadline."""
-    while process.poll() is None and not attendance.over and time.monotonic() < deadline:
+def _wait_until_over(process: subprocess.Popen[bytes], client: RendezvousClient, deadline: float = math.inf) -> None:
+    """Wait for the end of the run, the end of this node's Ray, or the deadline."""
+    while process.poll() is None and not client.over and time.monotonic() < deadline:
         time.sleep(0.1)
 
 
-def _told(topology: Topology, attendance: Attendance) -> int:
-    if attendance.status is not None:
-        if attendance.status:
-            what = "the run ended" if attendance.begun else "it ended before all nodes had joined,"
-            _say(f"node rank {topology.node_rank}: {what} with exit status {attendance.status}; node rank 0 says why")
-        return attendance.status
-    reason = f"refused by the head: {attendance.refusal}" if attendance.refusal else "the head is gone"
+def _report_end(topology: Topology, client: RendezvousClient) -> int:
+    """Print why the run has ended, unless it succeeded, and return this node's exit status."""
+    if client.status is not None:
+        if client.status:
+            event = "the run ended" if client.begun else "the run ended before all nodes had joined,"
+            _say(
+                f"node rank {topology.node_rank}: {event} with exit status {client.status}; node rank 0 prints the cause"
+            )
+        return client.status
+    reason = f"refused by the head: {client.refusal}" if client.refusal else "the head has ended"
     _say(f"node rank {topology.node_rank}: {reason}")
     return 1
 
 
-def _gather(
-    topology: Topology, device: str, calls: RollCall, ray_process: subprocess.Popen[bytes], deadline: float
+def _wait_for_nodes(
+    topology: Topology, device: str, server: RendezvousServer, ray_process: subprocess.Popen[bytes], deadline: float
 ) -> str | None:
-    """Wait until every node and device is in Ray. Returns what is wrong; None when all are there."""
+    """Wait until every node and device has joined Ray. Returns the problem, or None if all have joined."""
     import ray
 
     from megarl.cluster.ray.signals import keep_sigterm_handler
 
     connected = False
     missing: list[int] = list(range(topology.nodes))
-    have = want = 0
+    present = expected = 0
     try:
         while time.monotonic() < deadline:
             if ray_process.poll() is not None:
                 return f"Ray's head ended with exit code {ray_process.returncode}"
-            for rank, cause in calls.failed().items():
+            for rank, cause in server.failed().items():
                 return f"node rank {rank}: {cause}"
-            for rank in calls.to_end():
-                return f"node rank {rank} was told to end"
+            for rank in server.ending():
+                return f"node rank {rank} received a signal to end"
             if not connected:
                 connected = _connect(topology)
                 if connected:
-                    calls.open()
+                    server.open()
                 continue
             resources = ray.cluster_resources()
             missing = [rank for rank in range(topology.nodes) if node_resource(rank) not in resources]
-            have = int(resources.get(_resource(device), 0))
-            want = topology.nodes * (topology.devices_per_node or 0)
-            if not missing and have >= want:
+            present = int(resources.get(_resource(device), 0))
+            expected = topology.nodes * (topology.devices_per_node or 0)
+            if not missing and present >= expected:
                 return None
             time.sleep(0.2)
     finally:
@@ -247,11 +250,11 @@ def _gather(
             f"{topology.join_timeout:.0f} s (MEGARL_JOIN_TIMEOUT). Start this command on every node, with "
             f"MASTER_ADDR={topology.master}; ports {topology.port} and {topology.port + 1} must be open there."
         )
-    return f"all nodes have joined, with {have} devices in place of {want}: see DEVICES_PER_NODE on each."
+    return f"all nodes have joined, with {present} devices instead of {expected}: check DEVICES_PER_NODE on each node."
 
 
 def _connect(topology: Topology) -> bool:
-    """Connect to Ray's head; False where it does not listen yet (ray.init would wait for minutes)."""
+    """Connect to Ray's head; False if it does not listen yet (ray.init would wait for minutes)."""
     import ray
 
     from megarl.cluster.ray.signals import keep_sigterm_handler
@@ -267,20 +270,20 @@ def _connect(topology: Topology) -> bool:
 
 
 class _Members:
-    """Hears of nodes that have left, and says it once of each, and of those that are to."""
+    """Watches the member nodes and prints each departure once."""
 
-    def __init__(self, calls: RollCall) -> None:
-        self._calls = calls
-        self._told: set[int] = set()
+    def __init__(self, server: RendezvousServer) -> None:
+        self._server = server
+        self._reported: set[int] = set()
 
     def watch(self) -> None:
-        """Raises _NodeTold where a node was told to end: the run is to end in order, with all of its nodes."""
-        for rank in self._calls.to_end():
-            _say(f"node rank {rank} was told to end, which ends the run")
-            raise _NodeTold(signal.SIGTERM)
-        for rank in set(self._calls.absent()) - self._told:
-            self._told.add(rank)
-            cause = self._calls.failed().get(rank)
+        """Raise _PeerInterrupted if a member received a signal, so that the run ends in order on all nodes."""
+        for rank in self._server.ending():
+            _say(f"node rank {rank} received a signal to end, which ends the run")
+            raise _PeerInterrupted(signal.SIGTERM)
+        for rank in set(self._server.absent()) - self._reported:
+            self._reported.add(rank)
+            cause = self._server.failed().get(rank)
             _say(f"node rank {rank} has left" + (f": {cause}" if cause else ""))
 
 
@@ -289,7 +292,7 @@ class _Members:
 
 @contextmanager
 def _ray(topology: Topology, device: str, environ: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """This node's Ray, while it is needed, and the file that it writes to."""
+    """Run this node's Ray within the block; yields its process and its output file."""
     with (
         tempfile.NamedTemporaryFile(prefix="megarl-ray-", suffix=".log") as log,
         _child(ray_command(topology, device), environ, output=log, patience=RAY_SECONDS) as process,
@@ -301,21 +304,23 @@ def _ray(topology: Topology, device: str, environ: dict[str, str]) -> Iterator[t
 def _child(
     command: list[str], environ: dict[str, str], *, output: IO[bytes] | None = None, patience: float = STOP_SECONDS
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, ended at the latest with the block."""
+    """Run a process in a new process group, which ends at the latest with the block."""
     process = subprocess.Popen(command, env=environ, stdout=output, stderr=output, start_new_session=True)
-    why: BaseException | None = None
+    cause: BaseException | None = None
     try:
         yield process
     except BaseException as error:
-        why = error
+        cause = error
         raise
     finally:
-        _end(process, patience, own_signals=0 if isinstance(why, _NodeTold) else 1)
+        _end(process, patience, signals=0 if isinstance(cause, _PeerInterrupted) else 1)
 
 
-def _end(process: subprocess.Popen[bytes], patience: float, own_signals: int) -> None:
-    """Ask a process to end, wait for it, and kill its group where its time is up or a second signal comes.
-    `own_signals`: how many of those that this launcher is to get have come."""
+def _end(process: subprocess.Popen[bytes], patience: float, signals: int) -> None:
+    """Terminate a process, wait for it, and kill its group after `patience` seconds or at the second signal.
+
+    signals: number of signals that this launcher has already received.
+    """
     if process.poll() is None:
         process.terminate()
     deadline, quiet = time.monotonic() + patience, time.monotonic() + QUIET_SECONDS
@@ -329,15 +334,15 @@ def _end(process: subprocess.Popen[bytes], patience: float, own_signals: int) ->
             quiet = math.inf
             _say(f"waiting for the run to end, {patience:.0f} s at most; one more signal ends it at once")
         except _Interrupted:
-            own_signals += 1
-            if own_signals > 1:
+            signals += 1
+            if signals > 1:
                 break
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], meanwhile: Callable[[], None] = lambda: None) -> int:
-    """The exit status of `process`; 128 + n where signal n ended it, as a shell says it."""
+    """Wait for `process` and return its exit status, 128 + n if signal n ended it. Calls `meanwhile` every 0.1 s."""
     while process.poll() is None:
         time.sleep(0.1)
         meanwhile()
@@ -346,7 +351,7 @@ def _wait(process: subprocess.Popen[bytes], meanwhile: Callable[[], None] = lamb
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Ctrl-C, TERM and HUP end the run in order: whatever was started is stopped on the way out."""
+    """Raise `_Interrupted` on Ctrl-C, TERM and HUP, so that all started processes are ended in order."""
 
     def interrupt(number: int, _frame: FrameType | None) -> None:
         raise _Interrupted(number)
@@ -360,11 +365,11 @@ def _signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# --- what was given -----------------------------------------------------------------------------
+# --- arguments and output -----------------------------------------------------------------------
 
 
 def _command(arguments: list[str]) -> tuple[list[str], str]:
-    """What to run, and the kind of device it runs on. Raises ValueError for a recipe that does not load."""
+    """Return the command to run and its device kind. Raises ValueError for wrong usage or an invalid recipe."""
     if not arguments or arguments[0] in ("-h", "--help"):
         raise ValueError("usage: launch/multinode.sh RECIPE [key=value ...]   or   launch/multinode.sh -- COMMAND ...")
     if arguments[0] == "--":
@@ -379,7 +384,7 @@ def _command(arguments: list[str]) -> tuple[list[str], str]:
 
 
 def _present_device() -> str:
-    """The kind of accelerator whose device files this machine has."""
+    """Name of the first device kind with device files on this machine."""
     return next(kind.name for kind in KINDS if not kind.files or glob.glob(kind.files))
 
 
@@ -388,7 +393,7 @@ def _say(text: str) -> None:
 
 
 def _tail(log: Path) -> str:
-    """A log's last lines, without the frames of tracebacks."""
+    """Last lines of a log, without the frames of tracebacks."""
     lines = log.read_text(errors="replace").splitlines()
     return "\n".join([line for line in lines if line.strip() and not line.startswith((" ", "Traceback"))][-8:])
 

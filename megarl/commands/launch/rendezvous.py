@@ -1,10 +1,10 @@
-"""How the launchers of one run keep together: every node's tells the head's that it is there, and
-waits on that connection for the head to be ready, for all to have joined and, at the end, for the run's exit status.
-A node that cannot go on says why.
+"""Rendezvous of the launchers of one run.
 
-Messages are lines of JSON; nothing is executed or unpickled. The head gives Ray's token to each rank that
-has not called yet, once: where the network between the nodes is not to be trusted with that, set
-RAY_AUTH_TOKEN on every node, and none is sent.
+Every member node connects to the head's launcher and waits on that connection: for the head to be ready, for all nodes
+to join and, at the end, for the run's exit status. A member that fails sends the cause.
+
+Messages are lines of JSON; nothing is executed or unpickled. The head sends Ray's token once to each rank. If the
+network between the nodes is not trusted, set RAY_AUTH_TOKEN on every node; then no token is sent.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import time
 from typing import Any, TextIO
 
 
-class RollCall:
+class RendezvousServer:
     """The head's end.
 
-    nodes: how many there are, the head included.
-    environment: what the nodes need to join.
+    nodes: number of nodes, the head included.
+    environment: variables that the members need to join Ray.
     """
 
     def __init__(self, host: str, port: int, nodes: int, environment: dict[str, str]) -> None:
@@ -29,43 +29,43 @@ class RollCall:
         self._lock = threading.Lock()
         self._present: dict[int, tuple[socket.socket, str]] = {}
         self._failed: dict[int, str] = {}
-        self._to_end: set[int] = set()
+        self._ending: set[int] = set()
         self._open = False
         self._listener = socket.create_server((host, port))
         threading.Thread(target=self._accept, daemon=True).start()
 
     def absent(self) -> list[int]:
-        """Ranks of the nodes that have not called, or have left."""
+        """Ranks of members that are not connected."""
         with self._lock:
             return [rank for rank in range(1, self._nodes) if rank not in self._present]
 
     def failed(self) -> dict[int, str]:
-        """Ranks of the nodes that have given up, with what they say of it."""
+        """Causes of failed members, by rank."""
         with self._lock:
             return dict(self._failed)
 
-    def to_end(self) -> list[int]:
-        """Ranks of the nodes that were told to end, and wait until the run has."""
+    def ending(self) -> list[int]:
+        """Ranks of members that received a signal and wait for the end of the run."""
         with self._lock:
-            return sorted(self._to_end)
+            return sorted(self._ending)
 
     def open(self) -> None:
-        """Tell the nodes, present and to come, that the head is ready for them."""
+        """Send present and future members that the head is ready for them."""
         with self._lock:
             self._open = True
-        self._tell_all(self._ready)
+        self._send_all(self._ready)
 
     def begin(self) -> None:
-        """Tell the nodes that all are there."""
-        self._tell_all({"begun": True})
+        """Send the members that all nodes have joined."""
+        self._send_all({"begun": True})
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
+    def _send_all(self, message: dict[str, Any]) -> None:
         with self._lock:
             for connection, _ in self._present.values():
                 _send(connection, message)
 
     def finish(self, status: int) -> None:
-        """Tell the nodes the run's exit status, and hang up."""
+        """Send the members the run's exit status and close their connections."""
         with self._lock:
             self._listener.close()
             for connection, _ in self._present.values():
@@ -88,18 +88,18 @@ class RollCall:
     def _serve_node(self, connection: socket.socket, lines: TextIO) -> None:
         hello = _receive(lines)
         rank = hello.get("node_rank") if hello else None
-        refusal = self._admit(connection, hello) if hello and isinstance(rank, int) else "no node of this run"
+        refusal = self._admit(connection, hello) if hello and isinstance(rank, int) else "not a node of this run"
         if refusal:
             _send(connection, {"refused": refusal})
             connection.close()
             return
         assert isinstance(rank, int)
-        while (message := _receive(lines)) is not None:  # None: it has hung up
+        while (message := _receive(lines)) is not None:  # None: the connection is closed
             with self._lock:
                 if "failed" in message:
                     self._failed[rank] = str(message["failed"])
-                if "to_end" in message:
-                    self._to_end.add(rank)
+                if "ending" in message:
+                    self._ending.add(rank)
         with self._lock:
             if self._present.get(rank, (None, ""))[0] is connection:
                 del self._present[rank]
@@ -108,27 +108,28 @@ class RollCall:
         rank, host = hello["node_rank"], str(hello.get("host"))
         with self._lock:
             if hello.get("nodes") != self._nodes:
-                return f"the head counts {self._nodes} nodes, this one {hello.get('nodes')}"
+                return f"the head expects {self._nodes} nodes, this node {hello.get('nodes')}"
             if rank in self._present:
                 return f"node rank {rank} is taken by {self._present[rank][1]}"
             if not 0 < rank < self._nodes:
-                return f"node rank {rank} is not one of 1 to {self._nodes - 1}"
+                return f"node rank {rank} is not between 1 and {self._nodes - 1}"
             self._present[rank] = connection, host
             if self._open:
                 _send(connection, self._ready)
         return None
 
 
-class Attendance:
-    """Another node's end. `refusal`, `ready`, `begun`, `status` become known in time; so does `left`, the head's going."""
+class RendezvousClient:
+    """A member's end. A thread sets `refusal`, `ready`, `begun` and `status` as messages arrive, and `left` if the head
+    closes the connection."""
 
     def __init__(self, host: str, port: int, node_rank: int, nodes: int, timeout: float) -> None:
-        """Raises TimeoutError where the head is not reached within `timeout` seconds."""
+        """Raises TimeoutError if the head cannot be reached within `timeout` seconds."""
         self.refusal: str | None = None
         self.status: int | None = None
         self.ready = False
         self.begun = False
-        self.environment: dict[str, str] = {}  # what the head adds to this node's, once it is ready
+        self.environment: dict[str, str] = {}  # variables from the head, set once it is ready
         self.left = False
         self._connection = _dial(host, port, timeout)
         _send(self._connection, {"node_rank": node_rank, "nodes": nodes, "host": socket.gethostname()})
@@ -139,12 +140,12 @@ class Attendance:
         return self.left or self.status is not None or self.refusal is not None
 
     def fail(self, cause: str) -> None:
-        """Tell the head that this node gives up, and why."""
+        """Send the head the cause of this node's failure."""
         _send(self._connection, {"failed": cause})
 
-    def ask_to_end(self) -> None:
-        """Ask the head to end the run: this node was told to end."""
-        _send(self._connection, {"to_end": True})
+    def request_end(self) -> None:
+        """Request the end of the run from the head, after a signal on this node."""
+        _send(self._connection, {"ending": True})
 
     def close(self) -> None:
         _hang_up(self._connection)
@@ -159,7 +160,7 @@ class Attendance:
                     self.begun = self.begun or "begun" in message
                     self.refusal = message.get("refused", self.refusal)
                     self.status = message.get("status", self.status)
-            except OSError:  # the head's machine is gone
+            except OSError:  # the head's machine is lost
                 self.left = True
         self.left = True
 
@@ -175,7 +176,7 @@ def _dial(host: str, port: int, timeout: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"the head does not answer at {host}:{port} after {timeout:.0f} s ({error})"
+                    f"the head did not answer at {host}:{port} within {timeout:.0f} s ({error})"
                 ) from error
             time.sleep(0.2)
 
@@ -184,7 +185,7 @@ def _hang_up(connection: socket.socket) -> None:
     """Close a connection that another thread reads from (a plain close would wait for that thread)."""
     try:
         connection.shutdown(socket.SHUT_RDWR)
-    except OSError:  # the other end was first
+    except OSError:  # the other end closed first
         return
     finally:
         connection.close()
@@ -194,11 +195,11 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
     try:
         connection.sendall(json.dumps(message).encode() + b"\n")
     except OSError:
-        return  # it has left, and whoever reads the connection sees that
+        return  # the connection is closed; its reader notices that
 
 
 def _receive(lines: TextIO) -> dict[str, Any] | None:
-    """The next message; None when the other end is gone or talks something else."""
+    """Receive the next message; None if the connection is closed or the line is not a JSON object."""
     try:
         message = json.loads(lines.readline())
     except (OSError, ValueError):

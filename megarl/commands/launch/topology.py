@@ -1,4 +1,4 @@
-"""Which node of how many this one is, read from what launchers put into the environment."""
+"""Number of nodes, node rank and head address, from the environment variables of common launchers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 DEFAULT_PORT = 6379
 DEFAULT_JOIN_TIMEOUT = 600.0
 
-# The first variable that is set counts: ours, PyTorchJob's, Slurm's, an indexed Kubernetes Job's or JobSet's.
+# The first variable that is set counts: megarl's, PyTorchJob's, Slurm's, then an indexed Kubernetes Job's or JobSet's.
 _NODE_RANK = ("NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")
 _NODES = ("NNODES", "PET_NNODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
 _MASTER = ("MASTER_ADDR", "PET_MASTER_ADDR")
@@ -21,14 +21,14 @@ _NODE_LIST = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 
 @dataclass(frozen=True)
 class Topology:
-    """This node's place among the nodes."""
+    """This node's rank and the connection settings of the run."""
 
     node_rank: int
     nodes: int
     master: str  # address of node rank 0
-    port: int  # of Ray's head; the launchers themselves talk on port + 1
-    devices_per_node: int | None  # None: whatever Ray finds
-    node_ip: str | None  # this node's address, where it is not left to Ray
+    port: int  # of Ray's head; the launchers' rendezvous uses port + 1
+    devices_per_node: int | None  # None: as Ray detects
+    node_ip: str | None  # this node's address; None: as Ray detects
     join_timeout: float  # seconds until every node must have joined
 
     @property
@@ -41,35 +41,40 @@ class Topology:
 
 
 def read_topology(environ: Mapping[str, str]) -> Topology:
-    """Raises ValueError where the environment does not say enough, or contradicts itself."""
+    """Read the topology from `environ`. Raises ValueError if variables are missing, malformed or contradictory."""
     nodes = _integer(environ, _NODES, 1)
     assert nodes is not None
     if nodes < 1:
-        raise ValueError(f"{nodes} nodes: there is at least this one. Set NNODES, or leave it out.")
+        raise ValueError(f"{nodes} nodes: a run has at least one. Set NNODES to 1 or more, or leave it out.")
     master = _first(environ, _MASTER) or _slurm_head(environ) or ("127.0.0.1" if nodes == 1 else None)
     if master is None:
-        raise ValueError(f"{nodes} nodes, and no address of the first: set MASTER_ADDR on every node, to the same.")
+        raise ValueError(
+            f"{nodes} nodes, but the address of the first is unknown: set MASTER_ADDR to the same value on every node."
+        )
     rank = _node_rank(environ, nodes)
     if not 0 <= rank < nodes:
-        raise ValueError(f"this node's rank is {rank}, and there are {nodes} nodes: ranks are 0 to {nodes - 1}.")
+        raise ValueError(f"this node's rank is {rank}, but with {nodes} nodes ranks are 0 to {nodes - 1}.")
     port = _integer(environ, _PORT, DEFAULT_PORT)
     assert port is not None
     if not 1024 <= port <= 65533:
-        raise ValueError(f"MASTER_PORT={port}: Ray takes it and megarl the next two, all of 1024 to 65535.")
+        raise ValueError(
+            f"MASTER_PORT={port}: Ray uses this port and megarl the next two; all must be in 1024 to 65535."
+        )
     devices = _integer(environ, _DEVICES, None)
     if devices == 0:
         raise ValueError(
-            "DEVICES_PER_NODE=0: a node without devices has no part in a run. Leave it out, and Ray looks."
+            "DEVICES_PER_NODE=0: a node without devices cannot take part in a run. Leave it out to let Ray detect devices."
         )
     node_ip = environ.get("MEGARL_NODE_IP")
     if nodes > 1 and _is_loopback(master):
-        # Several nodes on one machine, to try things out: each has a loopback address of its own. Not
-        # 127.0.0.1, which Ray takes for the machine's outer address.
+        # Several nodes on one machine, for trials: each gets a separate loopback address. Not 127.0.0.1, which Ray
+        # replaces by the machine's outer address.
         master, node_ip = "127.0.0.2", node_ip or f"127.0.0.{2 + rank}"
     try:
         timeout = float(environ.get("MEGARL_JOIN_TIMEOUT", DEFAULT_JOIN_TIMEOUT))
     except ValueError as error:
-        raise ValueError(f"MEGARL_JOIN_TIMEOUT={environ['MEGARL_JOIN_TIMEOUT']} is no number of seconds.") from error
+        value = environ["MEGARL_JOIN_TIMEOUT"]
+        raise ValueError(f"MEGARL_JOIN_TIMEOUT must be a number of seconds, got {value}.") from error
     return Topology(rank, nodes, master, port, devices, node_ip, timeout)
 
 
@@ -95,13 +100,13 @@ def _node_rank(environ: Mapping[str, str], nodes: int) -> int:
         return rank
     if nodes == 1:
         return 0
-    # A StatefulSet's pods are numbered by name: trainer-0, trainer-1, ...
+    # The pods of a StatefulSet have numbered names: trainer-0, trainer-1, ...
     ordinal = re.search(r"-(\d+)$", environ.get("HOSTNAME", ""))
     if ordinal:
         return int(ordinal.group(1))
     raise ValueError(
-        f"{nodes} nodes, and this one does not know which it is: set NODE_RANK (0 on the first node). "
-        f"Looked for {', '.join(_NODE_RANK)} and a HOSTNAME that ends in -<number>."
+        f"{nodes} nodes, but the rank of this node is unknown: set NODE_RANK (0 on the first node). "
+        f"megarl reads {', '.join(_NODE_RANK)} and a HOSTNAME that ends in -<number>."
     )
 
 
@@ -114,7 +119,7 @@ def _integer(environ: Mapping[str, str], names: tuple[str, ...], default: int | 
     if name is None:
         return default
     if not environ[name].isdigit():
-        raise ValueError(f"{name}={environ[name]} is no number.")
+        raise ValueError(f"{name} must be a whole number, got {environ[name]}.")
     return int(environ[name])
 
 

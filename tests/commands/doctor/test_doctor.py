@@ -154,7 +154,7 @@ class Answer:
     value: NodeReport | None = None
     error: str = ""
     clock_ahead: float = 0.0
-    clock_known: float = 0.01
+    clock_error: float = 0.01
 
 
 def test_a_node_that_is_unlike_the_others_is_named() -> None:
@@ -164,7 +164,7 @@ def test_a_node_that_is_unlike_the_others_is_named() -> None:
         Answer("10.0.0.2", 1, NodeReport("b", None, [ok("fine")], versions=other)),
         Answer("10.0.0.3", 2, NodeReport("c", None, [], versions=same), clock_ahead=-7.5),
         Answer("10.0.0.4", 3, error="no answer within 240 s"),
-        Answer("10.0.0.5", 4, NodeReport("e", None, [], versions=same), clock_ahead=7.5, clock_known=7.0),
+        Answer("10.0.0.5", 4, NodeReport("e", None, [], versions=same), clock_ahead=7.5, clock_error=7.0),
     ]
     told = [report.findings[0] for report in compared(answers)]
     assert [one.status for one in told] == ["ok", "FAIL", "warning", "FAIL", "ok"]

@@ -12,7 +12,7 @@ import pytest
 from megarl.cluster.process import free_port
 from megarl.cluster.ray import env as ray_env
 from megarl.commands.launch.multinode import ray_command
-from megarl.commands.launch.rendezvous import Attendance, RollCall
+from megarl.commands.launch.rendezvous import RendezvousClient, RendezvousServer
 from megarl.commands.launch.topology import first_host, read_topology
 from tests.support.cluster_workers import ROOT, alive, descendants, wait_until
 
@@ -47,8 +47,8 @@ def test_topology(environ, rank, nodes, master, devices):
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "m"}, "ranks are 0 to 1"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is no number"),
         ({"MEGARL_JOIN_TIMEOUT": "soon"}, "MEGARL_JOIN_TIMEOUT=soon"),
-        ({"NNODES": "0"}, "0 nodes: there is at least this one"),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: Ray takes it"),
+        ({"NNODES": "0"}, "0 nodes: a run has at least one"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: Ray uses this port"),
         ({"DEVICES_PER_NODE": "0"}, "a node without devices"),
     ],
 )
@@ -80,24 +80,24 @@ def test_a_cluster_of_ours_has_a_token_of_its_own_unless_the_user_has_chosen():
 
 def test_roll_call():
     port = free_port()
-    calls = RollCall("127.0.0.1", port, 3, {"KEY": "value"})
-    first = Attendance("127.0.0.1", port, 1, 3, timeout=5)
+    calls = RendezvousServer("127.0.0.1", port, 3, {"KEY": "value"})
+    first = RendezvousClient("127.0.0.1", port, 1, 3, timeout=5)
     assert wait_until(lambda: calls.absent() == [2], 5)
     assert not first.ready
     calls.open()
-    late = Attendance("127.0.0.1", port, 2, 3, timeout=5)
+    late = RendezvousClient("127.0.0.1", port, 2, 3, timeout=5)
     assert wait_until(lambda: first.ready and late.ready, 5)
     assert first.environment == {"KEY": "value"}
-    for rank, nodes, says in [(1, 3, "rank 1 is taken"), (3, 3, "not one of 1 to 2"), (2, 2, "the head counts 3")]:
-        stranger = Attendance("127.0.0.1", port, rank, nodes, timeout=5)
+    for rank, nodes, says in [(1, 3, "rank 1 is taken"), (3, 3, "not between 1 and 2"), (2, 2, "the head expects 3")]:
+        stranger = RendezvousClient("127.0.0.1", port, rank, nodes, timeout=5)
         assert wait_until(lambda stranger=stranger: stranger.over, 5)
         assert says in stranger.refusal
         assert stranger.environment == {}
     assert not first.begun
     calls.begin()
     assert wait_until(lambda: first.begun and late.begun, 5)
-    late.ask_to_end()
-    assert wait_until(lambda: calls.to_end() == [2], 5)
+    late.request_end()
+    assert wait_until(lambda: calls.ending() == [2], 5)
     late.fail("its Ray has ended")
     late.close()
     assert wait_until(lambda: calls.absent() == [2], 5)
@@ -109,7 +109,7 @@ def test_roll_call():
 
 def test_a_head_that_is_not_there_is_named():
     with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:\d+ after 0 s"):
-        Attendance("127.0.0.1", free_port(), 1, 2, timeout=0)
+        RendezvousClient("127.0.0.1", free_port(), 1, 2, timeout=0)
 
 
 # --- processes ----------------------------------------------------------------------------------
