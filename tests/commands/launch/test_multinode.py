@@ -45,8 +45,8 @@ def test_topology(environ, rank, nodes, master, devices):
         ({"NNODES": "2", "MASTER_ADDR": "m", "HOSTNAME": "login"}, "set NODE_RANK"),
         ({"NNODES": "2", "NODE_RANK": "0"}, "set MASTER_ADDR"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "m"}, "ranks are 0 to 1"),
-        ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is no number"),
-        ({"MEGARL_JOIN_TIMEOUT": "soon"}, "MEGARL_JOIN_TIMEOUT=soon"),
+        ({"PET_NNODES": "1:4"}, "PET_NNODES must be a whole number, got 1:4"),
+        ({"MEGARL_JOIN_TIMEOUT": "soon"}, "MEGARL_JOIN_TIMEOUT must be a number of seconds, got soon"),
         ({"NNODES": "0"}, "0 nodes: a run has at least one"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999: Ray uses this port"),
         ({"DEVICES_PER_NODE": "0"}, "a node without devices"),
@@ -78,13 +78,13 @@ def test_a_cluster_of_ours_has_a_token_of_its_own_unless_the_user_has_chosen():
     assert ray_env.authentication({"RAY_AUTH_MODE": "disabled"}) == {}
 
 
-def test_roll_call():
+def test_rendezvous():
     port = free_port()
-    calls = RendezvousServer("127.0.0.1", port, 3, {"KEY": "value"})
+    server = RendezvousServer("127.0.0.1", port, 3, {"KEY": "value"})
     first = RendezvousClient("127.0.0.1", port, 1, 3, timeout=5)
-    assert wait_until(lambda: calls.absent() == [2], 5)
+    assert wait_until(lambda: server.absent() == [2], 5)
     assert not first.ready
-    calls.open()
+    server.open()
     late = RendezvousClient("127.0.0.1", port, 2, 3, timeout=5)
     assert wait_until(lambda: first.ready and late.ready, 5)
     assert first.environment == {"KEY": "value"}
@@ -94,21 +94,21 @@ def test_roll_call():
         assert says in stranger.refusal
         assert stranger.environment == {}
     assert not first.begun
-    calls.begin()
+    server.begin()
     assert wait_until(lambda: first.begun and late.begun, 5)
     late.request_end()
-    assert wait_until(lambda: calls.ending() == [2], 5)
+    assert wait_until(lambda: server.ending() == [2], 5)
     late.fail("its Ray has ended")
     late.close()
-    assert wait_until(lambda: calls.absent() == [2], 5)
-    assert calls.failed() == {2: "its Ray has ended"}
-    calls.finish(7)
+    assert wait_until(lambda: server.absent() == [2], 5)
+    assert server.failed() == {2: "its Ray has ended"}
+    server.finish(7)
     assert wait_until(lambda: first.over, 5)
     assert first.status == 7
 
 
 def test_a_head_that_is_not_there_is_named():
-    with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:\d+ after 0 s"):
+    with pytest.raises(TimeoutError, match=r"127\.0\.0\.1:\d+ within 0 s"):
         RendezvousClient("127.0.0.1", free_port(), 1, 2, timeout=0)
 
 
