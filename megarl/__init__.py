@@ -6,10 +6,15 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+import warnings
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import ModuleType
 
     from megarl.preflight.load import load_recipe
     from megarl.recipe import Recipe, RecipeError
@@ -33,3 +38,26 @@ def train(recipe: Recipe) -> Path:
     from megarl.assembly import train as run_training
 
     return run_training(recipe)
+
+
+_MOVED = {"megarl.config": "megarl.recipe", "megarl.tools": "megarl.agents"}
+
+
+class _MovedModules:
+    """Import finder and loader for old paths in users' code: names of the new module, with a FutureWarning."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, cls()) if name in _MOVED else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let Python create an empty module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = _MOVED[module.__name__]
+        warnings.warn(f"{module.__name__} is now {new}: change the import", FutureWarning, stacklevel=2)
+        public = {name: value for name, value in vars(importlib.import_module(new)).items() if name[:2] != "__"}
+        module.__dict__.update(public, __getattr__=__getattr__)  # load_recipe is now in megarl
+
+
+sys.meta_path.append(_MovedModules)
