@@ -1,8 +1,8 @@
-"""The command line: ``python -m megarl COMMAND`` (or ``megarl COMMAND``).
+"""Command line: ``python -m megarl COMMAND`` (or ``megarl COMMAND``).
 
-Exit status: 0 success; 1 the run failed (compare: the runs differ); 2 a recipe or other input is wrong; 130 after
+Exit status: 0 success; 1 the run failed (compare: the runs differ); 2 invalid recipe or other input; 130 after
 Ctrl-C; 143 after SIGTERM.
-Errors are one block on stderr; --debug adds the traceback.
+An error is printed as one block on stderr; --debug adds the traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.errors import as_input_error
 from megarl.exit_status import guarded, leave
 
 app = typer.Typer(
-    help="Reinforcement learning of large language models on Megatron: a recipe is one YAML file.",
+    help="Reinforcement learning of large language models on Megatron, from a recipe in one YAML file.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -27,14 +27,14 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 
 
-RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe, a YAML file.")]
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe (YAML file).")]
 Overrides = Annotated[
-    Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Settings that win over the file's.")
+    Optional[list[str]], typer.Argument(metavar="[KEY=VALUE]...", help="Settings that override the recipe's.")
 ]
 Model = Annotated[
     Optional[str],
     typer.Option(
-        help="A published model, e.g. Qwen3-8B, or a folder with a config.json. Unset: model.path, else the `Shape` in the recipe's head."
+        help="Published model, e.g. Qwen3-8B, or folder with a config.json. Default: model.path, else `# Shape:` in the recipe's header."
     ),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -60,8 +60,10 @@ def evaluate(recipe: RecipePath, overrides: Overrides = None, debug: Debug = Fal
 def export(
     run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
     out: Annotated[Path, typer.Option(help="Directory to write the Hugging Face model to.")],
-    step: Annotated[Optional[int], typer.Option(help="Checkpoint to export; unset: the newest.")] = None,
-    critic: Annotated[bool, typer.Option("--critic", help="The critic, as a token classification model.")] = False,
+    step: Annotated[Optional[int], typer.Option(help="Step of the checkpoint. Default: the newest.")] = None,
+    critic: Annotated[
+        bool, typer.Option("--critic", help="Export the critic, as a token classification model.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face model, read it back and compare it."""
@@ -74,7 +76,7 @@ def export(
 def report(
     run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")], debug: Debug = False
 ) -> None:
-    """Write RUN/report.html: curves, timeline and samples in one file that needs no network."""
+    """Write RUN/report.html: curves, timeline and samples in one file that works offline."""
     from megarl.commands.report import report as write
 
     with as_input_error():
@@ -82,7 +84,7 @@ def report(
     typer.echo(path)
 
 
-LogPath = typer.Argument(help="A run's directory, or a log of verl: console output, JSONL, TensorBoard events.")
+LogPath = typer.Argument(help="A run's directory, or a verl log: console output, JSONL or TensorBoard events.")
 
 
 @app.command()
@@ -90,23 +92,24 @@ def compare(
     run_a: Annotated[Path, LogPath],
     run_b: Annotated[Path, LogPath],
     metric: Annotated[
-        Optional[str], typer.Option(help="What to compare; unset: the reward, or the loss of SFT.")
+        Optional[str], typer.Option(help="Metric to compare. Default: the reward, or the loss for SFT.")
     ] = None,
-    metric_b: Annotated[Optional[str], typer.Option(help="What RUN_B calls it; unset: the same.")] = None,
+    metric_b: Annotated[Optional[str], typer.Option(help="Name of the metric in RUN_B. Default: the same.")] = None,
     max_error: Annotated[
         Optional[str],
-        typer.Option(help="Mean absolute error allowed, in percent: 4 is 0.04. Unset: the rule's (reward 4, loss 2)."),
+        typer.Option(help="Allowed mean absolute error in percent (4 is 0.04). Default: 4 for reward, 2 for loss."),
     ] = None,
     steps: Annotated[str, typer.Option(metavar="FROM:TO", help="Steps to compare, both included.")] = ":",
-    throughput_steps: Annotated[int, typer.Option(min=1, help="First steps whose throughput counts.")] = 4,
+    throughput_steps: Annotated[int, typer.Option(min=1, help="Number of first steps to compare throughput over.")] = 4,
     min_throughput_ratio: Annotated[
-        Optional[float], typer.Option(min=0.0, help="Least throughput of RUN_A over RUN_B's; unset: only told.")
+        Optional[float],
+        typer.Option(min=0.0, help="Minimum ratio of RUN_A's to RUN_B's throughput. Default: reported, not checked."),
     ] = None,
-    html: Annotated[Optional[Path], typer.Option(help="Write the comparison as a page, too.")] = None,
+    html: Annotated[Optional[Path], typer.Option(help="Also write the comparison as an HTML page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Hold RUN_A against RUN_B: reward or loss, and throughput. Exit status 0 within the rules, 1 outside, 2 bad input."""
+    """Compare the reward or loss and the throughput of two runs. Exit status 0 within limits, 1 outside, 2 bad input."""
     from megarl.commands.compare.command import compare as run_compare
     from megarl.commands.compare.command import percentage, step_range
     from megarl.commands.compare.rules import Options
@@ -123,17 +126,17 @@ def compare(
 @app.command()
 def doctor(
     recipe: Annotated[
-        Optional[str], typer.Argument(metavar="[RECIPE]", help="Recipe, a YAML file: also what it needs.")
+        Optional[str], typer.Argument(metavar="[RECIPE]", help="Recipe (YAML file), to check its requirements too.")
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A list of objects in place of lines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of findings.")] = False,
     nodes: Annotated[
         Optional[bool],
-        typer.Option("--nodes/--no-nodes", help="Every node of the Ray cluster; unset: where an address is known."),
+        typer.Option("--nodes/--no-nodes", help="Check every Ray node. Default: if an address of a cluster is set."),
     ] = None,
     debug: Debug = False,
 ) -> int:
-    """Look at this machine, or a Ray cluster's: versions, devices, network, limits. Exit status 1 where a check fails."""
+    """Check this machine or a Ray cluster: versions, devices, network, limits. Exit status 1 if a check fails."""
     from megarl.commands.doctor.command import doctor as look
 
     return look(Path(recipe) if recipe else None, overrides or [], as_json=as_json, nodes=nodes)
@@ -142,25 +145,26 @@ def doctor(
 @app.command()
 def accept(
     recipe: Annotated[
-        Optional[str], typer.Argument(metavar="[RECIPE]", help="Recipe, a YAML file: its layout, engines and exchange.")
+        Optional[str],
+        typer.Argument(metavar="[RECIPE]", help="Recipe (YAML file) to take the layout, engines and weight sync from."),
     ] = None,
     overrides: Overrides = None,
-    device: Annotated[str, typer.Option(help="Kind of device, as cluster.device names it.")] = "auto",
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the Ray cluster at RAY_ADDRESS.")] = 1,
-    minutes: Annotated[float, typer.Option(min=1, help="Time for all stages together.")] = 60.0,
+    device: Annotated[str, typer.Option(help="Device kind, as in cluster.device.")] = "auto",
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes of the Ray cluster at RAY_ADDRESS.")] = 1,
+    minutes: Annotated[float, typer.Option(min=1, help="Time limit of all stages together.")] = 60.0,
     stages: Annotated[
-        Optional[str], typer.Option(help="Stages to run, e.g. 1-4 or 0,5; unset: all. With --resume: to run again.")
+        Optional[str], typer.Option(help="Stages to run, e.g. 1-4 or 0,5. Default: all. With --resume: to run again.")
     ] = None,
     resume: Annotated[
-        Optional[Path], typer.Option(metavar="DIR", help="Go on with an acceptance: stages that have ended are kept.")
+        Optional[Path], typer.Option(metavar="DIR", help="Resume the acceptance in DIR; finished stages are kept.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for DIR and the archive.")] = Path("."),
     expect: Annotated[
-        bool, typer.Option("--expect", help="Print what would run, for how long, and when it passes.")
+        bool, typer.Option("--expect", help="Print the stages with durations and pass criteria, and run nothing.")
     ] = False,
     debug: Debug = False,
 ) -> int:
-    """Prove a machine or cluster before the first run: kernels, models, collectives, engine, weight exchange, one step. Exit status 1 where a stage fails."""
+    """Test a machine or cluster before the first run: kernels, models, collectives, engine, weight sync, one step. Exit status 1 if a stage fails."""
     from megarl.commands.accept.command import Options
     from megarl.commands.accept.command import accept as run_stages
 
@@ -174,19 +178,19 @@ def rehearse(
     overrides: Overrides = None,
     processes: Annotated[
         Optional[int],
-        typer.Option(min=1, help="Trainers at most; unset: 2, or 4 where the layout cuts a pipeline and more."),
+        typer.Option(min=1, help="Maximum number of trainers. Default: 2, or 4 with pipeline and other parallelism."),
     ] = None,
     out: Annotated[
-        Optional[Path], typer.Option(help="Folder for the twin and its run; unset: a temporary one.")
+        Optional[Path], typer.Option(help="Folder for the tiny copy and its run. Default: a temporary folder.")
     ] = None,
     shape: Annotated[
         Optional[str],
-        typer.Option(help="Model whose config.json is shrunk, e.g. Qwen3-8B; unset: the recipe's."),
+        typer.Option(help="Model with the config.json to shrink, e.g. Qwen3-8B. Default: the recipe's model."),
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Also resume from the checkpoint, for one step more.")] = True,
+    resume: Annotated[bool, typer.Option(help="Also resume from the checkpoint, for one more step.")] = True,
     debug: Debug = False,
 ) -> int:
-    """Run the recipe on this machine's CPU with its model and batches shrunk: two steps, exchange, checkpoint, resume."""
+    """Run a tiny copy of the recipe on this machine's CPU: two steps, weight sync, checkpoint, resume."""
     from megarl.commands.rehearse.command import rehearse as run_rehearsal
 
     return run_rehearsal(recipe, overrides or [], out=out, processes=processes, shape=shape, resume=resume)
@@ -212,7 +216,7 @@ def plan(
     seconds: cli_options.Seconds = None,
     debug: Debug = False,
 ) -> int:
-    """What every device of the recipe holds in each phase of a step, and for how long, without any device. Exit status 1 where memory is too small."""
+    """Compute memory per device and seconds per phase of a step, without any device. Exit status 1 if memory is too small."""
     from megarl.commands.plan.command import plan as count
     from megarl.commands.plan.options import Options
 
@@ -241,31 +245,35 @@ def exchange(
     explain: Annotated[bool, typer.Option("--explain", hidden=True)] = False,
     model: Model = None,
     per_node: Annotated[
-        Optional[int], typer.Option(help="Devices of a machine; unset: as the recipe's head says.", min=1)
+        Optional[int], typer.Option(help="Devices per machine. Default: `# Hardware:` in the recipe's header.", min=1)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="An object in place of the table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
     debug: Debug = False,
 ) -> int:
-    """Show who sends which weights to whom in an update of the engines. Nothing is started or moved."""
+    """Show which weights each trainer sends to each engine in a weight sync. No process is started."""
     from megarl.commands.plan.explain_command import exchange as show
 
     if explain:
-        typer.echo("--explain is not needed any more: megarl exchange RECIPE", err=True)
+        typer.echo("--explain has no effect any more: megarl exchange RECIPE", err=True)
     return show(recipe, overrides or [], model=model, per_node=per_node, as_json=as_json)
 
 
 @app.command(name="convert-weights")
 def convert_weights(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A Hugging Face model with FP8 weights.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Hugging Face model with FP8 weights.")],
     out: Annotated[
-        Path, typer.Option(help="Folder to write the model in bfloat16 to. The same command goes on in it.")
+        Path,
+        typer.Option(help="Folder for the bfloat16 model. Repeat the command to resume an interrupted conversion."),
     ],
     workers: Annotated[
-        Optional[int], typer.Option(min=1, help="Processes, of about 0.5 GB each; unset: 4, or the cores if fewer.")
+        Optional[int],
+        typer.Option(
+            min=1, help="Number of processes, about 0.5 GB each. Default: 4, or the number of cores if lower."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a model with FP8 block-scaled weights (DeepSeek-V3) in bfloat16, as the trainer reads it. A CPU is enough."""
+    """Convert a model with FP8 block-scaled weights (DeepSeek-V3) to bfloat16, which the trainer reads. Needs no accelerator."""
     from megarl.commands.convert_weights.command import convert
 
     with as_input_error():
@@ -274,19 +282,21 @@ def convert_weights(
 
 @app.command(name="convert-config")
 def convert_config(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="A verl script or command line; - reads standard input.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="verl script or command line; - reads standard input.")],
     settings: Annotated[
         Optional[list[str]],
         typer.Argument(
             metavar="[NAME=VALUE]...",
-            help="Values of the script's shell variables, where it sets none (1=8 is $1); with a dot, settings of the recipe.",
+            help="Values of shell variables that the script does not set (1=8 sets $1); names with a dot are recipe settings.",
         ),
     ] = None,
-    out: Annotated[Optional[Path], typer.Option(help="Recipe to write; unset: standard output.")] = None,
-    rows: Annotated[Optional[int], typer.Option(min=1, help="Rows of the training data: makes epochs steps.")] = None,
+    out: Annotated[Optional[Path], typer.Option(help="Recipe file to write. Default: standard output.")] = None,
+    rows: Annotated[
+        Optional[int], typer.Option(min=1, help="Number of training rows, to convert epochs to steps.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write the recipe of a verl script, which is read and not run; stderr says what was not carried over."""
+    """Convert a verl script to a recipe without running it; stderr lists the options that have no counterpart."""
     from megarl.commands.convert_verl.command import convert_file
 
     with as_input_error():

@@ -1,4 +1,4 @@
-"""Exceptions and signals of a command as one error block and an exit status."""
+"""Turn exceptions and signals of a command into one error block and an exit status."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import typer
 
 from megarl.errors import InputError, RecipeError
 
-_SECONDS = 0.05  # by then the callback has ended
+_SECONDS = 0.05  # delay until the callback that dropped the exception has ended
 
 
 def raise_again(signals: Mapping[type[BaseException], int]) -> None:
-    """From now on, send a signal again if its exception was lost. `signals`: exceptions of handlers, and their signals.
+    """Send a signal again whenever Python drops its exception. `signals`: signal number by the handler's exception.
 
-    Python reports and drops an exception that leaves a finalizer or a function that runs around a fork, such as those of
-    `logging`. A Ctrl-C dropped there would leave a traceback, and the command would go on.
+    Python prints and drops an exception that leaves a finalizer or an at-fork function (`logging` has some). After a
+    dropped Ctrl-C the command would print a traceback and continue.
     """
     report = sys.unraisablehook
 
-    def hook(lost: Any) -> None:
-        number = signals.get(lost.exc_type)
+    def hook(dropped: Any) -> None:
+        number = signals.get(dropped.exc_type)
         if number is None:
-            report(lost)
+            report(dropped)
             return
         timer = threading.Timer(_SECONDS, os.kill, (os.getpid(), number))
         timer.daemon = True
@@ -37,7 +37,7 @@ def raise_again(signals: Mapping[type[BaseException], int]) -> None:
     sys.unraisablehook = hook
 
 
-# What typer's argument errors share. Some releases bundle click, so that `click.ClickException` is another class.
+# Base class of typer's argument errors. Some releases bundle click, so that `click.ClickException` is another class.
 _UsageProblem: Any = typer.BadParameter.__mro__[typer.BadParameter.__mro__.index(Exception) - 1]
 
 
@@ -45,8 +45,11 @@ INTERRUPTED = 130
 
 
 def leave(status: int) -> NoReturn:
-    """Exit with `status`. After a failure at once: everything is put away by then, and threads of libraries that
-    were interrupted at their start have crashed slower exits, which would hide the status."""
+    """Exit with `status`; after a failure without Python's finalization.
+
+    All files are closed and processes ended by then. Library threads that were interrupted during their start can crash
+    the finalization, which would hide the status.
+    """
     if status == 0:
         sys.exit(0)
     sys.stdout.flush()
@@ -55,7 +58,7 @@ def leave(status: int) -> NoReturn:
 
 
 def guarded(command: Callable[[], Any], *, debug: bool) -> int:
-    """Run `command`; whatever it fails of becomes one block on stderr and an exit status."""
+    """Run `command` and return its exit status; print any exception as one block on stderr."""
     signal.signal(signal.SIGTERM, _terminate)
     raise_again({KeyboardInterrupt: signal.SIGINT, Terminated: signal.SIGTERM})
     try:
@@ -81,7 +84,7 @@ def guarded(command: Callable[[], Any], *, debug: bool) -> int:
 
 
 class Terminated(BaseException):
-    """SIGTERM, as cluster managers send it: it passes through every `finally`, so everything started is ended."""
+    """SIGTERM, e.g. from a cluster manager, as an exception: `finally` blocks run and end all started processes."""
 
 
 def _terminate(number: int, frame: Any) -> None:
@@ -90,13 +93,13 @@ def _terminate(number: int, frame: Any) -> None:
 
 def _fail(status: int, kind: str, error: Exception, debug: bool) -> int:
     if os.environ.get("RANK", "0") != "0":
-        return status  # torchrun's first rank says it
+        return status  # rank 0 prints the error
     print(f"{kind}:{error}" if str(error).startswith("\n") else f"{kind}: {error}", file=sys.stderr)
     for note in vars(error).pop("__notes__", ()):  # the traceback would show them again
         print(note, file=sys.stderr)
     if debug:
         traceback.print_exc()
-        print(getattr(getattr(error, "failure", None), "traceback", None) or "", file=sys.stderr)  # the remote one
+        print(getattr(getattr(error, "failure", None), "traceback", None) or "", file=sys.stderr)  # remote traceback
     elif status == 1:
         print("(--debug shows the traceback)", file=sys.stderr)
     return status
