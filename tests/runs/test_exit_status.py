@@ -59,7 +59,7 @@ def test_the_last_checkpoint_and_the_way_on_come_once_and_after_the_cause(failin
 
 def test_without_one_that_is_said(failing: Any) -> None:
     status, said = failing([], RuntimeError("the machine burns again"))
-    assert status == 1 and "No checkpoint was written to" in said and "train.resume=auto begins anew" in said
+    assert status == 1 and "No checkpoint was written to" in said and "train.resume=auto starts over" in said
 
 
 def test_a_disk_that_cannot_be_read_hides_no_cause(failing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
