@@ -171,8 +171,7 @@ def _stay_in_ray(topology: Topology, device: str, environ: dict[str, str], clien
             except _Interrupted:
                 client.request_end()
                 _say(
-                    f"node rank {topology.node_rank}: waiting for node rank 0 to end the run; one more signal ends this "
-                    "node at once"
+                    f"node rank {topology.node_rank}: node rank 0 ends the run; one more signal ends this node at once"
                 )
                 _wait_until_over(process, client, time.monotonic() + STOP_SECONDS)
                 if not client.over:
@@ -200,7 +199,7 @@ def _report_end(topology: Topology, client: RendezvousClient) -> int:
         if client.status:
             event = "the run ended" if client.begun else "the run ended before all nodes had joined,"
             _say(
-                f"node rank {topology.node_rank}: {event} with exit status {client.status}; node rank 0 prints the cause"
+                f"node rank {topology.node_rank}: {event} with exit status {client.status}; see node rank 0 for the cause"
             )
         return client.status
     reason = f"refused by the head: {client.refusal}" if client.refusal else "the head has ended"
