@@ -198,9 +198,7 @@ def _report_end(topology: Topology, client: RendezvousClient) -> int:
     if client.status is not None:
         if client.status:
             event = "the run ended" if client.begun else "the run ended before all nodes had joined,"
-            _say(
-                f"node rank {topology.node_rank}: {event} with exit status {client.status}; see node rank 0 for the cause"
-            )
+            _say(f"node rank {topology.node_rank}: {event} with exit status {client.status}; see node rank 0")
         return client.status
     reason = f"refused by the head: {client.refusal}" if client.refusal else "the head has ended"
     _say(f"node rank {topology.node_rank}: {reason}")
