@@ -34,8 +34,8 @@ def __getattr__(name: str) -> Any:
 
 
 def train(recipe: Recipe) -> Path:
-    """Train as `recipe` says and return the run's directory. See `megarl.assembly.train`."""
-    from megarl.assembly import train as run_training
+    """Train as `recipe` says and return the run's directory. See `megarl.train.train`."""
+    from megarl.train import train as run_training
 
     return run_training(recipe)
 

@@ -40,24 +40,26 @@ Model = Annotated[
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
-@app.command()
-def train(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
+@app.command(name="train")
+def train_command(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Train as the recipe says; everything it leaves is in runs/<name>/."""
-    from megarl import assembly
+    from megarl.preflight.load import load_recipe
+    from megarl.train import train
 
-    assembly.train(assembly.load(recipe, overrides or []))
+    train(load_recipe(recipe, overrides or []))
 
 
 @app.command(name="eval")
 def evaluate(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
     """Sample the recipe's data.eval_files with model.path: pass@k, maj@k and greedy accuracy as JSON."""
-    from megarl import assembly
+    from megarl.commands.evaluate import evaluate_model
+    from megarl.preflight.load import load_recipe
 
-    assembly.evaluate_model(assembly.load(recipe, overrides or []))
+    evaluate_model(load_recipe(recipe, overrides or []))
 
 
-@app.command()
-def export(
+@app.command(name="export")
+def export_command(
     run_path: Annotated[Path, typer.Argument(metavar="RUN", help="A run's directory.")],
     out: Annotated[Path, typer.Option(help="Directory to write the Hugging Face model to.")],
     step: Annotated[Optional[int], typer.Option(help="Step of the checkpoint. Default: the newest.")] = None,
@@ -67,9 +69,9 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write a run's checkpoint as a Hugging Face model, read it back and compare it."""
-    from megarl import assembly
+    from megarl.commands.export import export
 
-    assembly.export(run_path, out, step, critic=critic)
+    export(run_path, out, step, critic=critic)
 
 
 @app.command()

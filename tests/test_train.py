@@ -1,4 +1,4 @@
-"""The loop over stand-ins for trainers, engines and saver: when it stops, what it saves, what it lets go of."""
+"""The loop and the step over stand-ins for trainers, engines and saver: when it stops, what it saves, what it frees."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ import json
 import math
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from megarl.algorithms.kl import KLWeight
+from megarl.assembly import Run
 from megarl.checkpoint.folder import checkpoint_name
+from megarl.checkpoint.resume import Checkpoints
+from megarl.checkpoint.skipped_steps import SkippedSteps
 from megarl.observe.log import RunLog
 from megarl.observe.profiling import Profiling
 from megarl.recipe.schema import Recipe
 from megarl.rollout.source import Batch
-from megarl.train import Controller, Layout
-from megarl.trainer.critic_group import Critic
+from megarl.step import training_step
+from megarl.train import run_steps
+from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.types import Group, InlineData, Sample, SampleTokens, Shard, fetch
 from megarl.weight_sync.handover import TrainersOnly
 
@@ -36,8 +41,10 @@ class Workers:
         self.said.append((f"{self.role}.{method}", *plain))
 
     def call(self, method: str, *args: Any) -> list[Any]:
+        if method == "describe":
+            return [{"dp_rank": 0, "dp_size": 1, "reports": True}]
         self._note(method, args)
-        if method == "penalise_kl":
+        if method == "compute_kl":
             return [{0: 2.0, 1: 0.0}]
         if method not in ("update_actor", "update_critic"):
             return [None]
@@ -125,12 +132,12 @@ def fit(
 ) -> int:
     """Run to the end; how many steps were taken."""
     with RunLog(recipe, folder, 1, recipe.train.steps) as log:
-        made = controller(recipe, folder, log, actor, critic, without)
-        made.fit()
+        made = build(recipe, folder, log, actor, critic, without)
+        run_steps(made)
     return made.source.taken  # type: ignore[attr-defined]
 
 
-def controller(
+def build(
     recipe: Recipe,
     folder: Path,
     log: RunLog,
@@ -138,21 +145,37 @@ def controller(
     critic: list[float] | None = None,
     without: tuple[int, ...] = (),
     said: list[tuple[Any, ...]] | None = None,
-) -> Controller:
-    """`said` collects what actor and critic are asked, in order."""
-    workers = Workers("critic", critic or [], said)
-    parts: dict[str, Any] = {
-        "trainers": Workers("actor", actor, said),
-        "teacher": None,
-        "critic": Critic(recipe, workers, [0], 1, [True], None) if critic is not None else None,
-        "source": Source(without),
-        "saver": Saver(folder / "checkpoints"),
-        "tokenizer": None,
-    }
-    parts["profiling"] = Profiling(recipe.observe, parts["trainers"], [], log, folder / "profile", 1.0)
-    layout = Layout([0], [True], 1, 1, 1, None, None)
-    return Controller(
-        recipe=recipe, layout=layout, placement=TrainersOnly(), log=log, evaluate=None, identity={}, **parts
+) -> Run:
+    """Build a run of stand-ins. `said` collects the calls to actor and critic, in order."""
+    trainers: Any = Workers("actor", actor, said)
+    actor_group = ActorGroup(trainers, recipe)
+    actor_group.describe()
+    critic_group = None
+    if critic is not None:
+        workers: Any = Workers("critic", critic, said)
+        critic_group = CriticGroup(workers, recipe)
+        critic_group.describe()
+    source: Any = Source(without)
+    saver: Any = Saver(folder / "checkpoints")
+    algorithm, tokenizer = recipe.algorithm, cast(Any, None)
+    skipped = SkippedSteps(recipe.train.stop_after_skipped, saver.folder)
+    kl_weight = KLWeight(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
+    return Run(
+        recipe=recipe,
+        actor=actor_group,
+        critic=critic_group,
+        teacher=None,
+        source=source,
+        devices=TrainersOnly(),
+        evaluate=None,
+        checkpoints=Checkpoints(recipe.train, saver, source, kl_weight, skipped, {}, lambda path: [None], log),
+        skipped=skipped,
+        kl_weight=kl_weight,
+        tokenizer=tokenizer,
+        profiling=Profiling(recipe.observe, actor_group, [], log, folder / "profile", 1.0),
+        log=log,
+        device_count=1,
+        device_peak=None,
     )
 
 
@@ -209,7 +232,7 @@ def test_a_critic_that_learns_nothing_stops_the_run(recipe: Recipe, tmp_path: Pa
 def asked_in_a_step(recipe: Recipe, folder: Path, *, critic: bool = False) -> list[tuple[Any, ...]]:
     recipe.train.steps, said = 1, list[tuple[Any, ...]]()
     with RunLog(recipe, folder, 1, 1) as log:
-        controller(recipe, folder, log, [1.0], [1.0] if critic else None, said=said).fit()
+        run_steps(build(recipe, folder, log, [1.0], [1.0] if critic else None, said=said))
     return said
 
 
@@ -245,7 +268,7 @@ def test_a_kl_in_the_reward_is_taken_from_it_before_advantages(recipe: Recipe, t
     recipe.algorithm.normalize_by_std = False
     said = asked_in_a_step(recipe, tmp_path)
     assert names(said)[1:] == [
-        "actor.compute_old_log_probs", "actor.compute_reference_log_probs", "actor.penalise_kl", "actor.set_advantages",
+        "actor.compute_old_log_probs", "actor.compute_reference_log_probs", "actor.compute_kl", "actor.set_advantages",
         "actor.update_actor",
     ]  # fmt: skip
     (advantages,) = (
@@ -260,29 +283,29 @@ def test_a_kl_in_the_reward_is_taken_from_it_before_advantages(recipe: Recipe, t
 class Teacher:
     """Lays other vectors in the place of those that it has read."""
 
-    def read(self, groups: list[Group]) -> None:
+    def score(self, groups: list[Group]) -> None:
         for sample in (sample for group in groups for sample in group.samples):
             sample.data = InlineData([SampleTokens(None, None, None, text="read")] * 2)  # type: ignore[arg-type]
 
 
 def test_trainers_are_given_what_the_teacher_has_read(recipe: Recipe, tmp_path: Path) -> None:
     with RunLog(recipe, tmp_path, 1, 1) as log:
-        made = controller(recipe, tmp_path, log, [])
-        made.teacher = Teacher()  # type: ignore[assignment]
-        made._train(1, made.source.take(1))
-    assert made.trainers.texts == ["read", "read"]  # type: ignore[attr-defined]
+        run = build(recipe, tmp_path, log, [])
+        run.teacher = Teacher()  # type: ignore[assignment]
+        training_step(run, run.source.take(1), 1)
+    assert run.actor.workers.texts == ["read", "read"]  # type: ignore[attr-defined]
 
 
 def test_the_critic_comes_first_unless_the_kl_is_in_the_reward(recipe: Recipe, tmp_path: Path) -> None:
     recipe.algorithm.advantage = "gae"
-    own = ["critic.load_shard", "critic.compute_values", "critic.give_advantages", "critic.update_critic"]
+    own = ["critic.load_shard", "critic.compute_values", "critic.collect_advantages", "critic.update_critic"]
     passes = ["actor.load_shard", "actor.compute_old_log_probs"]
     end = ["actor.load_advantages", "actor.update_actor"]
     assert names(asked_in_a_step(recipe, tmp_path / "a", critic=True)) == [*own, *passes, *end]
     recipe.algorithm.kl_coef, recipe.algorithm.kl_in_reward = 0.5, True
     said = asked_in_a_step(recipe, tmp_path / "b", critic=True)
-    passes += ["actor.compute_reference_log_probs", "actor.penalise_kl"]
-    assert names(said) == [*passes, own[0], "actor.give_kl", *own[1:], *end]
+    passes += ["actor.compute_reference_log_probs", "actor.compute_kl"]
+    assert names(said) == [*passes, own[0], "actor.collect_kl", *own[1:], *end]
     (weight,) = (one[2] for one in said if one[0] == "critic.compute_values")
     assert weight == 0.5
 
@@ -294,20 +317,20 @@ def test_only_an_adapted_weight_of_the_kl_outlives_its_recipe(
     recipe.algorithm.kl_coef, recipe.algorithm.kl_target, recipe.algorithm.kl_in_reward = 0.5, target, True
     recipe.algorithm.kl_horizon, recipe.train.steps = 2, 1
     with RunLog(recipe, tmp_path, 1, 1) as log:
-        first = controller(recipe, tmp_path, log, [1.0])
-        first.fit()
-    saved = first.saver.state["kl_weight"]  # type: ignore[attr-defined]
+        first = build(recipe, tmp_path, log, [1.0])
+        run_steps(first)
+    saved = first.checkpoints.saver.state["kl_weight"]  # type: ignore[attr-defined]
     # KL 1/3 a token is far above the target: one step of two samples moves it by a fifth.
     assert saved == (None if target is None else pytest.approx(0.5 * 1.2))
     recipe.algorithm.kl_coef = 0.25
     monkeypatch.setattr(
-        "megarl.train.load_state", lambda path: {"step": 1, "metrics": {}, "source": {}, "kl_weight": saved}
+        "megarl.checkpoint.resume.load_state", lambda path: {"step": 1, "metrics": {}, "source": {}, "kl_weight": saved}
     )
-    monkeypatch.setattr("megarl.train.set_aside_later", lambda folder, step: [])
+    monkeypatch.setattr("megarl.checkpoint.resume.set_aside_later", lambda folder, step: [])
     with RunLog(recipe, tmp_path / "resumed", 2, 2) as log:
-        second = controller(recipe, tmp_path, log, [1.0])
+        second = build(recipe, tmp_path, log, [1.0])
         second.source.restore = lambda state: None  # type: ignore[method-assign]
-        second._resume(tmp_path)
+        second.checkpoints.resume(tmp_path)
     assert second.kl_weight.value == (0.25 if target is None else pytest.approx(0.6))
 
 

@@ -29,7 +29,7 @@ from megarl.recipe.schema import Recipe, RewardConfig
 from megarl.rollout.start_engines import ROLLOUT_SERVER
 from megarl.trainer.actor import ActorWorker
 from megarl.types import GenerationRequest, Group, Prompt, Sampling
-from megarl.weight_sync.handover import publish
+from megarl.weight_sync.publish import publish
 from megarl.weight_sync.session import FullSession
 
 SOURCE = "benchmark"

@@ -148,3 +148,12 @@ class Mismatch:
 def total_mismatch(parts: Iterable[Mismatch | None]) -> Mismatch:
     """Of all ranks that report one."""
     return sum((part for part in parts if part is not None), Mismatch())
+
+
+def correction_scales(totals: Iterable[np.ndarray | None]) -> list[float]:
+    """Return, per mini batch, the factor that makes the mean correction weight 1.
+
+    totals: sums and numbers of the weights [mini batches, 2] of each rank that reports.
+    """
+    sums = np.sum([part for part in totals if part is not None], axis=0)
+    return [float(number / total) if total else 1.0 for total, number in sums]

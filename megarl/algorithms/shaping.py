@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megarl.algorithms.inputs import Outcomes
+
 if TYPE_CHECKING:
+    from megarl.recipe.algorithm import OverlongConfig
     from megarl.types import Group, Sample
 
 
@@ -21,6 +25,28 @@ def overlong_penalty(response_lengths: np.ndarray, max_length: int, buffer: int,
         return np.zeros_like(lengths)
     excess = lengths - (max_length - buffer)
     return -factor * np.clip(excess / buffer, 0.0, 1.0)
+
+
+def add_overlong_penalty(group: Group, overlong: OverlongConfig, max_length: int) -> None:
+    """Add `overlong_penalty` to the reward of each sample of `group`, its greedy sample included."""
+    if not overlong.penalty_buffer:
+        return
+    samples = [*group.samples, *([group.greedy] if group.greedy is not None else [])]
+    lengths = np.array([sample.response_length for sample in samples])
+    penalties = overlong_penalty(lengths, max_length, overlong.penalty_buffer, overlong.penalty_factor)
+    for sample, penalty in zip(samples, penalties, strict=True):
+        sample.reward_parts["overlong_penalty"] = float(penalty)
+        sample.reward += float(penalty)
+
+
+def subtract_kl(outcomes: Outcomes, kl: np.ndarray, weight: float) -> Outcomes:
+    """Subtract `weight` times each sample's `kl` [B], summed over its tokens, from its reward (`algorithm.kl_in_reward`)."""
+    return replace(outcomes, rewards=outcomes.rewards - weight * kl)
+
+
+def kl_penalties(kl: Sequence[np.ndarray], weight: float) -> np.ndarray:
+    """Return the reward of each token for its KL, -`weight` times `kl` of each sample in turn: float64 [T]."""
+    return -weight * np.concatenate(kl).astype(np.float64)
 
 
 def has_spread(samples: Sequence[Sample], metric: str) -> bool:

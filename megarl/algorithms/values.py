@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.inputs import kept, with_slope
-from megarl.algorithms.moments import Moments
+from megarl.algorithms.moments import Moments, Whitening
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,3 +68,19 @@ def value_objective(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, di
         **{name: total(values, inputs.token_share) for name, values in metrics.items()},
         "critic/vf_loss": loss.detach(),
     }
+
+
+def value_metrics(moments: ValueMoments, whitening: Whitening) -> dict[str, float]:
+    """Return metrics of a batch's values, returns and advantages; advantages as the policy loss reads them."""
+    if not moments.values.count:
+        return {}
+    advantages = moments.advantages
+    metrics = {
+        **moments.values.metrics("critic/values", Whitening()),
+        **moments.returns.metrics("critic/returns", Whitening()),
+        **advantages.metrics("critic/advantages", whitening),
+    }
+    if moments.returns.variance:
+        # Returns less values are the advantages before whitening.
+        metrics["critic/vf_explained_var"] = 1.0 - advantages.variance / moments.returns.variance
+    return metrics

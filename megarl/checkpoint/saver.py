@@ -1,9 +1,9 @@
-"""Checkpoints of a run: taken, written beside training where asked, made visible when whole, and kept to a number.
+"""Save checkpoints: stage, write (in the background if the recipe says so), commit, and delete old ones.
 
-    save: the controller's state is written and every trainer (and critic process) takes its part down -> they write
-    -> every receipt is there -> manifest, fsync, rename -> older checkpoints go
+    save: write the controller's state; every trainer and critic process stages its part -> they write
+    -> all receipts exist -> manifest, fsync, rename -> older checkpoints are deleted
 
-A save is visible, under its own name, only from the rename on. One is under way at a time.
+A checkpoint has its final name from the rename on. At most one save is in progress.
 """
 
 from __future__ import annotations
@@ -14,49 +14,65 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megarl.checkpoint import folder as checkpoint
 from megarl.checkpoint.manifest import FileSum
-from megarl.cluster.base import WorkerGroup
 from megarl.recipe.schema import TrainConfig
 from megarl.types import Metrics
 
 _LOOK_SECONDS = 0.2
 
 
+class SavingGroup(Protocol):
+    """Processes that write their parts of a checkpoint."""
+
+    def stage_save(self, folder: Path, copy: bool) -> list[tuple[int, list[str]]]:
+        """Stage each rank's part. Returns each rank's bytes to write and its receipts, as paths within `folder`."""
+
+    def write_save(self) -> None:
+        """Start writing the staged parts."""
+
+    def save_done(self) -> bool:
+        """Return whether all parts are on disk. Raises the error of a failed write."""
+
+    def wait_save(self) -> None:
+        """Wait until all parts are on disk. Raises the error of a failed write."""
+
+
 class Saver:
     """Writes the checkpoints of one run into `folder`.
 
     groups: the processes, by the name of their folder in a checkpoint.
-    come: called with a group's name before it takes its part down, where groups take turns on the devices.
-    check: raises where a process of the run has died; asked while trainers are waited for without being called.
+    check: raises if a process of the run has died; called while the saver waits for receipts.
+    onload: called with a group's name before it stages its part; None: all groups stay on their devices.
     """
 
     def __init__(
         self,
         folder: Path,
-        groups: Mapping[str, WorkerGroup],
+        groups: Mapping[str, SavingGroup],
         config: TrainConfig,
         check: Callable[[], None],
-        come: Callable[[str], None] | None = None,
+        onload: Callable[[str], None] | None = None,
     ) -> None:
-        self.folder, self.groups, self.config, self._check, self._come = folder, groups, config, check, come
-        self._step: int | None = None  # of the save that is under way
+        self.folder, self.groups, self.config, self._check, self._onload = folder, groups, config, check, onload
+        self._step: int | None = None  # of the save in progress
         self._receipts: list[Path] = []
-        self._written: Written | None = None  # what they said, once read
+        self._written: Written | None = None  # contents of the receipts, once read
 
     def save(self, step: int, state: dict[str, Any]) -> Metrics:
-        """Write the checkpoint of `step`; with `train.save_in_background` only begin to. Waits for the one before.
+        """Write the checkpoint of `step`; with `train.save_in_background`, start writing it. Waits for an earlier save.
 
-        Returns what `poll` would. Whatever fails, nothing half-written stays, and older checkpoints do.
+        Returns the metrics of `poll`. On failure the partial checkpoint is deleted and older checkpoints stay.
         """
         metrics = self.finish()
         partial = checkpoint.begin(self.folder, step, state)
         try:
             background = self.config.save_in_background
             checkpoint.check_room(self.folder, step, self._stage(partial))
-            self._call("write_save")
+            for group in self.groups.values():
+                group.write_save()
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
@@ -64,50 +80,53 @@ class Saver:
         return metrics if background else metrics | self.finish()
 
     def _stage(self, partial: Path) -> int:
-        """Every group takes its part down; returns the bytes that are going to be written."""
-        copy = self.config.save_in_background or self._come is not None  # what leaves the devices cannot be read there
+        """Let every group stage its part. Returns the number of bytes to write."""
+        copy = self.config.save_in_background or self._onload is not None  # offloaded tensors cannot be read later
         self._receipts, size = [], 0
-        for name, workers in self.groups.items():
-            if self._come is not None:
-                self._come(name)
-            for bytes_of_rank, receipts in workers.call("stage_save", str(partial / name), copy):
+        for name, group in self.groups.items():
+            if self._onload is not None:
+                self._onload(name)
+            for bytes_of_rank, receipts in group.stage_save(partial / name, copy):
                 size += bytes_of_rank
                 self._receipts += [partial / name / receipt for receipt in receipts]
         return size
 
-    def _call(self, method: str) -> list[Any]:
-        return [answer for workers in self.groups.values() for answer in workers.call(method)]
-
     @property
     def pending(self) -> bool:
-        """Whether a save is under way."""
+        """Whether a save is in progress."""
         return self._step is not None
 
     def poll(self) -> Metrics:
-        """Make a save visible that has been written meanwhile. Raises what one under way has failed of.
+        """Commit the save in progress if it is written. Raises the error of a failed write.
 
-        Returns what that save cost: checkpoint/write_seconds (the slowest trainer's) and checkpoint/bytes.
+        Returns metrics of the committed save: checkpoint/write_seconds (of the slowest rank) and checkpoint/bytes.
         """
         if self._step is None:
             return {}
-        return self._or_remove(lambda: self._commit() if all(self._call("save_done")) else {})
+
+        def commit_if_done() -> Metrics:
+            done = [group.save_done() for group in self.groups.values()]  # calls every group
+            return self._commit() if all(done) else {}
+
+        return self._or_remove(commit_if_done)
 
     def finish(self) -> Metrics:
-        """As `poll`, and waits for it."""
+        """Wait for the save in progress and commit it. Returns the metrics of `poll`."""
         if self._step is None:
             return {}
 
         def wait() -> Metrics:
-            self._call("wait_save")
+            for group in self.groups.values():
+                group.wait_save()
             return self._commit()
 
         return self._or_remove(wait)
 
     def rescue(self, *, wait: bool) -> Path | None:
-        """The run ends in mid-step: make a save visible that is under way, waiting for it where that may help.
+        """Commit the save in progress when the run ends in the middle of a step. `wait`: wait for the writers.
 
-        Trainers may be in a call that nobody will hear of, so they are not called: their receipts are looked for.
-        Returns the checkpoint; None where there is none to wait for, or it is not done. Raises what it failed of.
+        It reads receipts and calls no process, since the processes may be busy with an abandoned call.
+        Returns the checkpoint; None if no save is in progress or it is not done. Raises the error of a failed write.
         """
         if self._step is None:
             return None
@@ -117,7 +136,7 @@ class Saver:
                 return None
             self._check()
             time.sleep(_LOOK_SECONDS)
-        if not path.exists():  # else the end came between the rename and our knowing
+        if not path.exists():  # it exists if the interruption came right after the rename
             self._or_remove(self._commit)
         return path
 
@@ -146,19 +165,16 @@ class Saver:
 
 @dataclass(frozen=True)
 class Written:
-    """What the trainers say they have written."""
+    """Contents of all receipts of a checkpoint."""
 
     files: dict[str, FileSum]  # by path within the checkpoint
-    seconds: float  # the slowest one's
+    seconds: float  # of the slowest rank
 
 
 def read_receipts(receipts: list[Path], folder: Path) -> Written:
-    """What the receipts of a checkpoint that is written in `folder` say together.
-
-    Raises RuntimeError where one says that writing failed.
-    """
+    """Read the receipts of the checkpoint in `folder`. Raises RuntimeError if a receipt reports a failed write."""
     files: dict[str, FileSum] = {}
-    elements: dict[tuple[Path, str], tuple[int, int]] = {}  # written, wanted
+    elements: dict[tuple[Path, str], tuple[int, int]] = {}  # written, expected
     seconds = 0.0
     for path in receipts:
         receipt = json.loads(path.read_text())

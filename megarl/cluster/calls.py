@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for_futures
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from megarl.types import DataRef, Group
 
@@ -16,15 +16,11 @@ T = TypeVar("T")
 _POLL_SECONDS = 1.0
 
 
-class Service(Protocol):
-    """Subset of `megarl.cluster.base.Service` that rollout code uses: a name and asynchronous calls."""
+class Named(Protocol):
+    """A process with a name for messages."""
 
     @property
     def name(self) -> str: ...
-
-    def call(self, method: str, *args: Any) -> Future[Any]: ...
-
-    def call_with_data(self, method: str, *args: Any) -> Future[tuple[Any, DataRef]]: ...
 
 
 class StallTimer:
@@ -60,7 +56,7 @@ def wait(future: Future[T], check: Callable[[], None]) -> T:
 
 
 def wait_for_all(
-    services: Sequence[Service], calls: Sequence[Future[T]], *, doing: str, key: str, limit: float
+    services: Sequence[Named], calls: Sequence[Future[T]], *, doing: str, key: str, limit: float
 ) -> list[T]:
     """Return the results of one call to each of `services`.
 
@@ -79,22 +75,6 @@ def wait_for_all(
                 f"logs/{service.name}.log; raise {key} if it is only slow."
             )
     return [call.result() for call in calls]
-
-
-def watching(services: Sequence[Service], check: Callable[[], None]) -> Callable[[], None]:
-    """Extend `check` so that it also raises when an engine of `services` has failed.
-
-    An engine of a data-parallel group steps for the others too, so it can fail without a call that waits for it.
-    """
-    watches = [service.call("watch") for service in services]
-
-    def check_all() -> None:
-        check()
-        for watch in watches:
-            if watch.done():
-                watch.result()
-
-    return check_all
 
 
 def attach(result: tuple[Group, DataRef]) -> Group:

@@ -19,8 +19,8 @@ SFT_RECIPE, RL_RECIPE = "recipes/quickstart_sft.yaml", "recipes/quickstart.yaml"
 
 def quickstart(overrides: list[str]) -> Path:
     """Run both halves. `overrides` are settings of the RL run; its seed is used for everything. Returns its directory."""
-    from megarl.assembly import train
     from megarl.commands.data.quickstart import prepare_quickstart
+    from megarl.train import train
 
     began = time.monotonic()
     rl = load_recipe(RL_RECIPE, overrides)

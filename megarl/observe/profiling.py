@@ -4,71 +4,81 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from megarl.cluster.base import Service, WorkerGroup
 from megarl.observe.log import RunLog
 from megarl.recipe.observe import ObserveConfig
-from megarl.weight_sync.handover import wait_for_engines
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.rollout.start_engines import wait_for_start
+
+
+class TracedTrainers(Protocol):
+    """Trainers that can record a trace."""
+
+    def start_profile(self, folder: Path, ranks: list[int]) -> None: ...
+
+    def stop_profile(self) -> None: ...
 
 
 @dataclass
 class Profiling:
     """Traces in the steps of `observe.profile_steps`.
 
-    services: the policy's engines. note: said of each traced step, of what the engines' software has fixed. folder: the run's
-    `profile/`. patience: seconds that an engine may take to write its trace.
+    engines: the policy's. folder: the run's `profile/`. start_timeout: seconds that an engine may take to write its trace.
+    note: added to the notice of a traced step, about the engines' profiler.
     """
 
     observe: ObserveConfig
-    trainers: WorkerGroup
-    services: Sequence[Service]
+    trainers: TracedTrainers
+    engines: Sequence[EngineHandle]
     log: RunLog
     folder: Path
-    patience: float
+    start_timeout: float
     note: str = ""
 
     def before_sampling(self, step: int) -> None:
-        """Call before the groups of `step` are admitted: its engines record from here on."""
-        if self._traced(step):
-            self._call_engines("start_profile", f"step_{step}")
+        """Start the engines' traces. Call it before the groups of `step` are admitted."""
+        if self._is_traced(step):
+            self._wait([engine.start_profile(f"step_{step}") for engine in self._chosen()], doing="begin a trace")
 
     def after_sampling(self, step: int) -> None:
-        """Call when the samples of `step` are there."""
-        if self._traced(step):
-            with self.log.phase("profile"):
-                self._call_engines("stop_profile")
+        """Stop the engines' traces. Call it when the samples of `step` are complete."""
+        if not self._is_traced(step):
+            return
+        with self.log.phase("profile"):
+            self._wait([engine.stop_profile() for engine in self._chosen()], doing="write a trace")
+            if self._chosen():
+                note = f" ({self.note})" if self.note else ""
+                self.log.notice(
+                    f"engines {self.observe.profile_engines} were traced while they sampled: {self.folder}{note}"
+                )
 
     @contextlib.contextmanager
     def training(self, step: int) -> Iterator[None]:
-        """Have the trainers of `observe.profile_ranks` record meanwhile."""
-        if not self._traced(step):
+        """Trace the trainers of `observe.profile_ranks` during the block."""
+        if not self._is_traced(step):
             yield
             return
         folder = self.folder / f"step_{step}"
-        self.trainers.call("start_profile", str(folder), self.observe.profile_ranks)
+        self.trainers.start_profile(folder, self.observe.profile_ranks)
         yield
         with self.log.phase("profile"):
-            self.trainers.call("stop_profile")
+            self.trainers.stop_profile()
         self.log.notice(f"step {step} was traced, and is slower for it: {folder}")
 
     def nothing_to_compute(self, step: int) -> None:
-        """Call where a step has no batch to train on."""
-        if self._traced(step):
+        """Log that a step without a batch has no trace."""
+        if self._is_traced(step):
             self.log.notice(f"step {step} was not traced: there was nothing to compute in it")
 
-    def _traced(self, step: int) -> bool:
+    def _is_traced(self, step: int) -> bool:
         return step in self.observe.profile_steps
 
-    def _call_engines(self, call: str, *args: str) -> None:
-        chosen = [self.services[number] for number in self.observe.profile_engines]
-        calls = [service.call(call, *args) for service in chosen]
-        wait_for_engines(
-            chosen, calls, doing="write a trace" if call == "stop_profile" else "begin a trace", limit=self.patience
-        )
-        if chosen and call == "stop_profile":
-            note = f" ({self.note})" if self.note else ""
-            self.log.notice(
-                f"engines {self.observe.profile_engines} were traced while they sampled: {self.folder}{note}"
-            )
+    def _chosen(self) -> list[EngineHandle]:
+        return [self.engines[number] for number in self.observe.profile_engines]
+
+    def _wait(self, calls: Sequence[Future[None]], *, doing: str) -> None:
+        wait_for_start(self._chosen(), calls, doing=doing, limit=self.start_timeout)

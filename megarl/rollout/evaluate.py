@@ -9,8 +9,9 @@ from math import comb
 
 import numpy as np
 
-from megarl.cluster.calls import Service, StallTimer, attach, wait
+from megarl.cluster.calls import StallTimer, attach, wait
 from megarl.recipe.schema import EvaluationConfig, Recipe
+from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.failures import ScoringCounts, check_evaluation, scoring_notice
 from megarl.rollout.metrics import agent_figures, groups_by_source
 from megarl.rollout.source_engines import group_seed
@@ -104,7 +105,7 @@ def by_source(groups: Sequence[Group], greedy: Sequence[Group], ks: Sequence[int
 def evaluate(
     recipe: Recipe,
     prompts: Sequence[Prompt],
-    services: Sequence[Service],
+    engines: Sequence[SamplingEngine],
     stop_token_ids: Sequence[int],
     check_processes: Callable[[], None],
 ) -> EvaluationResult:
@@ -117,12 +118,12 @@ def evaluate(
     settings = recipe.evaluation
     problems = list(prompts)[: settings.limit]
     sampling = _sampling(recipe, settings, stop_token_ids)
-    groups = _run(problems, sampling, services, check_processes, recipe.rollout.timeout)
+    groups = _run(problems, sampling, engines, check_processes, recipe.rollout.timeout)
     check_evaluation(groups, recipe.reward.max_failed_share)
     answers: list[Group] = []
     if settings.greedy:
         greedy = Sampling(n=1, max_tokens=sampling.max_tokens, temperature=0.0, stop_token_ids=sampling.stop_token_ids)
-        answers = _run(problems, greedy, services, check_processes, recipe.rollout.timeout)
+        answers = _run(problems, greedy, engines, check_processes, recipe.rollout.timeout)
         check_evaluation(answers, recipe.reward.max_failed_share)
     metrics = {**evaluation_metrics(groups, answers, settings.ks), **by_source(groups, answers, settings.ks)}
     notice = scoring_notice([*groups, *answers], "problems", "The evaluation's figures leave these problems out.")
@@ -142,21 +143,18 @@ def _sampling(recipe: Recipe, settings: EvaluationConfig, stop_token_ids: Sequen
 def _run(
     problems: Sequence[Prompt],
     sampling: Sampling,
-    services: Sequence[Service],
+    engines: Sequence[SamplingEngine],
     check_processes: Callable[[], None],
     timeout: float,
 ) -> list[Group]:
     """One message an engine, problems dealt in turn; the answers in the problems' order."""
-    shares: list[list[GenerationRequest]] = [[] for _ in services]
+    shares: list[list[GenerationRequest]] = [[] for _ in engines]
     for number, prompt in enumerate(problems):
         seed = group_seed(EVALUATION_SEED, number)
-        shares[number % len(services)].append(
-            GenerationRequest(FIRST_EVALUATION_GROUP + number, prompt, sampling, seed)
-        )
-    submitted = [service.call("submit", share) for service, share in zip(services, shares, strict=True) if share]
+        shares[number % len(engines)].append(GenerationRequest(FIRST_EVALUATION_GROUP + number, prompt, sampling, seed))
+    submitted = [engine.submit(share) for engine, share in zip(engines, shares, strict=True) if share]
     collected = [
-        services[number % len(services)].call_with_data("collect", FIRST_EVALUATION_GROUP + number)
-        for number in range(len(problems))
+        engines[number % len(engines)].collect(FIRST_EVALUATION_GROUP + number) for number in range(len(problems))
     ]
     stall_timer = StallTimer(timeout)
     for future in collected:
@@ -167,9 +165,9 @@ def _run(
         waiting = [number for number, future in enumerate(collected) if not future.done()]
         if waiting:
             stall_timer.check(
-                len(waiting), f"problem {waiting[0]} of the evaluation, on {services[waiting[0] % len(services)].name}"
+                len(waiting), f"problem {waiting[0]} of the evaluation, on {engines[waiting[0] % len(engines)].name}"
             )
 
-    for future in submitted:
-        wait(future, check)
+    for submission in submitted:
+        wait(submission, check)
     return [attach(wait(future, check)) for future in collected]

@@ -13,17 +13,18 @@ from typing import Any
 import numpy as np
 
 from megarl.algorithms.catalogue import ADVANTAGES
-from megarl.algorithms.shaping import has_spread, overlong_penalty
-from megarl.cluster.calls import Service, StallTimer, attach
+from megarl.algorithms.shaping import add_overlong_penalty, has_spread
+from megarl.cluster.calls import StallTimer, attach
 from megarl.data.dataset import sampler_of
 from megarl.data.prompts import PromptDataset
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import samples_are_seeded
 from megarl.rollout.admission import Admission, AdmissionState, TriedGroup, accepted_groups
+from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.failures import FailedShare, ScoringCounts, scoring_notice
 from megarl.rollout.metrics import agent_figures, sampled_figures
 from megarl.rollout.source import Batch
-from megarl.types import DataRef, GenerationRequest, Group, InlineData, Sampling
+from megarl.types import DataRef, GenerationRequest, InlineData, Sampling
 
 
 def group_seed(run_seed: int, number: int) -> int:
@@ -39,12 +40,12 @@ class EnginesSource:
         self,
         recipe: Recipe,
         prompts: PromptDataset,
-        services: Sequence[Service],
+        engines: Sequence[SamplingEngine],
         stop_token_ids: Sequence[int],
         check_processes: Callable[[], None],
     ):
         """`check_processes` raises where a process of the run has died; it is asked every second while waiting."""
-        self.recipe, self.prompts, self.services = recipe, prompts, list(services)
+        self.recipe, self.prompts, self.engines = recipe, prompts, list(engines)
         self.check_processes = check_processes
         self.sampler = sampler_of(prompts, recipe.data, recipe.train.seed)
         rollout, dynamic = recipe.rollout, recipe.algorithm.dynamic_sampling
@@ -69,7 +70,7 @@ class EnginesSource:
         self._error: BaseException | None = None
         self._with_greedy = ADVANTAGES[recipe.algorithm.advantage].needs_greedy
         self._seeded = samples_are_seeded(recipe)
-        self._load = [0] * len(self.services)  # groups running on each engine
+        self._load = [0] * len(self.engines)  # groups running on each engine
 
     def admit(self, version: int) -> None:
         with self._change:
@@ -141,9 +142,9 @@ class EnginesSource:
         if not self.admission.running:
             self._stall_timer.reset()
         numbers = self.admission.start(self.admission.capacity())
-        submitted: list[list[GenerationRequest]] = [[] for _ in self.services]
+        submitted: list[list[GenerationRequest]] = [[] for _ in self.engines]
         for number in numbers:
-            engine = min(range(len(self.services)), key=lambda index: (self._load[index], index))
+            engine = min(range(len(self.engines)), key=lambda index: (self._load[index], index))
             self._load[engine] += 1
             prompt = self.prompts[self.sampler.at(number)]
             seed = group_seed(self.recipe.train.seed, number) if self._seeded else None
@@ -151,9 +152,9 @@ class EnginesSource:
             submitted[engine].append(request)
         for engine, requests in enumerate(submitted):
             if requests:
-                self.services[engine].call("submit", requests).add_done_callback(self._fail_on_error)
+                self.engines[engine].submit(requests).add_done_callback(self._fail_on_error)
             for request in requests:
-                collected = self.services[engine].call_with_data("collect", request.group)
+                collected = self.engines[engine].collect(request.group)
                 collected.add_done_callback(functools.partial(self._arrived, engine))
 
     def _fail_on_error(self, result: Future[Any]) -> None:
@@ -170,8 +171,9 @@ class EnginesSource:
         """Runs in the transport's thread. Whatever goes wrong here must reach the waiting controller."""
         try:
             group = attach(result.result())
-            self._shape(group)
-            dynamic = self.recipe.algorithm.dynamic_sampling
+            settings = self.recipe.algorithm
+            add_overlong_penalty(group, settings.overlong, self.recipe.rollout.max_response_length)
+            dynamic = settings.dynamic_sampling
             keep = not group.failures and (not dynamic.enabled or has_spread(group.samples, dynamic.metric))
             if not keep:  # let its vectors go; what was sampled and how it scored is still reported
                 attach((group, InlineData([])))
@@ -184,19 +186,6 @@ class EnginesSource:
                 self._change.notify_all()
         except BaseException as error:  # noqa: BLE001 - handed to the controller, which raises it
             self._fail(error)
-
-    def _shape(self, group: Group) -> None:
-        overlong = self.recipe.algorithm.overlong
-        if not overlong.penalty_buffer:
-            return
-        samples = [*group.samples, *([group.greedy] if group.greedy is not None else [])]
-        lengths = np.array([sample.response_length for sample in samples])
-        penalties = overlong_penalty(
-            lengths, self.recipe.rollout.max_response_length, overlong.penalty_buffer, overlong.penalty_factor
-        )
-        for sample, penalty in zip(samples, penalties, strict=True):
-            sample.reward_parts["overlong_penalty"] = float(penalty)
-            sample.reward += float(penalty)
 
 
 def _metrics(tried: list[TriedGroup], count: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Starting the engines of a run: the policy's, which sample, the teacher's, which read, and the judge's, which judge."""
+"""Start the engine processes of a run: the policy's, the teacher's and the judge's."""
 
 from __future__ import annotations
 
@@ -9,103 +9,96 @@ from pathlib import Path
 from typing import Any
 
 from megarl.agents.setup import AgentSetup
-from megarl.cluster import trainer_notices
 from megarl.cluster.base import Cluster, Service
+from megarl.cluster.calls import wait_for_all
 from megarl.data.images import ImageReader
 from megarl.engines import engine_settings, process_env
-from megarl.engines.base import EngineSpec, EngineTraces, Seat
-from megarl.engines.specs import first_specs, judge_spec, policy_spec, teacher_spec
-from megarl.observe.run_dir import RunDirectory
+from megarl.engines.base import EngineSpec, EngineTraces
+from megarl.engines.specs import judge_spec, policy_spec, teacher_spec
 from megarl.platform.environment import RoleSettings
-from megarl.preflight.run import Prepared
 from megarl.recipe.environment import variables
 from megarl.recipe.judge import uses_judge
-from megarl.recipe.observe import trace_options, traces_notice
-from megarl.recipe.schema import Recipe
-from megarl.recipe.seeded import seeds_notice
-from megarl.weight_sync.handover import wait_for_engines
+from megarl.recipe.observe import trace_options
+from megarl.recipe.schema import Recipe, RolloutConfig
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, TeacherHandle
 
 ROLLOUT_SERVER = "megarl.rollout.server:RolloutServer"
 TEACHER_SERVER = "megarl.rollout.teacher_server:TeacherServer"
 JUDGE_SERVER = "megarl.rollout.judge.server:JudgeServer"
 
 
-def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True) -> list[str]:
-    """Notices of variables that the shell of this command has otherwise than the recipe's processes would, and of those that
-    the recipe sets or needs. `training`: false for `megarl eval`, which has no trainers. Raises RecipeError for a variable
-    of `cluster.environment` with which processes would be wrong."""
-    said = trainer_notices(recipe, platform) if training else []
-    if training:
-        said += [notice for notice in (seeds_notice(recipe), traces_notice(recipe)) if notice]
-    for engine, spec in first_specs(recipe, training=training):
-        if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
-            continue
-        settings = _settings(recipe, platform, engine, spec)
-        said += settings.notices()
-        said += [f"engines have {name}={value}: {why}" for name, value, why in settings.computed()]
-        if spec.deterministic and engine == "vllm" and platform.deterministic_rollout_env():
-            said.append(
-                "train.deterministic: engines run in vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT=1), which is slower and in "
-                "beta; docs/numerics.md says what it covers"
-            )
-    return list(dict.fromkeys(said))
-
-
 def start_engines(
-    recipe: Recipe, prepared: Prepared, platform: Any, cluster: Cluster, *, load_weights: bool
-) -> list[Service]:
-    """The policy's engines, beginning to load; `load_weights`: those of `model.path`, which no exchange replaces."""
+    recipe: Recipe, sources: list[str], platform: Any, cluster: Cluster, *, traces: Path | None, load_weights: bool
+) -> list[EngineHandle]:
+    """Start the policy's engines; they load in the background.
+
+    sources: data sources of the rows that the engines score. traces: folder for the traces of `observe.profile_engines`;
+    None: no engine is traced. load_weights: read the weights of `model.path`; otherwise the first weight sync brings them.
+    """
     rollout = recipe.rollout
-    services = []
+    tokenizer = recipe.model.tokenizer or recipe.model.path
+    images = ImageReader.of(recipe.model.path, recipe.data)
+    scoring = (recipe.reward, sources, recipe.sandbox)
+    engines = []
     for number in range(rollout.engines):
         spec = replace(policy_spec(recipe, f"engine{number}", load_weights=load_weights), device=platform.name)
-        if number in recipe.observe.profile_engines and not load_weights:
-            folder = RunDirectory(Path(recipe.runs_dir, recipe.name)).profile / f"engine{number}"
-            spec = replace(spec, traces=EngineTraces(str(folder), trace_options(recipe.observe)))
-        tokenizer = recipe.model.tokenizer or recipe.model.path
-        images = ImageReader.of(recipe.model.path, recipe.data)
-        scoring = (recipe.reward, prepared.data_sources, recipe.sandbox)
+        if traces is not None and number in recipe.observe.profile_engines:
+            spec = replace(spec, traces=EngineTraces(str(traces / f"engine{number}"), trace_options(recipe.observe)))
         args = (rollout.engine, spec, tokenizer, *scoring, images, AgentSetup.of(recipe), uses_judge(recipe))
-        services.append(_start(ROLLOUT_SERVER, rollout.engine, spec, args, recipe, platform, cluster))
-    return services
+        engines.append(EngineHandle(_start(ROLLOUT_SERVER, rollout.engine, spec, args, recipe, platform, cluster)))
+    return engines
 
 
-def load_engines(recipe: Recipe, services: Sequence[Service]) -> list[Future[dict[str, Any]]]:
-    """Calls that load the policy's engines and return what each says of itself. Consecutive engines form groups: these
-    wait until the first of each has said where it meets."""
-    size = recipe.rollout.data_parallel
+def load_engines(rollout: RolloutConfig, engines: Sequence[EngineHandle]) -> list[Future[dict[str, Any]]]:
+    """Start loading the policy's engines; the results are their descriptions.
+
+    `rollout.data_parallel` consecutive engines form a group. Its members start once its first engine has opened the
+    group's rendezvous.
+    """
+    size = rollout.data_parallel
     if size == 1:
-        return [service.call("start") for service in services]
-    firsts = services[::size]
-    opening = [first.call("open_meeting_place", first.address) for first in firsts]
-    seats: list[Seat] = wait_for_engines(
-        firsts, opening, doing="say where its group meets", limit=recipe.rollout.start_timeout
-    )
+        return [engine.start() for engine in engines]
+    firsts = engines[::size]
+    opening = [first.open_meeting_place() for first in firsts]
+    seats = wait_for_start(firsts, opening, doing="say where its group meets", limit=rollout.start_timeout)
     return [
-        service.call("start", replace(seats[number // size], rank=number % size, size=size))
-        for number, service in enumerate(services)
+        engine.start(replace(seats[number // size], rank=number % size, size=size))
+        for number, engine in enumerate(engines)
     ]
 
 
-def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Service]:
-    """The teacher's engines, beginning to load. After the policy's: devices are claimed in this order."""
-    services = []
+def wait_for_start(
+    engines: Sequence[EngineHandle | TeacherHandle | JudgeHandle],
+    calls: Sequence[Future[Any]],
+    *,
+    doing: str,
+    limit: float,
+) -> list[Any]:
+    """Wait for calls that prepare engines. `limit`: `rollout.start_timeout`, in seconds. See `wait_for_all`."""
+    return wait_for_all(engines, calls, doing=doing, key="rollout.start_timeout", limit=limit)
+
+
+def start_teacher(recipe: Recipe, platform: Any, cluster: Cluster) -> list[TeacherHandle]:
+    """Start the teacher's engines. The cluster gives out devices in the order policy, teacher, judge."""
+    engines = []
     for number in range(recipe.teacher.engines):
         spec = replace(teacher_spec(recipe, f"teacher{number}"), device=platform.name)
         args = (recipe.teacher.engine, spec)
-        services.append(_start(TEACHER_SERVER, recipe.teacher.engine, spec, args, recipe, platform, cluster))
-    return services
+        engines.append(
+            TeacherHandle(_start(TEACHER_SERVER, recipe.teacher.engine, spec, args, recipe, platform, cluster))
+        )
+    return engines
 
 
-def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[Service]:
-    """The judge's engines, beginning to load; none where nobody asks one. After the teacher's, as `fixed_models` says."""
+def start_judge(recipe: Recipe, platform: Any, cluster: Cluster) -> list[JudgeHandle]:
+    """Start the judge's engines; none if no reward uses the judge."""
     judge = recipe.judge
-    services = []
+    engines = []
     for number in range(judge.engines if uses_judge(recipe) else 0):
         spec = replace(judge_spec(recipe, f"judge{number}"), device=platform.name)
         args = (judge.engine, spec, judge, recipe.train.seed if spec.seeded else None)
-        services.append(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster))
-    return services
+        engines.append(JudgeHandle(_start(JUDGE_SERVER, judge.engine, spec, args, recipe, platform, cluster)))
+    return engines
 
 
 def _start(
@@ -117,10 +110,11 @@ def _start(
     platform: Any,
     cluster: Cluster,
 ) -> Service:
-    env = process_env(engine, recipe.cluster.threads) | _settings(recipe, platform, engine, spec).environment()
+    env = process_env(engine, recipe.cluster.threads) | engine_environment(recipe, platform, engine, spec).environment()
     return cluster.start_service(server, args, name=spec.name, devices=spec.tensor_parallel, env=env)
 
 
-def _settings(recipe: Recipe, platform: Any, engine: str, spec: EngineSpec) -> RoleSettings:
-    own = platform.engines_env(recipe.train.deterministic)
-    return engine_settings(engine, spec, own, platform.name, variables(recipe, "engines"))
+def engine_environment(recipe: Recipe, platform: Any, engine: str, spec: EngineSpec) -> RoleSettings:
+    """Return the environment variables of an engine's process."""
+    defaults = platform.engines_env(recipe.train.deterministic)
+    return engine_settings(engine, spec, defaults, platform.name, variables(recipe, "engines"))

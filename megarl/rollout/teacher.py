@@ -1,4 +1,4 @@
-"""The teacher as the controller sees it: engines that read a batch before the policy learns from it."""
+"""The teacher's engines: they score a batch before the policy learns from it."""
 
 from __future__ import annotations
 
@@ -7,35 +7,34 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from megarl.batching.packing import split_evenly
-from megarl.cluster.calls import Service, wait_for_all
+from megarl.cluster.calls import wait_for_all
+from megarl.rollout.engine_handle import TeacherHandle
 from megarl.types import Group
 
 T = TypeVar("T")
 
 
 class Teacher:
-    """Engines of a fixed model. `timeout`: seconds that one may take for its part of a step (`teacher.timeout`)."""
+    """Engines of a fixed model. `timeout`: seconds that an engine may take for its part of a step (`teacher.timeout`)."""
 
-    def __init__(self, services: Sequence[Service], timeout: float):
-        self.services, self.timeout = list(services), timeout
+    def __init__(self, engines: Sequence[TeacherHandle], timeout: float):
+        self.engines, self.timeout = list(engines), timeout
 
-    def read(self, groups: Sequence[Group]) -> None:
-        """Have every sample of `groups` read. Their vectors then lie elsewhere, with the teacher's scores beside them.
+    def score(self, groups: Sequence[Group]) -> None:
+        """Add the teacher's log-probs to the vectors of every sample; afterwards the vectors lie with the teacher's engines.
 
-        Each engine reads neighbours, about as many groups as the others: a batch is divided in the same way every time.
+        Groups are divided evenly and in order, so that equal batches are divided equally.
         """
-        parts = [[groups[number] for number in part] for part in split_evenly(len(groups), len(self.services))]
-        services = self.services[: len(parts)]
-        reading = [service.call("read", part) for service, part in zip(services, parts, strict=True)]
-        self._wait(services, reading)
-        asked = [(service, group) for service, part in zip(services, parts, strict=True) for group in part]
-        found = self._wait(
-            [service for service, _ in asked],
-            [service.call_with_data("collect", group.number) for service, group in asked],
+        parts = [[groups[number] for number in part] for part in split_evenly(len(groups), len(self.engines))]
+        engines = self.engines[: len(parts)]
+        self._wait(engines, [engine.read(part) for engine, part in zip(engines, parts, strict=True)])
+        readers = [(engine, group) for engine, part in zip(engines, parts, strict=True) for group in part]
+        vectors = self._wait(
+            [engine for engine, _ in readers], [engine.collect(group.number) for engine, group in readers]
         )
-        for (_, group), (_, data) in zip(asked, found, strict=True):
+        for (_, group), (_, data) in zip(readers, vectors, strict=True):
             for sample in group.samples:
                 sample.data = data
 
-    def _wait(self, services: Sequence[Service], calls: Sequence[Future[T]]) -> list[T]:
-        return wait_for_all(services, calls, doing="read the step's samples", key="teacher.timeout", limit=self.timeout)
+    def _wait(self, engines: Sequence[TeacherHandle], calls: Sequence[Future[T]]) -> list[T]:
+        return wait_for_all(engines, calls, doing="read the step's samples", key="teacher.timeout", limit=self.timeout)

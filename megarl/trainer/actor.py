@@ -42,7 +42,7 @@ class ActorWorker(Worker):
         # Of the step under way:
         self.mismatch = Mismatch()
         self.numbers: list[int] = []  # of the shard's samples, within the batch
-        self.token_kl: dict[int, np.ndarray] = {}  # by number in the shard: see `penalise_kl`
+        self.token_kl: dict[int, np.ndarray] = {}  # by number in the shard: see `compute_kl`
         self.token_advantages: list[np.ndarray] = []  # of each micro batch, not whitened yet
         # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
         self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
@@ -142,10 +142,10 @@ class ActorWorker(Worker):
                 sums[name] = sums.get(name, 0.0) + float(value)
         return sums
 
-    def penalise_kl(self) -> dict[int, float] | None:
+    def compute_kl(self) -> dict[int, float] | None:
         """Estimate each token's KL to the reference policy, before the step's updates, for `algorithm.kl_in_reward`.
 
-        It stays here, for `give_kl` and `estimate_advantages`. Returns its sum over the tokens that the policy chose in
+        It stays here, for `collect_kl` and `estimate_advantages`. Returns its sum over the tokens that the policy chose in
         each sample, by number in the batch; on reporting ranks. A sample that the loss leaves out is among them: its
         siblings are compared with what it earned.
         """
@@ -161,8 +161,8 @@ class ActorWorker(Worker):
                 sums[self.numbers[number]] = float(own.sum())
         return sums if self.trainer.coordinates.reports else None
 
-    def give_kl(self, wanted: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
-        """What `penalise_kl` found for the samples with the `wanted` numbers, list by list: for the critic. On
+    def collect_kl(self, wanted: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
+        """What `compute_kl` found for the samples with the `wanted` numbers, list by list: for the critic. On
         reporting ranks; elsewhere empty lists."""
         if not self.trainer.coordinates.reports:
             return None, [[] for _ in wanted]

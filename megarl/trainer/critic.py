@@ -68,7 +68,7 @@ class CriticWorker(Worker):
             self.advantages[number] = (vectors[0], vectors[1])
         return ValueMoments(*(Moments.of(vector[mask]) for vector in (on_host, returns, advantages)))
 
-    def give_advantages(self, whitening: Whitening, wanted: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
+    def collect_advantages(self, whitening: Whitening, wanted: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
         """Advantages (float32, one a token) of the samples with the `wanted` numbers, list by list: for whoever
         trains on them. On reporting ranks; elsewhere empty lists."""
         if not self.trainer.coordinates.reports:

@@ -14,29 +14,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
 from megarl import platform as platforms
 from megarl.algorithms.catalogue import import_modules
 from megarl.algorithms.process_advantages import placed, up_to
+from megarl.algorithms.shaping import kl_penalties
 from megarl.platform.base import Profiler
 from megarl.recipe.observe import trace_options
 from megarl.recipe.schema import Recipe
 from megarl.types import DataRef, SampleTokens, Shard, ShardSample, Steps, fetch
 from megarl.weight_sync.session import host_id
 
+P = ParamSpec("P")
 T = TypeVar("T")
+W = TypeVar("W", bound="Worker")
+PhaseCall = Callable[Concatenate[W, P], T]
 
 
-def traced(phase: str) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Mark a Worker's call as one phase of a step: it has a trace of its own, in a folder named `phase`, while `start_profile`
-    with observe.profile_discrete is in force."""
+def traced(phase: str) -> Callable[[PhaseCall[W, P, T]], PhaseCall[W, P, T]]:
+    """Decorate a Worker's call: with observe.profile_discrete, its trace goes to a folder named `phase`."""
 
-    def mark(call: Callable[..., T]) -> Callable[..., T]:
+    def mark(call: PhaseCall[W, P, T]) -> PhaseCall[W, P, T]:
         @functools.wraps(call)
-        def wrapped(self: Worker, *args: Any, **kwargs: Any) -> T:
+        def wrapped(self: W, *args: P.args, **kwargs: P.kwargs) -> T:
             folder = self.profile_folder
             if folder is None:
                 return call(self, *args, **kwargs)
@@ -148,7 +151,7 @@ class Worker:
         if not kl:
             return None
         parts = [kl.get(number, np.zeros(length)) for number, length in zip(members, lengths, strict=True)]
-        return -kl_weight * np.concatenate(parts).astype(np.float64)
+        return kl_penalties(parts, kl_weight)
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
         import torch

@@ -1,97 +1,111 @@
-"""How the weights will go to the engines: by the recipe's `exchange.route`, agreed on with trainers and engines once."""
+"""Choose the route of the weights, by `exchange.route` and by what trainers and engines support, and open the session."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megarl.cluster.base import Service, WorkerGroup
 from megarl.cluster.calls import wait_for_all
 from megarl.recipe.exchange import never_planned, wants_adapters
 from megarl.recipe.schema import ExchangeConfig, Recipe
+from megarl.weight_sync.publish import ReceivingEngine, SendingTrainers
 from megarl.weight_sync.session import DEVICE_TRANSPORTS, Session
 
 
 class RouteRefused(RuntimeError):
-    """The route that the recipe asks for cannot be taken with this recipe, these trainers or these engines."""
+    """Recipe, trainers or engines do not support the route that the recipe requires."""
 
 
 def open_exchange(
     recipe: Recipe,
-    trainers: WorkerGroup,
-    services: Sequence[Service],
-    engines: Sequence[dict[str, Any]],
+    trainers: SendingTrainers,
+    engines: Sequence[ReceivingEngine],
+    descriptions: Sequence[dict[str, Any]],
     notice: Callable[[str], None],
 ) -> Session:
-    """Open an exchange and let every engine join it. `engines`: what each said of itself when it had started.
+    """Open a weight sync session that every engine has joined.
 
-    `exchange.route: auto` is planned unless recipe, trainers or engines say why it cannot be; `notice` is told which way
-    was taken. Raises RouteRefused where `planned` cannot be.
+    descriptions: results of the engines' `start`. notice: receives the chosen route and the reason.
+    `exchange.route: auto` chooses the sharded route ("planned") unless recipe, trainers or engines give a reason against
+    it. Raises RouteRefused if `planned` is required and not possible.
     """
-    receivers = [(name, host) for engine in engines for name, host in engine["receivers"]]
+    receivers = [(name, host) for description in descriptions for name, host in description["receivers"]]
     if wants_adapters(recipe):
-        return _adapters(recipe, trainers, services, engines, receivers, notice)
+        return _open_adapters(recipe, trainers, engines, descriptions, receivers, notice)
     route = recipe.exchange.route
     if route == "export":
-        return _exported(recipe, trainers, services, receivers)
-    met = never_planned(recipe) or _met(recipe, trainers, services, receivers, "planned")
-    if not isinstance(met, str):
+        return _open_export(recipe.exchange, trainers, engines, receivers)
+    session = never_planned(recipe) or _open(recipe.exchange, trainers, engines, receivers, "planned")
+    if not isinstance(session, str):
         if route == "auto":
             notice("exchange.route=auto: planned; every trainer rank sends the engines the slices that they need")
-        return met
+        return session
+    reason = session
     if route == "planned":
-        beside = ", and exchange.transport=auto" if recipe.exchange.transport in DEVICE_TRANSPORTS else ""
-        raise RouteRefused(f"exchange.route=planned: {met}. Set exchange.route=export, or auto{beside}")
-    notice(f"exchange.route=auto: export, not planned, because {met}{_unchecked(recipe)}")
-    return _exported(recipe, trainers, services, receivers)
+        transport = ", and exchange.transport=auto" if recipe.exchange.transport in DEVICE_TRANSPORTS else ""
+        raise RouteRefused(f"exchange.route=planned: {reason}. Set exchange.route=export, or auto{transport}")
+    notice(f"exchange.route=auto: export, not planned, because {reason}{_ignored_settings(recipe.exchange)}")
+    return _open_export(recipe.exchange, trainers, engines, receivers)
 
 
-def _adapters(
+def _open_adapters(
     recipe: Recipe,
-    trainers: WorkerGroup,
-    services: Sequence[Service],
-    engines: Sequence[dict[str, Any]],
+    trainers: SendingTrainers,
+    engines: Sequence[ReceivingEngine],
+    descriptions: Sequence[dict[str, Any]],
     receivers: list[tuple[str, str]],
     notice: Callable[[str], None],
 ) -> Session:
-    """The base weights once and then adapters alone, where every engine can hold them; else merged weights."""
-    asked, reasons = recipe.exchange.adapters, [engine["merged_because"] for engine in engines]
-    refused = next((f"{one.name}: {why}" for one, why in zip(services, reasons, strict=True) if why), None)
-    met = refused or _met(recipe, trainers, services, receivers, "adapters")
-    if isinstance(met, str) and asked == "only":
-        raise RouteRefused(f"exchange.adapters=only: {met}. Set exchange.adapters=merged, or auto")
-    if isinstance(met, str):
-        notice(f"exchange.adapters=auto: merged weights, exported, in every update, because {met}{_unchecked(recipe)}")
-        return _exported(recipe, trainers, services, receivers)
-    if asked == "auto":
-        notice("exchange.adapters=auto: adapters alone; the first update also brings the weights beside them, exported")
-    return met
+    """Send adapters only, after the base weights in the first update; merged weights if an engine cannot hold adapters."""
+    setting, reasons = recipe.exchange.adapters, [description["merged_because"] for description in descriptions]
+    refusals = (f"{engine.name}: {reason}" for engine, reason in zip(engines, reasons, strict=True) if reason)
+    session = next(refusals, None) or _open(recipe.exchange, trainers, engines, receivers, "adapters")
+    if not isinstance(session, str):
+        if setting == "auto":
+            notice(
+                "exchange.adapters=auto: adapters alone; the first update also brings the weights beside them, exported"
+            )
+        return session
+    reason = session
+    if setting == "only":
+        raise RouteRefused(f"exchange.adapters=only: {reason}. Set exchange.adapters=merged, or auto")
+    ignored = _ignored_settings(recipe.exchange)
+    notice(f"exchange.adapters=auto: merged weights, exported, in every update, because {reason}{ignored}")
+    return _open_export(recipe.exchange, trainers, engines, receivers)
 
 
-def _unchecked(recipe: Recipe) -> str:
-    """What an export, which nothing can be held to and whose ranks give no signs of life, leaves out."""
-    given, default = recipe.exchange, ExchangeConfig()
-    names = [name for name in ("check_every", "silence") if getattr(given, name) != getattr(default, name)]
-    return "".join(f"; exchange.{name}={getattr(given, name):g} has no effect" for name in names)
+def _ignored_settings(exchange: ExchangeConfig) -> str:
+    """Return a clause that names the changed settings without effect on an export: it has no plan and no heartbeat."""
+    default = ExchangeConfig()
+    names = [name for name in ("check_every", "silence") if getattr(exchange, name) != getattr(default, name)]
+    return "".join(f"; exchange.{name}={getattr(exchange, name):g} has no effect" for name in names)
 
 
-def _exported(
-    recipe: Recipe, trainers: WorkerGroup, services: Sequence[Service], receivers: list[tuple[str, str]]
+def _open_export(
+    exchange: ExchangeConfig,
+    trainers: SendingTrainers,
+    engines: Sequence[ReceivingEngine],
+    receivers: list[tuple[str, str]],
 ) -> Session:
-    met = _met(recipe, trainers, services, receivers, "export")
-    assert not isinstance(met, str), "every engine takes whole tensors, or says that it takes none"
-    return met
+    session = _open(exchange, trainers, engines, receivers, "export")
+    assert not isinstance(session, str), "every engine can receive whole tensors"
+    return session
 
 
-def _met(
-    recipe: Recipe, trainers: WorkerGroup, services: Sequence[Service], receivers: list[tuple[str, str]], route: str
+def _open(
+    exchange: ExchangeConfig,
+    trainers: SendingTrainers,
+    engines: Sequence[ReceivingEngine],
+    receivers: list[tuple[str, str]],
+    route: str,
 ) -> Session | str:
-    """A session that everyone has joined; or why trainers or engines cannot take this route."""
-    session = trainers.call("open_exchange", receivers, route)[0]
+    """Open a session for `route` and let every engine join. Returns the reason if trainers or an engine cannot."""
+    session: Session | str = trainers.open_exchange(receivers, route)
     if isinstance(session, str):
         return session
-    joining = [service.call("connect_exchange", session) for service in services]
-    limit = recipe.exchange.timeout
-    answers = wait_for_all(services, joining, doing="connect to the trainers", key="exchange.timeout", limit=limit)
-    reasons = (f"{service.name}: {reason}" for service, reason in zip(services, answers, strict=True) if reason)
+    joining = [engine.connect_exchange(session) for engine in engines]
+    answers = wait_for_all(
+        engines, joining, doing="connect to the trainers", key="exchange.timeout", limit=exchange.timeout
+    )
+    reasons = (f"{engine.name}: {reason}" for engine, reason in zip(engines, answers, strict=True) if reason)
     return next(reasons, session)

@@ -1,184 +1,153 @@
-"""Who holds the devices when, and how new weights reach the engines.
+"""Order in which actor, critic and engines occupy the devices, and the moment at which engines receive new weights.
 
-The loop says `to_critic`, `to_train` and `to_rollout`; whether engines and the critic share the trainers' devices,
-have their own, or do not exist (SFT) is said here and nowhere else.
+A step calls `give_to_critic`, `give_to_actor` and `update_engines`. Only this file distinguishes engines that share the
+trainers' devices, engines on other devices, and runs without engines (SFT, DPO).
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
-from megarl.cluster.base import Service, WorkerGroup
 from megarl.cluster.calls import wait_for_all
 from megarl.types import Metrics
-from megarl.weight_sync.session import (
-    PHASES,
-    Session,
-    ShardedReport,
-    ShardedSession,
-    compare_full_reports,
-    compare_sharded_reports,
-    merge_reports,
-)
+from megarl.weight_sync.publish import ReceivingEngine, SendingTrainers, publish
+from megarl.weight_sync.session import Session
 
 
-class Placement(Protocol):
-    def to_critic(self) -> None:
-        """The critic computes next."""
+class Handover(Protocol):
+    """Gives the devices to the part of the run that computes next."""
 
-    def to_train(self) -> None:
-        """The actor's trainers compute next."""
+    def give_to_critic(self) -> None:
+        """Prepare the devices for the critic."""
 
-    def to_rollout(self, version: int) -> Metrics:
-        """The engines sample next, with the trainers' weights as `version`. Returns what the exchange cost."""
+    def give_to_actor(self) -> None:
+        """Prepare the devices for the actor."""
+
+    def update_engines(self, version: int) -> Metrics:
+        """Send the actor's weights to the engines as `version`, and let the engines sample. Returns the sync's metrics."""
+
+
+class OffloadingTrainers(Protocol):
+    """Trainers that can move their tensors to host memory."""
+
+    def onload(self) -> None: ...
+
+    def offload_optimizer(self) -> None: ...
+
+    def offload_weights(self) -> None: ...
+
+
+class SleepingEngine(ReceivingEngine, Protocol):
+    """An engine that can free its device memory."""
+
+    def sleep(self) -> Future[None]: ...
+
+    def wake(self, tag: str) -> Future[None]: ...
 
 
 class TrainersOnly:
-    """No engines: nothing to hand over."""
+    """A run without engines."""
 
-    def to_critic(self) -> None: ...
+    def give_to_critic(self) -> None: ...
 
-    def to_train(self) -> None: ...
+    def give_to_actor(self) -> None: ...
 
-    def to_rollout(self, version: int) -> Metrics:
+    def update_engines(self, version: int) -> Metrics:
         return {}
 
 
 class Disaggregated:
-    """Engines and critic have devices of their own, and stay there."""
+    """Actor, critic and engines have separate devices."""
 
-    def __init__(self, trainers: WorkerGroup, services: Sequence[Service], session: Session):
-        self.trainers, self.services, self.session = trainers, list(services), session
+    def __init__(self, trainers: SendingTrainers, engines: Sequence[ReceivingEngine], session: Session):
+        self.trainers, self.engines, self.session = trainers, list(engines), session
 
-    def to_critic(self) -> None: ...
+    def give_to_critic(self) -> None: ...
 
-    def to_train(self) -> None: ...
+    def give_to_actor(self) -> None: ...
 
-    def to_rollout(self, version: int) -> Metrics:
-        return publish(self.trainers, self.services, self.session, version)
+    def update_engines(self, version: int) -> Metrics:
+        return publish(self.trainers, self.engines, self.session, version)
 
 
-class Tenant:
-    """Trainers or a critic that may leave the devices to others. `offload`: whether they do."""
+class Occupant:
+    """Trainers or a critic on shared devices. `offload`: move the tensors to host memory while others compute."""
 
-    def __init__(self, workers: WorkerGroup, *, offload: bool):
-        self.workers, self.offload = workers, offload
-        self.here = True
+    def __init__(self, trainers: OffloadingTrainers, *, offload: bool):
+        self.trainers, self.may_offload = trainers, offload
+        self.on_device = True
 
-    def come(self) -> None:
-        if not self.here:
-            self.workers.call("onload")
-            self.here = True
+    def onload(self) -> None:
+        if not self.on_device:
+            self.trainers.onload()
+            self.on_device = True
 
-    def leave(self, between: Callable[[], None] = lambda: None) -> None:
-        """Optimizer and gradients go, then `between` happens, then the weights go."""
-        going = self.offload and self.here
-        if going:
-            self.workers.call("offload_optimizer")
+    def offload(self, between: Callable[[], None] = lambda: None) -> None:
+        """Offload optimizer and gradients, call `between`, then offload the weights."""
+        offloads = self.may_offload and self.on_device
+        if offloads:
+            self.trainers.offload_optimizer()
         between()
-        if going:
-            self.workers.call("offload_weights")
-            self.here = False
+        if offloads:
+            self.trainers.offload_weights()
+            self.on_device = False
 
 
-class Colocated(Disaggregated):
-    """Engines, trainers and critic take turns on the same devices: one computes while the others are away."""
+class Colocated:
+    """Actor, critic and engines time-share the same devices."""
 
     def __init__(
         self,
-        actor: Tenant,
-        critic: Tenant | None,
-        services: Sequence[Service],
-        session: Session,
+        actor: Occupant,
+        critic: Occupant | None,
+        engines: Sequence[SleepingEngine],
+        update: Callable[[int], Metrics],
         *,
         engines_sleep: bool,
         engines_asleep: bool,
-        patience: float,
+        start_timeout: float,
     ):
-        """`patience`: seconds that an engine may take to go to sleep, or to wake."""
-        super().__init__(actor.workers, services, session)
-        self.actor, self.critic = actor, critic
-        self.engines_sleep, self.engines_asleep, self.patience = engines_sleep, engines_asleep, patience
+        """update: sends the actor's weights to the engines as a version. engines_sleep: engines can free their memory.
+        engines_asleep: they have done so. start_timeout: limit for falling asleep and waking, in seconds."""
+        self.actor, self.critic, self.engines, self.update = actor, critic, list(engines), update
+        self.engines_sleep, self.engines_asleep, self.start_timeout = engines_sleep, engines_asleep, start_timeout
 
-    def to_critic(self) -> None:
+    def give_to_critic(self) -> None:
         assert self.critic is not None, "the run has no critic"
-        self._engines_leave()
-        self.actor.leave()
-        self.critic.come()
+        self._sleep_engines()
+        self.actor.offload()
+        self.critic.onload()
 
-    def to_train(self) -> None:
-        self._engines_leave()
+    def give_to_actor(self) -> None:
+        self._sleep_engines()
         if self.critic is not None:
-            self.critic.leave()
-        self.actor.come()
+            self.critic.offload()
+        self.actor.onload()
 
-    def to_rollout(self, version: int) -> Metrics:
-        """Hand over in an order that never holds both sides' all: an update needs weights on both, and nothing else."""
-        self.to_train()
+    def update_engines(self, version: int) -> Metrics:
+        """Send the weights at the moment of least memory: both sides hold weights, and nothing else."""
+        self.give_to_actor()
         metrics: Metrics = {}
 
-        def exchange() -> None:
-            self._wake("weights")
-            metrics.update(publish(self.trainers, self.services, self.session, version))
+        def update() -> None:
+            self._wake_engines("weights")
+            metrics.update(self.update(version))
 
-        self.actor.leave(exchange)
-        self._wake("kv_cache")
+        self.actor.offload(update)
+        self._wake_engines("kv_cache")
         self.engines_asleep = False
         return metrics
 
-    def _engines_leave(self) -> None:
+    def _sleep_engines(self) -> None:
         if self.engines_sleep and not self.engines_asleep:
-            calls = [service.call("sleep") for service in self.services]
-            wait_for_engines(self.services, calls, doing="go to sleep", limit=self.patience)
+            self._wait([engine.sleep() for engine in self.engines], doing="go to sleep")
             self.engines_asleep = True
 
-    def _wake(self, tag: str) -> None:
+    def _wake_engines(self, tag: str) -> None:
         if self.engines_asleep:
-            calls = [service.call("wake", [tag]) for service in self.services]
-            wait_for_engines(self.services, calls, doing=f"wake its {tag}", limit=self.patience)
+            self._wait([engine.wake(tag) for engine in self.engines], doing=f"wake its {tag}")
 
-
-def publish(trainers: WorkerGroup, services: Sequence[Service], session: Session, version: int) -> Metrics:
-    """Send the trainers' weights to every engine; they count as `version` only when all fingerprints agree."""
-    updates = [service.call("update_weights", version) for service in services]
-    for service, update in zip(services, updates, strict=True):
-        update.add_done_callback(functools.partial(_abort_on_error, session, service.name))
-    sent = [report for report in trainers.call("send_weights", version) if report is not None]
-    reports = wait_for_all(
-        services, updates, doing="take the new weights in", key="exchange.timeout", limit=session.timeout
-    )
-    if isinstance(session, ShardedSession):
-        return _planned_metrics(sent, reports)
-    compare_full_reports(sent[0], {service.name: report for service, report in zip(services, reports, strict=True)})
-    return {"exchange/bytes": float(sent[0].bytes), "exchange/version": float(version)}
-
-
-def _planned_metrics(sent: Sequence[ShardedReport], received: Sequence[ShardedReport]) -> Metrics:
-    """Of a planned update that both sides agree on."""
-    trainers, engines = merge_reports(sent), merge_reports(received)
-    compare_sharded_reports(trainers, engines)
-    phases = {phase: max(one.seconds.get(phase, 0.0) for one in (trainers, engines)) for phase in PHASES}
-    return {
-        "exchange/bytes": float(trainers.bytes),
-        "exchange/version": float(trainers.version),
-        "exchange/received_bytes": float(engines.bytes),
-        "exchange/sent_bytes/max": float(max(one.bytes for one in sent)),
-        **{f"exchange/seconds/{phase}": seconds for phase, seconds in phases.items()},
-    }
-
-
-def _abort_on_error(session: Session, name: str, done: Future[Any]) -> None:
-    """An engine that fails in mid-update must not leave the trainers waiting for it."""
-    error = done.exception()
-    if error is not None:
-        session.abort(f"engine {name}: {error}")
-
-
-def wait_for_engines(
-    services: Sequence[Service], calls: Sequence[Future[Any]], *, doing: str, limit: float
-) -> list[Any]:
-    """Results of a call to every engine that gets it ready, within `rollout.start_timeout` (`limit`)."""
-    return wait_for_all(services, calls, doing=doing, key="rollout.start_timeout", limit=limit)
+    def _wait(self, calls: Sequence[Future[None]], *, doing: str) -> None:
+        wait_for_all(self.engines, calls, doing=doing, key="rollout.start_timeout", limit=self.start_timeout)

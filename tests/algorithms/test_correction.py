@@ -9,11 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.correction import Mismatch, corrections, corrects, total_mismatch, weight_totals
+from megarl.algorithms.correction import (
+    Mismatch,
+    correction_scales,
+    corrections,
+    corrects,
+    total_mismatch,
+    weight_totals,
+)
 from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import objective
 from megarl.recipe.algorithm import CorrectionConfig
-from megarl.train import correction_scales
 from tests.support.loss_cases import correcting, inputs, part_of, random_inputs, sequences_of, settings
 
 

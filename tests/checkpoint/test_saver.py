@@ -61,7 +61,8 @@ def test_the_end_of_a_run_waits_for_receipts_and_calls_nobody(tmp_path: Path) ->
         trainers.work()
 
     one._check = check
-    trainers.call = None  # type: ignore[method-assign, assignment]
+    for method in ("stage_save", "write_save", "save_done", "wait_save"):
+        setattr(trainers, method, None)
     assert one.rescue(wait=True) == tmp_path / "step_000001"
     assert looks == [1] and names(tmp_path) == ["step_000001"]
 
@@ -189,7 +190,7 @@ def test_groups_that_take_turns_are_saved_as_one(tmp_path: Path) -> None:
     for name, group in groups.items():
         stage = group.stage_save
         group.stage_save = lambda *args, name=name, stage=stage: said.append((name, args[1])) or stage(*args)
-    both = Saver(tmp_path, groups, TrainConfig(), lambda: None, come=said.append)
+    both = Saver(tmp_path, groups, TrainConfig(), lambda: None, onload=said.append)
     both.save(1, state())
     assert said == ["critic", ("critic", True), "trainer", ("trainer", True)]
     written = tmp_path / "step_000001"

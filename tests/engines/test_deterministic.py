@@ -18,7 +18,7 @@ from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.environment import notices, users_first
 from megarl.platform.npu import NPUPlatform
-from megarl.rollout.start_engines import environment_notices
+from megarl.preflight.environment import environment_notices
 
 GRPO = Path(__file__).parents[2] / "recipes" / "grpo_qwen3_8b.yaml"
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1"}

@@ -20,9 +20,10 @@ from megarl.observe.profiling import Profiling
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.kinds import kind_of
 from megarl.platform.tracing import TraceOptions
+from megarl.preflight.environment import environment_notices
 from megarl.preflight.recipe.observe import check_traces
 from megarl.recipe.observe import traces_notice
-from megarl.rollout.start_engines import environment_notices
+from megarl.rollout.engine_handle import EngineHandle
 from megarl.trainer import worker
 from tests.runs.test_train import settings
 from tests.support import stack
@@ -136,7 +137,7 @@ def test_engines_are_traced_in_the_asked_steps_alone(tmp_path: Path) -> None:
     said: list[str] = []
     recipe = load_recipe(GRPO, ["observe.profile_steps=[2]", "observe.profile_ranks=[]", "observe.profile_engines=[0]"])
     log = types.SimpleNamespace(notice=said.append, phase=lambda name: contextlib.nullcontext())
-    services = [_Service(f"engine{number}", said) for number in range(2)]
+    services = [EngineHandle(_Service(f"engine{number}", said)) for number in range(2)]  # type: ignore[arg-type]
     profiling = Profiling(recipe.observe, None, services, log, tmp_path, 1.0, "engines are fixed")  # type: ignore[arg-type]
     for step in (1, 2, 3):
         profiling.before_sampling(step)

@@ -26,8 +26,8 @@ from megarl.platform.device_kind import DeviceKind
 from megarl.platform.environment import NEEDED, notices, users_first
 from megarl.platform.npu import NPUPlatform
 from megarl.platform.npu_kind import NPU
+from megarl.preflight.environment import environment_notices
 from megarl.recipe.schema import Recipe
-from megarl.rollout.start_engines import environment_notices
 from tests.support.upstream_sources import missing, torch_npu
 
 ROOT = Path(__file__).parents[2]
@@ -240,8 +240,7 @@ def test_engines_are_told_which_device_they_are_to_run_on() -> None:
 
     specs: list[Any] = []
     cluster = SimpleNamespace(start_service=lambda server, args, **_: specs.append(args[1]))
-    prepared = SimpleNamespace(data_sources=[])
-    start_engines(Recipe(), prepared, CPUPlatform(), cluster, load_weights=True)  # type: ignore[arg-type]
+    start_engines(Recipe(), [], CPUPlatform(), cluster, traces=None, load_weights=True)  # type: ignore[arg-type]
     assert [spec.device for spec in specs] == ["cpu"]
 
 

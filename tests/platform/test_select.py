@@ -16,8 +16,8 @@ from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.cuda_kind import installation_notices
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS, DeviceName
+from megarl.preflight.environment import environment_notices
 from megarl.recipe.schema import Recipe
-from megarl.rollout.start_engines import environment_notices
 
 
 def _here(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:

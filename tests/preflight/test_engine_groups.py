@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl import engines
-from megarl.cluster.calls import wait_for_all, watching
+from megarl.cluster.calls import wait_for_all
 from megarl.cluster.device_map import Demand, place
 from megarl.engines.base import EngineSpec, Seat
 from megarl.engines.vllm.args import build_engine_args, check_engine_args
@@ -18,6 +18,7 @@ from megarl.preflight.engines import check_experts
 from megarl.preflight.load import load_recipe
 from megarl.recipe import RecipeError
 from megarl.recipe.schema import Recipe, RolloutConfig
+from megarl.rollout.engine_handle import EngineHandle, check_engines_too
 from megarl.rollout.start_engines import load_engines
 from tests.support.stack import ROOT
 
@@ -120,6 +121,10 @@ class Service:
         return future
 
 
+def handles(services: list[Any]) -> list[EngineHandle]:
+    return [EngineHandle(service) for service in services]
+
+
 def recipe_of(engines: int, data_parallel: int) -> Recipe:
     recipe = Recipe()
     recipe.rollout.engines, recipe.rollout.data_parallel, recipe.rollout.start_timeout = engines, data_parallel, 5.0
@@ -128,7 +133,7 @@ def recipe_of(engines: int, data_parallel: int) -> Recipe:
 
 def test_each_group_meets_at_its_first_engine() -> None:
     services: Any = [Service(n, {"open_meeting_place": Seat(f"10.0.0.{n}", 7000 + n)}) for n in range(4)]
-    assert len(load_engines(recipe_of(4, 2), services)) == 4
+    assert len(load_engines(recipe_of(4, 2).rollout, handles(services))) == 4
     assert [service.calls for service in services] == [
         [("open_meeting_place", "10.0.0.0"), ("start", Seat("10.0.0.0", 7000, 0, 2))],
         [("start", Seat("10.0.0.0", 7000, 1, 2))],
@@ -139,7 +144,7 @@ def test_each_group_meets_at_its_first_engine() -> None:
 
 def test_engines_alone_meet_nowhere() -> None:
     services: Any = [Service(n, {}) for n in range(2)]
-    load_engines(recipe_of(2, 1), services)
+    load_engines(recipe_of(2, 1).rollout, handles(services))
     assert [service.calls for service in services] == [[("start",)], [("start",)]]
 
 
@@ -157,11 +162,11 @@ def test_who_fails_is_told_of_before_who_waits_for_it() -> None:
 def test_an_engine_that_fails_while_it_steps_for_others_is_noticed() -> None:
     asked: list[None] = []
     services: Any = [Service(0, {}), Service(1, {})]
-    check = watching(services, lambda: asked.append(None))
+    check = check_engines_too(handles(services), lambda: asked.append(None))
     check()
     services: Any = [Service(0, {}), Service(1, {"watch": RuntimeError("engine 'engine1' died")})]
     with pytest.raises(RuntimeError, match="'engine1' died"):
-        watching(services, lambda: asked.append(None))()
+        check_engines_too(handles(services), lambda: asked.append(None))()
     assert len(asked) == 2  # a process that is gone says more, and comes first
 
 

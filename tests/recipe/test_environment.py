@@ -18,9 +18,9 @@ from megarl.hf.published import read
 from megarl.platform import environment
 from megarl.platform.environment import Requirement, RoleSettings, at_least
 from megarl.platform.npu import NPUPlatform
+from megarl.preflight.environment import environment_notices
 from megarl.preflight.load import load_recipe
 from megarl.recipe.environment import variables
-from megarl.rollout.start_engines import environment_notices
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DEEPSEEK = RECIPES / "grpo_deepseek_v3.yaml"

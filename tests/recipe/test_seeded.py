@@ -12,12 +12,13 @@ from megarl.agents.trajectory import turn_seed
 from megarl.engines.specs import policy_spec
 from megarl.errors import RecipeError
 from megarl.platform.cpu import CPUPlatform
+from megarl.preflight.environment import environment_notices
 from megarl.recipe.schema import Recipe
 from megarl.recipe.seeded import samples_are_seeded, seeds_notice
+from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.judge import server as judge_server
 from megarl.rollout.server import _one_by_one
 from megarl.rollout.source_engines import EnginesSource
-from megarl.rollout.start_engines import environment_notices
 from megarl.types import GenerationRequest, Prompt, Sampling
 
 
@@ -86,7 +87,7 @@ def test_requests_carry_seeds_as_the_recipe_says(seeded: bool) -> None:
         difficulty = None
 
     prompts = Prompts([Prompt(str(row), (1,), "", "x") for row in range(2)])
-    source = EnginesSource(recipe, prompts, [Service()], [0], lambda: None)  # type: ignore[arg-type, list-item]
+    source = EnginesSource(recipe, prompts, [EngineHandle(Service())], [0], lambda: None)  # type: ignore[arg-type]
     source.admit(0)
     assert [request.seed is not None for request in submitted] == [seeded] * 2
 

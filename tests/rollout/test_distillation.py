@@ -22,6 +22,7 @@ from megarl.algorithms.token_advantages import TokenOutcomes
 from megarl.engines.vllm.outputs import completions
 from megarl.megatron.output_heads import IMPOSSIBLE
 from megarl.rollout import teacher_server
+from megarl.rollout.engine_handle import TeacherHandle
 from megarl.rollout.teacher import Teacher
 from megarl.rollout.teacher_server import TeacherServer
 from megarl.types import Completion, GenerationRequest, Group, InlineData, Sample, SampleTokens, TokenScores
@@ -285,7 +286,7 @@ def test_every_sample_comes_back_with_what_was_said_of_it(engines: int, monkeypa
     spec: Any = SimpleNamespace(prompt_top_k=2)
     services = [Service(f"teacher{number}", TeacherServer("fake", spec)) for number in range(engines)]
     groups = [group(10, 2), group(11, 3), group(14, 1)]
-    Teacher(services, timeout=5.0).read(groups)
+    Teacher([TeacherHandle(service) for service in services], timeout=5.0).score(groups)  # type: ignore[arg-type]
     for one in groups:
         for sample in one.samples:
             vectors = sample.data.get()[sample.index]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.recipe.schema import Recipe
+from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.evaluate import accuracy_metrics, evaluate, majority_is_correct, pass_at_k
 from megarl.types import Group, InlineData, Prompt, Sample, SampleFailure
 
@@ -86,7 +87,7 @@ def evaluation_on(*engines: Engine) -> Any:
     recipe = Recipe()
     recipe.rollout.timeout = 1.2
     problems = [Prompt(f"row/{i}", (1, 2), "text", "test") for i in range(6)]
-    return evaluate(recipe, problems, engines, [0], lambda: None)
+    return evaluate(recipe, problems, [EngineHandle(engine) for engine in engines], [0], lambda: None)  # type: ignore[arg-type]
 
 
 def test_an_engine_that_finishes_nothing_ends_the_evaluation() -> None:

@@ -21,6 +21,7 @@ from megarl.recipe.judge import JudgeConfig
 from megarl.recipe.schema import Recipe
 from megarl.rewards import Score, find
 from megarl.rewards.weighted import Term, combine, terms_of, with_judgement
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle
 from megarl.rollout.judge import server as judge_server
 from megarl.rollout.judge import service as judged
 from megarl.rollout.judge.server import Interrogation, JudgeServer, Verdict, judge_seed
@@ -270,12 +271,13 @@ def recipe(**functions: float) -> Recipe:
 class TestService:
     def around(self, judges: int = 1) -> tuple[Later, list[Later], Any, Callable[[], None]]:
         engine, own = Later("engine0"), [Later(f"judge{number}") for number in range(judges)]
-        (service,), check = with_judge(recipe(), [engine], own, lambda: None)
+        engines, judges_handles = [EngineHandle(engine)], [JudgeHandle(judge) for judge in own]  # type: ignore[arg-type]
+        (service,), check = with_judge(recipe().judge, recipe().reward, engines, judges_handles, lambda: None)
         return engine, own, service, check
 
     def submit(self, service: Any, *numbers: int) -> list[Future[Any]]:
-        service.call("submit", [GenerationRequest(number, ROW, Sampling(2, 8), 0) for number in numbers])
-        return [service.call_with_data("collect", number) for number in numbers]
+        service.submit([GenerationRequest(number, ROW, Sampling(2, 8), 0) for number in numbers])
+        return [service.collect(number) for number in numbers]
 
     def test_a_group_comes_once_it_has_been_judged(self) -> None:
         engine, (judge,), service, _ = self.around()
@@ -362,12 +364,12 @@ class TestService:
 
     def test_without_a_judge_nothing_is_around(self) -> None:
         services = [Later("engine0")]
-        assert with_judge(recipe(gsm8k=1.0), services, [], print) == (services, print)
+        assert with_judge(recipe().judge, recipe(gsm8k=1.0).reward, services, [], print) == (services, print)
 
     def test_other_calls_pass_and_nothing_is_kept(self) -> None:
         """Prompts are let go with their groups: a long run would keep all rows otherwise."""
         engine, _, service, _ = self.around()
-        service.call("sleep")
+        service.engine.sleep()
         assert engine.asked.pop(0)[0] == "sleep"
         self.submit(service, 1)
         engine.asked[1][2].set_result((group(1, 1.0), vectors("a")))

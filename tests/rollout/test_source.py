@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from megarl.recipe.schema import Recipe
+from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.source_engines import EnginesSource
 from megarl.types import GenerationRequest, Group, InlineData, Prompt, Sample, SampleFailure
 
@@ -69,7 +70,7 @@ def source(service: FakeService, check: Any = lambda: None, **dynamic: Any) -> E
     for name, value in dynamic.items():
         setattr(recipe.algorithm.dynamic_sampling, name, value)
     prompts = Prompts(Prompt(f"row/{i}", (1, 2, 3), "text", "test") for i in range(7))
-    return EnginesSource(recipe, prompts, [service], [0], check)  # type: ignore[arg-type, list-item]
+    return EnginesSource(recipe, prompts, [EngineHandle(service)], [0], check)  # type: ignore[arg-type]
 
 
 def test_a_wave_is_one_message_and_a_batch_is_in_admission_order() -> None:
@@ -87,7 +88,7 @@ def test_a_greedy_sample_is_asked_for_where_the_advantage_needs_it(advantage: st
     service = FakeService()
     made = source(service)
     made.recipe.algorithm.advantage = advantage
-    made = EnginesSource(made.recipe, made.prompts, [service], [0], lambda: None)  # type: ignore[list-item]
+    made = EnginesSource(made.recipe, made.prompts, [EngineHandle(service)], [0], lambda: None)  # type: ignore[arg-type]
     made.admit(0)
     made.take(4)
     assert service.with_greedy == [asked] * 4
@@ -172,7 +173,7 @@ def test_a_failure_while_starting_replacements_is_raised() -> None:
     service = FakeService(spread=lambda number: False)
     made = source(service, enabled=True)
     made.admit(0)
-    made.services = []  # as if the engine were gone when the next wave is due
+    made.engines = []  # as if the engine were gone when the next wave is due
     with pytest.raises((ValueError, IndexError)):
         made.take(4)
 

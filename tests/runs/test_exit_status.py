@@ -9,12 +9,12 @@ from typing import Any, NoReturn
 
 import pytest
 
-from megarl import assembly as entries
-from megarl import cli
+from megarl import assembly, cli
 from megarl.checkpoint import next_commands
 from megarl.errors import InputError
 from megarl.exit_status import Terminated, guarded
 from megarl.observe.files import DiskFullError
+from megarl.observe.log import RunLog
 from tests.runs.test_train import settings
 from tests.support.checkpoint_parts import saver, state
 from tests.support.stack import ROOT
@@ -35,7 +35,7 @@ def failing(
             during()
             raise error
 
-        monkeypatch.setattr(entries, "connected", fails)
+        monkeypatch.setattr(assembly, "connected", fails)
         given = [
             "train",
             str(ROOT / "recipes/quickstart.yaml"),
@@ -79,7 +79,7 @@ def test_a_disk_that_is_full_as_the_log_closes(failing: Any, monkeypatch: pytest
     def full(*_: object) -> NoReturn:
         raise DiskFullError("no room for a summary")
 
-    monkeypatch.setattr(entries.RunLog, "__exit__", full)
+    monkeypatch.setattr(RunLog, "__exit__", full)
     status, said = failing([3], RuntimeError("the machine burns"))
     assert status == 1 and "DiskFullError: no room for a summary" in said and "Last intact checkpoint: step 3" in said
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl import assembly as entries
-from megarl import cli
+from megarl import assembly, cli
+from megarl.commands import evaluate, export
 from megarl.exit_status import guarded
 from tests.runs.test_train import settings
 from tests.support.stack import ROOT, run
@@ -56,7 +56,8 @@ def megarl(
     def started(*args: object, **kwargs: object) -> None:
         raise AssertionError("a cluster was started")
 
-    monkeypatch.setattr(entries, "connected", started)
+    for module in (assembly, evaluate, export):
+        monkeypatch.setattr(module, "connected", started)
     handler = signal.getsignal(signal.SIGTERM)  # the command line puts its own in place
     yield CommandLine(quickstart_data, tmp_path / "runs", capsys)
     signal.signal(signal.SIGTERM, handler)

@@ -63,24 +63,19 @@ class Trainers:
         self._staged: tuple[Path, bytes] | None = None
         self._wrote = False
 
-    def call(self, method: str, *args: Any) -> list[Any]:
-        return getattr(self, method)(*args)
-
-    def stage_save(self, directory: str, copy: bool) -> list[Any]:
-        self._staged, self._wrote = (Path(directory), self.contents), False
+    def stage_save(self, folder: Path, copy: bool) -> list[tuple[int, list[str]]]:
+        self._staged, self._wrote = (folder, self.contents), False
         return [(self.bytes, [f"receipt_{rank}.json"]) for rank in range(2)]
 
-    def write_save(self) -> list[Any]:
-        return [None, None]
+    def write_save(self) -> None: ...
 
-    def save_done(self) -> list[bool]:
+    def save_done(self) -> bool:
         if self.error:
             raise self.error
-        return [self._wrote, self._wrote]
+        return self._wrote
 
-    def wait_save(self) -> list[Any]:
+    def wait_save(self) -> None:
         self.work()
-        return [None, None]
 
     def work(self) -> None:
         if self.error:

@@ -1,4 +1,4 @@
-"""The cases of tests/rollout/test_evaluate_loss.py, for the processes that compute them too."""
+"""The cases of tests/trainer/test_held_out.py, for the processes that compute them too."""
 
 from __future__ import annotations
 

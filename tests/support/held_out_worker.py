@@ -1,4 +1,4 @@
-"""One trainer process of tests/rollout/test_evaluate_loss.py: evaluates held-out rows, trains in between, and writes what came out.
+"""One trainer process of tests/trainer/test_held_out.py: evaluates held-out rows, trains in between, and writes what came out.
 
 Usage, with the environment of torchrun: python -m tests.support.held_out_worker CASES.json DIRECTORY
 """
@@ -19,10 +19,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megarl.algorithms.objective import needs_reference  # noqa: E402
-from megarl.batching.plan import plan_step  # noqa: E402
-from megarl.rollout.evaluate_loss import HeldOut  # noqa: E402
 from megarl.rollout.source_dataset import DataSource  # noqa: E402
 from megarl.trainer.actor import ActorWorker  # noqa: E402
+from megarl.trainer.group import ActorGroup  # noqa: E402
+from megarl.trainer.held_out import HeldOut  # noqa: E402
 from tests.support.held_out import STEPS, recipe_of, rows  # noqa: E402
 from tests.support.trainer_processes import forget_last_model  # noqa: E402
 
@@ -62,8 +62,9 @@ def start(case: dict[str, Any]) -> Ranks:
 
 
 def held_out(case: dict[str, Any], ranks: Ranks) -> HeldOut:
-    places = [rank["dp_rank"] for rank in ranks.call("describe")]
-    return HeldOut(ranks.worker.recipe, rows(case), ranks, places, max(places) + 1, 1, None)  # type: ignore[arg-type]
+    actor = ActorGroup(ranks, ranks.worker.recipe)  # type: ignore[arg-type]
+    actor.describe()
+    return HeldOut(ranks.worker.recipe, rows(case), actor)
 
 
 def train(case: dict[str, Any], ranks: Ranks, evaluates: bool, found: dict[str, Any]) -> None:
@@ -72,8 +73,8 @@ def train(case: dict[str, Any], ranks: Ranks, evaluates: bool, found: dict[str, 
     if evaluates:
         found["before"] = evaluation.evaluate().metrics
     for _ in range(STEPS):
-        plan = plan_step(source.take(4).groups, recipe, evaluation.data_parallel, 1)
-        ranks.scatter("load_shard", [(plan.shards[rank],) for rank in evaluation.data_parallel_rank])
+        plan = evaluation.actor.plan(source.take(4).groups)
+        evaluation.actor.load_shards(plan.shards)
         if needs_reference(recipe.algorithm):
             ranks.call("compute_reference_log_probs")
         steps += next(metrics for metrics in ranks.call("update_actor") if metrics)

@@ -20,9 +20,9 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from megarl.algorithms.catalogue import ADVANTAGES  # noqa: E402
+from megarl.algorithms.correction import correction_scales  # noqa: E402
 from megarl.algorithms.moments import Moments, Whitening  # noqa: E402
 from megarl.batching.plan import plan_step  # noqa: E402
-from megarl.train import correction_scales  # noqa: E402
 from megarl.trainer.actor import ActorWorker  # noqa: E402
 from tests.support.invariance import STEP, Case, Layout, Split, apply, batch, recipe_of  # noqa: E402
 from tests.support.trainer_processes import forget_last_model  # noqa: E402
@@ -52,7 +52,7 @@ def compute(worker: ActorWorker, case: Case, before: dict[str, torch.Tensor], ou
         shift(micro_batch, old=not settings.correction.normalize)
     penalties: dict[int, float] = {}
     if ADVANTAGES[settings.advantage].of_tokens:
-        for part in of_reporters(worker.penalise_kl()):
+        for part in of_reporters(worker.compute_kl()):
             penalties |= part
         moments = sum(of_reporters(worker.estimate_advantages(settings.kl_coef)), Moments())
         worker.whiten_advantages(Whitening.by(moments))

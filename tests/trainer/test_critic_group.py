@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from megarl.batching.plan import plan_step, routes
 from megarl.recipe.schema import Recipe
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.trainer.group import ActorGroup, CriticGroup
 from megarl.types import Group, InlineData, Sample
-from megarl.weight_sync import handover
-from megarl.weight_sync.handover import Colocated, Tenant
+from megarl.weight_sync.handover import Colocated, Occupant
 
 
 def batch(lengths: list[int], truncated: set[int]) -> list[Group]:
@@ -69,50 +70,53 @@ class Recorder:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    said: list[str] = []
-    monkeypatch.setattr(handover, "publish", lambda *_: said.append("publish") or {})
-    return said
+def said() -> list[str]:
+    return []
 
 
 def colocated(said: list[str], *, actor_leaves: bool, critic_leaves: bool) -> Colocated:
     workers: Any = {name: Recorder(name, said) for name in ("actor", "critic", "engine")}
-    actor = Tenant(workers["actor"], offload=actor_leaves)
-    critic = Tenant(workers["critic"], offload=critic_leaves)
-    actor.leave()
-    critic.leave()
-    session: Any = None
-    made = Colocated(actor, critic, [workers["engine"]], session, engines_sleep=True, engines_asleep=True, patience=9.0)
+    actor = Occupant(ActorGroup(workers["actor"], Recipe()), offload=actor_leaves)
+    critic = Occupant(CriticGroup(workers["critic"], Recipe()), offload=critic_leaves)
+    actor.offload()
+    critic.offload()
+
+    def publish(version: int) -> dict[str, float]:
+        said.append("publish")
+        return {}
+
+    engines, sleep = [EngineHandle(workers["engine"])], {"engines_sleep": True, "engines_asleep": True}
+    made = Colocated(actor, critic, engines, publish, **sleep, start_timeout=9.0)
     said.clear()
     return made
 
 
 def test_one_at_a_time_holds_the_devices(said: list[str]) -> None:
     turns = colocated(said, actor_leaves=True, critic_leaves=True)
-    turns.to_rollout(0)
+    turns.update_engines(0)
     assert said == [
         "actor.onload", "actor.offload_optimizer", "engine.wake", "publish", "actor.offload_weights", "engine.wake",
     ]  # fmt: skip
     said.clear()
-    turns.to_critic()
+    turns.give_to_critic()
     assert said == ["engine.sleep", "critic.onload"]
     said.clear()
-    turns.to_train()
+    turns.give_to_actor()
     assert said == ["critic.offload_optimizer", "critic.offload_weights", "actor.onload"]
     said.clear()
-    turns.to_critic()  # to save it
-    turns.to_train()
+    turns.give_to_critic()  # to save it
+    turns.give_to_actor()
     assert said == [
         "actor.offload_optimizer", "actor.offload_weights", "critic.onload",
         "critic.offload_optimizer", "critic.offload_weights", "actor.onload",
     ]  # fmt: skip
     said.clear()
-    turns.to_train()
+    turns.give_to_actor()
     assert said == []
 
 
 def test_who_does_not_offload_stays(said: list[str]) -> None:
     turns = colocated(said, actor_leaves=False, critic_leaves=False)
-    for turn in (turns.to_critic, turns.to_train, lambda: turns.to_rollout(1), turns.to_critic):
+    for turn in (turns.give_to_critic, turns.give_to_actor, lambda: turns.update_engines(1), turns.give_to_critic):
         turn()
     assert said == ["engine.wake", "publish", "engine.wake", "engine.sleep"]

@@ -9,6 +9,8 @@ import pytest
 
 from megarl.preflight.load import load_recipe
 from megarl.recipe.schema import Recipe
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.trainer.group import ActorGroup
 from megarl.weight_sync.connect import open_exchange
 
 
@@ -49,7 +51,8 @@ def opened(route: str, *, trainers: str | None = None, engine: str | None = None
     infos = [
         {"receivers": [[f"{one.name}/0", "h"]], "merged_because": why} for one, why in zip(services, told, strict=True)
     ]
-    session = open_exchange(recipe, group, services, infos, notices.append)  # type: ignore[arg-type]
+    actor, engines = ActorGroup(group, recipe), [EngineHandle(one) for one in services]  # type: ignore[arg-type]
+    session = open_exchange(recipe, actor, engines, infos, notices.append)
     assert all(one.joined[-1:] == [session.decode()] for one in services), "everyone is in the session that counts"
     return group.asked, notices
 

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
-from megarl.assembly import _placement
+from megarl.assembly import Started, connect_engines
 from megarl.recipe.schema import Recipe
-from megarl.weight_sync.handover import Tenant, publish
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.trainer.group import ActorGroup
+from megarl.weight_sync.handover import Occupant
+from megarl.weight_sync.publish import publish
 
 
 class Engine:
@@ -30,9 +33,15 @@ class Engine:
 def colocated(engines: list[Any]) -> Any:
     recipe = Recipe()
     recipe.exchange.timeout, recipe.rollout.start_timeout = 0.2, 0.1
-    actor = Tenant(Trainers(), offload=False)  # type: ignore[arg-type]
+    actor = ActorGroup(Trainers(), recipe)  # type: ignore[arg-type]
     answers = [{"receivers": [(engine.name, "host")], "can_sleep": True} for engine in engines]
-    return _placement(recipe, actor, None, engines, answers, print, asleep=False)
+    occupant = Occupant(actor, offload=False)
+    started = Started(handles(engines), answers, [], [], actor, occupant, None, None, engines_asleep=False)
+    return connect_engines(recipe, started, print)
+
+
+def handles(engines: list[Any]) -> list[EngineHandle]:
+    return [EngineHandle(engine) for engine in engines]
 
 
 class Trainers:
@@ -42,7 +51,7 @@ class Trainers:
 
 def update(engines: list[Any]) -> None:
     session: Any = SimpleNamespace(timeout=0.2)
-    publish(Trainers(), engines, session, 1)  # type: ignore[arg-type]
+    publish(ActorGroup(Trainers(), Recipe()), handles(engines), session, 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -50,10 +59,14 @@ def update(engines: list[Any]) -> None:
     [
         ("connect_exchange", colocated, "engine1 did not connect to the trainers within exchange.timeout = 0.2 s"),
         ("update_weights", update, "engine1 did not take the new weights in within exchange.timeout = 0.2 s"),
-        ("sleep", lambda engines: colocated(engines).to_train(), "engine1 did not go to sleep within rollout.start_"),
+        (
+            "sleep",
+            lambda engines: colocated(engines).give_to_actor(),
+            "engine1 did not go to sleep within rollout.start_",
+        ),
         (
             "wake",
-            lambda engines: colocated(engines).to_rollout(1),
+            lambda engines: colocated(engines).update_engines(1),
             "engine1 did not wake its weights within rollout.start_timeout = 0.1 s",
         ),
     ],

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from megarl.engines.base import EngineDead
-from megarl.weight_sync.handover import publish
+from megarl.recipe.schema import Recipe
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.trainer.group import ActorGroup
+from megarl.weight_sync.publish import publish
 from megarl.weight_sync.session import compare_full_reports, compare_sharded_reports, merge_reports
 from tests.support.engine_process import EngineProcess, build_model, make_requests, same, spec
 from tests.support.planned_live import Trainers, TrainersFailed
@@ -146,6 +149,14 @@ class Engine:
         return self.process.begin(method, *arguments)
 
 
+def sending(trainers: Trainers, method: str = "send_planned") -> ActorGroup:
+    return ActorGroup(_Sending(trainers, method), Recipe())  # type: ignore[arg-type]
+
+
+def receiving(process: EngineProcess) -> EngineHandle:
+    return EngineHandle(Engine(process))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("fault", ["flipped bit", "other values", "trainer dies", "engine dies"])
 def test_faults(tmp_path: Path, fault: str) -> None:
     """Through the controller's own `publish`: found within seconds, with the cause; and nothing samples half a version."""
@@ -156,7 +167,7 @@ def test_faults(tmp_path: Path, fault: str) -> None:
         options = {"bucket_mb": 1, "timeout": 60.0, "check_every": 1}
         session = trainers.call("open_planned", info["receivers"], options)[0]
         process.connect_exchange(session)
-        assert publish(_Sending(trainers), [Engine(process)], session, 1)["exchange/version"] == 1  # type: ignore[list-item]
+        assert publish(sending(trainers), [receiving(process)], session, 1)["exchange/version"] == 1
         assert process.generate(make_requests(1))[1]
         send = "send_planned"
         if fault == "flipped bit":
@@ -169,7 +180,7 @@ def test_faults(tmp_path: Path, fault: str) -> None:
             send = "send_and_die"
         start = time.monotonic()
         with pytest.raises(TrainersFailed) as raised:
-            publish(_Sending(trainers, send), [Engine(process)], session, 2)  # type: ignore[list-item]
+            publish(sending(trainers, send), [receiving(process)], session, 2)
         assert time.monotonic() - start < 10
         words = {
             "flipped bit": r"'e0/0' got other bytes than trainer \d sent in bucket \d+ of stream \d+ from trainer \d \(",

@@ -141,9 +141,9 @@ def _devices(device: str) -> int:
 
 def _load(recipe: Path, overrides: Sequence[str]) -> None:
     """Raises RecipeError where the recipe does not load."""
-    from megarl.assembly import load
+    from megarl.preflight.load import load_recipe
 
-    load(recipe, list(overrides))
+    load_recipe(recipe, list(overrides))
 
 
 def expectation(settings: Settings, stages: Sequence[Stage], ends: dict[int, float]) -> str:

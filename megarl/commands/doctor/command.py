@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from megarl.assembly import load
 from megarl.commands.doctor.catalogue import CHECKS
 from megarl.commands.doctor.check import run_check, within
 from megarl.commands.doctor.finding import Finding, Needs, fail, warning
@@ -17,6 +16,7 @@ from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.nodes import NodeReport, look_everywhere, report_of
 from megarl.commands.doctor.recipe import ALL_NODES, device_demand, environment, needs_of, run_name, stages, weights
 from megarl.commands.doctor.system import write_token
+from megarl.preflight.load import load_recipe
 from megarl.recipe import Recipe
 from megarl.recipe.paths import with_absolute_paths
 
@@ -32,7 +32,7 @@ def doctor(recipe_path: Path | None, overrides: Sequence[str], *, as_json: bool,
     nodes: look at every node of the Ray cluster; None: where an address of one is known. Raises RecipeError where the
     recipe does not load.
     """
-    recipe = None if recipe_path is None else with_absolute_paths(load(recipe_path, overrides))
+    recipe = None if recipe_path is None else with_absolute_paths(load_recipe(recipe_path, overrides))
     machine = Machine()
     needs = needs_of(recipe, machine.environ)
     if nodes and not needs.ray_address:

@@ -16,11 +16,11 @@ from megarl.errors import RecipeError, plain
 from megarl.hf import weights as hf_weights
 from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
+from megarl.preflight.environment import environment_notices
 from megarl.preflight.run import STAGES, check_device, prepare_evaluation, prepare_training
 from megarl.recipe.exchange import planned_by_recipe
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
-from megarl.rollout.start_engines import environment_notices
 from megarl.text import pluralize
 from megarl.weight_sync.session import FULL_SLOTS, HOST_MEMORY_TRANSPORTS, SHARDED_SLOTS
 

@@ -1,7 +1,7 @@
-"""Rollout services whose groups have been judged, too, by the time they can be collected.
+"""Engines whose groups are also scored by the judge before they can be collected.
 
-A group goes on to the judge as soon as its other scorers are done, while others are sampled; whoever collects it,
-training or evaluation, knows nothing of that.
+A group goes to the judge as soon as its other scorers are done, while other groups are sampled. Training and evaluation
+collect groups in the same way with and without a judge.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megarl.cluster.calls import Service
-from megarl.recipe.judge import JUDGE
-from megarl.recipe.schema import Recipe
+from megarl.recipe.judge import JUDGE, JudgeConfig
+from megarl.recipe.schema import RewardConfig
 from megarl.rewards.weighted import with_judgement
+from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine
 from megarl.rollout.judge.server import Verdict
-from megarl.types import DataRef, Group, Prompt, SampleFailure, SampleTokens
+from megarl.types import DataRef, GenerationRequest, Group, Prompt, SampleFailure, SampleTokens
 
 
 @dataclass(frozen=True)
@@ -41,40 +41,37 @@ def _reasons(others: str, verdict: str) -> str:
 
 @dataclass
 class _Engine:
-    """One of the judge's, and the groups that wait for it."""
+    """An engine of the judge, and the numbers of the groups that wait for it."""
 
-    service: Service
+    handle: JudgeHandle
     waiting: set[int] = field(default_factory=set)
-    since: float = 0.0  # when it last finished a group, or was given its first
+    since: float = 0.0  # time of its last finished group, or of the first group that it received
 
 
 class Judge:
-    """The judge as the controller sees it. Groups go to whichever engine has the fewest."""
+    """The judge's engines. A group goes to the engine with the fewest waiting groups."""
 
-    def __init__(self, recipe: Recipe, services: Sequence[Service]):
-        self.recipe, self.engines = recipe, [_Engine(service) for service in services]
+    def __init__(self, settings: JudgeConfig, reward: RewardConfig, engines: Sequence[JudgeHandle]):
+        self.settings, self.reward = settings, reward
+        self.engines = [_Engine(engine) for engine in engines]
         self._lock = threading.Lock()
-
-    def around(self, services: Sequence[Service]) -> list[Service]:
-        """`services`, whose groups come back judged."""
-        return [JudgedService(service, self) for service in services]
 
     def check(self) -> None:
         """Raise RuntimeError where an engine with groups to judge has finished none for judge.timeout seconds."""
-        limit = self.recipe.judge.timeout
+        limit = self.settings.timeout
         with self._lock:
             for engine in self.engines:
                 seconds = time.monotonic() - engine.since
                 if engine.waiting and seconds > limit:
-                    name = engine.service.name
+                    name = engine.handle.name
                     raise RuntimeError(
                         f"{name} has judged no group for {seconds:.0f} s (judge.timeout = {limit:g}); "
                         f"{len(engine.waiting)} wait for it, number {min(engine.waiting)} among them. Its log is in the "
                         f"run's logs/{name}.log; raise judge.timeout if it is only slow."
                     )
 
-    def judge(self, group: Group, prompt: Prompt, data: DataRef, said: DataRef) -> Future[tuple[Group, DataRef]]:
-        """`group` with the judge's term in its rewards. `said`: what the policy said in each of its samples."""
+    def judge(self, group: Group, prompt: Prompt, data: DataRef, responses: DataRef) -> Future[tuple[Group, DataRef]]:
+        """Add the judge's term to the rewards of `group`. `responses`: the text of each sample."""
         result: Future[tuple[Group, DataRef]] = Future()
         engine, began = self._chosen(group.number), time.monotonic()
 
@@ -87,10 +84,8 @@ class Judge:
             group.judge_seconds = time.monotonic() - began
             result.set_result((group, JudgedData(data, texts)))
 
-        asked = engine.service.call_with_data(
-            "judge", group.number, replace(prompt, tokens=(), text="", images=()), said
-        )
-        _when_done(asked, judged, result)
+        verdicts = engine.handle.judge(group.number, replace(prompt, tokens=(), text="", images=()), responses)
+        _when_done(verdicts, judged, result)
         return result
 
     def _chosen(self, group: int) -> _Engine:
@@ -102,7 +97,6 @@ class Judge:
             return engine
 
     def _add(self, group: Group, verdicts: Sequence[Verdict]) -> None:
-        reward = self.recipe.reward
         for sample, verdict in zip(group.samples, verdicts, strict=True):
             group.scoring_retries += verdict.retries
             if isinstance(verdict.result, SampleFailure):
@@ -111,46 +105,42 @@ class Judge:
                 continue
             score = verdict.result
             sample.reward, sample.reward_parts = with_judgement(
-                sample.reward, sample.reward_parts, score, reward.functions.get(JUDGE), self.recipe.judge.right_from
+                sample.reward, sample.reward_parts, score, self.reward.functions.get(JUDGE), self.settings.right_from
             )
 
 
-class JudgedService:
-    """A rollout service (see rollout/server.py) that collects groups only once they have been judged, too."""
+class JudgedEngine:
+    """A `SamplingEngine` whose groups are judged before they can be collected."""
 
-    def __init__(self, service: Service, judge: Judge):
-        self.service, self.judge = service, judge
-        self._prompts: dict[int, Prompt] = {}  # of groups that are under way
+    def __init__(self, engine: EngineHandle, judge: Judge):
+        self.engine, self.judge = engine, judge
+        self._prompts: dict[int, Prompt] = {}  # of groups in flight
 
     @property
     def name(self) -> str:
-        return self.service.name
+        return self.engine.name
 
-    def call(self, method: str, *args: Any) -> Future[Any]:
-        if method == "submit":
-            (requests,) = args
-            self._prompts.update({request.group: request.prompt for request in requests})
-        return self.service.call(method, *args)
+    def submit(self, requests: list[GenerationRequest]) -> Future[None]:
+        self._prompts.update({request.group: request.prompt for request in requests})
+        return self.engine.submit(requests)
 
-    def call_with_data(self, method: str, *args: Any) -> Future[tuple[Any, DataRef]]:
-        if method != "collect":
-            return self.service.call_with_data(method, *args)
-        result: Future[tuple[Any, DataRef]] = Future()
+    def collect(self, group: int) -> Future[tuple[Group, DataRef]]:
+        result: Future[tuple[Group, DataRef]] = Future()
 
         def collected(call: Future[tuple[Group, DataRef]]) -> None:
             group, data = call.result()
             prompt = self._prompts.pop(group.number)
-            if group.failures:  # one that could not be scored is not judged any more
+            if group.failures:  # a group that could not be scored is not judged
                 result.set_result((_without_rewards(group), data))
                 return
 
-            def told(call: Future[tuple[None, DataRef]]) -> None:
+            def judge(call: Future[tuple[None, DataRef]]) -> None:
                 judged = self.judge.judge(group, prompt, data, call.result()[1])
                 _when_done(judged, lambda done: result.set_result(done.result()), result)
 
-            _when_done(self.service.call_with_data("said", group.number), told, result)
+            _when_done(self.engine.collect_responses(group.number), judge, result)
 
-        _when_done(self.service.call_with_data(method, *args), collected, result)
+        _when_done(self.engine.collect(group), collected, result)
         return result
 
 
@@ -168,23 +158,29 @@ def _when_done(call: Future[Any], then: Callable[[Future[Any]], None], result: F
 
 
 def _without_rewards(group: Group) -> Group:
-    """Where no judge was asked nobody knows a sample's whole reward."""
+    """Set all rewards to NaN: without the judge's term they are incomplete."""
     for sample in group.samples:
         sample.reward = math.nan
     return group
 
 
 def with_judge(
-    recipe: Recipe, services: Sequence[Service], judges: Sequence[Service], check: Callable[[], None]
-) -> tuple[Sequence[Service], Callable[[], None]]:
-    """`services` whose groups are judged by the engines `judges`, and `check` with a look at these; as they are where
-    there are none."""
-    if not judges:
-        return services, check
-    judge = Judge(recipe, judges)
+    settings: JudgeConfig,
+    reward: RewardConfig,
+    engines: Sequence[EngineHandle],
+    judges: Sequence[JudgeHandle],
+    check: Callable[[], None],
+) -> tuple[Sequence[SamplingEngine], Callable[[], None]]:
+    """Return samplers whose groups are judged by `judges`, and a check that also covers the judge.
 
-    def both() -> None:
+    Without judges, `engines` and `check` are returned unchanged.
+    """
+    if not judges:
+        return engines, check
+    judge = Judge(settings, reward, judges)
+
+    def check_all() -> None:
         check()
         judge.check()
 
-    return judge.around(services), both
+    return [JudgedEngine(engine, judge) for engine in engines], check_all

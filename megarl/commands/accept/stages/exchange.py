@@ -23,8 +23,10 @@ from megarl.commands.accept.engine_probe import (
 from megarl.commands.accept.families import write_family
 from megarl.commands.accept.ranks import LocalRanks, rank_environment
 from megarl.recipe.schema import Recipe
+from megarl.rollout.engine_handle import EngineHandle
+from megarl.trainer.group import ActorGroup
 from megarl.weight_sync.connect import RouteRefused, open_exchange
-from megarl.weight_sync.handover import publish
+from megarl.weight_sync.publish import publish
 
 GAP = 0.02  # nats, mean
 PROBED = 256  # bytes
@@ -72,6 +74,7 @@ def ways(context: Context) -> list[tuple[str, str]]:
 def _ways(
     context: Context, family: str, recipe: Recipe, trainers: LocalRanks, engine: LocalService, info: dict[str, Any]
 ) -> None:
+    actor, receiver = ActorGroup(trainers, recipe), EngineHandle(engine)  # type: ignore[arg-type]
     version = 0
     for route, transport in ways(context):
         name = f"{family}: {route} by {transport}"
@@ -81,7 +84,7 @@ def _ways(
         recipe.exchange.route, recipe.exchange.transport = route, transport  # type: ignore[assignment]
         trainers.call("set_exchange", route, transport)
         try:
-            session = open_exchange(recipe, trainers, [engine], [info], lambda text: print(text, flush=True))  # type: ignore[arg-type]
+            session = open_exchange(recipe, actor, [receiver], [info], lambda text: print(text, flush=True))
         except RouteRefused as error:  # what fails in joining fails the stage
             context.not_run(name, str(error))
             continue
@@ -90,7 +93,7 @@ def _ways(
             trainers.call("change", version)
             began = time.monotonic()
             try:
-                metrics = publish(trainers, [engine], session, version)  # type: ignore[arg-type]
+                metrics = publish(actor, [receiver], session, version)
             except RuntimeError as error:
                 context.equal(f"{name}: both sides agree on an update", False, True, cause=" ".join(str(error).split()))
                 raise
@@ -156,12 +159,13 @@ def _death(
     context.doing(f"{family}: a trainer dies in an update")
     recipe.exchange.route, recipe.exchange.transport = "planned", "auto"
     trainers.call("set_exchange", "planned", "auto")
+    actor, receiver = ActorGroup(trainers, recipe), EngineHandle(engine)  # type: ignore[arg-type]
     try:
-        session = open_exchange(recipe, trainers, [engine], [info], lambda text: print(text, flush=True))  # type: ignore[arg-type]
+        session = open_exchange(recipe, actor, [receiver], [info], lambda text: print(text, flush=True))
     except RouteRefused as error:  # what fails in joining fails the stage
         context.not_run(f"{family}: a death in an update", str(error))
         return
-    publish(trainers, [engine], session, 999)  # type: ignore[arg-type]
+    publish(actor, [receiver], session, 999)
     began = time.monotonic()
     sending = trainers.begin("send_and_die", [(1000,)] * trainers.size)
     receiving = engine.call("update_weights", 1000)

@@ -18,7 +18,8 @@ from megarl.algorithms.inputs import LossInputs
 from megarl.algorithms.objective import held_out_metrics
 from megarl.data.sft import Example
 from megarl.recipe.schema import Recipe
-from megarl.rollout.evaluate_loss import HeldOut
+from megarl.trainer.group import ActorGroup
+from megarl.trainer.held_out import HeldOut
 from megarl.types import Shard, fetch
 from tests.support.held_out import DPO, ROWS, SFT, rows
 from tests.support.loss_cases import settings
@@ -51,7 +52,11 @@ class Trainers:
         self.pieces.append([shard for (shard,) in per_rank])
         return [None] * len(per_rank)
 
-    def call(self, method: str) -> list[dict[str, float] | None]:
+    def call(self, method: str) -> list[Any]:
+        if (
+            method == "describe"
+        ):  # trainers 0 and 1 are data-parallel ranks; the third is of rank 1, and does not report
+            return [{"dp_rank": rank, "dp_size": 2} for rank in (0, 1, 1)]
         if method == "compute_reference_log_probs":
             return [None] * len(self.pieces[-1])
         return [self._of(shard) for shard in self.pieces[-1][:-1]] + [None]  # the last does not report
@@ -69,8 +74,9 @@ def held_out(examples: Any, source: str = "sft", **recipe_settings: Any) -> tupl
     recipe.train.source, recipe.algorithm.loss = source, {"sft": "sft", "preferences": "dpo"}[source]
     recipe.algorithm.aggregation = "seq_mean_token_mean"
     recipe.data.prompts_per_step, recipe.evaluation.limit = 2, recipe_settings.get("limit")
-    # Trainers 0 and 1 are data-parallel ranks; the third is of rank 1, too, and does not report.
-    return HeldOut(recipe, examples, trainers, [0, 1, 1], 2, 1, None), trainers  # type: ignore[arg-type]
+    actor = ActorGroup(trainers, recipe)  # type: ignore[arg-type]
+    actor.describe()
+    return HeldOut(recipe, examples, actor), trainers
 
 
 def test_a_loss_is_the_mean_over_all_tokens_however_many_pieces() -> None:

@@ -1,0 +1,103 @@
+"""Save a run when it is due, commit a save in progress when the run fails, and resume from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.algorithms.kl import KLWeight
+from megarl.checkpoint.folder import load_state, set_aside_later
+from megarl.checkpoint.saver import Saver
+from megarl.checkpoint.skipped_steps import SkippedSteps
+from megarl.cluster.failures import ClusterError
+from megarl.observe.log import RunLog
+from megarl.recipe.schema import TrainConfig
+from megarl.rollout.source import Source
+from megarl.types import Metrics
+
+
+def is_due(step: int, every: int) -> bool:
+    """Return whether something that happens `every` so many steps (0: never) happens after `step`."""
+    return every > 0 and step % every == 0
+
+
+@dataclass
+class Checkpoints:
+    """Checkpoints of a run: the weights through `saver`, the state of the controller (source, KL weight) here.
+
+    identity: model, data and seed that a checkpoint belongs to. load_weights: loads the checkpoint in all processes and
+    returns their notices; a notice says that the run does not continue bit for bit.
+    """
+
+    config: TrainConfig
+    saver: Saver
+    source: Source
+    kl_weight: KLWeight
+    skipped: SkippedSteps
+    identity: dict[str, Any]
+    load_weights: Callable[[Path], list[str | None]]
+    log: RunLog
+
+    def poll(self) -> None:
+        """Commit a background save that has been written."""
+        if self.saver.pending:
+            with self.log.phase("save"):
+                self.log.add(self.saver.poll())
+
+    def save_if_due(self, step: int) -> None:
+        if step == self.config.steps and self.config.save_at_end:
+            self._save(step)
+        elif is_due(step, self.config.save_every):
+            if self.skipped.keeps_checkpoints:
+                self.log.notice(f"step {step}: no checkpoint, since no weight has changed; the ones before it are kept")
+            else:
+                self._save(step)
+
+    def finish(self) -> None:
+        """Wait for a background save."""
+        self.saver.finish()
+
+    def rescue(self, error: BaseException) -> None:
+        """Commit the save in progress of a run that ends with `error`."""
+        wait = not isinstance(error, ClusterError)  # after a ClusterError no process writes any more
+        if wait and self.saver.pending:
+            self.log.notice("waiting for the checkpoint that is being written; once more Ctrl-C or SIGTERM gives it up")
+        try:
+            path = self.saver.rescue(wait=wait)
+        except Exception as failure:  # noqa: BLE001 -- the run ends with `error`
+            self.log.warn(f"the checkpoint that was being written is lost: {failure}")
+            return
+        if path is not None:
+            self.log.notice(f"{path.name} was completed before the end")
+
+    def resume(self, checkpoint: Path) -> tuple[int, Metrics | None]:
+        """Restore the run. Returns the checkpoint's step, and the step's metrics if its line was never written."""
+        with self.log.phase("load"):
+            state = load_state(checkpoint)
+            notices = self.load_weights(checkpoint)
+            self.source.restore(state["source"])
+            if self.kl_weight.target is not None and state.get("kl_weight") is not None:
+                self.kl_weight.value = state["kl_weight"]
+            for path in set_aside_later(self.saver.folder, state["step"]):
+                self.log.notice(f"a later checkpoint, of what this run now leaves behind, is kept as {path}")
+        notice = next((notice for notice in notices if notice is not None), None)
+        if notice is not None:
+            self.log.notice(notice)
+        self.log.notice(f"resumed after step {state['step']} from {checkpoint}")
+        return int(state["step"]), state["metrics"] if self.log.next_step == state["step"] else None
+
+    def _save(self, step: int) -> None:
+        with self.log.phase("drain"):
+            self.source.drain()
+        with self.log.phase("save"):
+            adapted = self.kl_weight.target is not None  # a fixed weight comes from the recipe
+            state = {
+                "step": step,
+                "identity": self.identity,
+                "metrics": self.log.pending(),  # the step's line is not written yet, and a kill must not lose it
+                "source": self.source.state(),
+                "kl_weight": self.kl_weight.value if adapted else None,
+            }
+            self.log.add(self.saver.save(step, state))

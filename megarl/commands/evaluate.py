@@ -1,0 +1,49 @@
+"""`megarl eval`: sample held-out problems with a model on disk, and score the samples."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from megarl import platform as platforms
+from megarl.assembly import check_for, connected
+from megarl.cluster import is_controller, serve
+from megarl.engines.specs import fixed_models
+from megarl.errors import as_input_error
+from megarl.preflight.environment import environment_notices
+from megarl.preflight.run import check_device, prepare_evaluation
+from megarl.recipe import Recipe
+from megarl.recipe.judge import JUDGE
+from megarl.recipe.paths import with_absolute_paths
+from megarl.rollout.evaluate import EvaluationResult, evaluate
+from megarl.rollout.judge.service import with_judge
+from megarl.rollout.start_engines import load_engines, start_engines, start_judge, wait_for_start
+
+
+def evaluate_model(recipe: Recipe) -> EvaluationResult:
+    """Evaluate `model.path` on `data.eval_files` and print the metrics as one JSON object."""
+    if not is_controller(recipe):
+        serve(recipe)
+        return EvaluationResult({})
+    with as_input_error():
+        recipe = with_absolute_paths(recipe)
+        prepared = prepare_evaluation(recipe)
+        platform = platforms.select(recipe.cluster.device)
+        check_device(recipe, platform.name, training=False)
+    for notice in environment_notices(recipe, platform, training=False):
+        print(notice, file=sys.stderr)
+    assert prepared.evaluation is not None
+    judge = [section for section in fixed_models(recipe) if section == JUDGE]  # an evaluation needs no teacher
+    with connected(recipe, platform, trainers=False, engines=True, fixed=judge) as cluster:
+        sources, limit = prepared.data_sources, recipe.rollout.start_timeout
+        engines = start_engines(recipe, sources, platform, cluster, traces=None, load_weights=True)
+        judges = start_judge(recipe, platform, cluster)
+        loading = [*(judge.start() for judge in judges), *load_engines(recipe.rollout, engines)]
+        wait_for_start([*judges, *engines], loading, doing="load", limit=limit)
+        check = check_for(recipe, engines, cluster)
+        samplers, check = with_judge(recipe.judge, recipe.reward, engines, judges, check)
+        result = evaluate(recipe, prepared.evaluation, samplers, prepared.tokenizer.stop_ids, check)
+    for notice in result.notices:
+        print(notice, file=sys.stderr)
+    print(json.dumps(result.metrics))
+    return result

@@ -1,0 +1,35 @@
+"""Notices of environment variables that the shell, the recipe and megarl set differently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.cluster import trainer_notices
+from megarl.engines.specs import first_specs
+from megarl.recipe.observe import traces_notice
+from megarl.recipe.schema import Recipe
+from megarl.recipe.seeded import seeds_notice
+from megarl.rollout.start_engines import engine_environment
+
+
+def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True) -> list[str]:
+    """Return notices of variables that differ between this shell and the run's processes, or that the recipe sets or needs.
+
+    `training`: false for `megarl eval`, which has no trainers. Raises RecipeError for a variable of `cluster.environment`
+    that a process cannot work with.
+    """
+    notices = trainer_notices(recipe, platform) if training else []
+    if training:
+        notices += [notice for notice in (seeds_notice(recipe), traces_notice(recipe)) if notice]
+    for engine, spec in first_specs(recipe, training=training):
+        if training and recipe.train.source != "rollout" and spec.recipe_section == "rollout":
+            continue
+        settings = engine_environment(recipe, platform, engine, spec)
+        notices += settings.notices()
+        notices += [f"engines have {name}={value}: {reason}" for name, value, reason in settings.computed()]
+        if spec.deterministic and engine == "vllm" and platform.deterministic_rollout_env():
+            notices.append(
+                "train.deterministic: engines run in vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT=1), which is slower and in "
+                "beta; docs/numerics.md says what it covers"
+            )
+    return list(dict.fromkeys(notices))

@@ -1,0 +1,152 @@
+"""Typed handles on engine processes: one method for each call that the controller makes.
+
+A handle passes the server's method itself, not its name: mypy compares the arguments with the server's signature, and
+"jump to definition" leads from the controller's line to the code that runs in the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from megarl.cluster.base import Service
+from megarl.engines.base import Seat
+from megarl.rollout.judge.server import JudgeServer, Verdict
+from megarl.rollout.server import RolloutServer
+from megarl.rollout.teacher_server import TeacherServer
+from megarl.types import DataRef, GenerationRequest, Group, Prompt
+from megarl.weight_sync.session import Session
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class SamplingEngine(Protocol):
+    """An engine that samples and scores groups."""
+
+    @property
+    def name(self) -> str: ...
+
+    def submit(self, requests: list[GenerationRequest]) -> Future[None]:
+        """Start sampling `requests`; the result comes when all are sampled."""
+
+    def collect(self, group: int) -> Future[tuple[Group, DataRef]]:
+        """Wait for a submitted group; the result is the scored group and the location of its vectors."""
+
+
+class ServiceHandle:
+    """A process around one server object. `service` carries the calls."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    @property
+    def name(self) -> str:
+        return self.service.name
+
+    def _call(
+        self, method: Callable[Concatenate[Any, P], Awaitable[R]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]:
+        """Start a call of `method`."""
+        assert not kwargs, "calls to processes have positional arguments only"
+        return self.service.call(method.__name__, *args)
+
+    def _call_with_data(
+        self, method: Callable[Concatenate[Any, P], Awaitable[tuple[R, Any]]], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[tuple[R, DataRef]]:
+        """Start a call of `method`, whose second result stays out of the controller. See `Service.call_with_data`."""
+        assert not kwargs, "calls to processes have positional arguments only"
+        return self.service.call_with_data(method.__name__, *args)
+
+
+class EngineHandle(ServiceHandle):
+    """An engine of the policy (`RolloutServer`): it samples, scores and receives weights."""
+
+    def open_meeting_place(self) -> Future[Seat]:
+        """Open the rendezvous of the engine's group on its machine."""
+        return self._call(RolloutServer.open_meeting_place, self.service.address)
+
+    def start(self, seat: Seat | None = None) -> Future[dict[str, Any]]:
+        """Load the engine; the result is its description. `seat`: its rank in a group of engines."""
+        if seat is None:
+            return self._call(RolloutServer.start)
+        return self._call(RolloutServer.start, seat)
+
+    def submit(self, requests: list[GenerationRequest]) -> Future[None]:
+        return self._call(RolloutServer.submit, requests)
+
+    def collect(self, group: int) -> Future[tuple[Group, DataRef]]:
+        return self._call_with_data(RolloutServer.collect, group)
+
+    def collect_responses(self, group: int) -> Future[tuple[None, DataRef]]:
+        """Return the location of the responses' texts of a collected group, for the judge."""
+        return self._call_with_data(RolloutServer.said, group)
+
+    def connect_exchange(self, session: Session) -> Future[str | None]:
+        """Join a weight sync session; the result is the reason if the engine cannot."""
+        return self._call(RolloutServer.connect_exchange, session)
+
+    def update_weights(self, version: int) -> Future[Any]:
+        """Receive the weights of `version`; the result is the engine's report."""
+        return self._call(RolloutServer.update_weights, version)
+
+    def watch(self) -> Future[None]:
+        """Return a future that ends when the engine has ended, and raises if it has failed."""
+        return self._call(RolloutServer.watch)
+
+    def sleep(self) -> Future[None]:
+        """Free the device memory."""
+        return self._call(RolloutServer.sleep)
+
+    def wake(self, tag: str) -> Future[None]:
+        """Allocate device memory again. `tag`: "weights" or "kv_cache"."""
+        return self._call(RolloutServer.wake, [tag])
+
+    def start_profile(self, name: str) -> Future[None]:
+        return self._call(RolloutServer.start_profile, name)
+
+    def stop_profile(self) -> Future[None]:
+        return self._call(RolloutServer.stop_profile)
+
+
+class TeacherHandle(ServiceHandle):
+    """An engine of the teacher (`TeacherServer`): it scores given tokens."""
+
+    def start(self) -> Future[dict[str, Any]]:
+        return self._call(TeacherServer.start)
+
+    def read(self, groups: list[Group]) -> Future[None]:
+        """Score every token of `groups`."""
+        return self._call(TeacherServer.read, groups)
+
+    def collect(self, group: int) -> Future[tuple[None, DataRef]]:
+        """Return the location of a scored group's vectors."""
+        return self._call_with_data(TeacherServer.collect, group)
+
+
+class JudgeHandle(ServiceHandle):
+    """An engine of the judge (`JudgeServer`): it scores responses."""
+
+    def start(self) -> Future[dict[str, Any]]:
+        return self._call(JudgeServer.start)
+
+    def judge(self, group: int, prompt: Prompt, responses: DataRef) -> Future[tuple[list[Verdict], DataRef]]:
+        """Score the `responses` of a group; the result is a verdict per sample and the location of their texts."""
+        return self._call_with_data(JudgeServer.judge, group, prompt, responses)
+
+
+def check_engines_too(engines: Sequence[EngineHandle], check: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls `check` and then raises if an engine has failed between calls.
+
+    In a group of engines one steps for the others, so an engine can fail while no call to it is pending.
+    """
+    ends = [engine.watch() for engine in engines]
+
+    def check_all() -> None:
+        check()
+        for end in ends:
+            if end.done():
+                end.result()
+
+    return check_all

@@ -1,0 +1,144 @@
+"""One training step: critic, log-prob passes, advantages, actor update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.algorithms.catalogue import ADVANTAGES
+from megarl.algorithms.inputs import Outcomes
+from megarl.algorithms.moments import Whitening
+from megarl.algorithms.shaping import subtract_kl
+from megarl.assembly import Run
+from megarl.batching.flops import FORWARD
+from megarl.batching.plan import StepPlan, spread
+from megarl.observe.samples import records_of
+from megarl.rollout.source import Batch
+from megarl.trainer.group import KLPenalty, VectorPart
+from megarl.trainer.passes import CriticPass, StepPasses, passes_of
+from megarl.trainer.step_metrics import log_speed, log_update, staleness
+
+
+def train_on_next_batch(run: Run, step: int) -> None:
+    """Take a batch and train on it. The batch is freed on return, before the next one is sampled."""
+    with run.log.phase("gen" if run.recipe.train.source == "rollout" else "data"):
+        batch = run.source.take(run.recipe.data.prompts_per_step)
+    run.profiling.after_sampling(step)
+    run.log.add(batch.metrics)
+    for notice in batch.notices:
+        run.log.notice(f"step {step}: {notice}")
+    if batch.groups:
+        with run.profiling.training(step):
+            training_step(run, batch, step)
+    else:
+        run.profiling.nothing_to_compute(step)
+        run.devices.give_to_actor()
+        run.log.warn(f"step {step}: no group with spread was found, so there is nothing to learn from: no update")
+        run.log.add({"actor/skipped_updates": float(run.recipe.actor.mini_batches)})
+        run.skipped.note("actor", step, "no group with spread was found")
+
+
+def training_step(run: Run, batch: Batch, step: int) -> None:
+    """Train on `batch`. See `StepPasses` for the order."""
+    passes = passes_of(run.recipe.algorithm, run.recipe.critic.warmup_steps, step)
+    if passes.teacher and run.teacher is not None:  # before the plan, which holds the locations of the vectors
+        with run.log.phase("teacher"):
+            run.teacher.score(batch.groups)
+    plan = run.actor.plan(batch.groups)
+    advantages = None
+    if passes.critic is CriticPass.FIRST:
+        advantages = critic_pass(run, batch, plan, step)
+    run.devices.give_to_actor()
+    run.actor.load_shards(plan.shards)
+    if passes.old_log_probs:
+        with run.log.phase("old_log_prob"):
+            run.log.add(run.actor.compute_old_log_probs())
+        log_speed(run.log, "old_log_prob", "old_log_prob", plan.flops * FORWARD, run.actor.size, run.device_peak)
+    if passes.reference:
+        with run.log.phase("reference"):
+            run.actor.compute_reference_log_probs()
+    outcomes = outcomes_less_kl(run, plan) if passes.kl_in_reward else plan.outcomes
+    if passes.critic is CriticPass.AFTER_KL:
+        advantages = critic_pass(run, batch, plan, step)
+        run.devices.give_to_actor()
+    if passes.update_actor:
+        load_advantages(run, plan, outcomes, advantages)
+        update_actor(run, plan, step, passes)
+    if run.recipe.algorithm.kl_target is not None:
+        adapt_kl_weight(run, samples=len(plan.outcomes.rewards), updated=passes.update_actor)
+    log_batch(run, batch, plan, step)
+
+
+def critic_pass(run: Run, batch: Batch, plan: StepPlan, step: int) -> list[list[VectorPart]]:
+    """Compute values and advantages and update the critic. Returns, per actor shard, where its advantages lie."""
+    assert run.critic is not None
+    log, critic = run.log, run.critic
+    run.devices.give_to_critic()
+    critic.load(batch.groups)
+    with log.phase("values"):
+        kl = KLPenalty(run.kl_weight.value, run.actor, plan.shards) if run.recipe.algorithm.kl_in_reward else None
+        critic.compute_values(kl)
+    with log.phase("adv"):
+        advantages, metrics = critic.locate_advantages(plan.shards)
+    with log.phase("update_critic"):
+        log_update(log, run.skipped, step, "critic", critic.update())
+    log.add(metrics)
+    return advantages
+
+
+def outcomes_less_kl(run: Run, plan: StepPlan) -> Outcomes:
+    """Estimate each token's KL to the reference policy, and subtract the weighted sums from the samples' rewards."""
+    with run.log.phase("adv"):
+        kl = run.actor.compute_kl(len(plan.outcomes.rewards))
+    tokens = plan.outcomes.loss_tokens
+    run.log.add({"actor/reward_kl_penalty": float(kl[tokens > 0].sum() / max(tokens.sum(), 1))})
+    return subtract_kl(plan.outcomes, kl, run.kl_weight.value)
+
+
+def load_advantages(
+    run: Run, plan: StepPlan, outcomes: Outcomes, from_critic: Sequence[list[VectorPart]] | None
+) -> None:
+    """Give the actor the advantages that its shards lack: the critic's, per token, or from rewards less the KL."""
+    algorithm = run.recipe.algorithm
+    estimator = ADVANTAGES[algorithm.advantage]
+    if from_critic is None and not estimator.of_tokens and not algorithm.kl_in_reward:
+        return  # the shards hold them
+    with run.log.phase("adv"):
+        if from_critic is not None:
+            run.actor.load_advantages(from_critic)
+        elif estimator.of_tokens:
+            moments = run.actor.estimate_token_advantages(run.kl_weight.value)
+            whitening = Whitening.by(moments) if algorithm.whiten_advantages else Whitening()
+            run.actor.whiten_advantages(whitening)
+            run.log.add(moments.metrics("critic/advantages", whitening))
+        else:
+            assert estimator.function is not None
+            advantages = estimator.function(outcomes, algorithm)
+            run.actor.set_advantages(advantages, plan.shards)
+            run.log.add(spread("critic/advantages", advantages))
+
+
+def update_actor(run: Run, plan: StepPlan, step: int, passes: StepPasses) -> None:
+    """Update the policy on the loaded shards, one optimizer step per mini batch."""
+    with run.log.phase("update_actor"):
+        scales = run.actor.correction_scales() if run.recipe.algorithm.correction.normalize else None
+        log_update(run.log, run.skipped, step, "actor", run.actor.update(run.kl_weight.value, scales))
+    if not passes.old_log_probs:
+        run.log.add(run.actor.mismatch_metrics())
+    log_speed(run.log, "actor", "update_actor", plan.update_flops, run.actor.size, run.device_peak)
+
+
+def adapt_kl_weight(run: Run, *, samples: int, updated: bool) -> None:
+    """Log the KL weight and, if the policy was `updated`, adapt it to the step's KL."""
+    name = "actor/reward_kl_penalty" if run.recipe.algorithm.kl_in_reward else "actor/kl"
+    run.log.add({"actor/kl_weight": run.kl_weight.value})
+    if updated:
+        run.kl_weight.learn(run.log.pending()[name], samples)
+
+
+def log_batch(run: Run, batch: Batch, plan: StepPlan, step: int) -> None:
+    """Log what the step trained on."""
+    run.log.add(plan.metrics)
+    if run.recipe.train.source == "rollout":
+        run.log.add(staleness(batch.groups, step - 1))
+        groups = -(-run.recipe.observe.samples_per_step // run.recipe.rollout.samples_per_prompt)
+        run.log.samples(step, records_of(batch.groups, step, groups, run.tokenizer))

@@ -1,0 +1,60 @@
+"""Metrics of a step: updates, speed, staleness."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megarl.checkpoint.skipped_steps import SkippedSteps
+from megarl.observe.log import RunLog
+from megarl.types import Group, Metrics
+
+MEMORY = "perf/max_memory_allocated_gb"
+
+
+def log_update(
+    log: RunLog, skipped: SkippedSteps, step: int, role: str, per_rank: Sequence[list[Metrics] | None]
+) -> None:
+    """Log the metrics of an update and count a step whose updates were all skipped.
+
+    The step's memory is the maximum over actor and critic. per_rank, role: see `combine_updates`.
+    """
+    metrics = combine_updates(per_rank, role)
+    all_skipped = metrics[f"{role}/skipped_updates"] == max(len(part or ()) for part in per_rank)
+    norm = metrics[f"{role}/grad_norm"]
+    skipped.note(role, step, f"{role}/grad_norm was {norm}" if all_skipped else None)
+    log.add({**metrics, MEMORY: max(metrics[MEMORY], log.pending().get(MEMORY, 0.0))})
+
+
+def log_speed(log: RunLog, name: str, phase: str, flops: float, devices: int, peak: float | None) -> None:
+    """Log the speed of `devices` that computed `flops` together in the `phase` that has just ended; 0: not counted.
+
+    peak: FLOP/s of a device; None: unknown.
+    """
+    if flops:
+        seconds = log.pending()[f"timing_s/{phase}"]
+        log.add(speed(name, flops / seconds / devices, peak))
+
+
+def combine_updates(per_rank: Sequence[list[Metrics] | None], role: str) -> Metrics:
+    """Combine the metrics of a step's mini batches: the mean, but the last learning rate and the sum of skipped updates.
+
+    per_rank: each rank's metrics per mini batch, None off the reporting ranks. role: "actor" or "critic".
+    """
+    steps = next(part for part in per_rank if part is not None)
+    metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[-1]}
+    rate, skipped = f"{role}/lr", f"{role}/skipped_updates"
+    return {**metrics, rate: steps[-1][rate], skipped: sum(step[skipped] for step in steps)}
+
+
+def speed(name: str, flops_per_second: float, peak: float | None) -> Metrics:
+    """Return a device's model TFLOP/s, and its MFU if `peak` (FLOP/s) is not None."""
+    metrics = {f"perf/tflops_per_device/{name}": flops_per_second / 1e12}
+    return metrics if peak is None else {**metrics, f"perf/mfu/{name}": flops_per_second / peak}
+
+
+def staleness(groups: Sequence[Group], version: int) -> Metrics:
+    """Return how many versions the samples lag behind the policy of `version`, which trains on them."""
+    lags = [version - sample.version for group in groups for sample in group.samples]
+    return {"rollout/staleness_mean": float(np.mean(lags)), "rollout/staleness_max": float(np.max(lags))}

@@ -1,0 +1,82 @@
+"""One weight update: engines receive while trainers send, then both sides' reports are compared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from megarl.cluster.calls import wait_for_all
+from megarl.types import Metrics
+from megarl.weight_sync.session import (
+    PHASES,
+    Session,
+    ShardedReport,
+    ShardedSession,
+    compare_full_reports,
+    compare_sharded_reports,
+    merge_reports,
+)
+
+
+class SendingTrainers(Protocol):
+    """The trainers' side of a weight sync."""
+
+    def open_exchange(self, receivers: list[tuple[str, str]], route: str) -> Any:
+        """Open a session for the `receivers` (name, host id). Returns the session, or the reason (str) against `route`."""
+
+    def send_weights(self, version: int) -> list[Any]:
+        """Send the weights. Returns the report of each rank that sent."""
+
+
+class ReceivingEngine(Protocol):
+    """An engine's side of a weight sync."""
+
+    @property
+    def name(self) -> str: ...
+
+    def connect_exchange(self, session: Session) -> Future[str | None]:
+        """Join a session; the result is the reason if the engine cannot."""
+
+    def update_weights(self, version: int) -> Future[Any]:
+        """Receive the weights of `version`; the result is the engine's report."""
+
+
+def publish(trainers: SendingTrainers, engines: Sequence[ReceivingEngine], session: Session, version: int) -> Metrics:
+    """Send the trainers' weights to every engine as `version`. Returns metrics of the update.
+
+    Raises WeightSyncError unless all fingerprints agree.
+    """
+    updates = [engine.update_weights(version) for engine in engines]
+    for engine, update in zip(engines, updates, strict=True):
+        update.add_done_callback(functools.partial(_abort_on_error, session, engine.name))
+    sent = trainers.send_weights(version)
+    reports = wait_for_all(
+        engines, updates, doing="take the new weights in", key="exchange.timeout", limit=session.timeout
+    )
+    if isinstance(session, ShardedSession):
+        return _sharded_metrics(sent, reports)
+    compare_full_reports(sent[0], {engine.name: report for engine, report in zip(engines, reports, strict=True)})
+    return {"exchange/bytes": float(sent[0].bytes), "exchange/version": float(version)}
+
+
+def _sharded_metrics(sent: Sequence[ShardedReport], received: Sequence[ShardedReport]) -> Metrics:
+    """Compare both sides of a sharded update and return its metrics."""
+    trainers, engines = merge_reports(sent), merge_reports(received)
+    compare_sharded_reports(trainers, engines)
+    phases = {phase: max(side.seconds.get(phase, 0.0) for side in (trainers, engines)) for phase in PHASES}
+    return {
+        "exchange/bytes": float(trainers.bytes),
+        "exchange/version": float(trainers.version),
+        "exchange/received_bytes": float(engines.bytes),
+        "exchange/sent_bytes/max": float(max(report.bytes for report in sent)),
+        **{f"exchange/seconds/{phase}": seconds for phase, seconds in phases.items()},
+    }
+
+
+def _abort_on_error(session: Session, name: str, update: Future[Any]) -> None:
+    """Abort the session if an engine fails during the update; otherwise the trainers would wait for it."""
+    error = update.exception()
+    if error is not None:
+        session.abort(f"engine {name}: {error}")
