@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-_AT_A_TIME = 2**26  # numbers that are updated together: 256 MiB in float32 of what a step needs for itself
+_AT_A_TIME = 2**26  # elements per fused update: 256 MiB of float32 temporaries
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW whose `step` stands in the parameter group; `exp_avg` and `exp_avg_sq` stand per parameter.
+    """AdamW with `step` in the parameter group and `exp_avg`, `exp_avg_sq` per parameter.
 
-    That is the layout of apex's and Transformer Engine's fused Adam, which Megatron's checkpoints of a
-    distributed optimizer assume: they cannot be written with the per-parameter `step` tensors of
-    torch.optim.AdamW. `adam_w_mode=False` adds the decay to the gradient instead (L2 regularisation).
+    This is the state layout of apex's and Transformer Engine's fused Adam. Megatron's checkpoints of a distributed
+    optimizer require it: they cannot hold the per-parameter `step` tensors of torch.optim.AdamW. `adam_w_mode=False`
+    adds the decay to the gradient instead (L2 regularisation).
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Adam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         assert closure is None, "Megatron computes gradients before the step"
         for group in self.param_groups:
             if not group["params"]:
@@ -54,13 +54,13 @@ class Adam(torch.optim.Optimizer):
         for p in params:
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        for some in _batches([(p, p.grad, *self._moments(p)) for p in params], _AT_A_TIME):
-            self._update_some(group, *some)
+        for batch in _batches([(p, p.grad, *self._moments(p)) for p in params], _AT_A_TIME):
+            self._update_batch(group, *batch)
 
     def _moments(self, p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
 
-    def _update_some(
+    def _update_batch(
         self,
         group: dict[str, Any],
         params: list[torch.Tensor],
@@ -85,7 +85,7 @@ class Adam(torch.optim.Optimizer):
 
 
 def _batches(rows: Iterable[tuple[Any, ...]], most: int) -> Iterator[tuple[list[torch.Tensor], ...]]:
-    """Tensors of one shape a row -> columns of parts of them, flat, of at most `most` numbers together."""
+    """Split rows of equally shaped tensors into flat parts, and yield them as columns of at most `most` elements in all."""
     batch: list[tuple[torch.Tensor, ...]] = []
     used = 0
     for row in rows:

@@ -1,4 +1,4 @@
-"""A micro batch, and how Megatron computes it at once: packed into one stream, or padded into a rectangle."""
+"""A micro batch, and its layout for the model: one packed stream, or a padded rectangle."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ import torch
 from megarl.megatron.images import ImageLayout, Images, StreamImages, batch_places, batch_positions, check_images
 
 if TYPE_CHECKING:
-    from megarl.megatron.routing_replay import Routing
+    from megarl.megatron.routing import Routing
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """K tokens in the place of each token of a micro batch, and a teacher's log-probs of them. On the host: they are
-    large, and wanted in the update alone."""
+    """K alternative tokens per token of a micro batch, with a teacher's log-probs.
 
-    tokens: torch.Tensor  # int32 [T, K]; -1: no token of this model
+    Kept on the host: they are large and only the update reads them.
+    """
+
+    tokens: torch.Tensor  # int32 [T, K]; -1: outside this model's vocabulary
     log_probs: torch.Tensor  # float32 [T, K]
 
 
 @dataclass
 class MicroBatch:
-    """Sequences one after the other, and what is known of each token.
+    """Concatenated sequences with per-token vectors.
 
     Index t of every vector describes token t (the index law). Example: two sequences of 3 and 2 tokens:
     ``MicroBatch(tokens=tensor([5, 8, 2, 7, 2]), lengths=[3, 2], vectors={"advantages": tensor([...])})``.
     """
 
     tokens: torch.Tensor  # int64 [T]
-    lengths: list[int]  # of the sequences; they sum to T
+    lengths: list[int]  # per sequence; they sum to T
     vectors: dict[str, torch.Tensor] = field(default_factory=dict)  # each [T]
     routing: Routing | None = None  # mixture of experts: to be recorded or replayed; None: routers choose freely
-    images: Images | None = None  # None: text alone
-    counted: list[bool] | None = None  # of the sequences: whether the loss counts them; None: all of them
-    candidates: Candidates | None = None  # tokens whose log-probs the loss reads, too
+    images: Images | None = None  # None: text only
+    counted: list[bool] | None = None  # per sequence: whether the loss counts it; None: all
+    candidates: Candidates | None = None  # further tokens whose log-probs the loss reads
 
     def __post_init__(self) -> None:
         assert sum(self.lengths) == len(self.tokens), (self.lengths, len(self.tokens))
@@ -48,7 +50,7 @@ class MicroBatch:
 
     @property
     def counted_tokens(self) -> int:
-        """Tokens of the sequences that the loss counts, prompts included."""
+        """Number of tokens in sequences that the loss counts, prompts included."""
         counted = self.counted or [True] * len(self.lengths)
         return sum(length for length, counts in zip(self.lengths, counted, strict=True) if counts)
 
@@ -57,19 +59,19 @@ class MicroBatch:
 class PackedStream:
     """A micro batch as the model reads it on one context-parallel rank.
 
-    The stream is the sequences, each padded to `padded_lengths`. Under context parallel a rank holds of
-    each sequence, cut into 2n chunks, chunks r and 2n-1-r: the causal work is the same on all ranks.
-    The model reads it as a batch of one, or, where it is not `packed`, as sequences of equal padded length, [b, s].
-    Its rows come out with s before b; `labels`, `sequences` and `row_tokens` are in this order. `sources` and
-    `targets` pair each row (over all ranks, in their order) with the token it predicts.
+    The stream is the concatenation of the sequences, each padded to `padded_lengths`. Under context parallel each
+    sequence is cut into 2n chunks and rank r holds chunks r and 2n-1-r, which balances causal attention.
+    The model reads the stream as a batch of one (`packed`), or as sequences of equal padded length [b, s]. Its output
+    rows have s before b; `labels`, `sequences` and `row_tokens` are in this order. `sources` and `targets` pair each
+    row (over all ranks, concatenated) with the token it predicts.
     """
 
     packed: bool
-    tokens: torch.Tensor  # int64 [share]: this rank's part of the stream, sequence after sequence
+    tokens: torch.Tensor  # int64 [share]: this rank's part of the stream, sequence by sequence
     positions: torch.Tensor  # int64 [share], or [3, share] for a model that reads images: position in the sequence
-    labels: torch.Tensor  # int64 [share]: the token that follows; 0 where none does
-    candidates: torch.Tensor | None  # int32 [share, K], on the host: those in its place
-    sequences: torch.Tensor  # int64 [share]: which sequence; -1 for padding and for sequences that do not count
+    labels: torch.Tensor  # int64 [share]: the next token; 0 at the end of a sequence
+    candidates: torch.Tensor | None  # int32 [share, K], on the host: alternatives to the next token
+    sequences: torch.Tensor  # int64 [share]: sequence index; -1 for padding and for sequences that do not count
     lengths: torch.Tensor  # int64 [sequences]: without padding
     cu_seqlens: torch.Tensor  # int32 [sequences + 1]: offsets of the padded sequences in the whole stream
     offsets: tuple[int, ...]  # `cu_seqlens` on the host
@@ -77,7 +79,7 @@ class PackedStream:
     sources: torch.Tensor  # int64 [T - sequences]
     targets: torch.Tensor  # int64 [T - sequences]: index into the micro batch
     total: int  # T
-    row_tokens: torch.Tensor  # int64 [share]: the micro batch's token that each place of this rank holds; -1: padding
+    row_tokens: torch.Tensor  # int64 [share]: micro-batch index of each row's token; -1: padding
     routing: Routing | None
     images: StreamImages | None
 
@@ -86,18 +88,18 @@ class PackedStream:
         return len(self.tokens)
 
     def as_read(self, flat: torch.Tensor) -> torch.Tensor:
-        """`tokens` or `positions` [..., share] -> [..., b, s]."""
+        """Reshape `tokens` or `positions` from [..., share] to [..., b, s]."""
         return flat.unflatten(-1, (1 if self.packed else len(self.lengths), -1))
 
 
 def padded_lengths(
     lengths: list[int], *, context_parallel: int, sequence_parallel: int, packing: bool = True
 ) -> list[int]:
-    """Each sequence's length in the stream: as it is, but for what cutting it over ranks needs; without `packing`,
-    that of the longest.
+    """Return each sequence's length in the stream, padded as splitting it over ranks requires.
 
-    Context parallel cuts each sequence into 2 x ranks chunks. Sequence parallel cuts a rank's part of the
-    stream (without packing: of each sequence) into `sequence_parallel` pieces: the last sequence takes that padding.
+    Context parallel cuts each sequence into 2 x ranks chunks. Sequence parallel cuts a rank's part of the stream into
+    `sequence_parallel` shards: the last sequence gets that padding. Without `packing`, every sequence has the padded
+    length of the longest.
     """
     unit = 2 * context_parallel if context_parallel > 1 else 1
     whole = math.lcm(unit, context_parallel * sequence_parallel)
@@ -118,8 +120,11 @@ def pack(
     packing: bool = True,
     image_layout: ImageLayout | None = None,
 ) -> PackedStream:
-    """Lay `batch` out for one context-parallel rank. `sequence_parallel` is TP's size where SP is on, else 1;
-    `image_layout` is that of a model that reads images. Raises ValueError for images that do not suit it."""
+    """Lay `batch` out for one context-parallel rank.
+
+    `sequence_parallel`: the tensor-parallel size if sequence parallel is on, else 1. `image_layout`: of a model that
+    reads images. Raises ValueError for images that do not match it.
+    """
     if batch.images is not None:
         check_images(batch.images, batch.tokens, batch.lengths, image_layout)
     lengths = torch.tensor(batch.lengths)
@@ -128,7 +133,7 @@ def pack(
     cu_seqlens = torch.nn.functional.pad(padded.cumsum(0), (1, 0))
     size, total = int(cu_seqlens[-1]), len(batch.tokens)
 
-    # Where each of the micro batch's tokens stands in the stream, and in its sequence.
+    # Index of each of the micro batch's tokens in the stream, and within its sequence.
     starts = lengths.cumsum(0) - lengths
     within = torch.arange(total) - starts.repeat_interleave(lengths)
     places = cu_seqlens[:-1].repeat_interleave(lengths) + within
@@ -171,8 +176,10 @@ def pack(
 def _predictions(
     stream: torch.Tensor, places: torch.Tensor, within: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(predicted tokens, places of the logits that predict them, labels of the stream). `places` and `within`: of each token
-    in the stream, and in its sequence."""
+    """Return (predicted tokens, stream indices of the logits that predict them, labels of the stream).
+
+    `places` and `within`: index of each token in the stream and within its sequence.
+    """
     targets = torch.nonzero(within > 0).squeeze(1)  # every token but the first of a sequence is predicted
     sources = places[targets] - 1  # by the logits one place before it
     labels = torch.zeros_like(stream)
@@ -181,24 +188,24 @@ def _predictions(
 
 
 def _candidates(batch: MicroBatch, sources: torch.Tensor, targets: torch.Tensor, size: int) -> torch.Tensor | None:
-    """Those of the whole stream [size, K], each row's in the place of the token that it predicts."""
+    """Return candidates of the whole stream [size, K]: each row has those of the token it predicts."""
     if batch.candidates is None:
         return None
     tokens = batch.candidates.tokens
-    everywhere = tokens.new_zeros(size, tokens.shape[1])
-    everywhere[sources] = tokens[targets]
-    return everywhere
+    by_row = tokens.new_zeros(size, tokens.shape[1])
+    by_row[sources] = tokens[targets]
+    return by_row
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """Where each number of the permutation `order` stands in it."""
+    """Return the inverse of the permutation `order`."""
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
     return places
 
 
 def _sequences(batch: MicroBatch, row_tokens: torch.Tensor) -> torch.Tensor:
-    """`PackedStream.sequences` of a rank that holds `row_tokens`."""
+    """Return `PackedStream.sequences` of a rank that holds `row_tokens`."""
     numbers = torch.arange(len(batch.lengths))
     if batch.counted is not None:
         numbers = numbers.where(torch.tensor(batch.counted), -1)
@@ -207,28 +214,28 @@ def _sequences(batch: MicroBatch, row_tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _stream_images(batch: MicroBatch, row_tokens: torch.Tensor, layout: ImageLayout | None) -> StreamImages | None:
-    """The images of `batch` for a rank that holds `row_tokens` (see `PackedStream`).
+    """Return the images of `batch` for a rank that holds `row_tokens` (see `PackedStream`).
 
-    Every rank computes all images of the micro batch, and uses the rows whose tokens it holds.
+    Every rank runs the vision tower on all images of the micro batch, and uses the rows of its tokens.
     """
     if batch.images is None:
         return None
     assert layout is not None, "check_images comes first"
-    of_images = batch_places(batch.images, batch.lengths, layout)
-    row_of = torch.full((len(batch.tokens) + 1,), -1)  # the last entry is that of padding
-    row_of[of_images] = torch.arange(len(of_images))
+    image_tokens = batch_places(batch.images, batch.lengths, layout)
+    row_of = torch.full((len(batch.tokens) + 1,), -1)  # the last entry is for padding (-1)
+    row_of[image_tokens] = torch.arange(len(image_tokens))
     rows = row_of[row_tokens]
     held = torch.nonzero(rows >= 0).squeeze(1)
     return StreamImages(batch.images.pixels, batch.images.grids, rows=rows[held], places=held)
 
 
 def _share(padded: torch.Tensor, cu_seqlens: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    """Places in the stream that `rank` holds, in its own order."""
+    """Return the stream indices that `rank` holds, in its order."""
     if ranks == 1:
         return torch.arange(int(cu_seqlens[-1]))
-    pieces = []
+    chunks = []
     for start, length in zip(cu_seqlens[:-1].tolist(), padded.tolist(), strict=True):
         chunk = length // (2 * ranks)
         for number in (rank, 2 * ranks - 1 - rank):
-            pieces.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
-    return torch.cat(pieces)
+            chunks.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+    return torch.cat(chunks)

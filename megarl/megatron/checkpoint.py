@@ -1,6 +1,6 @@
-"""A trainer's part of a checkpoint: a file of tensors a rank, random states, and a receipt that says it is done.
+"""A rank's part of a trainer checkpoint: one tensor file, random states, and a receipt written last.
 
-Files are independent of the layout (see `pieces`), so any layout reads what any other has written.
+Files are independent of the layout (see checkpoint_shards.py): any layout reads the files of any other.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron.core import tensor_parallel
 
 from megarl.atomic_files import sync, write_durably
 from megarl.checkpoint.manifest import FileSum, file_sum
-from megarl.megatron.checkpoint_shards import pieces_to_load, pieces_to_save, set_updates, updates
+from megarl.megatron.checkpoint_shards import set_updates, shards_to_load, shards_to_save, updates
 from megarl.megatron.model import Model, seed_everything
-from megarl.megatron.tensor_files import Piece, TensorFiles, write
+from megarl.megatron.tensor_files import TensorFiles, TensorShard, write
 
 _STATE_FILE = "trainer_state.json"
 
@@ -43,40 +43,40 @@ def receipt_file(rank: int) -> str:
 
 
 class Save:
-    """This rank's part of a checkpoint, on its way to the disk.
+    """This rank's part of a checkpoint, staged for writing.
 
-    Made by all ranks together. With `copy`, the tensors are copied to the host's memory here and may change
-    afterwards; otherwise they are read while they are written, and must stay as they are until `wait`.
+    Collective. With `copy`, the tensors are copied to host memory here and may change afterwards; otherwise they are
+    read while they are written and must not change until `wait` returns.
     """
 
     def __init__(
         self, directory: Path, model: Model, optimizer: Any, *, step: int, layout: dict[str, int], copy: bool
     ) -> None:
         self.directory, self.rank = directory, dist.get_rank()
-        self.receipt = directory / receipt_file(self.rank)  # appears, whole, when everything else is on the disk
+        self.receipt = directory / receipt_file(self.rank)  # renamed into place after everything else is on disk
         count = torch.tensor(updates(optimizer), device=torch.cuda.current_device())
-        dist.all_reduce(count, op=dist.ReduceOp.MAX)  # a rank may hold no moments at all
+        dist.all_reduce(count, op=dist.ReduceOp.MAX)  # a rank may hold no moments
         self._state = {"step": step, "updates": int(count), "layout": layout}
-        pieces = list(pieces_to_save(model, optimizer))
-        self._pieces = [_copied(piece) for piece in pieces] if copy else pieces
+        shards = list(shards_to_save(model, optimizer))
+        self._shards = [_copied(shard) for shard in shards] if copy else shards
         self._random = _random_states()
-        self.bytes = sum(piece.tensor.nbytes for piece in pieces)
+        self.bytes = sum(shard.tensor.nbytes for shard in shards)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
 
     def start(self) -> None:
-        """Write, in a thread: file system and checksums both work beside Python."""
+        """Write in a background thread; file I/O and checksums release the GIL."""
         self._thread.start()
 
     def done(self) -> bool:
-        """Whether everything of this rank is on the disk. Raises what writing failed of."""
+        """Return whether this rank's part is on disk. Raises the error that stopped the writer."""
         if self._thread.is_alive():
             return False
         self.wait()
         return True
 
     def wait(self) -> None:
-        """Return once everything of this rank is on the disk. Raises what writing failed of."""
+        """Block until this rank's part is on disk. Raises the error that stopped the writer."""
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -86,36 +86,36 @@ class Save:
         try:
             files = self._write()
         except OSError as error:
-            (self.directory / tensor_file(self.rank)).unlink(missing_ok=True)  # room for others, and for the receipt
+            (self.directory / tensor_file(self.rank)).unlink(missing_ok=True)  # free space, also for the receipt
             self._error = _failed_write(self.directory, self.bytes, error)
-        except BaseException as error:  # noqa: BLE001 -- raised to whoever asks
+        except BaseException as error:  # noqa: BLE001 -- re-raised by wait()
             self._error = error
         if self._error is not None:
             self._write_receipt({"error": str(self._error)})
             return
         elements = Counter[str]()
-        for piece in self._pieces:
-            elements[piece.name] += piece.tensor.numel()
-        tensors = {piece.name: [elements[piece.name], math.prod(piece.whole)] for piece in self._pieces}
+        for shard in self._shards:
+            elements[shard.name] += shard.tensor.numel()
+        tensors = {shard.name: [elements[shard.name], math.prod(shard.full_shape)] for shard in self._shards}
         seconds = time.perf_counter() - began
-        self._pieces = []
+        self._shards = []
         self._write_receipt({"files": files, "tensors": tensors, "seconds": seconds})
 
     def _write(self) -> dict[str, FileSum]:
-        """Sums of the files, by name."""
+        """Write all files; return their size and checksum by name."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        files = {tensor_file(self.rank): write(self.directory / tensor_file(self.rank), self._pieces)}
+        files = {tensor_file(self.rank): write(self.directory / tensor_file(self.rank), self._shards)}
         with (self.directory / random_file(self.rank)).open("wb") as file:
             torch.save(self._random, file)
         sync(self.directory / random_file(self.rank))
-        own = [random_file(self.rank)]
+        names = [random_file(self.rank)]
         if self.rank == 0:
             write_durably(self.directory / _STATE_FILE, json.dumps(self._state).encode())
-            own.append(_STATE_FILE)
-        return files | {name: file_sum(self.directory / name) for name in own}
+            names.append(_STATE_FILE)
+        return files | {name: file_sum(self.directory / name) for name in names}
 
     def _write_receipt(self, receipt: dict[str, Any]) -> None:
-        """Whole at once: whoever waits for it may look at any moment."""
+        """Write and rename: a poller never sees a partial receipt."""
         partial = self.receipt.with_suffix(".partial")
         try:
             write_durably(partial, json.dumps(receipt).encode())
@@ -125,11 +125,11 @@ class Save:
 
 
 def load(directory: Path, model: Model, optimizer: Any, *, layout: dict[str, int], seed: int) -> tuple[int, str | None]:
-    """Read what `Save` wrote, in whatever layout. All ranks together.
+    """Read what `Save` wrote, in any layout. Collective.
 
-    Returns the optimizer step, and a notice where the run does not go on to the last bit: random states belong
-    to ranks, so in another layout they are seeded anew, from `seed` and the step. Raises ValueError where there
-    is no checkpoint, or that of another model.
+    Returns the optimizer step, and a notice if the run does not continue bit-identically: random states are per rank,
+    so in another layout they are re-seeded from `seed` and the step. Raises ValueError if `directory` has no
+    checkpoint or the checkpoint of another model.
     """
     saved = _fill(directory, model, optimizer)
     set_updates(optimizer, saved["updates"])
@@ -139,32 +139,32 @@ def load(directory: Path, model: Model, optimizer: Any, *, layout: dict[str, int
         _set_random_states(torch.load(directory / random_file(dist.get_rank()), weights_only=True))
         return int(saved["step"]), None
     seed_everything((seed + 1_000_003 * (saved["step"] + 1)) % 2**31)
-    said = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
+    changes = ", ".join(f"{name} {before} -> {now}" for name, (before, now) in changed.items())
     return int(saved["step"]), (
-        f"the checkpoint was written in another layout ({said}): weights and optimizer are taken over exactly, random "
+        f"the checkpoint was written in another layout ({changes}): weights and optimizer are loaded exactly, random "
         f"states are seeded anew from train.seed and the step, and sums over devices round differently from here on"
     )
 
 
 def load_weights(directory: Path, model: Model) -> None:
-    """Read the weights alone of what `Save` wrote, in whatever layout. Raises ValueError as `load` does."""
+    """Read only the weights that `Save` wrote, in any layout. Raises ValueError as `load` does."""
     _fill(directory, model, None)
 
 
 def _fill(directory: Path, model: Model, optimizer: Any) -> dict[str, Any]:
-    """Fill model and optimizer (None: there is none) with a checkpoint's tensors; returns its state."""
+    """Fill the model, and the optimizer unless None, from a checkpoint. Returns the saved trainer state."""
     file = directory / _STATE_FILE
     if not file.is_file():
         raise ValueError(f"{directory} holds no trainer checkpoint: {_STATE_FILE} is missing.")
     files = TensorFiles(directory)
     with torch.no_grad():
-        for piece in pieces_to_load(model, optimizer):
-            files.fill(piece)
+        for shard in shards_to_load(model, optimizer):
+            files.fill(shard)
     return json.loads(file.read_text())
 
 
-def _copied(piece: Piece) -> Piece:
-    return dataclasses.replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True))
+def _copied(shard: TensorShard) -> TensorShard:
+    return dataclasses.replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))
 
 
 def _failed_write(directory: Path, needed: int, error: OSError) -> RuntimeError:
@@ -176,7 +176,7 @@ def _failed_write(directory: Path, needed: int, error: OSError) -> RuntimeError:
 
 
 def _random_states() -> dict[str, Any]:
-    """Every generator's state, as tensors and plain values, so that reading it executes nothing."""
+    """Return the state of every random generator as tensors and plain values (loadable with weights_only)."""
     version, internal, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     return {

@@ -1,4 +1,4 @@
-"""The critic's trainer on one rank: values and value updates."""
+"""The critic's trainer on one rank: values and value-loss updates."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from megarl.platform import Platform
 from megarl.recipe.schema import Recipe
 
 ValueObjective = Callable[[ValueInputs], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""From loss inputs to a loss (scalar, already normalised over everything) and metrics (scalars to be summed)."""
+"""From loss inputs to a loss (scalar, normalised over the whole mini batch) and metrics (scalars to be summed)."""
 
 _INPUTS = [field.name for field in dataclasses.fields(ValueInputs) if field.name != "values"]
 
 
 def _as_token_classifier(config: dict[str, Any]) -> dict[str, Any]:
-    """A causal language model's config.json, as that of the critic that came of it."""
+    """Convert a causal language model's config.json to that of a critic."""
     architectures = [
         name.replace("ForCausalLM", "ForTokenClassification") for name in config.get("architectures") or []
     ]
     return {**config, "architectures": architectures, "id2label": {"0": "value"}, "label2id": {"value": 0}}
 
 
-_CHANGE = export.Change(without=("lm_head.weight",), beyond=(WEIGHT, BIAS), config=_as_token_classifier)
+_CHANGE = export.ExportChange(removed=("lm_head.weight",), added=(WEIGHT, BIAS), config=_as_token_classifier)
 
 
 class CriticTrainer(Trainer):
-    """A model with a value head. `recipe` is the critic's view of the recipe: see recipe/critic.py."""
+    """Trainer of a model with a value head. `recipe`: the critic's view of the recipe (recipe/critic.py)."""
 
     names = StepMetrics(
         "critic/grad_norm",
@@ -54,9 +54,11 @@ class CriticTrainer(Trainer):
         super().__init__(recipe, platform, total_optimizer_steps, value_head=True, weights_only=weights_only)
 
     def values(self, micro_batches: list[MicroBatch]) -> list[torch.Tensor] | None:
-        """Values [T] of each micro batch at token index (float32), without gradients: entry t is the value of the
-        state in which token t was chosen; the first of a sequence is 0. On ranks of the last pipeline stage;
-        elsewhere None."""
+        """Compute values [T] (float32) of each micro batch at token index, without gradients.
+
+        Entry t is the value of the state in which token t was chosen; the first token of a sequence has 0. Returns
+        None except on the last pipeline stage.
+        """
 
         def keep(_: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
             return values.new_zeros(()), values
@@ -64,11 +66,10 @@ class CriticTrainer(Trainer):
         return self._forward(micro_batches, keep, ValueHead())
 
     def train_step(self, micro_batches: list[MicroBatch], objective: ValueObjective) -> dict[str, float] | None:
-        """One optimizer step on this rank's part of a mini batch.
+        """Run one optimizer step on this rank's part of a mini batch.
 
-        `objective` is given the ValueInputs of each micro batch, of whose fields `MicroBatch.vectors` holds all but
-        `values`. Normalisation, what is returned and where: as `PolicyTrainer.train_step`, with `critic/` for
-        `actor/`.
+        `objective` receives the ValueInputs of each micro batch; `MicroBatch.vectors` holds all its fields except
+        `values`. Normalisation and result: see `PolicyTrainer.train_step`; metric names start with `critic/`.
         """
 
         def loss(batch: MicroBatch, values: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -78,7 +79,7 @@ class CriticTrainer(Trainer):
         return self._update(micro_batches, loss, ValueHead())
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As a token classification model's, whose head has a bias: zero."""
+        """Yield the weights of a token classification model, whose head also has a bias: zero."""
         for name, weight in super().export_weights():
             yield name, weight
             if name == WEIGHT:

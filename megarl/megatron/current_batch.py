@@ -1,7 +1,7 @@
-"""Which packed stream a layer is computing, for code deep inside a model that needs to know where sequences lie.
+"""The packed stream of the layer being computed, for code deep inside a model that needs sequence boundaries.
 
-Megatron hands `packed_seq_params` to every layer, also when it computes one again in the backward pass; routers
-and experts below do not get it. Under pipelining, micro batches alternate, so "the latest one" is no answer.
+Megatron passes `packed_seq_params` to every layer, also when it recomputes one in the backward pass, but not to
+routers and experts inside. Pipeline schedules alternate between micro batches, so the latest batch may be wrong.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _current: PackedStream | None = None
 
 @dataclass
 class StreamParams(PackedSeqParams):
-    """Megatron's description of a packed stream, and the stream itself."""
+    """Megatron's description of a packed stream, with the stream."""
 
     stream: PackedStream | None = None
 
 
 def stream_params(stream: PackedStream) -> StreamParams:
-    """For Megatron's model; layers of a model that is watched see them of a packed stream alone."""
+    """Return the parameters for Megatron's model. A tracked model's layers only receive those of a packed stream."""
     if not stream.packed:
         return StreamParams(qkv_format="sbhd", max_seqlen_q=stream.longest, max_seqlen_kv=stream.longest, stream=stream)
     offsets = stream.cu_seqlens
@@ -47,8 +47,8 @@ def stream_params(stream: PackedStream) -> StreamParams:
     )
 
 
-def watch(chunk: Any) -> None:
-    """Keep `current` true in all layers of a model chunk."""
+def track_current(chunk: Any) -> None:
+    """Register hooks that keep `current` up to date in all layers of a model chunk."""
     for module in chunk.modules():
         if isinstance(module, TransformerLayer):
             module.register_forward_pre_hook(_remember, with_kwargs=True)
@@ -57,14 +57,16 @@ def watch(chunk: Any) -> None:
 
 
 def current() -> PackedStream:
-    """The stream of the layer that is being computed."""
-    assert _current is not None, "no layer of a watched model is being computed"
+    """Return the stream of the layer being computed."""
+    assert _current is not None, "no layer of a tracked model is being computed"
     return _current
 
 
 def _remember_without_layer(waiting: deque[PackedStream], router: Any, _: Any) -> None:
-    """A mixture of experts that is computed again, and not the layer around it: in the order of the micro batches,
-    whatever the pipeline computed in between."""
+    """Restore the stream for an MoE layer that is recomputed without its transformer layer.
+
+    Recomputation follows the order of the micro batches, independent of the pipeline's order in between.
+    """
     global _current
     if not router.training:
         return

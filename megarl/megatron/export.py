@@ -1,4 +1,4 @@
-"""A Hugging Face directory from the trained weights."""
+"""Write trained weights as a Hugging Face directory, and verify a written directory."""
 
 from __future__ import annotations
 
@@ -22,29 +22,32 @@ _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Change:
-    """In which tensors a trained model differs from the directory it came from, and how its config.json."""
+class ExportChange:
+    """Differences of a trained model from its source directory: tensor names and config.json."""
 
-    without: tuple[str, ...] = ()  # the directory may have them, the model has not
-    beyond: tuple[str, ...] = ()  # the model has them, the directory need not
-    config: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # what becomes of config.json
+    removed: tuple[str, ...] = ()  # tensors that the source may have and the model does not
+    added: tuple[str, ...] = ()  # tensors that the model has and the source may lack
+    config: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # transforms config.json
 
     def apply(self, names: Iterable[str]) -> list[str]:
-        return list(dict.fromkeys([*(name for name in names if name not in self.without), *self.beyond]))
+        """Return the model's tensor names from the source's."""
+        return list(dict.fromkeys([*(name for name in names if name not in self.removed), *self.added]))
 
 
 def save_hf(
-    directory: Path, source: Path, weights: Iterator[tuple[str, torch.Tensor]], change: Change = Change()
+    directory: Path,
+    source: Path,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    change: ExportChange = ExportChange(),
 ) -> None:
-    """Write `weights` (Hugging Face names) with what else `source` has into `directory`, on rank 0.
+    """Write `weights` (Hugging Face names) and the other files of `source` to `directory`, on rank 0.
 
-    Every rank calls it, since the weights come out of collectives. Configuration and tokenizer files are
-    copied, and so are tensors of `source` that are never trained (multi-token-prediction layers): an engine
-    wants the keys that the original has. Raises RuntimeError where any other tensor of `source` is not among
-    `weights`: the directory would mix trained weights with old ones. `change`: where the model is another.
+    Collective, since iterating the weights runs collectives. Configuration and tokenizer files are copied, and so are
+    tensors of `source` that are never trained (multi-token-prediction layers): engines expect all keys of the original.
+    Raises RuntimeError if any other tensor of `source` is missing from `weights`, instead of mixing trained and old
+    weights. `change`: for a model that differs from `source`.
 
-    `directory` is there when it is whole and on the disk, and takes the place of an earlier one; see
-    `durable.written_whole`.
+    `directory` replaces an earlier one atomically, after a sync; see `atomic_files.written_whole`.
     """
     rank = torch.distributed.get_rank()
     if rank != 0:
@@ -63,9 +66,9 @@ def save_hf(
 
 
 def _with_untrained(
-    weights: Iterator[tuple[str, torch.Tensor]], source: Path, change: Change
+    weights: Iterator[tuple[str, torch.Tensor]], source: Path, change: ExportChange
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights`, then the untrained tensors of `source`. What the original does not have is left out."""
+    """Yield `weights`, then the untrained tensors of `source`. Tensors that `source` does not have are skipped."""
     files = _tensor_files(source)
     untrained = _untrained(files, source)
     missing = dict.fromkeys(name for name in change.apply(files) if name not in untrained)
@@ -75,8 +78,8 @@ def _with_untrained(
             yield name, tensor.detach().cpu().contiguous()
     if missing:
         raise RuntimeError(
-            f"{len(missing)} tensors of {source} are not among the exported weights: {_some(missing)}. Nothing was "
-            "put in their place: the export is not complete and not usable"
+            f"{len(missing)} tensors of {source} are not among the exported weights: {_some(missing)}. The export is "
+            "incomplete and not usable"
         )
     for name in untrained:
         with safe_open(files[name], framework="pt", device="cpu") as reader:
@@ -84,9 +87,9 @@ def _with_untrained(
 
 
 def _with_tied(weights: Iterator[tuple[str, torch.Tensor]], source: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights`, the output layer included where it is the embedding: some models hold it twice all the same.
+    """Yield `weights`, adding the output layer if it is tied to the embedding: some source directories store both.
 
-    Megatron has it once, or, with several pipeline stages, on the last one too: a name may come twice.
+    Megatron has the embedding once, or also on the last pipeline stage: a name may come twice.
     """
     tied = _config(source).get("tie_word_embeddings", False)
     for name, tensor in weights:
@@ -100,7 +103,7 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _untrained(names: Iterable[str], source: Path) -> list[str]:
-    """Those of `names` that belong to multi-token-prediction layers, which lie behind the model's last layer."""
+    """Return those of `names` in multi-token-prediction layers, which follow the model's last layer."""
     config = _config(source)
     if not config.get("num_nextn_predict_layers"):
         return []
@@ -115,7 +118,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 class _Shards:
-    """Writes tensors into safetensors files of bounded size, with the index that names them."""
+    """Write tensors into safetensors files of bounded size, with an index."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -129,10 +132,10 @@ class _Shards:
             if pending and size + tensor.nbytes > _SHARD_BYTES:
                 self._flush(pending)
                 pending, size = {}, 0
-            pending[name] = tensor.clone()  # exported tensors may share memory, which safetensors refuses
+            pending[name] = tensor.clone()  # exported tensors may share memory, which safetensors rejects
             size += tensor.nbytes
         self._flush(pending)
-        self._name()
+        self._rename()
 
     def _flush(self, tensors: dict[str, torch.Tensor]) -> None:
         path = self.directory / f"part-{len(self.files)}.safetensors"
@@ -141,34 +144,37 @@ class _Shards:
         self.files.append(list(tensors))
         self.total += sum(tensor.nbytes for tensor in tensors.values())
 
-    def _name(self) -> None:
-        """Final names say how many files there are, which is known only now."""
+    def _rename(self) -> None:
+        """Give the files their final names, which contain the number of files."""
         if len(self.files) == 1:
             (self.directory / "part-0.safetensors").rename(self.directory / "model.safetensors")
             return
-        places = {}
+        file_of_tensor = {}
         for i, names in enumerate(self.files):
             file = f"model-{i + 1:05d}-of-{len(self.files):05d}.safetensors"
             (self.directory / f"part-{i}.safetensors").rename(self.directory / file)
-            places.update(dict.fromkeys(names, file))
-        index = {"metadata": {"total_size": self.total}, "weight_map": places}
+            file_of_tensor.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self.total}, "weight_map": file_of_tensor}
         (self.directory / _INDEX).write_text(json.dumps(index, indent=2))
 
 
 class Comparison(NamedTuple):
-    """How many tensors of an exported directory are what."""
+    """Numbers of tensors in a verified export."""
 
-    equal: int  # bit for bit what the trainer holds
-    untrained: int  # multi-token-prediction layers: bit for bit the original model's
+    equal: int  # bit-identical to the trainer's weights
+    untrained: int  # multi-token-prediction layers, bit-identical to the source model
 
 
 def compare_with_hf(
-    directory: Path, weights: Iterator[tuple[str, torch.Tensor]], source: Path, change: Change = Change()
+    directory: Path,
+    weights: Iterator[tuple[str, torch.Tensor]],
+    source: Path,
+    change: ExportChange = ExportChange(),
 ) -> Comparison:
-    """Read `directory` back and hold every tensor in it to `weights`, or to `source` where it is untrained.
+    """Read `directory` back and compare every tensor with `weights`, or with `source` if it is untrained.
 
-    Every rank calls it (the weights come out of collectives); rank 0 compares, others return zeros. Raises
-    RuntimeError where a tensor differs, is missing or has nothing to be compared with.
+    Collective, since iterating the weights runs collectives; rank 0 compares, other ranks return zeros. Raises
+    RuntimeError if a tensor differs, is missing, or has no counterpart.
     """
     if torch.distributed.get_rank() != 0:
         for _ in weights:
@@ -180,28 +186,28 @@ def compare_with_hf(
     untrained = _untrained(written, source)
     left = set(written) - set(untrained)
     for name, tensor in _with_tied(weights, source):
-        if name in left:  # else a tied copy, which the original does not have either
+        if name in left:  # else a tied copy that the source does not have either
             left.remove(name)
-            _check_equal(name, written[name], tensor.detach().cpu(), "what the trainer holds")
+            _check_equal(name, written[name], tensor.detach().cpu(), "the trainer's weight")
     if left:
         raise RuntimeError(
-            f"the trainer holds nothing to compare {len(left)} tensors of {directory} with: {_some(left)}"
+            f"the trainer has no weights to compare with {len(left)} tensors of {directory}: {_some(left)}"
         )
     for name in untrained:
         with safe_open(original[name], framework="pt", device="cpu") as reader:
-            _check_equal(name, written[name], reader.get_tensor(name), "what the original model has")
+            _check_equal(name, written[name], reader.get_tensor(name), "the original model's")
     return Comparison(len(written) - len(untrained), len(untrained))
 
 
-def _check_equal(name: str, file: Path, expected: torch.Tensor, what: str) -> None:
+def _check_equal(name: str, file: Path, expected: torch.Tensor, origin: str) -> None:
     with safe_open(file, framework="pt", device="cpu") as reader:
         tensor = reader.get_tensor(name)
     if tensor.dtype != expected.dtype or not torch.equal(tensor, expected):
-        raise RuntimeError(f"{name} in {file} is not {what}: the export is damaged")
+        raise RuntimeError(f"{name} in {file} is not {origin}: the export is damaged")
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
-    """Which safetensors file holds each tensor."""
+    """Map each tensor name to the safetensors file that holds it."""
     files = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt", device="cpu") as reader:

@@ -1,7 +1,7 @@
-"""Offsets of packed sequences on the host, for layers that receive them as a tensor on the device.
+"""Host copies of packed-sequence offsets that layers receive as device tensors.
 
-Reading a tensor of the device makes the host wait for every kernel that has been queued. The batch is planned on the
-host, so its offsets are there already: `remember` keeps them beside the tensor that Megatron hands to every layer.
+Reading a device tensor synchronizes with all queued kernels. The batch is planned on the host, so `remember` stores the
+host values for the tensor that Megatron passes to every layer.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ _offsets: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember(cu_seqlens: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Keep the values of `cu_seqlens` [sequences + 1] for as long as the tensor lives."""
+    """Store the values of `cu_seqlens` [sequences + 1] until the tensor is freed."""
     assert len(offsets) == len(cu_seqlens), (len(offsets), len(cu_seqlens))
     _offsets[cu_seqlens] = tuple(offsets)
 
 
 def host_offsets(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
-    """Values of `cu_seqlens` [sequences + 1].
+    """Return the values of `cu_seqlens` [sequences + 1].
 
-    A tensor that was never remembered, such as a vision tower's, is read from the device, once.
+    A tensor without stored values, such as a vision tower's, is copied from the device once.
     """
+
     offsets = _offsets.get(cu_seqlens)
     if offsets is None:
         offsets = _offsets[cu_seqlens] = tuple(cu_seqlens.tolist())

@@ -1,9 +1,9 @@
-"""Images among the tokens of a micro batch: where their tokens stand, and which position each token has.
+"""Images in a micro batch: the location of their tokens, and the position ids of all tokens.
 
-A vision tower reads images as patches and gives one row for each square of ``merge`` x ``merge`` patches; that
-row stands in the place of one placeholder token. Positions have three axes (time, row, column): text counts on
-all three at once, an image lies on a plane of its own, and text after it goes on behind the larger of its sides
-(as Qwen2-VL's paper has it).
+A vision tower reads images as patches and returns one row per square of ``merge`` x ``merge`` patches; each row replaces
+the embedding of one placeholder token. Position ids have three axes (time, row, column): text advances on all three, an
+image has constant time and its grid's rows and columns, and text after it continues from the larger grid side (M-RoPE,
+Qwen2-VL, arXiv 2409.12191).
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from megarl.types import SampleImages
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """What a model's vision tower expects."""
+    """Image geometry of a model's vision tower."""
 
-    merge: int  # patches on a side of the square that becomes one token
-    patch: int  # pixels on a side of a patch
-    patch_values: int  # numbers of one patch: channels x frames x height x width
+    merge: int  # patches per side of the square that becomes one token
+    patch: int  # pixels per side of a patch
+    patch_values: int  # values per patch: channels x frames x height x width
 
 
 @dataclass
 class Images:
-    """Images of a micro batch, in the order of their tokens.
+    """Images of a micro batch, in token order.
 
     Example: the second sequence has one image of 4 x 6 patches whose 6 tokens start at its index 2:
     ``Images(pixels=tensor [24, 1176], grids=tensor([[1, 4, 6]]), sequences=[1], starts=[2])``.
     """
 
-    pixels: torch.Tensor  # float32 [patches of all images, numbers of a patch]
+    pixels: torch.Tensor  # float32 [patches of all images, values per patch]
     grids: torch.Tensor  # int64 [images, 3]: frames, rows and columns of patches
-    sequences: list[int]  # [images]: which sequence each belongs to
+    sequences: list[int]  # [images]: index of the image's sequence
     starts: list[int]  # [images]: index, within its sequence, of the image's first token
 
     def __post_init__(self) -> None:
@@ -47,31 +47,33 @@ class Images:
 
     @classmethod
     def of(cls, samples: Sequence[SampleImages | None]) -> Images | None:
-        """Those of a micro batch from its sequences' own; None where no sequence has any."""
-        found = [(i, images) for i, images in enumerate(samples) if images is not None]
-        if not found:
+        """Join the images of a micro batch's sequences; None if there are none."""
+        present = [(i, images) for i, images in enumerate(samples) if images is not None]
+        if not present:
             return None
         return cls(
-            torch.from_numpy(np.concatenate([images.pixels for _, images in found])),
-            torch.from_numpy(np.concatenate([images.grids for _, images in found])),
-            [i for i, images in found for _ in images.starts],
-            [int(start) for _, images in found for start in images.starts],
+            torch.from_numpy(np.concatenate([images.pixels for _, images in present])),
+            torch.from_numpy(np.concatenate([images.grids for _, images in present])),
+            [i for i, images in present for _ in images.starts],
+            [int(start) for _, images in present for start in images.starts],
         )
 
 
 @dataclass(frozen=True)
 class StreamImages:
-    """The images that a context-parallel rank needs, and where the vision tower's rows go in its part of the stream."""
+    """Images for one context-parallel rank, and the stream indices that receive the vision tower's rows."""
 
-    pixels: torch.Tensor  # float32 [patches, numbers of a patch]
+    pixels: torch.Tensor  # float32 [patches, values per patch]
     grids: torch.Tensor  # int64 [images, 3]
-    rows: torch.Tensor  # int64 [k]: of the tower's rows, those whose tokens this rank holds
-    places: torch.Tensor  # int64 [k]: where in this rank's part of the stream
+    rows: torch.Tensor  # int64 [k]: the tower's rows whose tokens this rank holds
+    places: torch.Tensor  # int64 [k]: their indices in this rank's part of the stream
 
 
 def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layout: ImageLayout | None) -> None:
-    """Raises ValueError where images, patches and placeholder tokens do not belong together. `layout` is the
-    model's, None where it reads no images."""
+    """Check that images, patches and placeholder tokens match. Raises ValueError.
+
+    `layout`: of the model; None for a text-only model.
+    """
     if layout is None:
         raise ValueError("The batch has images, and the model has no vision tower that reads them.")
     if images.pixels.shape[1:] != (layout.patch_values,):
@@ -80,9 +82,9 @@ def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layou
             "were prepared for another model."
         )
     if len(images.pixels) != int(images.grids.prod(1).sum()):
-        raise ValueError(f"{len(images.pixels)} patches are no images of {images.grids.tolist()} patches.")
+        raise ValueError(f"{len(images.pixels)} patches do not make images of {images.grids.tolist()} patches.")
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    free = [0] * len(lengths)  # behind the last image of each sequence
+    free = [0] * len(lengths)  # end of the last image of each sequence
     for sequence, start, (frames, rows, columns) in zip(
         images.sequences, images.starts, images.grids.tolist(), strict=True
     ):
@@ -103,42 +105,44 @@ def check_images(images: Images, tokens: torch.Tensor, lengths: list[int], layou
 
 
 def tokens_of(images: Images, layout: ImageLayout) -> list[int]:
-    """How many tokens each image takes."""
+    """Return the number of tokens of each image."""
     return [count // layout.merge**2 for count in images.grids.prod(1).tolist()]
 
 
 def positions_of(length: int, starts: list[int], grids: list[list[int]], merge: int) -> torch.Tensor:
-    """Positions [3, length] (time, row, column) of a sequence whose images start at `starts`."""
-    pieces, token, position = [], 0, 0
+    """Return position ids [3, length] (time, row, column) of a sequence whose images start at `starts`."""
+    parts, token, position = [], 0, 0
     for start, (_, rows, columns) in zip(starts, grids, strict=True):
-        pieces.append((position + torch.arange(start - token)).expand(3, -1))
+        parts.append((position + torch.arange(start - token)).expand(3, -1))
         position += start - token
         high, wide = rows // merge, columns // merge
         row, column = (axis.flatten() for axis in torch.meshgrid(torch.arange(high), torch.arange(wide), indexing="ij"))
-        pieces.append(position + torch.stack([torch.zeros_like(row), row, column]))
+        parts.append(position + torch.stack([torch.zeros_like(row), row, column]))
         token = start + high * wide
         position += max(high, wide)
-    pieces.append((position + torch.arange(length - token)).expand(3, -1))
-    return torch.cat(pieces, 1)
+    parts.append((position + torch.arange(length - token)).expand(3, -1))
+    return torch.cat(parts, 1)
 
 
 def batch_positions(images: Images | None, lengths: list[int], layout: ImageLayout) -> torch.Tensor:
-    """Positions [3, tokens] of a micro batch; every sequence counts from 0."""
+    """Return position ids [3, tokens] of a micro batch; every sequence counts from 0."""
     if images is None:
         return torch.cat([positions_of(length, [], [], layout.merge) for length in lengths], 1)
     grids = images.grids.tolist()
-    own = [[i for i, owner in enumerate(images.sequences) if owner == sequence] for sequence in range(len(lengths))]
+    by_sequence: list[list[int]] = [[] for _ in lengths]
+    for i, sequence in enumerate(images.sequences):
+        by_sequence[sequence].append(i)
     return torch.cat(
         [
             positions_of(length, [images.starts[i] for i in mine], [grids[i] for i in mine], layout.merge)
-            for length, mine in zip(lengths, own, strict=True)
+            for length, mine in zip(lengths, by_sequence, strict=True)
         ],
         1,
     )
 
 
 def batch_places(images: Images, lengths: list[int], layout: ImageLayout) -> torch.Tensor:
-    """Index into the micro batch of the token that each row of the vision tower replaces."""
+    """Return the micro-batch index of the token that each row of the vision tower replaces, int64 [rows]."""
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
     ends = torch.tensor([0, *tokens_of(images, layout)]).cumsum(0).tolist()
     return torch.cat(

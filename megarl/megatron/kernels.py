@@ -1,7 +1,7 @@
-"""Fused kernels that the native layers use where this machine has them: grouped GEMM, attention of packed sequences.
+"""Optional fused kernels for the native layers: grouped GEMM and attention over packed sequences.
 
-Each is tried on a few numbers before it is chosen, so that a torch, a device or a data type without it is found before the
-first step. `description` names what was chosen, for the log.
+Each kernel is tried on a tiny input before it is selected, so an unsupported torch version, device or data type shows
+up before the first step. `description` names the selected kernels for the log.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-_SEQUENCES, _LENGTH, _HEADS, _WIDTH = 2, 8, 2, 64  # of the attention that is tried
-_EXPERTS, _ROWS, _SIZE = 2, 24, 16  # of the grouped GEMM
+_SEQUENCES, _LENGTH, _HEADS, _WIDTH = 2, 8, 2, 64  # sizes of the trial attention
+_EXPERTS, _ROWS, _SIZE = 2, 24, 16  # sizes of the trial grouped GEMM
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, or why there is none."""
+    """A kernel, or the reason why none is available."""
 
     function: Callable[..., Any] | None
-    name: str  # of the function; "" where there is none
-    reason: str = ""  # why there is none
+    name: str  # of the function; "" if None
+    reason: str = ""  # why no kernel is available
 
 
 def grouped_gemm(device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -54,12 +54,12 @@ def _grouped_gemm(device: str, dtype: torch.dtype) -> Kernel:
 
 
 def _shape_of_product(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
-    """A grouped product of tensors without memory, of any type: torch's own knows bfloat16 alone."""
+    """Compute the output shape of a grouped product on the meta device; torch's operator only accepts bfloat16."""
     return a.new_empty(*([len(offs)] if b.dim() == 2 else []), a.shape[0], b.shape[-1])
 
 
 def _try_grouped(function: Callable[..., Any], device: str, dtype: torch.dtype) -> None:
-    """The three products of a linear: output, and gradients of input and weights."""
+    """Run the three products of a linear: output, input gradient and weight gradient."""
     rows = torch.ones(_ROWS, _SIZE, device=device, dtype=dtype)
     weights = torch.ones(_EXPERTS, _SIZE, _SIZE, device=device, dtype=dtype)
     offsets = torch.tensor([_ROWS // 3, _ROWS], device=device, dtype=torch.int32)
@@ -69,16 +69,16 @@ def _try_grouped(function: Callable[..., Any], device: str, dtype: torch.dtype) 
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """Whether rows of `tensors` begin at multiples of 16 bytes, which grouped products demand."""
+    """Return whether rows of all `tensors` start at multiples of 16 bytes, as grouped GEMM requires."""
     return all(tensor.shape[-1] * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def packed_attention(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """Return a causal or full attention of packed sequences, torch's own or the package flash-attn's.
+    """Return causal or full attention over packed sequences, from torch or from the flash-attn package.
 
-    Its arguments: query [t, heads, d], key and value [u, key heads, d], offsets of both (int32, on the device), the
-    longest of both (int), `causal` (of sequences that differ in length, the last query sees the last key) and `scale`.
-    Both kernels take 16-bit types on CUDA devices of compute capability 8.0 or later, and no dropout.
+    Arguments of the kernel: query [t, heads, d], key and value [u, key heads, d], sequence offsets of both (int32, on
+    the device), longest sequence of both (int), `causal` (bottom-right aligned if lengths differ) and `scale`.
+    Both kernels take 16-bit types on CUDA devices of compute capability 8.0 or later, without dropout.
     """
     return _packed_attention(device.type, dtype)
 
@@ -140,7 +140,7 @@ def _flash_attn() -> Callable[..., torch.Tensor]:
 
 
 def _try_attention(function: Callable[..., torch.Tensor], device: str, dtype: torch.dtype) -> None:
-    """Forward and backward, with fewer key heads than query heads and fewer queries than keys."""
+    """Run forward and backward with fewer key heads than query heads and fewer queries than keys."""
     tokens = _SEQUENCES * _LENGTH
     key = torch.ones(tokens, _HEADS // 2, _WIDTH, device=device, dtype=dtype, requires_grad=True)
     query = torch.ones(tokens // 2, _HEADS, _WIDTH, device=device, dtype=dtype, requires_grad=True)
@@ -155,11 +155,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def description(device: torch.device, dtype: torch.dtype, *, experts: bool) -> str:
-    """One line: what the native layers compute attention and experts with, and why where no fused kernel is used."""
+    """Return one log line: the kernels for attention and experts, and the reason for each missing fused kernel."""
     attention = packed_attention(device, dtype)
     how = attention.name or f"scaled_dot_product_attention of padded rectangles ({attention.reason})"
-    said = f"native layers: attention by {how}"
+    text = f"native layers: attention by {how}"
     if experts:
         gemm = grouped_gemm(device, dtype)
-        said += f"; experts by {gemm.name}" if gemm.name else f"; experts one by one ({gemm.reason})"
-    return said
+        text += f"; experts by {gemm.name}" if gemm.name else f"; experts one by one ({gemm.reason})"
+    return text

@@ -1,4 +1,4 @@
-"""Whether a model and a number of processes divide as a recipe's `megatron` section asks. Pure."""
+"""Check that a model and a number of processes divide by the recipe's `megatron` section. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.recipe.training import MegatronConfig
 
-_MOST_NAMED = 64  # of sizes that an error proposes
+_MOST_NAMED = 64  # largest size that an error message proposes
 
 
 def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size: int) -> None:
@@ -27,14 +27,15 @@ def check_layout(hf_config: dict[str, Any], megatron: MegatronConfig, world_size
 
 
 def uses_sequence_parallel(megatron: MegatronConfig) -> bool:
-    """Unset means: on when tensor parallel cuts anything."""
+    """Return whether sequence parallel is on; unset means on with tensor_parallel > 1."""
     return megatron.tensor_parallel > 1 if megatron.sequence_parallel is None else megatron.sequence_parallel
 
 
 def layers_of_chunks(layers: int, megatron: MegatronConfig) -> list[range]:
-    """The layers of each model chunk, one a pipeline stage and virtual stage, of a layout that `check_layout` passed.
+    """Return the layers of each model chunk, for a layout that passes `check_layout`.
 
-    Chunks follow one another through the model: virtual stage 0 of every pipeline stage, then virtual stage 1 of each.
+    One chunk per pipeline stage and virtual stage, in model order: virtual stage 0 of every pipeline stage, then
+    virtual stage 1 of each, and so on.
     """
     pp, vpp = megatron.pipeline_parallel, megatron.virtual_pipeline or 1
     first, last = megatron.first_stage_layers, megatron.last_stage_layers
@@ -54,17 +55,17 @@ def layers_of_chunks(layers: int, megatron: MegatronConfig) -> list[range]:
 
 
 def vocab_divisor(hf_config: dict[str, Any], megatron: MegatronConfig) -> int | None:
-    """What the vocabulary must be padded to a multiple of; None where it divides as it is."""
+    """Return the number that the padded vocabulary must be a multiple of; None if no padding is needed."""
     return None if hf_config["vocab_size"] % megatron.tensor_parallel == 0 else megatron.tensor_parallel
 
 
 def _check_world(megatron: MegatronConfig, world_size: int) -> int:
-    """Returns the data-parallel size."""
+    """Return the data-parallel size. Raises ValueError if `world_size` does not divide."""
     tp, pp, cp = megatron.tensor_parallel, megatron.pipeline_parallel, megatron.context_parallel
     if world_size % (tp * pp * cp):
         raise ValueError(
             f"{world_size} trainer processes cannot be laid out as tensor x pipeline x context parallel = "
-            f"{tp} x {pp} x {cp} = {tp * pp * cp}: {world_size} is no multiple of {tp * pp * cp}. Change "
+            f"{tp} x {pp} x {cp} = {tp * pp * cp}: {world_size} is not a multiple of {tp * pp * cp}. Change "
             "cluster.trainers, megatron.tensor_parallel, megatron.pipeline_parallel or megatron.context_parallel."
         )
     return world_size // (tp * pp * cp)
@@ -73,34 +74,34 @@ def _check_world(megatron: MegatronConfig, world_size: int) -> int:
 def _check_heads(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
     tp = megatron.tensor_parallel
     heads = hf_config["num_attention_heads"]
-    latent = bool(hf_config.get("kv_lora_rank"))  # MLA has no key/value heads to cut
+    latent = bool(hf_config.get("kv_lora_rank"))  # MLA has no key/value heads to shard
     groups = heads if latent else hf_config.get("num_key_value_heads") or heads
     if heads % tp:
         raise ValueError(
             f"megatron.tensor_parallel={tp} does not divide the model's {heads} attention heads "
-            f"({heads} / {tp} = {heads / tp:g}). {_that_divide('tensor_parallel', heads, groups)}"
+            f"({heads} / {tp} = {heads / tp:g}). {_valid_sizes('tensor_parallel', heads, groups)}"
         )
     if groups % tp:
         raise ValueError(
             f"megatron.tensor_parallel={tp} does not divide the model's {groups} key/value heads "
-            f"({groups} / {tp} = {groups / tp:g}). {_that_divide('tensor_parallel', heads, groups)}"
+            f"({groups} / {tp} = {groups / tp:g}). {_valid_sizes('tensor_parallel', heads, groups)}"
         )
     if hf_config["vocab_size"] % tp and hf_config.get("model_type") == "deepseek_v3":
         raise ValueError(
             f"megatron.tensor_parallel={tp} does not divide the vocabulary of {hf_config['vocab_size']}, "
-            f"and mbridge cannot pad deepseek_v3's. {_that_divide('tensor_parallel', hf_config['vocab_size'], heads)}"
+            f"and mbridge cannot pad deepseek_v3's. {_valid_sizes('tensor_parallel', hf_config['vocab_size'], heads)}"
         )
 
 
-def _that_divide(key: str, *counts: int) -> str:
-    """What to choose in its place, in words."""
+def _valid_sizes(key: str, *counts: int) -> str:
+    """Return a sentence that lists the values of `key` that divide all `counts`."""
     common = math.gcd(*counts)
     fitting = [size for size in range(1, min(common, _MOST_NAMED) + 1) if common % size == 0]
     return f"megatron.{key} may be {', '.join(map(str, fitting))}{' ...' if common > _MOST_NAMED else ''}."
 
 
 def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
-    """Of what every token goes through; the routed experts' is cut by expert-tensor parallel."""
+    """Check widths of layers that every token passes; expert-tensor parallel shards the routed experts instead."""
     tp, experts = megatron.tensor_parallel, number_of_experts(hf_config)
     widths = {}
     if not experts or hf_config.get("first_k_dense_replace"):
@@ -113,12 +114,12 @@ def _check_widths(hf_config: dict[str, Any], megatron: MegatronConfig) -> None:
         if width % tp:
             raise ValueError(
                 f"megatron.tensor_parallel={tp} does not divide the model's {name} of {width} "
-                f"({width} / {tp} = {width / tp:g}). {_that_divide('tensor_parallel', width)}"
+                f"({width} / {tp} = {width / tp:g}). {_valid_sizes('tensor_parallel', width)}"
             )
 
 
 def _check_vision_tower(vision: dict[str, Any] | None, megatron: MegatronConfig) -> None:
-    """Tensor parallel cuts it like the text part; pipeline stages do not: it is on the first one, whole."""
+    """Check the vision tower: tensor parallel shards it like the text model; the first pipeline stage holds it in full."""
     if vision and not megatron.packing:
         raise ValueError("megatron.packing=false pads text; a model that reads images needs megatron.packing=true.")
     tp = megatron.tensor_parallel
@@ -126,7 +127,7 @@ def _check_vision_tower(vision: dict[str, Any] | None, megatron: MegatronConfig)
         if vision and vision.get(name, 0) % tp:
             raise ValueError(
                 f"megatron.tensor_parallel={tp} does not divide the vision tower's {name} of {vision[name]} "
-                f"({vision[name]} / {tp} = {vision[name] / tp:g}). {_that_divide('tensor_parallel', vision[name])}"
+                f"({vision[name]} / {tp} = {vision[name] / tp:g}). {_valid_sizes('tensor_parallel', vision[name])}"
             )
 
 
@@ -145,7 +146,9 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
     fixed = f"{layers} layers - first {first or 0} - last {last or 0} = {rest}"
     keys = "megatron.pipeline_parallel, megatron.first_stage_layers or megatron.last_stage_layers"
     if stages == 0 and rest:
-        raise ValueError(f"Every pipeline stage has its layers given, and {fixed} layers remain. Change {keys}.")
+        raise ValueError(
+            f"Every pipeline stage has a fixed number of layers, and {fixed} layers remain. Change {keys}."
+        )
     if stages and (rest <= 0 or rest % stages):
         raise ValueError(f"{fixed} layers do not divide over the remaining {stages} pipeline stages. Change {keys}.")
     if vpp is None:
@@ -157,15 +160,15 @@ def _check_pipeline(hf_config: dict[str, Any], megatron: MegatronConfig) -> None
         )
     if stages == 0:
         raise ValueError(
-            f"megatron.virtual_pipeline={vpp} with the layers of both stages given: Megatron cannot interleave stages of "
-            "which none is between the first and the last. Leave megatron.first_stage_layers or megatron.last_stage_layers "
-            "unset, or megatron.virtual_pipeline."
+            f"megatron.virtual_pipeline={vpp} with the layers of both stages given: Megatron cannot interleave without a "
+            "stage between the first and the last. Leave megatron.first_stage_layers or megatron.last_stage_layers unset, "
+            "or megatron.virtual_pipeline."
         )
-    for what, count in (("first", first), ("last", last), ("other", rest // stages if stages else None)):
+    for stage, count in (("first", first), ("last", last), ("other", rest // stages if stages else None)):
         if count is not None and count % vpp:
             raise ValueError(
-                f"megatron.virtual_pipeline={vpp} does not divide the {count} layers of the {what} pipeline stage"
-                f"{'s' if what == 'other' else ''}. {_that_divide('virtual_pipeline', count)}"
+                f"megatron.virtual_pipeline={vpp} does not divide the {count} layers of the {stage} pipeline stage"
+                f"{'s' if stage == 'other' else ''}. {_valid_sizes('virtual_pipeline', count)}"
             )
 
 
@@ -190,7 +193,7 @@ def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_par
     if experts % ep:
         raise ValueError(
             f"megatron.expert_parallel={ep} does not divide the model's {experts} experts. "
-            f"{_that_divide('expert_parallel', experts)}"
+            f"{_valid_sizes('expert_parallel', experts)}"
         )
     stage = data_parallel * tp * cp
     if stage % (ep * etp):
@@ -203,10 +206,10 @@ def _check_experts(hf_config: dict[str, Any], megatron: MegatronConfig, data_par
     if width and width % etp:
         raise ValueError(
             f"megatron.expert_tensor_parallel={etp} does not divide the experts' width of {width}. "
-            f"{_that_divide('expert_tensor_parallel', width)}"
+            f"{_valid_sizes('expert_tensor_parallel', width)}"
         )
     if tp > 1 and megatron.sequence_parallel is False:
         raise ValueError(
             f"megatron.sequence_parallel=false with tensor_parallel={tp}: Megatron's mixture of experts needs sequence "
-            "parallel where TP > 1. Leave megatron.sequence_parallel unset."
+            "parallel if TP > 1. Leave megatron.sequence_parallel unset."
         )

@@ -1,4 +1,4 @@
-"""The model: a Hugging Face directory, built as Megatron chunks through mbridge."""
+"""Build Megatron model chunks from a Hugging Face directory through mbridge."""
 
 from __future__ import annotations
 
@@ -33,32 +33,33 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass
 class Model:
-    """What `build` makes. `chunks`: one, or one a virtual pipeline stage; DDP-wrapped where they are to be trained."""
+    """The model of this rank. `chunks` has one entry per virtual pipeline stage, DDP-wrapped if the model is trained."""
 
     bridge: Any
     chunks: list[Any]
     config: Any  # Megatron's TransformerConfig, shared by the chunks
     dtype: torch.dtype
     vocab_size: int  # without padding
-    image_layout: ImageLayout | None  # None: the model reads no images
-    lora: Any  # megatron.lora.attach.Lora; None: all weights are trained
+    image_layout: ImageLayout | None  # None: a text-only model
+    lora: Any  # megatron.lora.attach.Lora; None: full-parameter training
 
     @property
     def merged_chunks(self) -> list[Any]:
-        """The chunks as mbridge reads them, with what adapters add in their weights."""
+        """The chunks as mbridge reads them, with adapter deltas merged into the weights."""
         return self.lora.merged() if self.lora else self.chunks
 
 
 def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weights_only: bool = False) -> Model:
-    """Lay processes out, build this rank's part of the model, and load the weights of `recipe.model.path` (where the
-    platform's tensors have values).
+    """Initialize the process groups, build this rank's shard of the model, and load the weights of `recipe.model.path`.
 
-    `value_head`: a critic's, in the output layer's place; see value_head.py. `weights_only`: no gradients are to be kept.
-    Needs an initialised torch.distributed and a prepared platform. All ranks call it together. Raises
-    ValueError for a layout that does not divide and for a model that cannot be trained as asked.
+    Weights are loaded unless the platform's tensors hold no values (meta device). `value_head`: build a critic, with a
+    value head in place of the output layer (value_head.py). `weights_only`: allocate no gradient buffers.
+
+    Collective. Needs an initialised torch.distributed and a prepared platform. Raises ValueError for a layout that
+    does not divide the model and for a model or setting that the trainer does not support.
     """
     hf_config = _read_hf_config(recipe.model.path)
-    with_adapters = recipe.lora.rank > 0 and not value_head  # they are the actor's
+    with_adapters = recipe.lora.rank > 0 and not value_head  # LoRA applies to the actor only
     check_layout(hf_config.to_dict(), recipe.megatron, torch.distributed.get_world_size())
     if with_adapters:
         check_lora(hf_config.to_dict(), recipe.lora, recipe.megatron)
@@ -66,11 +67,11 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     initialize_parallel(recipe.megatron, recipe.cluster.timeout)
     seed_everything(recipe.train.seed)
 
-    from megarl.megatron import megatron_fixes
+    from megarl.megatron import upstream_fixes
     from megarl.megatron import value_head as critic
     from megarl.megatron.lora.attach import Lora
 
-    megatron_fixes.install()
+    upstream_fixes.fix_megatron()
     if platform.uses_native_layers:
         _install_native_layers(recipe, platform, hf_config)
     if value_head:
@@ -94,7 +95,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
                 **ddp_settings(recipe, with_images=hasattr(hf_config, "vision_config")),
             },
         )
-    _hook(chunks, recipe)
+    _install_hooks(chunks, recipe)
     if value_head:
         critic.name_head(bridge)
     if platform.holds_values and value_head:
@@ -105,7 +106,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
 
 
 def _install_native_layers(recipe: Recipe, platform: Platform, hf_config: Any) -> None:
-    """Have Megatron build megarl's own layers; rank 0 logs their kernels."""
+    """Make Megatron build the native layers; rank 0 logs their kernels."""
     from megarl.megatron import native_layers
     from megarl.megatron.kernels import description
 
@@ -115,14 +116,14 @@ def _install_native_layers(recipe: Recipe, platform: Platform, hf_config: Any) -
         logger.info(description(platform.device(), DTYPES[recipe.model.dtype], experts=experts))
 
 
-def _hook(chunks: list[Any], recipe: Recipe) -> None:
-    """Have chunks read packed streams, replay routing where the recipe asks for it, and return hidden states for the heads."""
+def _install_hooks(chunks: list[Any], recipe: Recipe) -> None:
+    """Make chunks track their packed stream, replay routing if the recipe sets it, and return hidden states."""
     from megarl.megatron import routing_replay
-    from megarl.megatron.current_batch import watch
+    from megarl.megatron.current_batch import track_current
     from megarl.megatron.output_heads import hidden_states_out, language_model
 
     for chunk in chunks:
-        watch(chunk)
+        track_current(chunk)
         if recipe.megatron.routing_replay != "none":
             routing_replay.install(chunk)
         if language_model(chunk).post_process:
@@ -141,7 +142,7 @@ def _image_layout(hf_config: Any) -> ImageLayout | None:
 
 
 def _read_hf_config(path: str) -> Any:
-    """The model's configuration, as transformers reads it. Raises ValueError where this machine has none."""
+    """Read the model's configuration with transformers. Raises ValueError if this machine has no config.json."""
     from transformers import AutoConfig
 
     if not (Path(path) / "config.json").is_file():
@@ -153,7 +154,7 @@ def _read_hf_config(path: str) -> Any:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every generator of this process; Megatron's own are offset by the rank's coordinates."""
+    """Seed every random generator of this process; Megatron offsets its generators by the rank's coordinates."""
     from megatron.core import tensor_parallel
 
     random.seed(seed)
@@ -163,20 +164,20 @@ def seed_everything(seed: int) -> None:
 
 
 def _with_enums(settings: dict[str, Any]) -> dict[str, Any]:
-    """`settings` with Megatron's enumerations where a recipe can only write names. mbridge does so for its own."""
+    """Convert names in `settings` to Megatron's enums; mbridge only converts its defaults."""
     from megatron.core.transformer.enums import AttnBackend
 
     name = settings.get("attention_backend")
     if not isinstance(name, str):
         return settings
     if name not in AttnBackend.__members__:
-        known = ", ".join(AttnBackend.__members__)
-        raise ValueError(f"megatron.extra.attention_backend is {name!r}; Megatron knows {known}.")
+        choices = ", ".join(AttnBackend.__members__)
+        raise ValueError(f"megatron.extra.attention_backend is {name!r}; Megatron has {choices}.")
     return settings | {"attention_backend": AttnBackend[name]}
 
 
 def initialize_parallel(megatron: MegatronConfig, timeout: float) -> None:
-    """Form Megatron's process groups. `timeout`: seconds, of their collectives."""
+    """Create Megatron's process groups. `timeout`: seconds, for their collectives."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -186,16 +187,15 @@ def initialize_parallel(megatron: MegatronConfig, timeout: float) -> None:
         context_parallel_size=megatron.context_parallel,
         expert_model_parallel_size=megatron.expert_parallel,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel or 1,
-        distributed_timeout_minutes=timeout / 60,  # declared a whole number, and only made a timedelta of
+        distributed_timeout_minutes=timeout / 60,  # annotated int, but only passed to timedelta
     )
 
 
 def _mark_experts(chunk: Any, *, config: Any, **_: Any) -> None:
-    """Let experts' gradients be summed over the ranks that hold the same experts.
+    """Mark expert parameters so that their gradients are summed over all ranks that hold the same experts.
 
-    Megatron sums them over data-parallel ranks alone unless expert parallel is on. With expert-tensor
-    parallel smaller than tensor parallel, tensor-parallel ranks hold the same experts too, each has seen
-    its own tokens, and the gradient would be a part of itself.
+    Without expert parallel, Megatron sums them over data-parallel ranks only. With expert-tensor parallel smaller than
+    tensor parallel, tensor-parallel ranks hold the same experts too, and each has seen different tokens.
     """
     if config.num_moe_experts and config.expert_tensor_parallel_size != config.tensor_model_parallel_size:
         for name, parameter in chunk.named_parameters():
@@ -204,10 +204,10 @@ def _mark_experts(chunk: Any, *, config: Any, **_: Any) -> None:
 
 
 def _mark_duplicates(chunk: Any, **_: Any) -> None:
-    """Count a weight that every tensor-parallel rank holds whole once in the gradient norm.
+    """Mark weights that every tensor-parallel rank holds in full, so that the gradient norm counts them once.
 
-    Latent attention's down projections are such weights. Transformer Engine's layers leave them unmarked; another platform's
-    may mark them as divided, so that the norm counts them once a rank and clipping takes too much.
+    Examples: the down projections of latent attention. Transformer Engine's layers leave them unmarked; layers of
+    other platforms may mark them as sharded, and the norm would then count them once per rank.
     """
     for module in chunk.modules():
         if getattr(module, "parallel_mode", None) == "duplicated":
@@ -220,8 +220,8 @@ def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
 
     from megarl.megatron import upstream_fixes
 
-    upstream_fixes.install()
-    upstream_fixes.mend_config(hf_config)
+    upstream_fixes.fix_mbridge()
+    upstream_fixes.patch_config(hf_config)
     bridge = AutoBridge.from_config(
         hf_config,
         dtype=DTYPES[recipe.model.dtype],
@@ -235,16 +235,16 @@ def _bridge(recipe: Recipe, hf_config: Any, platform: Platform) -> Any:
 
 
 def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) -> dict[str, Any]:
-    """Fields of Megatron's TransformerConfig beyond what mbridge sets from the model; `megatron.extra` wins."""
+    """Return fields of Megatron's TransformerConfig that mbridge does not set; `megatron.extra` takes precedence."""
     from megarl.megatron import upstream_fixes
 
     megatron = recipe.megatron
     settings: dict[str, Any] = {
         "sequence_parallel": uses_sequence_parallel(megatron),
         "variable_seq_lengths": True,
-        "calculate_per_token_loss": True,  # DDP then adds gradients up and scales nothing: see step.py
+        "calculate_per_token_loss": True,  # DDP then sums gradients without scaling: see step.py
         "masked_softmax_fusion": False,
-        # The fused kernel is apex's or Transformer Engine's.
+        # The fused kernel comes with apex or Transformer Engine.
         "gradient_accumulation_fusion": platform.name == "cuda"
         and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
         "deterministic_mode": recipe.train.deterministic,
@@ -253,15 +253,15 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
         **upstream_fixes.config_overrides(hf_config),
     }
     if platform.uses_native_layers:
-        # Megatron's fused activation gains by being compiled, which it is not here.
+        # Megatron's fused activation is only faster if compiled, which it is not here.
         settings["bias_activation_fusion"] = False
     settings |= recompute_settings(megatron)
     if number_of_experts(text_fields(hf_config.to_dict())):
         settings.update(
-            # Megatron's own depend on the split: see router_losses.py.
+            # megarl has its losses in router_losses.py: Megatron's depend on how the batch is split.
             moe_aux_loss_coeff=0.0,
             moe_router_load_balancing_type="none",
-            # Routing biases that drift by themselves would change the policy without a gradient.
+            # Routing biases that drift would change the policy without a gradient.
             moe_router_bias_update_rate=0.0,
         )
         if recipe.model.dtype == "bfloat16":
@@ -272,6 +272,6 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
 
 
 def parameters_on_rank(model: Model, *, trained: bool = False) -> int:
-    """Parameters that this rank holds; `trained`: of these, those that an optimizer step changes."""
+    """Count this rank's parameters; `trained`: only those that the optimizer updates."""
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad or not trained)

@@ -1,4 +1,4 @@
-"""Attention for packed and for rectangular batches: a kernel for packed sequences where there is one, else torch's SDPA."""
+"""Attention for packed and rectangular batches: a varlen kernel if available, else torch's SDPA."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from megarl.megatron.kernels import packed_attention
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Some sequences of a packed stream as a rectangle, padded on the right."""
+    """Some sequences of a packed stream as a rectangle with right padding."""
 
     count: int  # sequences
-    length: int  # of the longest one
+    length: int  # of the longest sequence
     rows: torch.Tensor  # int64 [count * length]: index into the stream; padding repeats a sequence's last token
-    real: torch.Tensor | None  # bool [count, 1, 1, length]: what is no padding; None where nothing is
+    real: torch.Tensor | None  # bool [count, 1, 1, length]: true for tokens, false for padding; None without padding
 
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """How a packed stream becomes rectangles, and where its tokens lie in their concatenation."""
+    """Rectangles of a packed stream, and the index of each of its tokens in their concatenation."""
 
     batches: list[PaddedBatch]
     places: torch.Tensor  # int64 [tokens of the stream]
@@ -40,8 +40,8 @@ class PaddingPlan:
 def plan_padding(lengths: tuple[int, ...], device: torch.device) -> PaddingPlan:
     """Cut a stream of sequences of `lengths` into rectangles that are at least half full.
 
-    Longest first, a rectangle takes sequences until padding would outweigh tokens. Cached, since every
-    layer and the backward pass ask for the same plan.
+    Longest first, a rectangle takes sequences until padding would exceed tokens. Cached: every layer and the backward
+    pass use the same plan.
     """
     starts = [0]
     for length in lengths:
@@ -77,10 +77,10 @@ def plan_padding(lengths: tuple[int, ...], device: torch.device) -> PaddingPlan:
 
 @dataclass(frozen=True)
 class Chunks:
-    """One chunk of every sequence on a context-parallel rank, and the keys that it sees, in their order."""
+    """One chunk of every sequence on a context-parallel rank, and the keys that it attends to, in order."""
 
     queries: torch.Tensor  # int64 [queries]: index into the rank's stream
-    keys: torch.Tensor  # int64 [keys]: index into the streams of all ranks, one after the other
+    keys: torch.Tensor  # int64 [keys]: index into the concatenated streams of all ranks
     query_offsets: torch.Tensor  # int32 [sequences + 1]
     key_offsets: torch.Tensor  # int32 [sequences + 1]
     query_lengths: list[int]
@@ -97,7 +97,7 @@ class Chunks:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The two chunks of each sequence that a rank holds, and where its tokens lie in their outputs' concatenation."""
+    """The two chunks of each sequence on a rank, and the index of its tokens in their concatenated outputs."""
 
     chunks: tuple[Chunks, Chunks]
     places: torch.Tensor  # int64 [tokens of the rank]
@@ -105,11 +105,11 @@ class ChunkPlan:
 
 @lru_cache(maxsize=64)
 def plan_chunks(lengths: tuple[int, ...], ranks: int, rank: int, device: torch.device) -> ChunkPlan:
-    """Cut a packed stream over context-parallel ranks. `lengths`: a rank's share of each sequence, an even number."""
+    """Split a packed stream over context-parallel ranks. `lengths`: a rank's tokens of each sequence, even numbers."""
     share = torch.tensor(lengths)
     starts, half, total = share.cumsum(0) - share, share // 2, sum(lengths)
-    # Chunk c of a sequence lies on rank min(c, 2n-1-c), in the first half of its share for c < n.
-    found, order = [], []
+    # Rank min(c, 2n-1-c) holds chunk c of a sequence, in the first half of its tokens for c < n.
+    both_chunks, order = [], []
     for number in (rank, 2 * ranks - 1 - rank):
         begin = starts + (half if number >= ranks else 0)
         queries = torch.cat([torch.arange(b, b + h) for b, h in zip(begin.tolist(), half.tolist(), strict=True)])
@@ -120,7 +120,7 @@ def plan_chunks(lengths: tuple[int, ...], ranks: int, rank: int, device: torch.d
                 first = owner * total + start + (size if second else 0)
                 keys.append(torch.arange(first, first + size))
         sizes, seen = half.tolist(), (half * (number + 1)).tolist()
-        found.append(
+        both_chunks.append(
             Chunks(
                 queries.to(device),
                 torch.cat(keys).to(device),
@@ -133,7 +133,7 @@ def plan_chunks(lengths: tuple[int, ...], ranks: int, rank: int, device: torch.d
         order.append(queries)
     places = torch.empty(total, dtype=torch.int64)
     places[torch.cat(order)] = torch.arange(total)
-    return ChunkPlan((found[0], found[1]), places.to(device))
+    return ChunkPlan((both_chunks[0], both_chunks[1]), places.to(device))
 
 
 def _offsets(lengths: list[int], device: torch.device) -> torch.Tensor:
@@ -141,12 +141,12 @@ def _offsets(lengths: list[int], device: torch.device) -> torch.Tensor:
 
 
 class Attention(torch.nn.Module):
-    """Megatron's core attention over query, key, value of shape [s, b, heads, d] or, packed, [t, heads, d].
+    """Megatron's core attention: query, key, value are [s, b, heads, d] or, packed, [t, heads, d].
 
-    Packed sequences go to a kernel that takes their offsets. Where there is none they are padded into rectangles: right
-    padding under a causal mask needs no mask, since no token looks to its right. Context parallel, where `config`
-    has it (vision towers do not), gathers keys and values over the ranks: each holds chunks r and 2n-1-r of a sequence that
-    is cut into 2n, and a chunk sees itself, causally, and all chunks before it.
+    Packed sequences use a varlen kernel if available, else right-padded rectangles: under a causal mask, right padding
+    needs no mask, since no token attends to its right. Context parallel (from `config`; vision towers have none)
+    gathers keys and values over the ranks: rank r holds chunks r and 2n-1-r of a sequence cut into 2n chunks, and a
+    chunk attends causally to itself and fully to all chunks before it.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Attention(torch.nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Context of shape [s, b, heads * d], or [t, heads * d] for packed sequences."""
+        """Return the context, [s, b, heads * d], or [t, heads * d] for packed sequences."""
         n = self.ranks
         if n > 1:
             both = torch.cat([key, value], -1).contiguous()
@@ -213,7 +213,7 @@ class Attention(torch.nn.Module):
             out = chunks.permute(2, 0, 1, 3)
         else:
             if attention_mask is not None and self.mask_type != AttnMaskType.causal:
-                mask = ~attention_mask  # Megatron's masks say what is hidden, torch's what is seen
+                mask = ~attention_mask  # Megatron's mask is true for hidden keys, torch's for visible keys
             out = self._attend(query, key, value, mask).permute(2, 0, 1, 3)
         return out.reshape(*out.shape[:2], -1)
 
@@ -248,7 +248,7 @@ class Attention(torch.nn.Module):
         longest_query: int,
         longest_key: int,
     ) -> torch.Tensor:
-        """Values narrower than keys (multi-head latent attention) are filled up with zeros, which change no sum."""
+        """Call a varlen kernel. Values narrower than keys (multi-head latent attention) are zero-padded and cut again."""
         width = value.shape[-1]
         value = F.pad(value, (0, key.shape[-1] - width))
         offsets = (x.to(query.device, torch.int32) for x in (query_offsets, key_offsets))
@@ -261,7 +261,7 @@ class Attention(torch.nn.Module):
     def _packed_over_ranks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: tuple[int, ...]
     ) -> torch.Tensor:
-        """`lengths` are a rank's share of each sequence: its two chunks."""
+        """Compute attention over context-parallel ranks. `lengths`: a rank's tokens of each sequence (two chunks)."""
         plan = plan_chunks(lengths, self.ranks, self.cp.rank(), query.device)
         kernel = self._packed_kernel(query)
         outputs = []
@@ -272,15 +272,21 @@ class Attention(torch.nn.Module):
                 sizes = (chunks.query_offsets, chunks.key_offsets, chunks.longest_query, chunks.longest_key)
                 outputs.append(self._by_kernel(kernel, q, k, v, *sizes))
                 continue
-            for one in zip(q.split(chunks.query_lengths), k.split(chunks.key_lengths), v.split(chunks.key_lengths), strict=True):  # fmt: skip
-                q1, k1, v1 = (x.unsqueeze(0).transpose(1, 2) for x in one)
+            sequences = zip(
+                q.split(chunks.query_lengths),
+                k.split(chunks.key_lengths),
+                v.split(chunks.key_lengths),
+                strict=True,
+            )
+            for sequence in sequences:
+                q1, k1, v1 = (x.unsqueeze(0).transpose(1, 2) for x in sequence)
                 outputs.append(self._attend(q1, k1, v1, _last_keys(q1, k1))[0].transpose(0, 1))
         return torch.cat(outputs).index_select(0, plan.places)
 
     def _chunks(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """This rank's two chunks of sequences of one length [b, heads, s, d], each with the keys that it sees."""
+        """Yield this rank's two chunks of equally long sequences [b, heads, s, d], each with its visible keys and values."""
         n, rank = self.ranks, self.cp.rank()
         share = query.shape[2]
         chunk = share // 2
@@ -298,7 +304,7 @@ class Attention(torch.nn.Module):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """[b, heads, s, d] of query, key and value; `mask` is true where a query sees a key."""
+        """Compute SDPA of query, key and value [b, heads, s, d]; `mask` is true where a query sees a key."""
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -312,9 +318,9 @@ class Attention(torch.nn.Module):
 
 
 def _last_keys(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Mask of queries that are the last positions of their keys; torch's kernels of devices read it as a flag.
+    """Return the causal mask of queries that are the last positions of their keys; torch's device kernels treat it as a flag.
 
-    None where as many queries as keys make it a plain causal mask, and for tensors without memory, whose kernel keeps none.
+    None if queries and keys are equally many (plain causal mask), and for meta tensors, whose kernel takes no mask.
     """
     queries, keys = query.shape[2], key.shape[2]
     if queries == keys or query.device.type == "meta":

@@ -1,4 +1,4 @@
-"""The linears of a rank's experts: one grouped product where torch has it, else one product an expert."""
+"""Linears of a rank's local experts: one grouped GEMM if torch has it, else one product per expert."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megarl.megatron.kernels import aligned, grouped_gemm
 
 
 class _GroupedLinear(torch.nn.Module):
-    """The same linear of every local expert: parameters ``weight0``, ``weight1``, ..., one a local expert."""
+    """One linear per local expert, with parameters ``weight0``, ``weight1``, ..."""
 
-    axis: int  # cut over the expert tensor-parallel ranks
+    axis: int  # sharded over expert-tensor-parallel ranks
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class _GroupedLinear(torch.nn.Module):
             weight = torch.nn.Parameter(empty)
             with torch.no_grad(), get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
                 init_method(weight)
-            # As in Transformer Engine: an expert that is not cut is no tensor-parallel parameter.
+            # As in Transformer Engine: an unsharded expert is not marked tensor-parallel.
             set_tensor_model_parallel_attributes(weight, shards > 1, self.axis, 1)
             weight.allreduce = not (is_expert and config.expert_model_parallel_size > 1)
             weights.append(weight)
-        # Megatron's gradient buffers hold parameters in reverse order: registered from the last on, the weights lie there
-        # one after the other, and a grouped product reads them without a copy.
+        # Megatron's gradient buffers hold parameters in reverse order of registration. Registered in reverse, the weights
+        # are contiguous there, and a grouped GEMM reads them without a copy.
         for i in reversed(range(num_gemms)):
             self.register_parameter(f"weight{i}", weights[i])
 
@@ -85,7 +85,7 @@ class _GroupedLinear(torch.nn.Module):
         return result
 
     def backward_dw(self) -> None:
-        """Megatron may ask for a delayed weight gradient; autograd has computed it already."""
+        """Do nothing: Megatron may ask for a delayed weight gradient, which autograd has already computed."""
 
 
 class ColumnParallelGroupedLinear(_GroupedLinear):
@@ -97,7 +97,7 @@ class RowParallelGroupedLinear(_GroupedLinear):
 
 
 def expert_linears(x: torch.Tensor, tokens_per_expert: Sequence[int], weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Multiply rows of x [tokens, in], which lie expert after expert, by the weights [out, in] of their experts."""
+    """Multiply rows of x [tokens, in], sorted by expert, by the weights [out, in] of their experts: [tokens, out]."""
     gemm = grouped_gemm(x.device, x.dtype).function
     outputs = weights[0].shape[0] * weights[0].element_size()
     if gemm is None or len(x) == 0 or outputs % 16 or not aligned(x, *weights):
@@ -108,10 +108,10 @@ def expert_linears(x: torch.Tensor, tokens_per_expert: Sequence[int], weights: S
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """x [tokens, in], ends of the experts' rows (int32 [experts]), the product, weights [out, in]... -> [tokens, out].
+    """Grouped GEMM: x [tokens, in], expert end offsets (int32 [experts]), kernel, weights [out, in]... -> [tokens, out].
 
-    Weights are stacked for each product, or viewed where they lie one after the other; what is kept are the parameters
-    themselves, so that no stack lives from the forward to the backward pass.
+    Weights are stacked for each product, or viewed if they are contiguous. Autograd saves the parameters, so no stack
+    stays in memory between forward and backward.
     """
 
     @staticmethod
@@ -134,11 +134,11 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def stacked(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return `weights` of one shape [out, in] as [experts, out, in]; a view where they follow each other in one storage."""
+    """Return `weights` of shape [out, in] as [experts, out, in]; a view if they are contiguous in one storage."""
     first, size = weights[0], weights[0].numel()
     storage, start = first.untyped_storage()._cdata, first.storage_offset()
     for number, weight in enumerate(weights):
-        here = weight.untyped_storage()._cdata == storage and weight.storage_offset() == start + number * size
-        if not (here and weight.is_contiguous()):
+        contiguous = weight.untyped_storage()._cdata == storage and weight.storage_offset() == start + number * size
+        if not (contiguous and weight.is_contiguous()):
             return torch.stack(list(weights))
     return first.detach().as_strided((len(weights), *first.shape), (size, *first.stride()))

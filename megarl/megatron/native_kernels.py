@@ -1,7 +1,7 @@
-"""RMSNorm and rotary embedding as single autograd nodes.
+"""RMSNorm and rotary embedding as single autograd nodes with hand-written gradients.
 
-Composed of torch operations, each of them reads and writes its tensors several times, forward and
-backward; on a CPU that is most of a small model's time. Here the gradients are written by hand.
+Composed of torch operations, each would read and write its tensors several times in forward and backward, which
+dominates the time of a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.megatron.host_offsets import host_offsets
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension. In 16 bit and on devices torch has a fused kernel."""
+    """Return x / rms(x) * weight over the last dimension. For 16-bit types and on devices, torch's fused kernel."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, eps)
     return _RMSNorm.apply(x, weight, eps)
@@ -52,25 +52,25 @@ def rotate_packed(
 ) -> torch.Tensor:
     """Rotary embedding of packed sequences: t [tokens, heads, d], freqs [positions, 1, 1, rotated <= d].
 
-    Stands in for Megatron's function of the same arguments, which slices `freqs` sequence by sequence.
+    Same arguments as Megatron's function, which slices `freqs` sequence by sequence.
     """
-    assert not rotary_interleaved, "no model that mbridge knows interleaves its rotary embedding"
+    assert not rotary_interleaved, "none of mbridge's models interleaves its rotary embedding"
     ranks, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
     rows = _positions(host_offsets(cu_seqlens), ranks, rank, t.device)
     half = freqs.shape[-1] // 2  # both halves hold the same angles
     angles = freqs[:, 0, :, :half]
     cos = (angles.cos() * mscale).to(t.dtype).index_select(0, rows)
     sin = (angles.sin() * mscale).to(t.dtype).index_select(0, rows)
-    turned, rest = t.split([2 * half, t.shape[-1] - 2 * half], -1)
-    if multi_latent_attention:  # pairs lie side by side in these models' weights
-        turned = turned.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2)
-    turned = _Rotate.apply(turned, cos, sin)
-    return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
+    rotated, rest = t.split([2 * half, t.shape[-1] - 2 * half], -1)
+    if multi_latent_attention:  # these models' weights store the pairs interleaved
+        rotated = rotated.unflatten(-1, (half, 2)).transpose(-1, -2).flatten(-2)
+    rotated = _Rotate.apply(rotated, cos, sin)
+    return torch.cat([rotated, rest], -1) if rest.shape[-1] else rotated
 
 
 @lru_cache(maxsize=64)
 def _positions(cu_seqlens: tuple[int, ...], ranks: int, rank: int, device: torch.device) -> torch.Tensor:
-    """Position, within its sequence, of each token on context-parallel `rank` of `ranks`."""
+    """Return each token's position within its sequence on context-parallel `rank` of `ranks`, int64 [local tokens]."""
     offsets = torch.tensor(cu_seqlens)
     lengths = offsets.diff()
     within = torch.arange(int(offsets[-1])) - offsets[:-1].repeat_interleave(lengths)

@@ -1,8 +1,7 @@
-"""Layers on torch's own kernels where Transformer Engine is absent (CPU, and CUDA without it).
+"""Layers on torch's kernels for platforms without Transformer Engine (CPU, and CUDA without the package).
 
-They carry Transformer Engine's parameter names (``linear_qkv.layer_norm_weight``,
-``experts.linear_fc1.weight0``), so mbridge's weight mappings apply to them as they stand. `install` puts
-them where Megatron looks for Transformer Engine's.
+They use Transformer Engine's parameter names (``linear_qkv.layer_norm_weight``, ``experts.linear_fc1.weight0``), so
+mbridge's weight mappings apply unchanged. `install` registers them where Megatron looks for Transformer Engine.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from megarl.megatron.native_kernels import rms_norm, rotate_packed
 
 
 def _device() -> Any:
-    """Where Megatron would allocate. `current_device` is a device on the CPU platform, a number on CUDA."""
+    """Return Megatron's allocation device: a torch.device on the CPU platform, an index on CUDA."""
     return torch.cuda.current_device()
 
 
 def _norm_weight(config: Any, size: int) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=_device()))
-    weight.sequence_parallel = config.sequence_parallel  # tells finalize_model_grads to sum over TP
+    weight.sequence_parallel = config.sequence_parallel  # finalize_model_grads sums its gradient over TP
     return weight
 
 
@@ -44,7 +43,9 @@ class Norm(torch.nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         if config.normalization != "RMSNorm":
-            raise ValueError(f"The native layers know RMSNorm, not {config.normalization}; install transformer_engine.")
+            raise ValueError(
+                f"The native layers support RMSNorm, not {config.normalization}; install transformer_engine."
+            )
         self.weight = _norm_weight(config, hidden_size)
         self.eps = eps
 
@@ -53,7 +54,7 @@ class Norm(torch.nn.Module):
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm and the column-parallel linear after it, as one module with both weights."""
+    """RMSNorm fused with the following column-parallel linear: one module with both weights."""
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
@@ -65,7 +66,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
 
 class Linear(torch.nn.Module):
-    """A linear that every TP rank holds in full: MLA's down projections."""
+    """A linear replicated on every tensor-parallel rank: the down projections of MLA."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class Linear(torch.nn.Module):
 
 
 class NativeSpecProvider(BackendSpecProvider):
-    """Megatron's question which class plays which part, answered with the classes above."""
+    """Megatron's layer classes, resolved to the native layers."""
 
     def linear(self) -> type:
         return Linear
@@ -130,7 +131,7 @@ class NativeSpecProvider(BackendSpecProvider):
 
 
 def install() -> None:
-    """Let Megatron's Transformer Engine specs resolve to the layers above. Idempotent."""
+    """Make Megatron's Transformer Engine specs resolve to the native layers. Idempotent."""
     import megatron.core.models.common.embeddings.rope_utils as rope
     import megatron.core.models.gpt.gpt_layer_specs as layer_specs
     import megatron.core.models.gpt.moe_module_specs as moe_specs
@@ -138,7 +139,7 @@ def install() -> None:
     import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
     import megatron.core.transformer.multi_latent_attention as mla
 
-    if layer_specs.HAVE_TE:  # installed before, or Transformer Engine itself
+    if layer_specs.HAVE_TE:  # already installed, or Transformer Engine is present
         return
     layer_specs.TESpecProvider = moe_specs.TESpecProvider = NativeSpecProvider
     layer_specs.TENorm, layer_specs.HAVE_TE = Norm, True
@@ -147,12 +148,12 @@ def install() -> None:
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = Adam, False
     distributed_optimizer.Adam = Adam
     distributed_optimizer.HAVE_APEX_OR_TE = distributed_optimizer.USING_APEX_OPTIMIZER = True
-    _mend_missing_names()
+    _add_missing_names()
     _install_vision_layers()
 
 
 def _install_vision_layers() -> None:
-    """Vision towers name Transformer Engine's classes, instead of asking a provider for them."""
+    """Replace the classes that vision towers name directly instead of asking a spec provider."""
     import megatron.core.extensions.transformer_engine as engine
     import megatron.core.models.vision.vit_layer_specs as vision
 
@@ -164,14 +165,14 @@ def _install_vision_layers() -> None:
     vision.TEDotProductAttention = Attention
 
 
-def _mend_missing_names() -> None:
-    """Names that Megatron 0.16.1 uses on paths that do not need Transformer Engine, but imports only with it."""
+def _add_missing_names() -> None:
+    """Define names that Megatron 0.16.1 uses without Transformer Engine but imports only with it."""
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
-    if not hasattr(random, "FP8GlobalStateManager"):  # asked where an output is computed again: recompute_modules
+    if not hasattr(random, "FP8GlobalStateManager"):  # read when an output is recomputed: recompute_modules
         random.FP8GlobalStateManager = types.SimpleNamespace(is_fp8_enabled=lambda: False)
         random.activation_recompute_forward = lambda **_: contextlib.nullcontext()
         random.fp8_autocast = lambda **_: contextlib.nullcontext()
-    if not hasattr(moe_utils, "te_general_gemm"):  # asked when the router computes in float32
+    if not hasattr(moe_utils, "te_general_gemm"):  # read when the router computes in float32
         moe_utils.te_general_gemm = None

@@ -1,4 +1,4 @@
-"""The optimizer: its schedule, and one guarded step."""
+"""The optimizer: learning-rate schedule, construction, and a guarded step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.recipe.training import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 1.
+    """Return the learning rate of optimizer step `step` (counted from 1).
 
     Warm-up is linear and reaches `lr` at step `warmup_steps`. The decay then falls to
     `lr * min_lr_ratio` at step `decay_steps` (unset: `total_steps`) and stays there.
@@ -30,7 +30,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.dtype, distributed: bool) -> Any:
-    """Megatron's AdamW over the DDP-wrapped `chunks`; float32 master weights where `dtype` is bfloat16."""
+    """Build Megatron's AdamW over the DDP-wrapped `chunks`; float32 master weights if `dtype` is bfloat16."""
     from megatron.core import parallel_state
     from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
     from megatron.core.optimizer import get_megatron_optimizer
@@ -50,29 +50,29 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], *, dtype: torch.
     )
     optimizer = get_megatron_optimizer(megatron_config, chunks)
     for group in optimizer.param_groups:
-        # `wd_mult` is 0 for norms and biases. Megatron's own scheduler, which is not used, would heed it.
+        # `wd_mult` is 0 for norms and biases. Megatron's scheduler, which megarl does not use, would apply it.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     for member in members(optimizer):
-        # Moments would come with the first update; a checkpoint may be due before (its update was skipped).
+        # Create moments now: a checkpoint may precede the first update (if that update is skipped).
         if member.init_state_fn is None:
             _init_host_states(member.optimizer)
         else:
             member.init_state_fn(member.optimizer)
         if any(group.get("is_expert_parallel") for group in member.param_groups):
-            # Which ranks hold copies of an expert is a matter of expert-tensor parallel. Megatron asks the
-            # tensor-parallel group, and leaves the experts of all but its first rank out of the gradient norm.
+            # Expert-tensor parallel decides which ranks hold copies of an expert. Megatron uses the tensor-parallel
+            # group, which excludes experts of all but its first rank from the gradient norm.
             member.tp_group = parallel_state.get_expert_tensor_parallel_group()
     return optimizer
 
 
 def _init_host_states(optimizer: Any) -> None:
-    """Create the moments of Megatron's HybridDeviceOptimizer: torch's AdamW on the host, and the device's own beside it.
+    """Create the moments of Megatron's HybridDeviceOptimizer (AdamW on the host, and the device's optimizer).
 
-    Megatron's `dummy_step` does so by an update with random gradients, which changes the weights.
+    Megatron's `dummy_step` would do it with an update by random gradients, which changes the weights.
     """
     for inner in optimizer.sub_optimizers:
         for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
-            if hasattr(inner, "initialize_state"):  # Transformer Engine's
+            if hasattr(inner, "initialize_state"):  # Transformer Engine
                 inner.initialize_state(parameter, store_param_remainders=False)
                 continue
             state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -83,21 +83,26 @@ def _init_host_states(optimizer: Any) -> None:
 
 
 def members(optimizer: Any) -> list[Any]:
-    """Megatron chains an optimizer for experts to the one for everything else. Ranks without parameters
-    of a kind have a stub, which is left out."""
+    """Return the optimizers that Megatron chains: one for experts, one for all other parameters.
+
+    Stubs on ranks without parameters of a kind are skipped.
+    """
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     return [member for member in chain if not getattr(member, "is_stub_optimizer", False)]
 
 
 def inner_optimizers(member: Any) -> list[Any]:
-    """The torch optimizers of one of `members`: one, or those on the host and on the device."""
+    """Return the torch optimizers of one of `members`: one, or one on the host and one on the device."""
     return list(getattr(member.optimizer, "sub_optimizers", [member.optimizer]))
 
 
 def guarded_step(optimizer: Any, *, lr: float, clip_grad: float) -> tuple[float, bool]:
-    """Clip and update with what the gradient buffers hold. Returns the global gradient norm before
-    clipping, and whether the weights were updated: a norm that is not finite skips the update.
+    """Clip gradients and update the weights from the gradient buffers.
+
+    Returns the global gradient norm before clipping, and whether the weights were updated: a non-finite norm skips
+    the update.
     """
+
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
     for group in optimizer.param_groups:

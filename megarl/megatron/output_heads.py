@@ -1,8 +1,8 @@
-"""What the last pipeline stage computes for each token from the model's hidden states.
+"""Output heads: per-token results that the last pipeline stage computes from hidden states.
 
-The model returns the hidden states that its output layer would read (`hidden_states_out`), so that a head
-decides how much of the output layer exists at a time. Here, and in `PackedStream`, a row is matched with the
-token it predicts; everything that goes out is at token index.
+The model returns the hidden states that its output layer would read (`hidden_states_out`), so an output head decides
+how many logits exist at a time. Output heads and `PackedStream` map each row to the token that it predicts; results
+are indexed by token.
 """
 
 from __future__ import annotations
@@ -23,28 +23,27 @@ from megarl.megatron.batch import PackedStream
 from megarl.megatron.vocab import log_probs_and_entropy
 
 IMPOSSIBLE = -1e4
-"""Log-probability of a token that the model does not have: exp of it is 0, and 0 times it is still a number."""
+"""Log-prob of a token outside the vocabulary: its exp is 0, and 0 * IMPOSSIBLE is finite."""
 
 
-class Head(Protocol):
-    """From hidden states [rows of this rank, h] to tensors [T] at token index (None: not asked for)."""
+class OutputHead(Protocol):
+    """Map hidden states [rows of this rank, h] to tensors [T] at token index (None: not requested)."""
 
     def __call__(self, model: Any, hidden: torch.Tensor, stream: PackedStream) -> tuple[torch.Tensor | None, ...]: ...
 
 
 @dataclass(frozen=True)
 class PolicyHead:
-    """Log-probs, and where asked for entropy, and the log-probs of a micro batch's `candidates`.
+    """Log-probs; optionally entropy, and log-probs of a micro batch's `candidates`.
 
-    Entry t says how token t was predicted: from the row one place before it. The first token of a sequence is
-    predicted by nothing and has 0.
+    Entry t belongs to token t and comes from the row before it. The first token of a sequence has no prediction: 0.
     """
 
     temperature: float
     with_entropy: bool
-    with_candidates: bool  # where the micro batch has any
+    with_candidates: bool  # ignored for a micro batch without candidates
     vocab_size: int  # entries past it are padding
-    keep_logits: bool  # for the backward pass, instead of computing them again
+    keep_logits: bool  # for the backward pass, instead of recomputing them
 
     def __call__(self, model: Any, hidden: torch.Tensor, stream: PackedStream) -> tuple[torch.Tensor | None, ...]:
         labels = stream.labels[:, None]
@@ -65,44 +64,44 @@ class PolicyHead:
         return (
             at_predicted_tokens(log_probs[:, 0], stream),
             None if entropy is None else at_predicted_tokens(entropy, stream),
-            None
-            if candidates is None
-            else at_predicted_tokens(_none_is_impossible(log_probs[:, 1:], candidates), stream),
+            None if candidates is None else at_predicted_tokens(_mask_missing(log_probs[:, 1:], candidates), stream),
         )
 
 
-def _none_is_impossible(log_probs: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-    """`log_probs` [share, K], and `IMPOSSIBLE` for candidates that are none."""
+def _mask_missing(log_probs: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """Replace `log_probs` [share, K] by `IMPOSSIBLE` where the candidate is -1."""
     return log_probs.where(candidates >= 0, log_probs.new_full((), IMPOSSIBLE))
 
 
 def language_model(chunk: Any) -> Any:
-    """Megatron's GPTModel inside a wrapped model chunk."""
+    """Return Megatron's GPTModel inside a wrapped model chunk."""
     return next(module for module in chunk.modules() if isinstance(module, GPTModel))
 
 
 def hidden_states_out(model: Any) -> None:
-    """Let a GPTModel of the last stage return the hidden states that its output layer would read."""
+    """Make a last-stage GPTModel return the hidden states that its output layer would read."""
     model.output_layer.forward = lambda hidden, **_: (hidden, None)
 
 
 def output_weight(model: Any) -> torch.Tensor:
-    """The output layer's weight on this rank [entries, h]: its own, or the embedding's where they are tied."""
+    """Return the output layer's weight on this rank [local entries, h]: the embedding's if they are tied."""
     if model.share_embeddings_and_output_weights:
         return model.shared_embedding_or_output_weight()
     return model.output_layer.weight
 
 
 def whole_rows(hidden: torch.Tensor, config: Any) -> torch.Tensor:
-    """All rows of this context-parallel rank [share, h] on each tensor-parallel rank. The backward pass sums the
-    ranks' gradients."""
+    """Gather all rows of this context-parallel rank [share, h] on each tensor-parallel rank.
+
+    The backward pass sums the gradients of the tensor-parallel ranks.
+    """
     if config.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden)
     return copy_to_tensor_model_parallel_region(hidden)
 
 
 def at_predicted_tokens(rows: torch.Tensor, stream: PackedStream) -> torch.Tensor:
-    """Rows of this context-parallel rank [share, ...] -> each at the token that it predicts [T, ...], on every rank."""
+    """Move rows of this context-parallel rank [share, ...] to the tokens they predict [T, ...], on every rank."""
     group = _group_or_none(parallel_state.get_context_parallel_group())
     if group is not None:
         rows = _GatherRanks.apply(rows, group)
@@ -114,10 +113,10 @@ def _group_or_none(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 
 class _GatherRanks(torch.autograd.Function):
-    """All ranks' rows, one rank after the other.
+    """Concatenate the rows of all ranks.
 
-    Each rank then computes the same loss from all rows, so the gradient of a rank's own rows is whole as it
-    is: the backward pass takes this rank's part and adds nothing up.
+    Every rank then computes the same loss from all rows, so the gradient of a rank's rows is already complete: the
+    backward pass returns this rank's slice without a reduction.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Communication beside computation (`megatron.ddp`): hooks for Megatron's schedules, and the point where weights are whole.
+"""Overlap of DDP communication with computation (`megatron.ddp`).
 
-With `overlap_grad_reduce` each bucket of gradients is reduced as soon as the last micro batch's backward pass has filled it.
-With `overlap_param_gather` an optimizer step updates this rank's shard alone, and forward hooks gather each bucket when a
-module needs it. Whatever reads weights outside of a training forward calls `settle` first.
+With `overlap_grad_reduce`, each gradient bucket is reduced as soon as the last micro batch's backward pass fills it.
+With `overlap_param_gather`, an optimizer step updates only this rank's shard, and forward hooks gather each bucket when
+a module needs it. Any other reader of the weights must call `finish_param_gather` first.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 
-def drive(config: Any, chunks: list[Any]) -> None:
-    """Give Megatron's schedules what they need of DDP-wrapped `chunks`, as Megatron's own training loop does: gradients
-    are reduced in the last micro batch alone, and with `align_param_gather` all stages gather at once."""
+def set_sync_functions(config: Any, chunks: list[Any]) -> None:
+    """Pass the sync functions of DDP-wrapped `chunks` to Megatron's schedules, as Megatron's training loop does.
+
+    Gradients are then reduced in the last micro batch only; with `align_param_gather` all stages gather together.
+    """
     settings = getattr(chunks[0], "ddp_config", None)
     if settings is None or not settings.overlap_grad_reduce:
         return
@@ -22,8 +24,8 @@ def drive(config: Any, chunks: list[Any]) -> None:
         config.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
 
 
-def settle(chunks: list[Any]) -> None:
-    """Gather what the last update left in shards, and wait for gathers that run. All data-parallel ranks together."""
+def finish_param_gather(chunks: list[Any]) -> None:
+    """Gather parameters that the last update left sharded, and wait for running gathers. Collective over data parallel."""
     for chunk in chunks:
         if not getattr(chunk, "use_forward_hook", False):  # not DDP-wrapped, or gathered by the optimizer step
             continue

@@ -1,7 +1,7 @@
-"""Qwen2.5-VL as mbridge 0.15.1 builds it, mended, and fed with packed streams.
+"""Fixes for Qwen2.5-VL in mbridge 0.15.1, and a forward pass for packed streams.
 
-mbridge's forward pass takes padded rows, finds images by their token id and counts positions by itself; ours takes
-a packed stream that has all of it worked out (`PackedStream`).
+mbridge's forward pass takes padded rows, locates images by token id and computes positions. The one here takes a packed
+stream with images and positions already prepared (`PackedStream`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megatron.core import tensor_parallel
 
 from megarl.megatron.images import StreamImages
 
-_NORM_EPSILON = 1e-6  # of the vision tower, whatever the text part's is: the published model's code has it
+_NORM_EPSILON = 1e-6  # of the vision tower, independent of the text model: hard-coded in the published model's code
 _ROTARY_BASE = 10000.0  # of the vision tower, likewise
 
 
-def mend_config(hf_config: Any) -> None:
-    """Give a configuration whose text part is a section of its own the fields that mbridge reads at its top.
+def patch_config(hf_config: Any) -> None:
+    """Copy the fields of a nested text config to the top level, where mbridge reads them.
 
-    Raises ValueError for a vision tower that mbridge would build otherwise.
+    Raises ValueError for a vision tower that mbridge would build differently.
     """
     for name, value in hf_config.text_config.to_dict().items():
         if value is not None and not hasattr(hf_config, name):
@@ -42,13 +42,13 @@ def mend_config(hf_config: Any) -> None:
 
 
 def install() -> None:
-    """Replace what needs it in mbridge's modules."""
+    """Replace the functions of mbridge's modules that need a fix."""
     import mbridge.models.qwen2_5_vl as package
     from mbridge.models.qwen2_5_vl.attention import Qwen2_5VLSelfAttention
     from mbridge.models.qwen2_5_vl.model import Qwen2_5VLModel
     from mbridge.models.qwen2_5_vl.vision_model import VisionRotaryEmbedding
 
-    # Every model is announced as under development.
+    # mbridge warns that every such model is under development.
     logging.getLogger("mbridge.models.qwen2_5_vl.model").setLevel(logging.ERROR)
     _read_vision_sizes(package)
     _split_projection_plainly(package.Qwen2_5VLBridge)
@@ -58,9 +58,10 @@ def install() -> None:
 
 
 def _read_vision_sizes(package: Any) -> None:
-    """mbridge gives every vision tower the sizes of the published 7B model's.
+    """Read the vision tower's sizes from config.json.
 
-    It also leaves it with the text part's norm epsilon and with its uneven or interleaved pipeline stages.
+    mbridge uses the sizes of the published 7B model, the text model's norm epsilon, and its uneven or interleaved
+    pipeline stages.
     """
     make_provider, make_config = package.Qwen2_5VLBridge._model_provider, package.get_vision_model_config
 
@@ -76,28 +77,28 @@ def _read_vision_sizes(package: Any) -> None:
         config.layernorm_epsilon = _NORM_EPSILON
         config.num_layers_in_first_pipeline_stage = config.num_layers_in_last_pipeline_stage = None
         config.virtual_pipeline_model_parallel_size = None
-        # Patches of a window see each other. Where a platform's attention goes by this field instead of its layer's mask
-        # type, the text part's "causal" would hold for the tower too.
+        # Patches within a window attend to each other. A platform's attention may read this field instead of the layer's
+        # mask type; the text model's "causal" would then apply to the tower.
         config.attention_mask_type = "no_mask"
         return config
 
     def provider(self: Any, callbacks: Any) -> Any:
         build = make_provider(self, callbacks)
 
-        def with_own_sizes(*args: Any, **kwargs: Any) -> Any:
+        def build_with_vision(*args: Any, **kwargs: Any) -> Any:
             package.get_vision_model_config = partial(from_hf, vision=self.hf_config.vision_config)
             model = build(*args, **kwargs)
-            # Positions come cut for context parallel; Megatron would cut them once more.
+            # Positions are already split for context parallel; Megatron would split them again.
             model.language_model.rotary_pos_emb.cp_group = None
             return model
 
-        return with_own_sizes
+        return build_with_vision
 
     package.Qwen2_5VLBridge._model_provider = provider
 
 
 def _split_projection_plainly(bridge: Any) -> None:
-    """mbridge takes the projection behind the vision tower for a gated layer, and tensor parallel would pair wrong halves."""
+    """Treat the vision tower's projection as ungated: mbridge takes it for gated, and TP would pair wrong halves."""
     config_of = bridge._get_mcore_config_by_name
 
     def config_by_name(self: Any, name: str) -> Any:
@@ -109,7 +110,7 @@ def _split_projection_plainly(bridge: Any) -> None:
 
 
 def _accept_later_arguments(attention: Any) -> None:
-    """Megatron 0.16 passes one more argument, which only its inference engine sets."""
+    """Accept the argument that Megatron 0.16 adds and only its inference engine sets."""
     forward = attention.forward
 
     def without(self: Any, *args: Any, rotary_pos_cos_sin: None = None, **kwargs: Any) -> Any:
@@ -119,9 +120,9 @@ def _accept_later_arguments(attention: Any) -> None:
 
 
 def _angles(self: Any, length: int) -> torch.Tensor:
-    """Rotary angles [length, dim / 2] of the vision tower, in float32.
+    """Return the vision tower's rotary angles [length, dim / 2] in float32.
 
-    The frequencies that mbridge keeps in a buffer become bfloat16 with the model, which is off by several degrees.
+    mbridge keeps the frequencies in a buffer that becomes bfloat16 with the model: an error of several degrees.
     """
     size = 2 * len(self.inv_freq)
     steps = torch.arange(0, size, 2, dtype=torch.float32, device=self.inv_freq.device)
@@ -137,7 +138,7 @@ def _forward(
     packed_seq_params: Any = None,
     images: StreamImages | None = None,
 ) -> torch.Tensor:
-    """As GPTModel's, of a packed stream [1, share] with positions [3, 1, share] and images."""
+    """Run the model on a packed stream [1, share] with positions [3, 1, share] and images; returns as GPTModel."""
     embeddings = None
     if self.pre_process:
         embeddings = self.language_model.embedding(input_ids=input_ids, position_ids=None)  # [share, 1, h]

@@ -1,4 +1,4 @@
-"""Where a rank stands among the others, and what it tells them."""
+"""Coordinates of a rank in the parallel layout, and small collectives over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Where a rank stands in the layout."""
+    """Position of a rank in the parallel layout."""
 
     dp_rank: int
     dp_size: int
@@ -20,11 +20,11 @@ class Coordinates:
     pp_rank: int
     cp_rank: int
     is_last_stage: bool
-    reports: bool  # one rank for each dp_rank: what it returns counts, the others' is the same or None
+    reports: bool  # exactly one rank per dp_rank: only its results are used, the other ranks' are equal or None
 
 
 def coordinates() -> Coordinates:
-    """Of this rank, once Megatron has its groups."""
+    """Return the coordinates of this rank. Megatron's process groups must exist."""
     ps = parallel_state
     last = ps.is_pipeline_last_stage(ignore_virtual=True)
     tp, cp = ps.get_tensor_model_parallel_rank(), ps.get_context_parallel_rank()
@@ -39,16 +39,18 @@ def coordinates() -> Coordinates:
     )
 
 
-def highest(value: float, device: torch.device) -> float:
-    """The largest of all ranks' values."""
-    highest = torch.tensor(value, device=device)
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-    return highest.item()
+def max_over_ranks(value: float, device: torch.device) -> float:
+    """Return the maximum of `value` over all ranks. Collective."""
+    maximum = torch.tensor(value, device=device)
+    dist.all_reduce(maximum, op=dist.ReduceOp.MAX)
+    return maximum.item()
 
 
 def sum_metrics(contributions: list[dict[str, torch.Tensor]], device: torch.device) -> dict[str, float]:
-    """Sum over micro batches and data-parallel ranks. Context-parallel ranks all see whole sequences, so
-    each of them has the sum already."""
+    """Sum metrics over micro batches and data-parallel ranks. Collective within the data-parallel group.
+
+    Context-parallel ranks compute metrics of whole sequences, so they need no further sum.
+    """
     names = sorted(contributions[0])
     if not names:
         return {}
@@ -63,7 +65,8 @@ def sum_metrics(contributions: list[dict[str, torch.Tensor]], device: torch.devi
 
 
 def gather(value: Any) -> list[Any]:
-    """`value` of every data-parallel rank, for all of them: of small things."""
+    """Return `value` of every data-parallel rank, on all of them. For small objects: they are pickled."""
+
     group = parallel_state.get_data_parallel_group_gloo()
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

@@ -1,17 +1,17 @@
-"""The router's auxiliary losses: sums over sequences and tokens, so that no split of the batch changes them.
+"""Auxiliary losses of MoE routers, as sums over sequences and tokens: independent of how the batch is split.
 
 Balance loss: DeepSeek-V3's complementary sequence-wise loss (arXiv 2412.19437, equations 17-20). For a sequence of
 T tokens in a layer with N experts, of which K are chosen, and scores s normalised over the experts,
 
     sum_i f_i P_i,    f_i = N / (K T) x (tokens whose K highest scores include expert i),    P_i = mean of s_i.
 
-It is 1 where load is even. Chosen here means by score alone, without group limits or routing biases. A sequence
-weighs as much as it has tokens. z-loss: the square of logsumexp of a token's router logits (arXiv 2202.08906).
+It is 1 for even load. "Chosen" here means by score only, without group limits or routing biases. A sequence is weighted
+by its tokens. z-loss: the square of logsumexp of a token's router logits (arXiv 2202.08906).
 
 Both are means over all tokens of the mini batch's sequences that the loss counts, prompts included; padding, and
-sequences that only fill an empty micro batch, are left out. What a layer adds to the loss is coefficient x mean.
+sequences that only fill an empty micro batch, are excluded. A layer adds coefficient x mean to the loss.
 
-Megatron 0.16.1's own losses are not used: they depend on which sequences share a micro batch, and count padding.
+Megatron 0.16.1's losses are not used: they depend on which sequences share a micro batch, and count padding.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _BALANCE, _Z, _LOAD = 0, 1, slice(2, None)  # columns of the statistics
 
 
 class RouterLosses:
-    """Adds both losses to the gradient of every router of `chunks`, and measures them and the experts' load."""
+    """Adds both losses to the gradient of every router of `chunks`, and measures losses and expert load."""
 
     def __init__(self, chunks: list[Any], config: Any, *, balance: float, z: float) -> None:
         self.config, self.balance, self.z = config, balance, z
-        self._tokens = torch.ones(())  # of the mini batch, on the device
+        self._tokens = torch.ones(())  # in the mini batch, on the device
         self._statistics = torch.empty(0)
         for chunk in chunks:
             for module in chunk.modules():
@@ -45,7 +45,7 @@ class RouterLosses:
                     module.routing = partial(self._route, module, module.routing)
 
     def begin(self, micro_batches: list[MicroBatch], device: torch.device) -> None:
-        """Start a mini batch of which this data-parallel rank has `micro_batches`. Collective."""
+        """Start a mini batch; `micro_batches` is this data-parallel rank's part. Collective."""
         if not self.config.num_moe_experts:
             return
         tokens = torch.tensor(float(sum(batch.counted_tokens for batch in micro_batches)), device=device)
@@ -54,16 +54,15 @@ class RouterLosses:
         self._statistics = torch.zeros(self.config.num_layers, self.config.num_moe_experts + 2, device=device)
 
     def metrics(self) -> dict[str, float]:
-        """Of the mini batch that has been computed since `begin`, over all ranks, by field of `StepMetrics`. Collective;
-        {} for a dense model.
+        """Return metrics of the mini batch since `begin`, over all ranks, by field of `StepMetrics`. Collective.
 
-        `moe_aux_loss` and `moe_z_loss`, where their coefficient is set: mean over layers, before the coefficient.
-        `moe_load_...`: tokens of a layer's busiest expert over the mean of its experts, the largest and the mean of
-        all layers; 1 is even.
+        `moe_aux_loss` and `moe_z_loss`, each if its coefficient is set: mean over layers, before the coefficient.
+        `moe_load_...`: tokens of a layer's busiest expert divided by the mean over its experts, as maximum and mean
+        over layers; 1 is even. {} for a dense model.
         """
         if not self.config.num_moe_experts:
             return {}
-        # A token is in one router of a layer on one rank of the world.
+        # Exactly one rank routes a token in a layer.
         dist.all_reduce(self._statistics)
         statistics = self._statistics.cpu().double()
         rows = statistics[statistics[:, _LOAD].sum(1) > 0]
@@ -84,8 +83,8 @@ class RouterLosses:
         logits: torch.Tensor,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Megatron's `routing` of logits [s, b, experts], with the losses attached to what it reads and returns."""
-        if not (router.training and torch.is_grad_enabled()):  # what is computed again comes back with gradients
+        """Run Megatron's `routing` of logits [s, b, experts], with the losses attached to its input and output."""
+        if not (router.training and torch.is_grad_enabled()):  # recomputed forward passes run with gradients
             return routing(logits, **kwargs)
         stream = current()
         sequences = self._rows_here(stream)
@@ -107,21 +106,21 @@ class RouterLosses:
     def _balance(
         self, router: TopKRouter, logits: torch.Tensor, sequences: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        """This rank's part of the balance loss: each of its tokens' scores times what their sequence's counts ask."""
+        """Return this rank's part of the balance loss: the sum of its tokens' scores times their sequence's slopes."""
         top, scores = compute_routing_scores_for_aux_loss(
             logits.flatten(0, -2).float(), router.topk, router.score_function, fused=self.config.moe_router_fusion
         )
         members = (torch.arange(len(lengths), device=sequences.device)[:, None] == sequences).float()
         counts = members @ top.float()
         group = parallel_state.get_tensor_and_context_parallel_group()
-        if dist.get_world_size(group) > 1:  # a sequence's tokens lie on all of these ranks
+        if dist.get_world_size(group) > 1:  # a sequence's tokens are spread over all these ranks
             dist.all_reduce(counts, group=group)
         # T x sum_i f_i P_i over all tokens of the mini batch: T cancels once.
         slopes = counts * (self.config.num_moe_experts / (router.topk * self._tokens * lengths[:, None]))
         return (scores * (members.T @ slopes)).sum()
 
     def _rows_here(self, stream: PackedStream) -> torch.Tensor:
-        """Sequence of each token that this rank's routers see: sequence parallel cuts them over TP ranks."""
+        """Return the sequence index of each token on this rank's routers: sequence parallel splits them over TP ranks."""
         if not self.config.sequence_parallel:
             return stream.sequences
         rank = parallel_state.get_tensor_model_parallel_rank()
@@ -129,9 +128,9 @@ class RouterLosses:
 
 
 class _Attach(torch.autograd.Function):
-    """Returns `carrier`, and gives `loss` the gradient 1 when the backward pass comes by, whatever reaches `carrier`.
+    """Return `carrier` and give `loss` a gradient of 1 in the backward pass, independent of `carrier`'s gradient.
 
-    Megatron's own (MoEAuxLossAutoScaler) multiplies by a scale that its schedules set.
+    Megatron's MoEAuxLossAutoScaler multiplies by a scale that its schedules set.
     """
 
     @staticmethod

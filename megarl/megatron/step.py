@@ -1,7 +1,7 @@
-"""Forward and backward over micro batches, through Megatron's pipeline schedules.
+"""Forward and backward passes over micro batches through Megatron's pipeline schedules.
 
-The model reads a packed stream; what it computes at one place predicts the token at the next. That shift by one
-happens in `PackedStream` and `heads.py` alone: everything that goes in or comes out here is at token index.
+The model's output at position t predicts token t + 1. `PackedStream` and `output_heads.py` handle that shift: all
+inputs and outputs of this module are indexed by token.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megarl.megatron.batch import MicroBatch, PackedStream, pack
 from megarl.megatron.current_batch import stream_params
 from megarl.megatron.images import ImageLayout
-from megarl.megatron.output_heads import Head, language_model
-from megarl.megatron.overlap import drive
+from megarl.megatron.output_heads import OutputHead, language_model
+from megarl.megatron.overlap import set_sync_functions
 
 Objective = Callable[[Any], tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""From loss inputs to a loss (scalar, already normalised over everything) and metrics (scalars to be summed)."""
+"""From loss inputs to a loss (scalar, normalised over the whole mini batch) and metrics (scalars to be summed)."""
 
 
 class StepMetrics(NamedTuple):
-    """What a trainer calls the metrics of an optimizer step."""
+    """Metric names of an optimizer step, for the actor or the critic."""
 
     grad_norm: str
     lr: str
@@ -38,15 +38,14 @@ class StepMetrics(NamedTuple):
 
 
 def configure(config: Any, chunks: list[Any]) -> None:
-    """Make Megatron add gradients up, plainly, over micro batches and data x context parallel ranks.
+    """Make Megatron sum gradients over micro batches and data x context parallel ranks, without any division.
 
-    Losses come in normalised over the whole mini batch, so nothing is left to divide by: not the number
-    of micro batches or ranks (neither is, with `calculate_per_token_loss`), and no token count (it is
-    withheld from finalize_model_grads).
+    Losses are already normalised over the mini batch. With `calculate_per_token_loss`, Megatron divides neither by
+    micro batches nor by ranks; finalize_model_grads receives no token count, so it does not divide either.
     """
     assert config.calculate_per_token_loss, "must be set when the model is built: DDP reads it there"
     config.finalize_model_grads_func = _finalize_without_token_count
-    drive(config, chunks)
+    set_sync_functions(config, chunks)
 
 
 def _finalize_without_token_count(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
@@ -58,25 +57,24 @@ def run(
     config: Any,
     micro_batches: list[MicroBatch],
     loss: Callable[..., tuple[torch.Tensor, Any]],
-    head: Head,
+    head: OutputHead,
     *,
     device: torch.device,
     forward_only: bool,
     packing: bool = True,
     image_layout: ImageLayout | None = None,
 ) -> list[Any] | None:
-    """Run the pipeline over `micro_batches`; gradients are left in the DDP buffers.
+    """Run the pipeline over `micro_batches`; gradients accumulate in the DDP buffers.
 
-    `loss(batch, *what head returns)` is called on the last stage and returns the loss to be differentiated and
-    anything to be returned. On the last stage returns these, one a micro batch;
-    elsewhere None. Under interleaving (several chunks) the number of micro batches must be a multiple of
-    the pipeline stages, which megarl.batching.packing sees to.
+    On the last stage, `loss(batch, *head(...))` returns the loss to differentiate and any result. Returns these
+    results there, one per micro batch; None on other stages. With several chunks (interleaved schedule) the number of
+    micro batches must be a multiple of the pipeline stages; megarl.batching.packing ensures it.
     """
     assert micro_batches, "a step needs at least one micro batch"
     if len(chunks) > 1:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         assert len(micro_batches) % stages == 0, (
-            f"{len(micro_batches)} micro batches: the interleaved schedule takes whole rounds of {stages} pipeline stages"
+            f"{len(micro_batches)} micro batches: the interleaved schedule needs a multiple of {stages} pipeline stages"
         )
     packed = [(batch, _pack(batch, config, device, packing, image_layout)) for batch in micro_batches]
     iterators = [iter(packed) for _ in chunks]
@@ -108,16 +106,16 @@ def _pack(
 
 
 def _forward_step(
-    iterator: Iterator[tuple[MicroBatch, PackedStream]], model: Any, *, config: Any, loss: Any, head: Head
+    iterator: Iterator[tuple[MicroBatch, PackedStream]], model: Any, *, config: Any, loss: Any, head: OutputHead
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
-    """Megatron's forward step: the model's output, and what to do with it on the last stage."""
+    """Return the model's output and the last-stage loss function, as Megatron's schedules expect."""
     batch, stream = next(iterator)
     output = model(
         input_ids=stream.as_read(stream.tokens),
         position_ids=stream.as_read(stream.positions),
         attention_mask=None,
         packed_seq_params=stream_params(stream),
-        # Megatron would make a float32 copy of what comes out.
+        # By default Megatron returns a float32 copy of the output.
         **({"fp32_output": False} if config.bf16 else {}),
         **({"images": stream.images} if stream.images is not None else {}),
     )

@@ -1,7 +1,7 @@
-"""Pieces of large tensors in safetensors files: written by many ranks, read by others that are cut differently.
+"""Shards of large tensors in safetensors files: any parallel layout reads the files of any other.
 
-A file holds boxes of tensors: ``NAME@OFFSET`` with the box's shape, and in its metadata the shape of each
-whole tensor. Nothing in a file says which layout wrote it, and nothing in it is executed when it is read.
+A file holds slices of tensors under the key ``NAME@OFFSET``; its metadata holds the shape of each full tensor. Files
+do not record the layout that wrote them, and reading executes no code.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a tensor that no rank need hold whole."""
+class TensorShard:
+    """A slice of a full tensor that may be spread over ranks."""
 
     name: str
-    whole: tuple[int, ...]  # shape of the whole tensor
-    offset: tuple[int, ...]  # of the box in it
-    tensor: torch.Tensor  # the box; as many dimensions as the whole tensor. A view: reading fills it
-    padded: bool = False  # the whole tensor is padded at its ends, as far as a layout needs: shapes may differ
+    full_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of the slice in the full tensor
+    tensor: torch.Tensor  # the slice, with as many dimensions as the full tensor. A view: reading fills it
+    padded: bool = False  # the full tensor is padded at its end as the layout needs: stored shapes may differ
 
 
-def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The flat elements [start, stop) of a tensor of `shape`, as boxes (offset, shape) in their order.
+def slices_of_range(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the flat elements [start, stop) of a tensor of `shape` as slices (offset, shape), in order.
 
     Example: elements 1 to 7 of a 3x3 tensor: (0, 1) 1x2, (1, 0) 1x3, (2, 0) 1x1.
     """
@@ -54,7 +54,7 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple
         yield (), ()
         return
     inner = math.prod(shape[1:])
-    first, last = -(-start // inner), stop // inner  # whole rows
+    first, last = -(-start // inner), stop // inner  # full rows
     if first > last:  # within one row
         yield from _in_row(last, start - last * inner, stop - last * inner, shape)
         return
@@ -65,19 +65,19 @@ def boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[tuple[tuple
 
 
 def _in_row(row: int, start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Any]:
-    for offset, size in boxes(start, stop, shape[1:]):
+    for offset, size in slices_of_range(start, stop, shape[1:]):
         yield (row, *offset), (1, *size)
 
 
-def write(path: Path, pieces: Sequence[Piece]) -> FileSum:
-    """Write a safetensors file that is on the disk when this returns. Raises OSError."""
-    by_key = {f"{piece.name}@{','.join(map(str, piece.offset))}": piece for piece in pieces}
-    assert len(by_key) == len(pieces), "a box of a tensor would be written twice"
-    tensors = ((key, _DTYPES[piece.tensor.dtype], tuple(piece.tensor.shape)) for key, piece in by_key.items())
-    header, places = lay_out(tensors, {piece.name: json.dumps(piece.whole) for piece in pieces})
+def write(path: Path, shards: Sequence[TensorShard]) -> FileSum:
+    """Write a safetensors file and fsync it. Returns its size (bytes) and CRC-32. Raises OSError."""
+    by_key = {f"{shard.name}@{','.join(map(str, shard.offset))}": shard for shard in shards}
+    assert len(by_key) == len(shards), "a slice of a tensor would be written twice"
+    tensors = ((key, _DTYPES[shard.tensor.dtype], tuple(shard.tensor.shape)) for key, shard in by_key.items())
+    header, order = lay_out(tensors, {shard.name: json.dumps(shard.full_shape) for shard in shards})
     size, crc = 0, 0
     with path.open("wb") as file:
-        for block in _blocks(header, (by_key[key] for key in places)):
+        for block in _blocks(header, (by_key[key] for key in order)):
             file.write(block)
             size, crc = size + len(block), zlib.crc32(block, crc)
         file.flush()
@@ -85,19 +85,19 @@ def write(path: Path, pieces: Sequence[Piece]) -> FileSum:
     return size, crc
 
 
-def _blocks(header: bytes, pieces: Iterable[Piece]) -> Iterator[Any]:
+def _blocks(header: bytes, shards: Iterable[TensorShard]) -> Iterator[Any]:
     yield header
-    for piece in pieces:
-        flat = piece.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    for shard in shards:
+        flat = shard.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         for begin in range(0, len(flat), _BLOCK):
             yield flat[begin : begin + _BLOCK].data
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Every box of one tensor: row i of the arrays is box i, in file files[i] under key keys[i]."""
+    """All stored slices of one tensor: row i of the arrays is slice i, in file files[i] under key keys[i]."""
 
-    whole: tuple[int, ...]
+    full_shape: tuple[int, ...]
     begins: np.ndarray
     ends: np.ndarray
     files: list[str]
@@ -115,35 +115,36 @@ class TensorFiles:
         self._stored: dict[str, _Stored] = index[0]
         self._open = functools.lru_cache(_OPEN_FILES)(self._open_file)
 
-    def fill(self, piece: Piece) -> None:
-        """Copy what the files hold into `piece.tensor`. Padding that they do not hold becomes 0.
+    def fill(self, shard: TensorShard) -> None:
+        """Copy the stored elements of `shard` into `shard.tensor`; padding that is not stored becomes 0.
 
-        Raises ValueError where a tensor is missing, has another shape, or is not there whole.
+        Raises ValueError if the tensor is missing, has another shape, or is incomplete.
         """
-        stored = self._stored.get(piece.name)
+        stored = self._stored.get(shard.name)
         if stored is None:
-            raise ValueError(f"{self.directory} holds no {piece.name}: it was written by another model.")
-        if stored.whole != piece.whole and not (piece.padded and len(stored.whole) == len(piece.whole)):
-            shapes = f"{list(stored.whole)} there and {list(piece.whole)} here"
-            raise ValueError(f"{piece.name} is {shapes}: {self.directory} was written by another model.")
-        begin = np.array(piece.offset, dtype=np.int64)
-        end = begin + np.array(piece.tensor.shape, dtype=np.int64)
-        wanted = math.prod(np.maximum(np.minimum(end, np.array(stored.whole, dtype=np.int64)) - begin, 0).tolist())
-        if wanted < piece.tensor.numel():
-            piece.tensor.zero_()
+            raise ValueError(f"{self.directory} holds no {shard.name}: it was written by another model.")
+        if stored.full_shape != shard.full_shape and not (
+            shard.padded and len(stored.full_shape) == len(shard.full_shape)
+        ):
+            shapes = f"{list(stored.full_shape)} there and {list(shard.full_shape)} here"
+            raise ValueError(f"{shard.name} is {shapes}: {self.directory} was written by another model.")
+        begin = np.array(shard.offset, dtype=np.int64)
+        end = begin + np.array(shard.tensor.shape, dtype=np.int64)
+        stored_end = np.minimum(end, np.array(stored.full_shape, dtype=np.int64))
+        needed = math.prod(np.maximum(stored_end - begin, 0).tolist())
+        if needed < shard.tensor.numel():
+            shard.tensor.zero_()
         lows, highs = np.maximum(stored.begins, begin), np.minimum(stored.ends, end)
-        found = 0
-        for box in np.flatnonzero((lows < highs).all(axis=1)):
-            low, high = lows[box], highs[box]
-            there = tuple(
-                slice(*pair) for pair in zip(low - stored.begins[box], high - stored.begins[box], strict=True)
-            )
-            here = tuple(slice(*pair) for pair in zip(low - begin, high - begin, strict=True))
-            part = self._read(stored.files[box], stored.keys[box], there)
-            piece.tensor[here].copy_(part)
-            found += part.numel()
-        if found != wanted:
-            raise ValueError(f"{self.directory} holds {found} of the {wanted} elements of {piece.name} wanted here.")
+        copied = 0
+        for i in np.flatnonzero((lows < highs).all(axis=1)):
+            low, high = lows[i], highs[i]
+            source = tuple(slice(*pair) for pair in zip(low - stored.begins[i], high - stored.begins[i], strict=True))
+            target = tuple(slice(*pair) for pair in zip(low - begin, high - begin, strict=True))
+            part = self._read(stored.files[i], stored.keys[i], source)
+            shard.tensor[target].copy_(part)
+            copied += part.numel()
+        if copied != needed:
+            raise ValueError(f"{self.directory} holds {copied} of the {needed} elements of {shard.name} needed here.")
 
     def _read(self, file: str, key: str, where: tuple[slice, ...]) -> torch.Tensor:
         handle = self._open(file)
@@ -156,22 +157,22 @@ class TensorFiles:
 
 
 def _read_headers(directory: Path) -> dict[str, _Stored]:
-    """Where every box lies. Raises ValueError where two boxes of a name differ in their whole."""
-    found: dict[str, tuple[tuple[int, ...], list[Any]]] = {}
+    """Index all stored slices by tensor name. Raises AssertionError if two files disagree on a tensor's full shape."""
+    slices: dict[str, tuple[tuple[int, ...], list[Any]]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
-        wholes = {name: tuple(json.loads(shape)) for name, shape in header.pop("__metadata__").items()}
+        full_shapes = {name: tuple(json.loads(shape)) for name, shape in header.pop("__metadata__").items()}
         for key, entry in header.items():
             name, _, offset = key.rpartition("@")
             begin = tuple(int(number) for number in offset.split(",")) if offset else ()
-            whole, rows = found.setdefault(name, (wholes[name], []))
-            assert whole == wholes[name], f"{name} is {whole} in one file and {wholes[name]} in {path.name}"
+            shape, rows = slices.setdefault(name, (full_shapes[name], []))
+            assert shape == full_shapes[name], f"{name} is {shape} in one file and {full_shapes[name]} in {path.name}"
             rows.append((begin, entry["shape"], path.name, key))
     stored = {}
-    for name, (whole, rows) in found.items():
-        begins = np.array([row[0] for row in rows], dtype=np.int64).reshape(len(rows), len(whole))
-        sizes = np.array([row[1] for row in rows], dtype=np.int64).reshape(len(rows), len(whole))
-        stored[name] = _Stored(whole, begins, begins + sizes, [row[2] for row in rows], [row[3] for row in rows])
+    for name, (shape, rows) in slices.items():
+        begins = np.array([row[0] for row in rows], dtype=np.int64).reshape(len(rows), len(shape))
+        sizes = np.array([row[1] for row in rows], dtype=np.int64).reshape(len(rows), len(shape))
+        stored[name] = _Stored(shape, begins, begins + sizes, [row[2] for row in rows], [row[3] for row in rows])
     return stored

@@ -1,4 +1,4 @@
-"""A trainer on one rank: log-probs, optimizer steps, weights out, checkpoints. The critic's own is in critic.py."""
+"""The trainer on one rank: log-probs, optimizer steps, weight export, checkpoints. critic.py has the critic's."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from megarl.algorithms.inputs import LossInputs
 from megarl.megatron import checkpoint, export
 from megarl.megatron.batch import MicroBatch
 from megarl.megatron.kernels import description
-from megarl.megatron.lora.peft import gathered, save_adapter
-from megarl.megatron.lora.verify_merge import hold_to_merged
+from megarl.megatron.lora.peft import gather_adapters, save_adapter
+from megarl.megatron.lora.verify_merge import verify_merge
 from megarl.megatron.model import Model, build, parameters_on_rank
 from megarl.megatron.offload import Offloader, copy_to_host, swap
 from megarl.megatron.optimizer import build_optimizer, guarded_step, learning_rate
-from megarl.megatron.output_heads import Head, PolicyHead
-from megarl.megatron.overlap import settle
-from megarl.megatron.ranks import coordinates, gather, highest, sum_metrics
+from megarl.megatron.output_heads import OutputHead, PolicyHead
+from megarl.megatron.overlap import finish_param_gather
+from megarl.megatron.ranks import coordinates, gather, max_over_ranks, sum_metrics
 from megarl.megatron.router_losses import RouterLosses
-from megarl.megatron.routing_replay import Routing
+from megarl.megatron.routing import Routing
 from megarl.megatron.step import Objective, StepMetrics, configure, run
 from megarl.platform import Platform
 from megarl.recipe.schema import Recipe
@@ -34,13 +34,12 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Model and optimizer of one rank, whatever it learns. Every method that computes is collective: all ranks call
-    it alike.
+    """Model and optimizer of one rank, for actor and critic. Every method that computes is collective.
 
-    torch.distributed is initialised and `platform.prepare()` has run before this module is imported.
-    All ranks with the same `coordinates.dp_rank` are given the same micro batches.
+    torch.distributed must be initialised and `platform.prepare()` must have run before this module is imported.
+    All ranks with the same `coordinates.dp_rank` must receive the same micro batches.
 
-    `weights_only`: it loads and exports, and has neither gradients nor an optimizer.
+    `weights_only`: load and export weights, without gradients or an optimizer.
     """
 
     names: StepMetrics
@@ -65,19 +64,18 @@ class Trainer:
         )
         self.optimizer: Any = None
         if not weights_only:
-            config = (
-                recipe.actor.optimizer
-            )  # without values, commands/plan/count/parameters.py accounts for states on the host
+            # Without tensor values, commands/plan/count/parameters.py accounts for states on the host.
+            config = recipe.actor.optimizer
             config = config if platform.holds_values else dataclasses.replace(config, extra={})
             distributed = recipe.megatron.distributed_optimizer
             self.optimizer = build_optimizer(config, self.model.chunks, dtype=self.model.dtype, distributed=distributed)
         self.coordinates = coordinates()
-        self.step = 0  # optimizer steps asked for so far, skipped ones included
+        self.step = 0  # optimizer steps, skipped ones included
         self._offloader = Offloader(self.model.chunks, self.optimizer)
-        self._said_no_offload = False
+        self._logged_no_offload = False
 
     def describe(self) -> dict[str, Any]:
-        """Facts for the log: the layout and this rank's parameters."""
+        """Return facts for the log: the layout and this rank's parameter counts."""
         return {
             **self._layout(),
             "dtype": self.recipe.model.dtype,
@@ -88,40 +86,42 @@ class Trainer:
         }
 
     def _kernels(self) -> str:
-        """Kernels of this rank's native layers; "" with layers of another library."""
+        """Describe the kernels of the native layers; "" on platforms with other layers."""
         config, device = self.model.config, self.platform.device()
         native = self.platform.uses_native_layers
         return description(device, self.model.dtype, experts=bool(config.num_moe_experts)) if native else ""
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight once, under its Hugging Face name, whole, on every rank. Collective: take all of them.
+        """Yield every weight once, in full, under its Hugging Face name, on every rank, with adapters merged.
 
-        They contain what adapters add; the model's own stay as they are.
+        Collective: exhaust the iterator on every rank.
         """
         yield from self._exported(self.model.merged_chunks)
 
     def _exported(self, chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
         seen = set()
-        self.settle()
+        self.finish_param_gather()
         with torch.no_grad():
             for name, weight in self.model.bridge.export_weights(chunks):
-                # A tied embedding stands on the first and the last pipeline stage, and comes from both.
+                # A tied embedding is on the first and the last pipeline stage, and is exported by both.
                 if name not in seen:
                     seen.add(name)
                     yield name, weight
 
     def export_adapters(self, *, with_base: bool, check: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every adapter's matrices under PEFT's names, on rank 0 and its host; `with_base`: behind the model's own weights,
-        as they are without them. Collective: take all of them. `check`: RuntimeError on rank 0 where they are not what
-        `export_weights` has."""
+        """Yield every adapter matrix under PEFT's names, on rank 0's host. Collective: exhaust it on every rank.
+
+        `with_base`: yield the base weights first, without adapters. `check`: raise RuntimeError on rank 0 if the
+        adapters differ from `export_weights`.
+        """
         lora = self.model.lora
-        assert lora is not None, "there are adapters only with lora.rank > 0"
+        assert lora is not None, "adapters need lora.rank > 0"
         if with_base:
             yield from self._exported(lora.base())
         with torch.no_grad():
-            matrices = gathered(lora)
+            matrices = gather_adapters(lora)
         if check:
-            hold_to_merged(lora, self._exported, matrices)
+            verify_merge(lora, self._exported, matrices)
         yield from matrices.items()
 
     def save_hf(self, directory: Path) -> None:
@@ -129,19 +129,21 @@ class Trainer:
         export.save_hf(directory, Path(self.recipe.model.path), self.export_weights())
 
     def compare_with_hf(self, directory: Path) -> export.Comparison:
-        """Hold what `save_hf` wrote to the weights here; see `export.compare_with_hf`."""
+        """Compare a directory that `save_hf` wrote with the current weights; see `export.compare_with_hf`."""
         return export.compare_with_hf(directory, self.export_weights(), Path(self.recipe.model.path))
 
     def stage_save(self, directory: Path, *, copy: bool) -> checkpoint.Save:
-        """Return this rank's part of a checkpoint, still to be started; see `checkpoint.Save`. The caller makes it atomic."""
-        self.settle()
+        """Return this rank's part of a checkpoint, not yet started (`checkpoint.Save`). The caller makes it atomic."""
+        self.finish_param_gather()
         layout = self._layout()
         return checkpoint.Save(directory, self.model, self.optimizer, step=self.step, layout=layout, copy=copy)
 
     def load(self, directory: Path) -> str | None:
-        """Continue from a checkpoint: bit for bit in its own layout, else with what the returned notice says.
-        Raises ValueError for another model's."""
-        self.settle()
+        """Continue from a checkpoint: bit-identical in the same layout, else with the deviations in the returned notice.
+
+        Raises ValueError for the checkpoint of another model.
+        """
+        self.finish_param_gather()
         if self.optimizer is None:
             checkpoint.load_weights(directory, self.model)
             return None
@@ -150,44 +152,46 @@ class Trainer:
         return notice
 
     def offload_optimizer(self) -> None:
-        """Give the device memory of gradients and optimizer states back. Weights can still be exported."""
+        """Free the device memory of gradients and optimizer states. Weights can still be exported."""
         if self._can_offload():
-            self.settle()
+            self.finish_param_gather()
             self._offloader.offload_optimizer()
             self.platform.empty_cache()
 
     def offload_weights(self) -> None:
-        """Give the weights' device memory back, after `offload_optimizer`. Nothing computes until `onload`."""
+        """Free the device memory of the weights, after `offload_optimizer`. Call `onload` before any computation."""
         if self._can_offload():
             self._offloader.offload_weights()
             self.platform.empty_cache()
 
     def onload(self) -> None:
-        """Undo `offload_optimizer` and `offload_weights`, whichever came."""
+        """Undo `offload_optimizer` and `offload_weights`, if either was called."""
         if self.platform.can_offload:
             self._offloader.onload()
 
-    def settle(self) -> None:
-        """Make the weights whole on every rank, before anything but a training forward reads them. Collective."""
-        settle(self.model.chunks)
+    def finish_param_gather(self) -> None:
+        """Gather the full weights on every rank, before any read other than a training forward. Collective."""
+        finish_param_gather(self.model.chunks)
 
     def _can_offload(self) -> bool:
-        if not self.platform.can_offload and not self._said_no_offload:
+        if not self.platform.can_offload and not self._logged_no_offload:
             logger.info("offload: nothing to do, this device's memory is the host's")
-            self._said_no_offload = True
+            self._logged_no_offload = True
         return self.platform.can_offload
 
-    def _forward(self, micro_batches: list[MicroBatch], keep: Any, head: Head) -> list[Any] | None:
-        """What `keep` returns for each micro batch, without gradients; None off the last pipeline stage."""
-        self.settle()
+    def _forward(self, micro_batches: list[MicroBatch], keep: Any, head: OutputHead) -> list[Any] | None:
+        """Return the result of `keep` per micro batch, without gradients; None except on the last pipeline stage."""
+        self.finish_param_gather()
         for chunk in self.model.chunks:
             chunk.eval()
         with torch.no_grad():
             return self._run(micro_batches, keep, head, forward_only=True)
 
-    def _update(self, micro_batches: list[MicroBatch], loss: Any, head: Head) -> dict[str, float] | None:
-        """One optimizer step. `loss(batch, *what head returns)`: see `step.run`. Returns the summed metrics with the
-        step's own, which `train_step` describes; None off the last pipeline stage."""
+    def _update(self, micro_batches: list[MicroBatch], loss: Any, head: OutputHead) -> dict[str, float] | None:
+        """Run one optimizer step. `loss(batch, *head(...))`: see `step.run`.
+
+        Returns the summed metrics and those of the step (see `train_step`); None except on the last pipeline stage.
+        """
         contributions = self.accumulate(micro_batches, loss, head)
         self.step += 1
         config = self.recipe.actor.optimizer
@@ -195,22 +199,24 @@ class Trainer:
         norm, updated = guarded_step(self.optimizer, lr=rate, clip_grad=config.clip_grad)
         if not updated:
             logger.warning("optimizer step %d skipped: the gradient norm is %s", self.step, norm)
-        peak = highest(self.platform.peak_memory(), self.platform.device())
+        peak = max_over_ranks(self.platform.peak_memory(), self.platform.device())
         routers = self._router_losses.metrics()
         if contributions is None:
             return None
-        own = {
+        step_metrics = {
             self.names.grad_norm: norm,
             self.names.lr: rate,
             self.names.skipped: float(not updated),
             **{getattr(self.names, name): value for name, value in routers.items()},
             "perf/max_memory_allocated_gb": peak,
         }
-        return {**sum_metrics(contributions, self.platform.device()), **own}
+        return {**sum_metrics(contributions, self.platform.device()), **step_metrics}
 
-    def accumulate(self, micro_batches: list[MicroBatch], loss: Any, head: Head) -> list[Any] | None:
-        """Forward and backward of a mini batch: its gradient is left in the DDP buffers. Returns what `loss` returned
-        beside the loss, one a micro batch; None off the last pipeline stage."""
+    def accumulate(self, micro_batches: list[MicroBatch], loss: Any, head: OutputHead) -> list[Any] | None:
+        """Run forward and backward of a mini batch; the gradient stays in the DDP buffers.
+
+        Returns the second result of `loss` per micro batch; None except on the last pipeline stage.
+        """
         for chunk in self.model.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -218,7 +224,9 @@ class Trainer:
         self._router_losses.begin(micro_batches, self.platform.device())
         return self._run(micro_batches, loss, head, forward_only=False)
 
-    def _run(self, micro_batches: list[MicroBatch], loss: Any, head: Head, *, forward_only: bool) -> list[Any] | None:
+    def _run(
+        self, micro_batches: list[MicroBatch], loss: Any, head: OutputHead, *, forward_only: bool
+    ) -> list[Any] | None:
         return run(
             self.model.chunks,
             self.model.config,
@@ -276,13 +284,12 @@ class PolicyTrainer(Trainer):
         with_entropy: bool = False,
         record: bool = True,
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]] | None:
-        """Log-probs [T] of each micro batch at token index (float32), without gradients; and their entropy [T]
-        where asked for, else None. The policy's own pass records its routing into the micro batches where
-        `megatron.routing_replay` asks for it, or, without `record`, follows what was recorded; the reference's routers
-        choose freely.
+        """Compute log-probs [T] (float32) of each micro batch at token index, without gradients.
 
-        The first token of a sequence is predicted by nothing: 0. With `reference`, those of the weights
-        that `keep_reference` kept. On ranks of the last pipeline stage; elsewhere None.
+        Each comes with its entropy [T] (None unless `with_entropy`). The first token of a sequence has no prediction:
+        0. `reference`: use the weights that `keep_reference` stored, with free routing. Otherwise, with
+        `megatron.routing_replay=old_log_probs`, the pass records its routing into the micro batches, or, without
+        `record`, replays the recorded routing. Returns None except on the last pipeline stage.
         """
 
         def keep(_: MicroBatch, log_probs: torch.Tensor, entropy: torch.Tensor | None, __: None) -> tuple[Any, Any]:
@@ -308,18 +315,17 @@ class PolicyTrainer(Trainer):
         temperature: float,
         with_entropy: bool,
     ) -> dict[str, float] | None:
-        """One optimizer step on this rank's part of a mini batch.
+        """Run one optimizer step on this rank's part of a mini batch.
 
-        `objective` is given the LossInputs of each micro batch, of whose fields `MicroBatch.vectors` holds all
-        but log-probs and entropy. It returns a loss that is normalised over the whole mini batch, and metrics
-        that add up over it. Returns the sums of the metrics over micro batches and data-parallel ranks, with
-        actor/grad_norm (before clipping), actor/lr, actor/skipped_updates (1 where the gradient norm was not
-        finite: the weights are then unchanged) and perf/max_memory_allocated_gb (`Platform.peak_memory` of the
-        rank that has the highest); None off the last pipeline stage.
+        `objective` receives the LossInputs of each micro batch; `MicroBatch.vectors` holds all its fields except
+        log-probs and entropy. It returns a loss normalised over the whole mini batch, and metrics that are summed over
+        it. Returns these sums over micro batches and data-parallel ranks, with actor/grad_norm (before clipping),
+        actor/lr, actor/skipped_updates (1 if the gradient norm was not finite and the weights are unchanged) and
+        perf/max_memory_allocated_gb (`Platform.peak_memory`, maximum over ranks); None except on the last stage.
         """
 
-        def loss(batch: MicroBatch, *of_tokens: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
-            return objective(self.loss_inputs(batch, *of_tokens))
+        def loss(batch: MicroBatch, *head_outputs: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+            return objective(self.loss_inputs(batch, *head_outputs))
 
         return self._update(micro_batches, loss, self.head(temperature, with_entropy, with_candidates=True))
 
@@ -330,7 +336,7 @@ class PolicyTrainer(Trainer):
         entropy: torch.Tensor | None = None,
         top_log_probs: torch.Tensor | None = None,
     ) -> LossInputs:
-        """What a loss sees of `batch`, with its vectors on the device."""
+        """Return the loss inputs of `batch`, with its vectors on the device."""
         assert log_probs is not None
         reference: dict[str, torch.Tensor] = {}
         if top_log_probs is not None:
@@ -345,39 +351,39 @@ class PolicyTrainer(Trainer):
         )
 
     def gather(self, value: Any) -> list[Any]:
-        """See `ranks.gather`; on ranks of the last stage."""
+        """Gather `value` over data parallel (`ranks.gather`), on ranks of the last stage."""
         return gather(value)
 
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights on the host: the reference policy.
+        """Copy the current weights to the host as the reference policy.
 
-        With adapters it takes no copy: the reference policy is the model without them.
+        With LoRA nothing is copied: the reference policy is the model without adapters.
         """
         if self.model.lora is None:
-            self.settle()
+            self.finish_param_gather()
             self._reference = [copy_to_host(weight) for weight in self._weights()]
 
     def reference_bytes(self) -> int:
-        """Of host memory, that `keep_reference` takes."""
+        """Return the bytes of host memory that `keep_reference` takes."""
         return sum(self.reference_sizes())
 
     def reference_sizes(self) -> list[int]:
-        """Bytes of each tensor that `keep_reference` copies to the host."""
+        """Return the bytes of each tensor that `keep_reference` copies to the host."""
         return [] if self.model.lora else [weight.nbytes for weight in self._weights()]
 
     def save_adapter(self, directory: Path) -> None:
-        """Write the adapters as a directory that PEFT reads; see `lora.peft.save_adapter`."""
-        assert self.model.lora is not None, "there are adapters only with lora.rank > 0"
+        """Write the adapters as a PEFT directory; see `lora.peft.save_adapter`."""
+        assert self.model.lora is not None, "adapters need lora.rank > 0"
         save_adapter(directory, self.model.lora, self.recipe.model.path)
 
     def head(self, temperature: float, with_entropy: bool, *, with_candidates: bool) -> PolicyHead:
-        """What the last stage computes of hidden states."""
+        """Return the output head for log-probs, and optionally entropy and candidates."""
         return PolicyHead(
             temperature, with_entropy, with_candidates, self.model.vocab_size, self.recipe.megatron.keep_logits
         )
 
     def _weights(self) -> list[torch.Tensor]:
-        """Parameters, and routing biases, which are buffers."""
+        """Return parameters and routing biases (buffers)."""
         return [
             value.data
             for chunk in self.model.chunks
@@ -392,7 +398,8 @@ class PolicyTrainer(Trainer):
                 yield
             return
         assert self._reference is not None, "keep_reference() comes first"
-        self.settle()
+        self.finish_param_gather()
+
         swap(self._weights(), self._reference)
         try:
             yield

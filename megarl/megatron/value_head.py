@@ -1,7 +1,7 @@
-"""The critic's value head: one linear layer from hidden states to a number, in the place of the output layer.
+"""The critic's value head: one linear layer from hidden states to a scalar, in place of the output layer.
 
-Its weight [1, h] stands whole on each tensor-parallel rank of the last stage. Hugging Face knows it as the
-`score.weight` of a token classification model with one label, which is what a critic is exported as.
+Its weight [1, h] is replicated on the tensor-parallel ranks of the last stage. In Hugging Face format it is the
+`score.weight` of a token classification model with one label; a critic is exported as such a model.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from megarl.megatron.batch import PackedStream
 from megarl.megatron.output_heads import at_predicted_tokens, language_model
 
 WEIGHT, BIAS = "score.weight", "score.bias"  # names of a token classification model's head
-_LAYER = "output_layer.weight"  # Megatron's name of the parameter
-_SPREAD = 0.1  # of the first values, about: the last norm leaves states of length sqrt(h)
+_LAYER = "output_layer.weight"  # Megatron's parameter name
+_SPREAD = 0.1  # approximate std of initial values: after the last norm, hidden states have length sqrt(h)
 
 
 @dataclass(frozen=True)
 class ValueHead:
-    """Values, float32.
+    """Values V(s_t), float32.
 
-    Entry t is the value of the state in which token t was chosen: from the row one place before it, as for
-    log-probs. The first token of a sequence was not chosen and has 0.
+    Entry t is the value of the state in which token t was chosen, from the row before it (as for log-probs). The first
+    token of a sequence was not sampled: 0.
     """
 
     def __call__(self, model: Any, hidden: torch.Tensor, stream: PackedStream) -> tuple[torch.Tensor]:
@@ -39,8 +39,10 @@ class ValueHead:
 
 
 class ValueLayer(torch.nn.Module):
-    """What stands in a GPTModel for its output layer. Like that, it lets hidden states out (`hidden_states_out`
-    gives it its forward), and `ValueHead` uses the weight."""
+    """Replacement for a GPTModel's output layer.
+
+    `hidden_states_out` sets its forward, which returns the hidden states; `ValueHead` reads the weight.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -50,18 +52,18 @@ class ValueLayer(torch.nn.Module):
 
 
 def put_head(model: Any, *, post_process: bool, config: Any, **_: Any) -> None:
-    """mbridge's callback for a GPTModel that was just made: the head goes in, on the last stage."""
+    """Replace the output layer of a newly built GPTModel on the last stage (an mbridge callback)."""
     if post_process:
         language_model(model).output_layer = ValueLayer(config)
 
 
 def untie(hf_config: Any) -> None:
-    """A critic has no output layer that its embedding could be tied to. Before the bridge is made."""
+    """Disable tied embeddings: a critic has no output layer to tie. Call before the bridge is created."""
     hf_config.tie_word_embeddings = False
 
 
 def name_head(bridge: Any) -> None:
-    """Let a bridge export the head under its own name, and not pad it like a vocabulary."""
+    """Make a bridge export the value head as `score.weight` and without vocabulary padding."""
     to_hf_name, to_hf_format = bridge._weight_name_mapping_mcore_to_hf, bridge._weight_to_hf_format
     bridge._weight_name_mapping_mcore_to_hf = lambda name: [WEIGHT] if name.endswith(_LAYER) else to_hf_name(name)
     bridge._weight_to_hf_format = lambda name, weight: (
@@ -70,24 +72,24 @@ def name_head(bridge: Any) -> None:
 
 
 def load_weights(bridge: Any, chunks: list[Any], path: str, seed: int) -> None:
-    """Load a Hugging Face directory, and the head: the directory's own, or one drawn from `seed`.
+    """Load a Hugging Face directory into a critic. The head comes from the directory, or is drawn from `seed`.
 
-    Raises ValueError where the directory has a head of another form.
+    Raises ValueError if the directory has a head of another shape, or one with a nonzero bias.
     """
-    with _heads_away(chunks):
+    with _without_heads(chunks):
         bridge.load_weights(chunks, path)
     for layer in _heads(chunks):
         width = layer.weight.shape[1]
         stored = _stored_head(Path(path), width)
-        head = stored if stored is not None else _first_head(width, seed)
+        head = stored if stored is not None else _initial_head(width, seed)
         with torch.no_grad():
             layer.weight.copy_(head)
 
 
 def _rows(hidden: torch.Tensor, config: Any) -> torch.Tensor:
-    """All rows of this context-parallel rank [share, h] on each tensor-parallel rank.
+    """Gather all rows of this context-parallel rank [share, h] on each tensor-parallel rank.
 
-    Each of these computes the same values from them, so the gradient of a rank's own rows is whole as it is.
+    All of them compute the same values, so the gradient of a rank's rows is already complete.
     """
     if config.sequence_parallel:
         return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
@@ -99,8 +101,8 @@ def _heads(chunks: list[Any]) -> list[ValueLayer]:
 
 
 @contextmanager
-def _heads_away(chunks: list[Any]) -> Iterator[None]:
-    """Without the heads, which most directories do not have."""
+def _without_heads(chunks: list[Any]) -> Iterator[None]:
+    """Remove the value heads while loading: most directories have none."""
     models = [model for model in map(language_model, chunks) if model.post_process]
     layers = [model._modules.pop("output_layer") for model in models]
     try:
@@ -110,29 +112,29 @@ def _heads_away(chunks: list[Any]) -> Iterator[None]:
             model.output_layer = layer
 
 
-def _first_head(width: int, seed: int) -> torch.Tensor:
-    """Drawn on the host, and so the same on every device and in every layout."""
+def _initial_head(width: int, seed: int) -> torch.Tensor:
+    """Draw the head [1, h] on the host, so it is equal on every device and in every layout."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(1, width, generator=generator) * (_SPREAD / width**0.5)
 
 
 def _stored_head(directory: Path, width: int) -> torch.Tensor | None:
-    """The head [1, h] of a Hugging Face directory, where it has one."""
-    found = {}
+    """Return the head [1, h] of a Hugging Face directory; None if it has none."""
+    tensors = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt", device="cpu") as reader:
-            found.update({name: reader.get_tensor(name) for name in (WEIGHT, BIAS) if name in reader.keys()})  # noqa: SIM118
-    if WEIGHT not in found:
+            tensors.update({name: reader.get_tensor(name) for name in (WEIGHT, BIAS) if name in reader.keys()})  # noqa: SIM118
+    if WEIGHT not in tensors:
         return None
-    shape = list(found[WEIGHT].shape)
+    shape = list(tensors[WEIGHT].shape)
     if shape != [1, width]:
         raise ValueError(
             f"{directory} has a {WEIGHT} of shape {shape}, and a critic's is [1, {width}]: it was trained to tell "
-            f"{shape[0]} labels apart. Name a critic, or a model without such a head (a new one is drawn then)."
+            f"{shape[0]} labels apart. Name a critic, or a model without such a head (a new head is drawn then)."
         )
-    if BIAS in found and found[BIAS].any():
+    if BIAS in tensors and tensors[BIAS].any():
         raise ValueError(
-            f"{directory} has a {BIAS} of {found[BIAS].tolist()}, and a critic's head has none. Remove it from the "
-            "directory where values may be off by that constant at the start; training corrects it."
+            f"{directory} has a {BIAS} of {tensors[BIAS].tolist()}, and a critic's head has none. Remove it from the "
+            "directory if values may be off by that constant at the start; training corrects it."
         )
-    return found[WEIGHT]
+    return tensors[WEIGHT]

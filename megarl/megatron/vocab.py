@@ -1,8 +1,8 @@
-"""Log-probabilities and entropy from hidden states, through an output layer that is cut over tensor-parallel ranks.
+"""Log-probs and entropy from hidden states, with the output layer split over tensor-parallel ranks.
 
-Logits exist for a block of tokens at a time: peak memory grows with the tokens and with the vocabulary, not
-with their product. The backward pass computes each block's logits again (or has kept them, where asked to).
-Ranks exchange three numbers a token and one for each of its labels.
+Logits exist for one block of tokens at a time, so peak memory is tokens + vocabulary instead of tokens x vocabulary.
+The backward pass recomputes the logits of each block, or reads them back with `keep_logits`. Ranks exchange three
+numbers per token and one per label.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_BLOCK_ELEMENTS = 2**25  # of a block of logits: 128 MiB in float32
-_BLOCK_ELEMENTS_CPU = 2**17  # half a MiB: a block stays in a core's cache from one operation to the next
-_LEAST_ROWS = 64  # of a block: fewer make matrix products slow
-_HIDDEN = -1e30  # logit of a padding entry: its probability is 0, and 0 times it is still a number
+_BLOCK_ELEMENTS = 2**25  # logits per block: 128 MiB in float32
+_BLOCK_ELEMENTS_CPU = 2**17  # half a MiB: a block stays in a core's cache between operations
+_LEAST_ROWS = 64  # per block: smaller matrix products are slow
+_HIDDEN = -1e30  # logit of a padding entry: its probability is 0, and 0 * _HIDDEN is finite
 
 
 def log_probs_and_entropy(
@@ -29,15 +29,14 @@ def log_probs_and_entropy(
     keep_logits: bool,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each label and entropy of each row, of softmax(hidden @ weight.T / temperature).
+    """Return the log-prob of each label and the entropy of each row under softmax(hidden @ weight.T / temperature).
 
-    `hidden` is [t, h], the same on all ranks of `group`; `weight` is [entries of this rank, h]: ranks hold
-    consecutive parts of equal size, of which entries from `vocab_size` on are padding and get no probability.
-    `labels` is int64 [t, n]: n a row, which may repeat. Returns float32 [t, n] and float32 [t] (or None), equal on all
-    ranks of `group`;
-    `group=None`: not cut. The gradient of `hidden` is this rank's part: the caller sums it over `group`.
-    `keep_logits` holds all logits for the backward pass instead of computing them again: the same result to
-    the last bit, a third less work in the output layer, and t x entries numbers of memory.
+    `hidden` is [t, h], equal on all ranks of `group`. `weight` is [local entries, h]: ranks hold consecutive,
+    equally large shards of the vocabulary; entries from `vocab_size` on are padding and get probability 0.
+    `labels` is int64 [t, n], repetitions allowed. Returns float32 [t, n] and float32 [t] (or None), equal on all
+    ranks of `group`. `group=None`: the output layer is not split. The gradient of `hidden` is this rank's
+    contribution: the caller sums it over `group`. `keep_logits` keeps all logits (t x local entries) for the backward
+    pass instead of recomputing them: bit-identical results and a third less work in the output layer.
     """
     keep = keep_logits and torch.is_grad_enabled()
     log_probs, entropy = _LogProbsAndEntropy.apply(
@@ -71,8 +70,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             parts.append(_statistics(logits, local[rows], here[rows], ctx))
             if keep_logits:
                 ctx.kept.append(logits)
-        own_maximum, sums = (torch.cat(part, -1) for part in zip(*parts, strict=True))
-        maximum, (total, weighted, *chosen) = _over_ranks(own_maximum, sums, group)
+        local_maximum, sums = (torch.cat(part, -1) for part in zip(*parts, strict=True))
+        maximum, (total, weighted, *chosen) = _over_ranks(local_maximum, sums, group)
         log_total = maximum + total.log()
         entropy = log_total - weighted / total if with_entropy else torch.zeros_like(log_total)
         ctx.save_for_backward(hidden, weight, local, here, log_total, entropy)
@@ -83,23 +82,23 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_log_probs: torch.Tensor, grad_entropy: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight, local, here, log_total, entropy = ctx.saved_tensors
-        hidden_wanted, weight_wanted = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if hidden_wanted else None
-        # Blocks add up here, which bfloat16 would round each time.
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+        # Accumulate over blocks in float32: bfloat16 would round at each block.
         total_dtype = torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype
-        grad_weight = torch.zeros_like(weight, dtype=total_dtype) if weight_wanted else None
+        grad_weight = torch.zeros_like(weight, dtype=total_dtype) if needs_weight else None
         for number, rows in enumerate(_blocks(hidden, len(weight))):
             logits = ctx.kept[number] if ctx.kept else hidden[rows] @ weight.T
             log_p = _scaled(logits, ctx) - log_total[rows, None]
-            of_labels = grad_log_probs[rows] / ctx.temperature
-            grad_rows = of_labels.sum(1, keepdim=True)
+            grad_labels = grad_log_probs[rows] / ctx.temperature
+            grad_rows = grad_labels.sum(1, keepdim=True)
             # d log p_y / dz_j = [j = y] - p_j        d H / dz_j = -p_j (log p_j + H)
             if ctx.with_entropy:
                 along = (log_p + entropy[rows, None]).mul_(-grad_entropy[rows, None] / ctx.temperature)
                 grad = along.sub_(grad_rows).mul_(log_p.exp_())
             else:
                 grad = log_p.exp_().mul_(-grad_rows)
-            grad.scatter_add_(1, local[rows], of_labels * here[rows])
+            grad.scatter_add_(1, local[rows], grad_labels * here[rows])
             grad = grad.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = grad @ weight
@@ -117,7 +116,7 @@ def _blocks(hidden: torch.Tensor, width: int) -> list[slice]:
 
 
 def _scaled(logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-    """A block's logits over temperature, in float32 (float64 stays), padding entries hidden. Not `logits` itself."""
+    """Return a copy of a block's logits / temperature, float32 (float64 stays), with padding entries at `_HIDDEN`."""
     z = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
     if ctx.temperature != 1.0:
         z /= ctx.temperature
@@ -127,8 +126,10 @@ def _scaled(logits: torch.Tensor, ctx: Any) -> torch.Tensor:
 
 
 def _statistics(logits: torch.Tensor, local: torch.Tensor, here: torch.Tensor, ctx: Any) -> tuple[torch.Tensor, ...]:
-    """This rank's max z [rows]; and sum exp(z - max), sum z exp(z - max), z of the n labels (0 where they are not here),
-    [2 + n, rows]."""
+    """Return this rank's max z [rows] and its sums [2 + n, rows].
+
+    The sums are sum exp(z - max), sum z exp(z - max), and z of the n labels (0 for labels of other ranks).
+    """
     z = _scaled(logits, ctx)
     maximum = z.amax(1)
     chosen = z.gather(1, local) * here
@@ -139,13 +140,13 @@ def _statistics(logits: torch.Tensor, local: torch.Tensor, here: torch.Tensor, c
 
 
 def _over_ranks(
-    own_maximum: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup | None
+    local_maximum: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum [t] and sums [2 + n, t] of `_statistics` over all ranks' entries."""
+    """Combine maximum [t] and sums [2 + n, t] of `_statistics` over all ranks of `group`."""
     if group is None:
-        return own_maximum, sums
-    maximum = own_maximum.clone()
+        return local_maximum, sums
+    maximum = local_maximum.clone()
     dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-    sums[:2] *= (own_maximum - maximum).exp()  # from a rank's own maximum to everybody's
+    sums[:2] *= (local_maximum - maximum).exp()  # rescale from the local to the global maximum
     dist.all_reduce(sums, group=group)
     return maximum, sums

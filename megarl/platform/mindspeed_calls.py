@@ -45,7 +45,7 @@ RELIED = (
         attributes=(HOST_TENSORS, TO_HOST, f"optimizer.{SWAPS}"),
     ),
     Relied(_SWAP, "swap_adamw_step", "platform/swapped.py: it counts steps in a tensor of the group"),
-    Relied(_LATENT, "multi_latent_attention_init_impl", "mbridge_fixes gives the configuration old names", reads=True),
+    Relied(_LATENT, "multi_latent_attention_init_impl", "upstream_fixes gives the configuration old names", reads=True),
     Relied(_ATTENTION, "TEDotProductAttention.forward", "qwen2_5_vl sets the tower's mask type", reads=True),
 )
 

@@ -328,7 +328,7 @@ class ActorWorker(Worker):
 
     def send_weights(self, version: int) -> Any:
         """Send the weights to the engines. Returns the report of what this rank sent, None where it sent nothing."""
-        self.trainer.settle()
+        self.trainer.finish_param_gather()
         if self.planned:
             return self.sender.send(version, self.trainer.export_weights)
         if self.adapters:

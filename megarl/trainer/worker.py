@@ -189,7 +189,7 @@ class Worker:
             return None
         import torch
 
-        from megarl.megatron.routing_replay import Routing
+        from megarl.megatron.routing import Routing
 
         experts = [sample.routed_experts for sample in vectors]
         assert all(part is not None for part in experts), "the engine was started without return_routed_experts"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl import atomic_files
 from megarl.megatron import export
-from megarl.megatron.export import Change, Comparison, compare_with_hf, save_hf
+from megarl.megatron.export import Comparison, ExportChange, compare_with_hf, save_hf
 
 TRAINED = ["model.embed_tokens.weight", "model.layers.0.up.weight", "model.layers.1.up.weight"]
 EXTRA = ["model.layers.2.up.weight", "model.layers.2.eh_proj.weight"]  # a multi-token-prediction layer
@@ -78,10 +78,10 @@ def test_a_tied_output_layer_that_the_original_holds_twice_follows_the_embedding
 def test_every_tensor_of_the_directory_is_compared(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     save_hf(out, source, trained(*TRAINED))
-    with pytest.raises(RuntimeError, match=r"nothing to compare 1 tensors of .* with: model.layers.1.up.weight"):
+    with pytest.raises(RuntimeError, match=r"no weights to compare with 1 tensors of .*: model.layers.1.up.weight"):
         compare_with_hf(out, trained(*TRAINED[:2]), source)
     good = load_file(out / "model.safetensors")
-    for name, whose in ((TRAINED[1], "what the trainer holds"), (EXTRA[0], "what the original model has")):
+    for name, whose in ((TRAINED[1], "the trainer's weight"), (EXTRA[0], "the original model's")):
         damaged = {**good, name: good[name].clone()}
         damaged[name][0, 0] += 1e-6 * damaged[name][0, 0]
         save_file(damaged, out / "model.safetensors")
@@ -136,7 +136,7 @@ def test_an_export_that_fails_leaves_the_one_before_and_one_that_does_not_replac
         sync(path)
 
     monkeypatch.setattr(atomic_files, "sync", record)
-    save_hf(out, source, trained(*TRAINED), Change(config=lambda config: {**config, "architectures": ["Critic"]}))
+    save_hf(out, source, trained(*TRAINED), ExportChange(config=lambda config: {**config, "architectures": ["Critic"]}))
     assert names(out) == ["config.json", "model.safetensors"] and names(tmp_path) == ["out", "source"]
     assert json.loads((out / "config.json").read_text())["architectures"] == ["Critic"]
     partial = tmp_path / ".out.partial"

@@ -42,7 +42,7 @@ class Bridge:
 def held(bridge: Bridge, name: str, *shape: int) -> list[tuple[tuple[int, ...], list[tuple[int, ...]]]]:
     weight = torch.empty(shape, device="meta")
     weight.tensor_model_parallel = True  # type: ignore[attr-defined]
-    return [(form.shape, form.boxes) for _, form in Forms(bridge).of(name, weight)]
+    return [(form.shape, form.slices) for _, form in Forms(bridge).of(name, weight)]
 
 
 def test_rows_and_columns_of_ranks() -> None:
@@ -88,5 +88,5 @@ def test_an_embeddings_numbers_are_not_written_out() -> None:
     ids=["transposed", "shifted", "scaled", "reshaped"],
 )
 def test_what_is_no_box_is_refused(cut: Any) -> None:
-    with pytest.raises(ValueError, match="cannot be planned: what mbridge makes of rows"):
+    with pytest.raises(ValueError, match="cannot be planned: mbridge's export of rows"):
         held(Bridge(Places(), cut), "rows", 4, 6)

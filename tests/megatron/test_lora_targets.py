@@ -59,7 +59,7 @@ def test_a_short_name_means_every_place_and_a_longer_one_its_own() -> None:
         (DEEPSEEK, ["q_proj"], "no linear 'q_proj'"),
         (MIXTURE, ["lm_head"], "no linear 'lm_head'"),
         (MIXTURE, ["up_proj", "down_proj"], "without their gate_proj"),
-        ({"model_type": "mixtral"}, ["q_proj"], "this one is 'mixtral'"),
+        ({"model_type": "mixtral"}, ["q_proj"], "this model is 'mixtral'"),
     ],
 )
 def test_what_the_model_does_not_have_is_refused(config: dict[str, Any], targets: list[str], said: str) -> None:

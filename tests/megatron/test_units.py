@@ -43,12 +43,12 @@ LATENT = {
 @pytest.mark.parametrize(
     ("model", "processes", "settings", "words"),
     [
-        (DENSE, 6, {"tensor_parallel": 4}, "6 is no multiple of 4"),
+        (DENSE, 6, {"tensor_parallel": 4}, "6 is not a multiple of 4"),
         (DENSE, 16, {"tensor_parallel": 16}, "8 attention heads"),
         (DENSE, 8, {"tensor_parallel": 8}, "4 key/value heads"),
         ({**DENSE, "intermediate_size": 99}, 2, {"tensor_parallel": 2}, "intermediate_size of 99 .99 / 2 = 49.5"),
         ({**LATENT, "n_shared_experts": 3}, 2, {"tensor_parallel": 2}, "n_shared_experts of 99"),
-        (DENSE, 6, {"context_parallel": 4}, "6 is no multiple of 4"),
+        (DENSE, 6, {"context_parallel": 4}, "6 is not a multiple of 4"),
         (DENSE, 5, {"pipeline_parallel": 5}, "12 layers .* over the remaining 5"),
         (DENSE, 24, {"pipeline_parallel": 24}, "12 layers .* over the remaining 24"),
         (DENSE, 4, {"pipeline_parallel": 4, "first_stage_layers": 2}, "= 10 layers .* remaining 3"),
@@ -103,9 +103,9 @@ YARN = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4
     ("model", "words"),
     [
         ({"model_type": "gpt_neox"}, "'gpt_neox' model. megarl trains deepseek_v3, glm4_moe, .* others too"),
-        ({"model_type": "mixtral"}, "nothing proves"),
-        ({"model_type": "qwen2_moe"}, "nothing proves"),
-        ({"model_type": "gemma3", "vision_config": {}}, "nothing proves"),
+        ({"model_type": "mixtral"}, "no test shows"),
+        ({"model_type": "qwen2_moe"}, "no test shows"),
+        ({"model_type": "gemma3", "vision_config": {}}, "no test shows"),
         (
             {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}},
             "fp8.*Take the unquantised model, or convert it to bfloat16",

@@ -54,7 +54,7 @@ def recipe(extra: dict[str, Any], device: str = "npu", **megatron: Any) -> Recip
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"swap_optimiser": True}, r"swap_optimiser is no field .* no setting of MindSpeed 0\.16\.0\. Nearest: swap_optimizer\."),
+        ({"swap_optimiser": True}, r"swap_optimiser is not a field .* nor a setting of MindSpeed 0\.16\.0\. Nearest: swap_optimizer\."),
         ({"moe_router_dtypee": "fp32"}, r"Nearest: moe_router_dtype\."),
         ({"fused_permute_unpermute": True}, r"no MindSpeed 0\.16\.0 has[\s\S]*write moe_permute_fusion"),
         ({"context_parallel_algo": "hybrid_cp"}, r"knows megatron_cp_algo, [\s\S]*write hybrid_cp_algo"),

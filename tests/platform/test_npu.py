@@ -119,7 +119,7 @@ def test_an_adaptor_is_told_before_model_parallel_is_initialised(monkeypatch: py
     assert settings["tensor_model_parallel_size"] == megatron.tensor_parallel
     assert settings["use_distributed_optimizer"] and settings["moe_permute_fusion"] and settings["num_experts"] == 128
     recipe.megatron.extra["attention_backend"] = "flush"
-    with pytest.raises(ValueError, match="attention_backend is 'flush'; Megatron knows flash, "):
+    with pytest.raises(ValueError, match="attention_backend is 'flush'; Megatron has flash, "):
         models.build(recipe, SimpleNamespace(adapt=order.append))  # type: ignore[arg-type]
 
 

@@ -33,7 +33,7 @@ from megarl.commands.plan.count import activations  # noqa: E402
 from megarl.commands.plan.count.workload import Workload  # noqa: E402
 from megarl.megatron import vocab  # noqa: E402
 from megarl.megatron.batch import MicroBatch  # noqa: E402
-from megarl.megatron.routing_replay import Routing  # noqa: E402
+from megarl.megatron.routing import Routing  # noqa: E402
 from tests.support.activations_cases import recipe_of  # noqa: E402
 
 torch.set_num_threads(1)

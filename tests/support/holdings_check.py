@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.megatron.held_slices import holdings, parameters
+from megarl.megatron.held_slices import held_slices, parameters
 from megarl.weight_sync.sharded.plan import Hosts, plan_transfers
 from megarl.weight_sync.sharded.slices import SliceTable, as_matrix
 from tests.support import held_ranks
@@ -19,7 +19,7 @@ from tests.support import held_ranks
 def check(trainer: Any, exported: dict[str, torch.Tensor], record: Path) -> None:
     """Every box holds what the export has there; all ranks' boxes together are the whole export, as the plan says that
     gives it to one engine rank. Collective. `record`: where rank 0 writes who held what, for `check_planned`."""
-    own = holdings(trainer.model)
+    own = held_slices(trainer.model)
     weights = dict(parameters(trainer.model))
     assert set(own.parameters) == set(weights)
     for tensor, row, column, rows, columns, parameter, offset, stride in own.slices.tolist():

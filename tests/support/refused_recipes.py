@@ -252,7 +252,7 @@ FILES = [
     bad(QUICK, "", "model.path", "num_attention_heads", without_field("num_attention_heads")),
     bad(QUICK, "", "model.path", "num_hidden_layers", without_field("num_hidden_layers")),
     bad(QUICK, "", "model.path", "vocab_size", without_field("vocab_size")),
-    bad(QUICK, "", "model.path", "whole number", configured(num_attention_heads="four")),
+    bad(QUICK, "", "model.path", "positive integer", configured(num_attention_heads="four")),
     bad(QUICK, "", "model.path", "quantised", configured(quantization_config={"quant_method": "fp8"})),
     bad(QUICK, "", "model.path", "rotary scaling", configured(rope_scaling={"rope_type": "yarn", "factor": 4.0})),
     bad(QUICK, "", "model.path", "layer 2", configured(num_hidden_layers=4)),

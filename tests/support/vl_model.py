@@ -150,7 +150,7 @@ def check_upstream(path: str) -> None:
     from mbridge.models.qwen2_5_vl.model import Qwen2_5VLModel
     from mbridge.models.qwen2_5_vl.vision_model import VisionRotaryEmbedding
 
-    assert not hasattr(transformers.AutoConfig.from_pretrained(path), "hidden_size"), "mend_config"
+    assert not hasattr(transformers.AutoConfig.from_pretrained(path), "hidden_size"), "patch_config"
     sizes = transformer_config.get_vision_model_config(SimpleNamespace(num_layers=4, layernorm_epsilon=1e-5))
     assert (sizes.num_layers, sizes.hidden_size, sizes.layernorm_epsilon) == (32, 1280, 1e-5), "_read_vision_sizes"
     by_name = Qwen2_5VLBridge._get_mcore_config_by_name
@@ -164,7 +164,7 @@ def check_upstream(path: str) -> None:
 
     from megarl.megatron import upstream_fixes
 
-    upstream_fixes.install()
+    upstream_fixes.fix_mbridge()
     assert torch.equal(rotary(60), exact), "mended, the angles do not depend on the model's dtype"
 
 

@@ -1,4 +1,4 @@
-"""Adapters into a model's chunks, and merged weights out of them."""
+"""Attach LoRA adapters to a model's chunks, and read merged weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.megatron.native_kernels import rms_norm
 from megarl.recipe.training import LoraConfig
 
 CHILD = "lora"
-"""Name of the module that holds a chunk's adapters, and so the beginning of their parameters' names."""
+"""Name of the module that holds a chunk's adapters: the prefix of their parameter names."""
 
 _CUTS: dict[str, Cut] = {
     "linear_qkv": "rows",
@@ -32,16 +32,16 @@ _CUTS: dict[str, Cut] = {
 
 
 class Lora:
-    """The adapters of this rank: which linears they sit on, whether they count, and what weights they make."""
+    """The adapters of this rank, with views of the model with and without them."""
 
     def __init__(self, settings: LoraConfig, bridge: Any, seed: int) -> None:
         self.settings, self.bridge, self.seed = settings, bridge, seed
         self.adapters: list[Adapter] = []
-        self._of_weight: list[tuple[Any, dict[str, tuple[Adapter, int | None]]]] = []  # of each chunk
+        self._of_weight: list[tuple[Any, dict[str, tuple[Adapter, int | None]]]] = []  # per chunk
         self._on = True
 
     def attach(self, chunk: Any, *, config: Any, pre_process: bool, **_: Any) -> None:
-        """Freeze a GPTModel and put adapters beside its linears. mbridge calls it before DDP wraps the chunk."""
+        """Freeze a GPTModel and add adapters to its linears. mbridge calls this before it wraps the chunk in DDP."""
         chunk.requires_grad_(False)
         names = self.bridge._weight_name_mapping_mcore_local_to_global(chunk)
         adapters, of_weight = Adapters(), {}
@@ -58,16 +58,16 @@ class Lora:
             adapters.add_module(key, adapter)
             of_weight.update({weight: (adapter, i if grouped else None) for i, weight in enumerate(weights)})
             self._hook(module, adapter, config)
-        assert of_weight, "check_lora refuses targets that a chunk lacks"
+        assert of_weight, "check_lora refuses targets that a chunk does not have"
         chunk.add_module(CHILD, adapters)
         self.adapters.extend(adapters.children())
         self._of_weight.append((chunk, of_weight))
         if pre_process:
-            chunk.embedding.register_forward_hook(_ask_for_gradient)
+            chunk.embedding.register_forward_hook(_require_gradient)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """The model as it was before any training."""
+        """Disable the adapters: the model computes as before any training."""
         self._on = False
         try:
             yield
@@ -75,11 +75,11 @@ class Lora:
             self._on = True
 
     def base(self) -> list[Any]:
-        """The chunks as mbridge knows them, without adapters."""
+        """Return views of the chunks for mbridge, without adapters."""
         return [_View(chunk, {}) for chunk, _ in self._of_weight]
 
     def merged(self) -> list[Any]:
-        """The chunks as mbridge knows them, with weights that contain what the adapters add, made one at a time."""
+        """Return views of the chunks for mbridge; each weight is merged with its adapter when it is read."""
         return [_View(chunk, of_weight) for chunk, of_weight in self._of_weight]
 
     def _site(self, module: Any, weights: list[str], config: Any, *, grouped: bool) -> Site:
@@ -110,10 +110,10 @@ class Lora:
             inputs=inputs,
             cut=_CUTS[kind],
             experts=len(weights) if grouped else 0,
-            # Overlapped with the dispatcher, shared experts are given all tokens and leave partial sums.
-            exchanges=not (".shared_experts." in weights[0] and config.moe_shared_expert_overlap),
+            # With moe_shared_expert_overlap the dispatcher gathers and reduces for the shared experts.
+            communicates=not (".shared_experts." in weights[0] and config.moe_shared_expert_overlap),
             sequence_parallel=config.sequence_parallel,
-            alone=not getattr(weight, "allreduce", True),
+            expert_gradients=not getattr(weight, "allreduce", True),
         )
 
     def _hook(self, module: Any, adapter: Adapter, config: Any) -> None:
@@ -125,7 +125,7 @@ class Lora:
             if not self._on:
                 return None
             x, *tokens_per_expert = args
-            if norm is not None:  # the linear's own normed input is not handed out
+            if norm is not None:  # the fused linear does not return its normed input
                 x = rms_norm(x, norm, config.layernorm_epsilon)
             return output[0] + adapter(x, *tokens_per_expert), output[1]
 
@@ -133,28 +133,33 @@ class Lora:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the parameter `name` of a GPTModel is an adapter's."""
+    """Return whether the parameter `name` of a GPTModel belongs to an adapter."""
     return name.startswith(f"{CHILD}.")
 
 
 def trained_modules(lora: Lora) -> list[str]:
-    """Hugging Face modules with an adapter, of all pipeline stages, without layers and experts: "self_attn.q_proj".
-    Collective."""
-    own = {
+    """Return Hugging Face modules with adapters in any pipeline stage, without layer and expert: "self_attn.q_proj".
+
+    Collective.
+    """
+    local = {
         without_expert(module).split(".", 3)[-1]
         for adapter in lora.adapters
         for part in adapter.site.parts
         for module in part.modules
         if part.adapted
     }
-    everywhere: list[set[str]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everywhere, own)
-    return sorted(set().union(*everywhere))
+    all_ranks: list[set[str]] = [set()] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(all_ranks, local)
+    return sorted(set().union(*all_ranks))
 
 
 def matrices(lora: Lora) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's share of all adapters, as PEFT names them: "model.layers.0.self_attn.q_proj.lora_A.weight" and a
-    whole matrix. Each comes from one rank alone. Collective within tensor-parallel groups."""
+    """Yield this rank's part of all adapters: (PEFT name, full matrix).
+
+    Example of a name: "model.layers.0.self_attn.q_proj.lora_A.weight". Exactly one rank yields each matrix. Collective
+    within tensor-parallel groups.
+    """
     ps = parallel_state
     for adapter in lora.adapters:
         copies = (
@@ -171,13 +176,13 @@ def matrices(lora: Lora) -> Iterator[tuple[str, torch.Tensor]]:
                         yield f"{module}.lora_{kind}.weight", matrix
 
 
-def _ask_for_gradient(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-    """Layers that are computed again in the backward pass take part in it only if their input does."""
+def _require_gradient(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+    """Make the embedding's output require gradients: recomputed layers only join the backward pass if their input does."""
     return output.requires_grad_() if torch.is_grad_enabled() else output
 
 
 class _View:
-    """A chunk without its adapters, for mbridge; weights in `of_weight` are merged as they are read."""
+    """A chunk without adapters, for mbridge; weights in `of_weight` are merged when read."""
 
     def __init__(self, chunk: Any, of_weight: dict[str, tuple[Adapter, int | None]]) -> None:
         self._chunk, self._of_weight = chunk, of_weight

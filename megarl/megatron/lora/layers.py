@@ -1,10 +1,10 @@
-"""What an adapter computes, and how it is cut: delta(x) = alpha / rank * B A x beside a linear of Megatron's.
+"""LoRA adapters as Megatron modules: delta(x) = alpha / rank * B A x, sharded like the adapted linear.
 
-One linear of Megatron's may hold several of Hugging Face's (q, k and v; gate and up). Each of these parts has an
-A [rank, inputs] and a B [rows, rank] of its own, as in PEFT. A linear whose rows are cut over tensor-parallel
-ranks has B cut and A whole on each; one whose columns are cut has A cut and B whole. What ranks exchange are
-activations of width rank. Where whole matrices see a part of the tokens on each rank, their gradients are summed:
-Megatron does so after the backward pass for parameters that are marked `sequence_parallel`.
+One Megatron linear may fuse several Hugging Face linears (q, k and v; gate and up). Each part has separate matrices
+A [rank, inputs] and B [rows, rank], as in PEFT. A column-parallel linear (rows split over tensor-parallel ranks) has B
+sharded and A replicated; a row-parallel linear has A sharded and B replicated. Ranks exchange activations of width
+rank. A replicated matrix that sees only some tokens on each rank needs its gradient summed: Megatron does that after
+the backward pass for parameters marked `sequence_parallel`.
 """
 
 from __future__ import annotations
@@ -31,31 +31,33 @@ _CUT_MATRIX = {"rows": "B", "columns": "A", "whole": None}
 
 
 class Part(NamedTuple):
-    """One Hugging Face linear inside a linear of Megatron's."""
+    """One Hugging Face linear inside a Megatron linear."""
 
     name: str  # "q_proj"
-    modules: list[str]  # its Hugging Face module; of grouped experts, each local expert's
+    modules: list[str]  # Hugging Face module names; one per local expert in a grouped linear
     rows: int  # on this rank
     adapted: bool
 
 
 @dataclass(frozen=True)
 class Site:
-    """A linear of Megatron's that is adapted, as this rank holds it."""
+    """The local shard of an adapted Megatron linear."""
 
     parts: list[Part]
-    interleaved: int  # query groups on this rank: the rows are q, k, v of the first, of the second, ...; else 1
+    interleaved: int  # query groups on this rank if rows are stored q, k, v per group; else 1
     inputs: int  # columns on this rank
     cut: Cut
     experts: int  # local experts of a grouped linear; 0: not grouped
-    exchanges: bool  # the linear gathers its input or reduces its output; else what surrounds it does
+    communicates: bool  # the linear itself gathers its input or reduces its output; else the surrounding module does
     sequence_parallel: bool
-    alone: bool  # no other rank of a data-parallel group holds the same experts' copies (`allreduce` is False)
+    expert_gradients: bool  # gradients are reduced over expert-data-parallel ranks (Megatron: allreduce=False)
 
 
 class Adapter(torch.nn.Module):
-    """The trained matrices beside one linear: `A.<part>` and `B.<part>`, with a leading dimension of local experts
-    where the linear is grouped."""
+    """The trained matrices of one linear: `A.<part>` and `B.<part>`.
+
+    In a grouped linear they have a leading dimension of local experts.
+    """
 
     def __init__(self, site: Site, *, rank: int, alpha: float, seed: int, config: Any) -> None:
         super().__init__()
@@ -75,14 +77,14 @@ class Adapter(torch.nn.Module):
                     self._mark(matrices[part.name], kind)
 
     def forward(self, x: torch.Tensor, tokens_per_expert: list[int] | None = None) -> torch.Tensor:
-        """What is added to the linear's output on this rank."""
+        """Return the summand of the linear's output on this rank; `x` and output are sharded as the linear's."""
         if tokens_per_expert is not None:
             return self._grouped(x, tokens_per_expert)
         down = F.linear(x, torch.cat(list(self.A.values()))) * self.scale
         return self._up(self._across_ranks(down), {name: matrix for name, matrix in self.B.items()})
 
     def delta(self, expert: int | None = None) -> torch.Tensor:
-        """What is added to the linear's weight on this rank, float32 [rows, inputs]."""
+        """Return the summand of the linear's weight on this rank, float32 [rows, inputs]."""
 
         def of_expert(matrix: torch.Tensor) -> torch.Tensor:
             return (matrix if expert is None else matrix[expert]).float()
@@ -96,16 +98,16 @@ class Adapter(torch.nn.Module):
         return _interleave([delta.T for delta in deltas], self.site.interleaved).T
 
     def whole(self, kind: str, part: str) -> torch.Tensor:
-        """Matrix A or B of `part` with the parts of all tensor-parallel ranks. Collective within `group`."""
+        """Return matrix A or B of `part` with the shards of all tensor-parallel ranks. Collective within `group`."""
         matrix = (self.A if kind == "A" else self.B)[part].detach()
         if _CUT_MATRIX[self.site.cut] != kind or self.group.size() == 1:
             return matrix
-        pieces = [torch.empty_like(matrix) for _ in range(self.group.size())]
-        torch.distributed.all_gather(pieces, matrix.contiguous(), group=self.group)
-        return torch.cat(pieces, _AXIS[kind])
+        shards = [torch.empty_like(matrix) for _ in range(self.group.size())]
+        torch.distributed.all_gather(shards, matrix.contiguous(), group=self.group)
+        return torch.cat(shards, _AXIS[kind])
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """For checkpoints: whole matrices under names that no layout changes."""
+        """Return sharded tensors of the full matrices under names that do not depend on the layout."""
         result = {}
         for kind, matrices in (("A", self.A), ("B", self.B)):
             for name, matrix in matrices.items():
@@ -133,16 +135,16 @@ class Adapter(torch.nn.Module):
         return torch.cat(outputs)
 
     def _up(self, down: torch.Tensor, b: dict[str, torch.Tensor]) -> torch.Tensor:
-        pieces = dict(zip(b, down.split(self.rank, -1), strict=True))
+        parts = dict(zip(b, down.split(self.rank, -1), strict=True))
         outputs = [
-            F.linear(pieces[part.name], b[part.name]) if part.adapted else down.new_zeros(*down.shape[:-1], part.rows)
+            F.linear(parts[part.name], b[part.name]) if part.adapted else down.new_zeros(*down.shape[:-1], part.rows)
             for part in self.site.parts
         ]
         return _interleave(outputs, self.site.interleaved)
 
     def _across_ranks(self, down: torch.Tensor) -> torch.Tensor:
-        """A x as B needs it: of all tokens where B's rows are cut, summed where A's columns are."""
-        if not self.site.exchanges or self.group.size() == 1 or self.site.cut == "whole":
+        """Return A x as B needs it: gathered over tokens if B is row-sharded, summed if A is column-sharded."""
+        if not self.site.communicates or self.group.size() == 1 or self.site.cut == "whole":
             return down
         if self.site.cut == "rows":
             if self.site.sequence_parallel:
@@ -153,21 +155,21 @@ class Adapter(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(down)
 
     def _summed(self, kind: str, matrix: torch.Tensor) -> torch.Tensor:
-        """An expert's matrix, its gradient summed over the ranks that cut the expert and each hold it whole."""
+        """Return an expert's matrix; if it is replicated over tensor-parallel ranks, its gradient is summed over them."""
         if self.group.size() == 1 or _CUT_MATRIX[self.site.cut] == kind:
             return matrix
         return copy_to_tensor_model_parallel_region(matrix, self.group)
 
     def _mark(self, matrix: torch.nn.Parameter, kind: str) -> None:
-        """Tell Megatron how ranks share a matrix: for its gradient's sum, and its norm."""
+        """Set the attributes from which Megatron derives gradient sums and the gradient norm."""
         cut = _CUT_MATRIX[self.site.cut] == kind
         dimension = matrix.dim() + _AXIS[kind] if cut else -1
         set_tensor_model_parallel_attributes(matrix, cut and self.group.size() > 1, dimension, 1)
-        matrix.allreduce = not self.site.alone
+        matrix.allreduce = not self.site.expert_gradients
         matrix.sequence_parallel = self.site.sequence_parallel and not cut and not self.site.experts
 
     def _initial_a(self, module: str, seed: int) -> torch.Tensor:
-        """Uniform within 1 / sqrt(inputs), as PEFT starts; drawn from the module's name, so that no layout changes it."""
+        """Draw A uniformly within 1 / sqrt(inputs), as PEFT does, seeded by module name: the same in every layout."""
         ranks = self.group.size() if self.site.cut == "columns" else 1
         inputs = self.site.inputs * ranks
         digest = hashlib.sha256(f"{seed}/{module}".encode()).digest()
@@ -181,7 +183,7 @@ class Adapter(torch.nn.Module):
 
 
 class Adapters(torch.nn.Module):
-    """All adapters of a model chunk, by the name of their linear, its layer counted over the whole model."""
+    """All adapters of a model chunk by the name of their linear, with layer numbers of the whole model."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -190,8 +192,8 @@ class Adapters(torch.nn.Module):
         return result
 
 
-def _interleave(pieces: list[torch.Tensor], groups: int) -> torch.Tensor:
-    """Parts [..., rows] joined as Megatron stores them: the first group's rows of each part, the second's, ..."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return torch.cat([piece.unflatten(-1, (groups, -1)) for piece in pieces], -1).flatten(-2)
+def _interleave(parts: list[torch.Tensor], groups: int) -> torch.Tensor:
+    """Join parts [..., rows] as Megatron stores them: the rows of the first group of each part, of the second, ..."""
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], -1).flatten(-2)

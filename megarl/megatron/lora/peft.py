@@ -17,12 +17,12 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def save_adapter(directory: Path, lora: Lora, base: str) -> None:
-    """Write the adapters as `directory`, on rank 0; it is there when it is whole.
+    """Write the adapters to `directory` atomically, on rank 0.
 
-    All ranks together; rank 0's host holds all matrices meanwhile. `base` is the model that they were trained on; PEFT applies them to it.
+    Collective; rank 0's host memory holds all matrices meanwhile. `base`: path of the base model, for PEFT.
     """
     modules = trained_modules(lora)
-    tensors = gathered(lora)
+    tensors = gather_adapters(lora)
     if torch.distributed.get_rank() == 0:
         named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
         config = adapter_config(modules, lora.settings, base)
@@ -33,17 +33,17 @@ def save_adapter(directory: Path, lora: Lora, base: str) -> None:
     torch.distributed.barrier()
 
 
-def gathered(lora: Lora) -> dict[str, torch.Tensor]:
-    """Both matrices of every adapter, whole and under PEFT's names, on rank 0's host; elsewhere nothing. Collective."""
+def gather_adapters(lora: Lora) -> dict[str, torch.Tensor]:
+    """Return all adapter matrices under PEFT's names in rank 0's host memory; {} on other ranks. Collective."""
     return _on_first_rank(dict(matrices(lora)))
 
 
 def adapter_config(modules: list[str], lora: LoraConfig, base: str) -> dict[str, Any]:
-    """PEFT's adapter_config.json for adapters on `modules` (within a layer, as in "mlp.experts.up_proj").
+    """Return PEFT's adapter_config.json for adapters on `modules` (names within a layer: "mlp.experts.up_proj").
 
-    Mixtures of experts: transformers 5 holds experts as one tensor, and PEFT 0.20 and later rewrites expert adapters
-    and each of these names in target_modules to fit. Linears outside the experts must not be rewritten; they are
-    named by their weight instead.
+    transformers 5 stores the experts of a mixture as one tensor. PEFT 0.20 and later rewrites expert adapters and the
+    same names in target_modules accordingly. Linears outside the experts must not be rewritten, so they are listed by
+    their weight in target_parameters.
     """
     mixture = any(".experts." in module or ".shared_experts." in module for module in modules)
     outside = [module for module in modules if mixture and _is_mlp(module) and ".experts." not in module]
@@ -66,19 +66,19 @@ def _is_mlp(module: str) -> bool:
     return module.rsplit(".", 1)[-1] in _MLP
 
 
-def _on_first_rank(own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every rank's tensors, on rank 0's host: all adapters of a large mixture of experts outgrow a device."""
+def _on_first_rank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Send every rank's tensors to rank 0's host: all adapters of a large mixture of experts do not fit a device."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     shapes: list[Any] = [None] * world
-    torch.distributed.all_gather_object(shapes, [(name, tuple(t.shape), t.dtype) for name, t in own.items()])
+    torch.distributed.all_gather_object(shapes, [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()])
     if rank != 0:
-        for tensor in own.values():
+        for tensor in tensors.values():
             torch.distributed.send(tensor.cpu().contiguous(), 0)
         return {}
-    own = {name: tensor.cpu() for name, tensor in own.items()}
+    gathered = {name: tensor.cpu() for name, tensor in tensors.items()}
     for source in range(1, world):
         for name, shape, dtype in shapes[source]:
-            assert name not in own, f"{name} comes from two ranks"
-            own[name] = torch.empty(shape, dtype=dtype, device="cpu")
-            torch.distributed.recv(own[name], source)
-    return own
+            assert name not in gathered, f"{name} comes from two ranks"
+            gathered[name] = torch.empty(shape, dtype=dtype, device="cpu")
+            torch.distributed.recv(gathered[name], source)
+    return gathered

@@ -1,4 +1,4 @@
-"""Which linears `lora.targets` means. Pure: a recipe is checked against config.json before anything starts."""
+"""Check `lora.targets` against the model's config.json. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
 
 
 def check_lora(hf_config: dict[str, Any], lora: LoraConfig, megatron: MegatronConfig) -> None:
-    """Refuse targets that the model of config.json `hf_config`, or a part of it that a process holds, does not have.
-    Raises RecipeError."""
+    """Refuse targets that the model, or one pipeline stage of it, does not have. Raises RecipeError.
+
+    `hf_config`: the model's config.json.
+    """
     if not lora.rank:
         return
     family = hf_config.get("model_type")
     if family not in FAMILIES:
         raise RecipeError(
             "lora.rank",
-            f"adapters are known for {', '.join(FAMILIES)} models; this one is {family!r}",
+            f"adapters are supported for {', '.join(FAMILIES)} models; this model is {family!r}",
             "set lora.rank=0 to train all weights",
             value=lora.rank,
         )
@@ -37,7 +39,7 @@ def check_lora(hf_config: dict[str, Any], lora: LoraConfig, megatron: MegatronCo
         raise RecipeError(
             "lora.targets",
             f"the experts' {', '.join(_leaf(name) for name in chosen)} would be adapted without their {missing}: PEFT reads "
-            "adapters of all three of an expert's linears, or of none",
+            "adapters for either all three linears of an expert or none",
             f"add {missing}; or leave experts out: mlp.gate_proj, shared_experts.gate_proj, ... name the linears outside them",
             value=list(lora.targets),
         )
@@ -45,8 +47,8 @@ def check_lora(hf_config: dict[str, Any], lora: LoraConfig, megatron: MegatronCo
         if not any(matches(name, lora.targets) for layer in chunk for name in linears_of_layer(hf_config, layer)):
             raise RecipeError(
                 "lora.targets",
-                f"layers {chunk.start} to {chunk.stop - 1}, which pipeline stages hold by themselves, have none of them: "
-                "nothing would be trained there",
+                f"layers {chunk.start} to {chunk.stop - 1}, a pipeline stage's layers, have none of them: nothing would be "
+                "trained there",
                 "add linears that every layer has (o_proj), or change megatron.pipeline_parallel",
                 value=list(lora.targets),
             )

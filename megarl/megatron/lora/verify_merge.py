@@ -1,4 +1,4 @@
-"""Adapters as engines are sent them, held to the merged weights that mbridge exports."""
+"""Compare the adapters that engines receive with the merged weights that mbridge exports."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from megarl.weight_sync.session import abbreviate_names
 Named = tuple[str, torch.Tensor]
 
 
-def hold_to_merged(
-    lora: Lora, exported: Callable[[list[Any]], Iterator[Named]], matrices: dict[str, torch.Tensor]
-) -> None:
-    """RuntimeError on rank 0, which has all `matrices`, where these and the base weights do not make the merged ones.
-    `exported`: weights of chunks, under their Hugging Face names. Collective."""
+def verify_merge(lora: Lora, export: Callable[[list[Any]], Iterator[Named]], matrices: dict[str, torch.Tensor]) -> None:
+    """Check that base weights + `matrices` equal the merged weights. Collective.
+
+    `export` yields the weights of chunks under their Hugging Face names. Rank 0 holds all `matrices` (PEFT's names) and
+    raises RuntimeError with the names of the weights that differ.
+    """
     scale = lora.settings.alpha / lora.settings.rank
-    wrong = differing(exported(lora.base()), exported(lora.merged()), matrices, scale)
+    wrong = mismatched_weights(export(lora.base()), export(lora.merged()), matrices, scale)
     if wrong and torch.distributed.get_rank() == 0:
-        raise RuntimeError(
-            f"adapters of {abbreviate_names(wrong)} are not what merged weights contain, as mbridge exports them"
-        )
+        raise RuntimeError(f"adapters of {abbreviate_names(wrong)} differ from the merged weights that mbridge exports")
 
 
-def differing(
+def mismatched_weights(
     base: Iterable[Named], merged: Iterable[Named], matrices: dict[str, torch.Tensor], scale: float
 ) -> list[str]:
-    """Names of weights that are not `base` + `scale` B A in `merged`; of adapters that are no weight's. `matrices`: by PEFT's
-    names. Takes all of both exports, in step."""
+    """Return names of weights for which `merged` is not `base` + `scale` B A, and of adapters without a weight.
+
+    `matrices`: by PEFT's names. Consumes both exports in step.
+    """
     wrong, left = [], dict.fromkeys(name.rsplit(".lora_", 1)[0] for name in matrices)
     for (name, weight), (other, expected) in zip(base, merged, strict=True):
         assert name == other, "both are exports of one model"
@@ -47,9 +48,12 @@ def differing(
 
 
 def _close(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, expected: torch.Tensor) -> bool:
-    """Tensor-parallel ranks multiply parts, in another order: sums of `rank` products may differ by their rounding in
-    float32, and be rounded to the weights' type to the one side or the other."""
+    """Return whether weight + scale B A equals `expected` up to rounding.
+
+    Tensor-parallel ranks multiply parts in another order: sums of `rank` products may differ by float32 rounding, and
+    then round to either neighbour in the weights' type.
+    """
     rounding = 2 * a.shape[0] * torch.finfo(torch.float32).eps * scale * (b.abs() @ a.abs())
     bound = rounding + torch.finfo(weight.dtype).eps * expected.float().abs()
-    made = (weight.float() + b @ a * scale).to(weight.dtype)
-    return bool(((made.float() - expected.float()).abs() <= bound).all())
+    sums = (weight.float() + b @ a * scale).to(weight.dtype)
+    return bool(((sums.float() - expected.float()).abs() <= bound).all())
