@@ -59,8 +59,8 @@ FILES_AT_THE_TOP, ROOMS_AT_THE_TOP = 12, 20
 
 # Classes that still share their name with another one.
 SAME_NAMES = {
-    "Attention", "Call", "Change", "Channel", "Check", "Comparison", "Context", "Device", "Engines", "Entry", "Group", "Held",
-    "Judge", "Layout", "Limits", "Options", "Outcome", "Part", "Piece", "Place", "Plan", "Prepared", "Question", "Raised",
+    "Call", "Channel", "Check", "Context", "Device", "Engines", "Entry", "Group", "Held",
+    "Judge", "Layout", "Limits", "Options", "Outcome", "Piece", "Place", "Plan", "Prepared", "Question", "Raised",
     "Rank", "Route", "Row", "Rule", "Sample", "Service", "Side", "Slot", "Source", "Stage", "Stop", "Worker",
 }  # fmt: skip
 

@@ -89,5 +89,5 @@ class CriticTrainer(Trainer):
         """Write a Hugging Face directory: a token classification model with one label, the value."""
         export.save_hf(directory, Path(self.recipe.model.path), self.export_weights(), _CHANGE)
 
-    def compare_with_hf(self, directory: Path) -> export.Comparison:
+    def compare_with_hf(self, directory: Path) -> export.ExportComparison:
         return export.compare_with_hf(directory, self.export_weights(), Path(self.recipe.model.path), _CHANGE)

@@ -158,7 +158,7 @@ class _Shards:
         (self.directory / _INDEX).write_text(json.dumps(index, indent=2))
 
 
-class Comparison(NamedTuple):
+class ExportComparison(NamedTuple):
     """Numbers of tensors in a verified export."""
 
     equal: int  # bit-identical to the trainer's weights
@@ -170,7 +170,7 @@ def compare_with_hf(
     weights: Iterator[tuple[str, torch.Tensor]],
     source: Path,
     change: ExportChange = ExportChange(),
-) -> Comparison:
+) -> ExportComparison:
     """Read `directory` back and compare every tensor with `weights`, or with `source` if it is untrained.
 
     Collective, since iterating the weights runs collectives; rank 0 compares, other ranks return zeros. Raises
@@ -179,7 +179,7 @@ def compare_with_hf(
     if torch.distributed.get_rank() != 0:
         for _ in weights:
             pass
-        return Comparison(0, 0)
+        return ExportComparison(0, 0)
     written, original = _tensor_files(directory), _tensor_files(source)
     if odd := set(written) ^ set(change.apply(original)):
         raise RuntimeError(f"{directory} and {source} do not hold the same tensors; they differ in {_some(odd)}")
@@ -196,7 +196,7 @@ def compare_with_hf(
     for name in untrained:
         with safe_open(original[name], framework="pt", device="cpu") as reader:
             _check_equal(name, written[name], reader.get_tensor(name), "the original model's")
-    return Comparison(len(written) - len(untrained), len(untrained))
+    return ExportComparison(len(written) - len(untrained), len(untrained))
 
 
 def _check_equal(name: str, file: Path, expected: torch.Tensor, origin: str) -> None:

@@ -1,4 +1,4 @@
-"""Attention for packed and rectangular batches: a varlen kernel if available, else torch's SDPA."""
+"""NativeAttention for packed and rectangular batches: a varlen kernel if available, else torch's SDPA."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _offsets(lengths: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
 
-class Attention(torch.nn.Module):
+class NativeAttention(torch.nn.Module):
     """Megatron's core attention: query, key, value are [s, b, heads, d] or, packed, [t, heads, d].
 
     Packed sequences use a varlen kernel if available, else right-padded rectangles: under a causal mask, right padding

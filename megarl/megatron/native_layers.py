@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megarl.megatron.adam import Adam
-from megarl.megatron.native_attention import Attention
+from megarl.megatron.native_attention import NativeAttention
 from megarl.megatron.native_experts import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from megarl.megatron.native_kernels import rms_norm, rotate_packed
 
@@ -121,7 +121,7 @@ class NativeSpecProvider(BackendSpecProvider):
         return Norm
 
     def core_attention(self) -> type:
-        return Attention
+        return NativeAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool) -> tuple[type, Any]:
         return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnParallelGroupedLinear, linear_fc2=RowParallelGroupedLinear)
@@ -162,7 +162,7 @@ def _install_vision_layers() -> None:
         LayerNormColumnParallelLinear,
         RowParallelLinear,
     )
-    vision.TEDotProductAttention = Attention
+    vision.TEDotProductAttention = NativeAttention
 
 
 def _add_missing_names() -> None:

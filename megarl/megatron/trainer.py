@@ -37,9 +37,8 @@ class Trainer:
     """Model and optimizer of one rank, for actor and critic. Every method that computes is collective.
 
     torch.distributed must be initialised and `platform.prepare()` must have run before this module is imported.
-    All ranks with the same `coordinates.dp_rank` must receive the same micro batches.
-
-    `weights_only`: load and export weights, without gradients or an optimizer.
+    All ranks with the same `coordinates.dp_rank` must receive the same micro batches. `weights_only`: load and export
+    weights, without gradients or an optimizer.
     """
 
     names: StepMetrics
@@ -76,20 +75,16 @@ class Trainer:
 
     def describe(self) -> dict[str, Any]:
         """Return facts for the log: the layout and this rank's parameter counts."""
+        device, experts = self.platform.device(), bool(self.model.config.num_moe_experts)
+        native = self.platform.uses_native_layers
         return {
             **self._layout(),
             "dtype": self.recipe.model.dtype,
             "parameters_on_rank": parameters_on_rank(self.model),
             "trained_parameters_on_rank": parameters_on_rank(self.model, trained=True),
             "can_offload": self.platform.can_offload,
-            "kernels": self._kernels(),
+            "kernels": description(device, self.model.dtype, experts=experts) if native else "",
         }
-
-    def _kernels(self) -> str:
-        """Describe the kernels of the native layers; "" on platforms with other layers."""
-        config, device = self.model.config, self.platform.device()
-        native = self.platform.uses_native_layers
-        return description(device, self.model.dtype, experts=bool(config.num_moe_experts)) if native else ""
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every weight once, in full, under its Hugging Face name, on every rank, with adapters merged.
@@ -128,7 +123,7 @@ class Trainer:
         """Write a Hugging Face directory with the model's configuration and tokenizer."""
         export.save_hf(directory, Path(self.recipe.model.path), self.export_weights())
 
-    def compare_with_hf(self, directory: Path) -> export.Comparison:
+    def compare_with_hf(self, directory: Path) -> export.ExportComparison:
         """Compare a directory that `save_hf` wrote with the current weights; see `export.compare_with_hf`."""
         return export.compare_with_hf(directory, self.export_weights(), Path(self.recipe.model.path))
 
@@ -224,9 +219,7 @@ class Trainer:
         self._router_losses.begin(micro_batches, self.platform.device())
         return self._run(micro_batches, loss, head, forward_only=False)
 
-    def _run(
-        self, micro_batches: list[MicroBatch], loss: Any, head: OutputHead, *, forward_only: bool
-    ) -> list[Any] | None:
+    def _run(self, micro_batches: list[MicroBatch], loss: Any, head: OutputHead, *, forward_only: bool) -> Any:
         return run(
             self.model.chunks,
             self.model.config,
@@ -372,7 +365,7 @@ class PolicyTrainer(Trainer):
         return [] if self.model.lora else [weight.nbytes for weight in self._weights()]
 
     def save_adapter(self, directory: Path) -> None:
-        """Write the adapters as a PEFT directory; see `lora.peft.save_adapter`."""
+        """Write the adapters as a PEFT directory (`lora.peft.save_adapter`)."""
         assert self.model.lora is not None, "adapters need lora.rank > 0"
         save_adapter(directory, self.model.lora, self.recipe.model.path)
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl import atomic_files
 from megarl.megatron import export
-from megarl.megatron.export import Comparison, ExportChange, compare_with_hf, save_hf
+from megarl.megatron.export import ExportChange, ExportComparison, compare_with_hf, save_hf
 
 TRAINED = ["model.embed_tokens.weight", "model.layers.0.up.weight", "model.layers.1.up.weight"]
 EXTRA = ["model.layers.2.up.weight", "model.layers.2.eh_proj.weight"]  # a multi-token-prediction layer
@@ -53,7 +53,7 @@ def test_untrained_layers_are_copied_and_counted(source: Path, tmp_path: Path) -
     assert sorted(written) == sorted(TRAINED + EXTRA)
     assert all((written[name] == 10 + len(name)).all() for name in TRAINED)
     assert all((written[name] == -1).all() for name in EXTRA)
-    assert compare_with_hf(out, trained(*TRAINED), source) == Comparison(equal=3, untrained=2)
+    assert compare_with_hf(out, trained(*TRAINED), source) == ExportComparison(equal=3, untrained=2)
 
 
 def test_a_tensor_that_was_not_exported_is_no_tensor_of_the_original(source: Path, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_tied_output_layer_that_the_original_holds_twice_follows_the_embedding
     save_hf(tmp_path / "out", source, iter(weights))
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(written["lm_head.weight"], written["model.embed_tokens.weight"])
-    assert compare_with_hf(tmp_path / "out", iter(weights), source) == Comparison(equal=4, untrained=2)
+    assert compare_with_hf(tmp_path / "out", iter(weights), source) == ExportComparison(equal=4, untrained=2)
 
 
 def test_every_tensor_of_the_directory_is_compared(source: Path, tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_process_that_is_killed_leaves_nothing_that_looks_like_a_model(
     save_file({TRAINED[0]: torch.zeros(2, 2)}, stale)
     save_hf(tmp_path / "out", source, trained(*TRAINED))
     assert names(tmp_path) == ["out", "source"]
-    assert compare_with_hf(tmp_path / "out", trained(*TRAINED), source) == Comparison(equal=3, untrained=2)
+    assert compare_with_hf(tmp_path / "out", trained(*TRAINED), source) == ExportComparison(equal=3, untrained=2)
 
 
 def test_an_export_that_fails_leaves_the_one_before_and_one_that_does_not_replaces_it(

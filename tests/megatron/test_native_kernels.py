@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from megarl.megatron import host_offsets, kernels, native_attention, native_experts
 from megarl.megatron.kernels import Kernel, description, grouped_gemm, packed_attention
-from megarl.megatron.native_attention import Attention, plan_chunks
+from megarl.megatron.native_attention import NativeAttention, plan_chunks
 from megarl.megatron.native_experts import expert_linears, stacked
 from megarl.trainer.worker import kernel_notices
 
@@ -127,10 +127,10 @@ class Ranks:
         return self.number
 
 
-def attention(mask: AttnMaskType, ranks: int = 1, rank: int = 0, scale: float | None = None) -> Attention:
+def attention(mask: AttnMaskType, ranks: int = 1, rank: int = 0, scale: float | None = None) -> NativeAttention:
     config = SimpleNamespace(attention_dropout=0.0, context_parallel_size=ranks)
     groups = SimpleNamespace(cp=Ranks(rank))
-    return Attention(config, 1, mask, "self", softmax_scale=scale, pg_collection=groups)
+    return NativeAttention(config, 1, mask, "self", softmax_scale=scale, pg_collection=groups)
 
 
 def packed(lengths: list[int]) -> Any:

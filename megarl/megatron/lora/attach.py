@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 
 from megarl.hf.linears import matches, without_expert
-from megarl.megatron.lora.layers import Adapter, Adapters, Cut, Part, Site
+from megarl.megatron.lora.layers import Adapter, Adapters, Cut, LinearPart, Site
 from megarl.megatron.native_kernels import rms_norm
 from megarl.recipe.training import LoraConfig
 
@@ -98,7 +98,7 @@ class Lora:
             sizes = [interleaved * head * heads for heads in (per_group, 1, 1)]
         return Site(
             parts=[
-                Part(
+                LinearPart(
                     names[0].rsplit(".", 1)[-1],
                     list(names),
                     size,

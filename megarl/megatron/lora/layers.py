@@ -30,7 +30,7 @@ _AXIS = {"A": -1, "B": -2}
 _CUT_MATRIX = {"rows": "B", "columns": "A", "whole": None}
 
 
-class Part(NamedTuple):
+class LinearPart(NamedTuple):
     """One Hugging Face linear inside a Megatron linear."""
 
     name: str  # "q_proj"
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 class Site:
     """The local shard of an adapted Megatron linear."""
 
-    parts: list[Part]
+    parts: list[LinearPart]
     interleaved: int  # query groups on this rank if rows are stored q, k, v per group; else 1
     inputs: int  # columns on this rank
     cut: Cut
