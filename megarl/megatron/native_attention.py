@@ -1,4 +1,4 @@
-"""NativeAttention for packed and rectangular batches: a varlen kernel if available, else torch's SDPA."""
+"""Attention for packed and rectangular batches: a varlen kernel if available, else torch's SDPA."""
 
 from __future__ import annotations
 
