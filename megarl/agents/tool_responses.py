@@ -66,7 +66,7 @@ class AnswerTokens:
 
     def _harmless(self, text: str) -> str:
         """Without the tokenizer's own tokens, and without half surrogate pairs, which no tokenizer takes."""
-        return self.tokenizer.broken_up(text.encode("utf-8", "replace").decode())
+        return self.tokenizer.break_added_tokens(text.encode("utf-8", "replace").decode())
 
     def _find_talk(self) -> tuple[list[dict[str, Any]], str, str]:
         """A conversation that the template can go on from, its text, and what of it stands behind the last end token."""

@@ -1,8 +1,8 @@
-"""Tokenised rows on disk, found by what they were made of.
+"""Cache of tokenised rows on disk, keyed by a digest of everything that determines them.
 
-An entry is one file: the SHA-256 of what follows, and then a safetensors file, which holds numbers and text and can
-run nothing. It gets its name once it is whole and on the disk, so that processes that write the same entry at once
-do not meet, and one that was killed leaves no half of it. What is read is held to its checksum.
+An entry is one file: a SHA-256 checksum, then a safetensors file, which holds only data and cannot run code. An entry is
+renamed into place once it is complete and on disk, so that concurrent writers do not conflict and a killed writer leaves
+no partial entry. Reading verifies the checksum.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Encoded:
     Attributes:
         tokens: int32 [L].
         loss_mask: bool [L]; all False for a prompt.
-        text: for people: what the prompt says, or the assistant in a demonstration.
+        text: for logs: the rendered prompt, or the assistant's messages of a demonstration.
     """
 
     tokens: np.ndarray
@@ -43,30 +43,30 @@ class Encoded:
 
 
 class TokenCache:
-    """Entries in one folder. `notice` is told, in a sentence, of whatever does not work: training goes on without."""
+    """Cache entries in one folder. `notice` receives a sentence for each failure; training continues without the cache."""
 
     def __init__(self, directory: Path, notice: Callable[[str], None]) -> None:
         self.directory, self.notice = directory, notice
 
     def load(self, key: str, count: int) -> list[Encoded] | None:
-        """The `count` texts of an entry; None where there is none, or it is damaged (which is told)."""
+        """Return the `count` texts of an entry; None if it is missing, unreadable or damaged (the latter two with a notice)."""
         path = self._path(key)
         try:
             data = path.read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
-            self.notice(f"tokenised rows could not be read from {path} ({error.strerror}): they are made again")
+            self.notice(f"tokenised rows could not be read from {path} ({error.strerror}): they are tokenised again")
             return None
         if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
-            self.notice(f"the tokenised rows in {path} were damaged: they are made again")
+            self.notice(f"the tokenised rows in {path} were damaged: they are tokenised again")
             return None
         encoded = _unpack(data[_DIGEST:])
         assert len(encoded) == count, f"{path} has {len(encoded)} texts, not {count}"
         return encoded
 
     def store(self, key: str, encoded: Sequence[Encoded]) -> None:
-        """Write an entry whole, or not at all (which is told)."""
+        """Write an entry atomically; a failure is a notice."""
         path, data = self._path(key), _pack(encoded)
         partial = path.with_name(f".{uuid.uuid4().hex}.partial")
         try:
@@ -83,8 +83,8 @@ class TokenCache:
 
 
 def key_of(file: Path, kind: str, tokenizer: Tokenizer, config: DataConfig) -> str:
-    """Hex SHA-256 of all that decides what the rows of `file` become as `kind`: its bytes, the tokenizer's files, the
-    template's settings, and the code. Where a template writes the date, the date too."""
+    """Return the hex SHA-256 of everything that determines the encoded rows of `file`: its bytes, `kind` (the encoding
+    function), the tokenizer's files, the template's settings, this package's code, and the date if the template writes it."""
     digest = hashlib.sha256()
     for part in (
         kind,
@@ -99,7 +99,7 @@ def key_of(file: Path, kind: str, tokenizer: Tokenizer, config: DataConfig) -> s
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """Hex SHA-256 of what a tokenizer reads of its directory, and of the stop tokens that it was given."""
+    """Return the hex SHA-256 of a tokenizer's files and of its stop, end and bos ids."""
     digest = hashlib.sha256(repr((tokenizer.stop_ids, sorted(tokenizer.end_ids), tokenizer.bos_ids)).encode())
     for path in sorted(tokenizer.directory.rglob("*")):
         if path.suffix in (".json", ".jinja", ".txt", ".model", ".tiktoken") and path.is_file():
@@ -117,7 +117,7 @@ def _file_digest(path: Path) -> str:
 
 @lru_cache(maxsize=1)
 def _code_digest() -> str:
-    """Of megarl's own modules that make rows, and of the packages' versions that they use."""
+    """Digest of the modules of `megarl.data`, and of the versions of the packages that they use."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -130,13 +130,13 @@ def _code_digest() -> str:
 def _pack(encoded: Sequence[Encoded]) -> bytes:
     from safetensors.numpy import save
 
-    texts = [one.text.encode("utf-8", "surrogatepass") for one in encoded]
+    texts = [row.text.encode("utf-8", "surrogatepass") for row in encoded]
     empty = np.zeros(0, dtype=np.int32)
     return save(
         {
-            "lengths": np.array([len(one.tokens) for one in encoded], dtype=np.int64),
-            "tokens": np.concatenate([empty, *(one.tokens for one in encoded)]),
-            "loss_mask": np.concatenate([empty.astype(bool), *(one.loss_mask for one in encoded)]),
+            "lengths": np.array([len(row.tokens) for row in encoded], dtype=np.int64),
+            "tokens": np.concatenate([empty, *(row.tokens for row in encoded)]),
+            "loss_mask": np.concatenate([empty.astype(bool), *(row.loss_mask for row in encoded)]),
             "text_lengths": np.array([len(text) for text in texts], dtype=np.int64),
             "texts": np.frombuffer(b"".join(texts), dtype=np.uint8),
         }

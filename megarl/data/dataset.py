@@ -1,4 +1,4 @@
-"""What all data sets have in common: files to rows, rows to tokens, and what is too long left out or refused."""
+"""Base class of all data sets: read rows from files, tokenise them, and filter or reject rows that are too long."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Files = Sequence[str | Path] | Mapping[str, Sequence[str | Path]]
 
 @dataclass(frozen=True)
 class FileCount:
-    """Rows of one file: those that were read, those of them that were longer than the limit, and all."""
+    """Row counts of one file: rows read, rows read that exceed the length limit, and all rows of the file."""
 
     file: str
     rows: int
@@ -40,17 +40,17 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
     """Rows of files, rendered and tokenised once.
 
     Attributes:
-        sets: rows that stayed of each set, by name; they lie one set after another.
-        counts: what each file held, and what of it was too long.
-        notices: what a person should know: a cache or processes that could not be used, rows without a difficulty.
+        sets: number of kept rows of each set, by name. Items are ordered by set.
+        counts: row counts of each file.
+        notices: warnings for the user: an unusable cache, failed processes, rows without a difficulty.
         longest: tokens of the longest row that was read.
     """
 
-    layouts: Sequence[Sequence[str]]  # columns, of which one set must be there in full
-    optional: Sequence[str]  # columns that are read where they are there
-    source: ClassVar[str]  # data source of a row that names none
-    per_row: ClassVar[int] = 1  # texts that `encode` makes of a row
-    text_alone: ClassVar[str] = "demonstrations and preferences are text alone: train.source: rollout reads images"
+    layouts: Sequence[Sequence[str]]  # alternatives: a file must have all columns of one of them
+    optional: Sequence[str]  # columns that are read if present
+    source: ClassVar[str]  # data source of a row without one
+    per_row: ClassVar[int] = 1  # texts per row that `encode` returns
+    text_only: ClassVar[str] = "demonstrations and preferences must be text only; train.source: rollout reads images"
     too_long: ClassVar[str]  # "prompts are longer than data.max_prompt_length"
 
     def __init__(
@@ -62,10 +62,10 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         difficulty: str | None = None,
         sample: int | None = None,
     ) -> None:
-        """`limit`: tokens of the longest row. `difficulty`: the number of extra_info that a curriculum goes by. `sample`:
-        rows to read of each file, spread over it; None: all."""
+        """`limit`: maximum tokens of a row. `difficulty`: name of the number in extra_info that the curriculum sorts by.
+        `sample`: rows to read of each file, evenly spread; None: all."""
         self._sample, self._totals = sample, dict[Path, int]()
-        with without_collection():
+        with gc_disabled():
             self._read(files, tokenizer, config, limit, difficulty)
 
     def _read(self, files: Files, tokenizer: Tokenizer, config: DataConfig, limit: int, difficulty: str | None) -> None:
@@ -91,12 +91,12 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         for (name, file, rows), texts in zip(parts, encoded, strict=True):
             kept = 0
             for number, (row, uid) in enumerate(zip(rows, uids)):  # noqa: B905 - uids go on with the next file
-                own = self.whole(row, texts[number * self.per_row : (number + 1) * self.per_row])
-                length = max(len(text.tokens) for text in own)
+                row_texts = self.expand(row, texts[number * self.per_row : (number + 1) * self.per_row])
+                length = max(len(text.tokens) for text in row_texts)
                 if length > longest:
                     longest, longest_row = length, row.where
                 if length <= limit:
-                    self._items.append(self.item(row, uid, own))
+                    self._items.append(self.item(row, uid, row_texts))
                     rows_kept.append(row)
                     kept += 1
             self.sets[name] += kept
@@ -106,39 +106,39 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         self.difficulty = None if difficulty is None else self._difficulties(rows_kept, difficulty)
 
     def read(self, file: Path) -> list[Row]:
-        """The rows of one file."""
+        """Read the rows of one file."""
         rows = []
         for row in self.rows_of(file, (*self.optional, *_PICTURES)):
             for column in _PICTURES:
                 if row.values.get(column):
-                    raise ValueError(f"{row.where}: column {column!r} is not empty, and {self.text_alone}")
+                    raise ValueError(f"{row.where}: column {column!r} is not empty, and {self.text_only}")
             rows.append(row)
         if not rows:
             raise ValueError(f"{file}: the file has no rows")
         return rows
 
     def rows_of(self, file: Path, optional: Sequence[str]) -> Iterable[Row]:
-        """The rows of one file, or the sample of them, with the columns of `layouts` and `optional`."""
+        """Return the rows of one file, or a sample of them, with the columns in `layouts` and `optional`."""
         if self._sample is None:
             return iterate_rows(file, *self.layouts, optional=optional)
         rows, self._totals[file] = sample_rows(file, self._sample, *self.layouts, optional=optional)
         return rows
 
-    def whole(self, row: Row, texts: Sequence[Encoded]) -> Sequence[Encoded]:
-        """A row's texts as a model reads them: what does not come from the text alone is added here."""
+    def expand(self, row: Row, texts: Sequence[Encoded]) -> Sequence[Encoded]:
+        """Return a row's texts with placeholder tokens expanded. Text-only data sets have none."""
         return texts
 
     @abstractmethod
     def encode(self) -> Encode:
-        """The function that makes texts of rows."""
+        """Return the function that renders and tokenises rows."""
 
     @abstractmethod
     def item(self, row: Row, uid: str, texts: Sequence[Encoded]) -> Item:
-        """A row as it is drawn, from its texts."""
+        """Build the data set's item for a row from its texts."""
 
     @property
     def filtered(self) -> int:
-        """Rows left out because they are too long."""
+        """Number of rows left out because they are too long."""
         return sum(count.over for count in self.counts)
 
     def __len__(self) -> int:
@@ -152,12 +152,12 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         return self._items[index]
 
     def too_long_by_file(self) -> str:
-        """ "3 of 40 in a.parquet, 1 of 7 in b.parquet": the files that had rows of more than the limit."""
+        """Describe files with rows over the limit, e.g. "3 of 40 in a.parquet, 1 of 7 in b.parquet"."""
         return ", ".join(f"{count.over} of {count.rows} in {count.file}" for count in self.counts if count.over)
 
     def _check_lengths(self, config: DataConfig, limit: int, longest: int, where: str) -> None:
         empty = [name for name, rows in self.sets.items() if not rows]
-        partial = any(count.rows < count.total for count in self.counts)  # of all rows some may be shorter
+        partial = any(count.rows < count.total for count in self.counts)  # rows outside the sample may be shorter
         if not self.filtered or (config.overlong_prompts == "filter" and (partial or not empty)):
             return
         total = sum(count.rows for count in self.counts)
@@ -170,31 +170,31 @@ class RowDataset(Sequence[Item], ABC, Generic[Item]):
         )
 
     def _difficulties(self, rows: Sequence[Row], name: str) -> np.ndarray:
-        """float64 [rows]: `name` of each row's extra_info; NaN where it is missing.
+        """Return extra_info[name] of each row: float64 [rows], NaN if missing.
 
         Raises:
-            ValueError: it is no number in a row, or a set has it in no row.
+            ValueError: a row's value is not a number, or no row of a set has a value.
         """
-        found = np.array([_number(row, name) for row in rows], dtype=np.float64)
+        difficulties = np.array([_number(row, name) for row in rows], dtype=np.float64)
         start = 0
-        for part, size in self.sets.items():
-            if np.isnan(found[start : start + size]).all():
-                there = sorted({key for row in rows[start : start + size] for key in row.get("extra_info", dict) or {}})
-                of = f" of data.mix.{part}" if len(self.sets) > 1 else ""
+        for set_name, size in self.sets.items():
+            if np.isnan(difficulties[start : start + size]).all():
+                keys = sorted({key for row in rows[start : start + size] for key in row.get("extra_info", dict) or {}})
+                of = f" of data.mix.{set_name}" if len(self.sets) > 1 else ""
                 raise ValueError(
-                    f"data.curriculum: no row{of} has a number {name!r} in extra_info, but {', '.join(there) or 'nothing'}: "
+                    f"data.curriculum: no row{of} has a number {name!r} in extra_info, but {', '.join(keys) or 'nothing'}: "
                     "name one of these that is a number, or leave it out"
                 )
             start += size
-        unknown = int(np.isnan(found).sum())
+        unknown = int(np.isnan(difficulties).sum())
         if unknown:
             self.notices.append(f"{unknown} of {len(rows)} rows have no extra_info.{name}: each epoch draws them last")
-        return found
+        return difficulties
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
-    """Python's search for cycles, which goes over all rows again and again while they pile up, waits until the end."""
+def gc_disabled() -> Iterator[None]:
+    """Disable cyclic garbage collection, which would rescan all rows again and again while they accumulate."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -209,12 +209,12 @@ def _number(row: Row, name: str) -> float:
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{row.where}: data.curriculum goes by extra_info.{name}, which is {value!r}, not a number")
+        raise ValueError(f"{row.where}: data.curriculum sorts by extra_info.{name}, which is {value!r}, not a number")
     return float(value)
 
 
 def sampler_of(data: RowDataset[Any], config: DataConfig, seed: int) -> MixedSampler:
-    """The order in which a run draws the rows of its training data."""
+    """Return the sampler that orders the training rows of a run."""
     samplers, start = [], 0
     for stream, size in enumerate(data.sets.values()):
         difficulty = None if data.difficulty is None else data.difficulty[start : start + size]

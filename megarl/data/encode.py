@@ -1,4 +1,4 @@
-"""Rows to tokens: from the cache where they were made before, else in as many processes as it takes, shown as it goes."""
+"""Tokenise rows: load them from the cache, else encode them in several processes, with a progress bar."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.schema import DataConfig
 
 Encode = Callable[[Sequence[Row], Tokenizer, DataConfig], list[Encoded]]
-"""Renders and tokenises rows: the same number of texts from each. A function of a module, or a partial of one, which a process can import."""
+"""Renders and tokenises rows into the same number of texts each. A module-level function or a partial of one, so that
+another process can import it."""
 
-CHUNK = 512  # rows at a time: what the progress bar moves by, and what a process is given
-ROWS_PER_PROCESS = 20_000  # a process needs seconds to start; fewer rows are made sooner than that
-LEAST_CACHED = 1000  # rows of a file that are worth a file of their own
+CHUNK = 512  # rows per task of a process, and per step of the progress bar
+ROWS_PER_PROCESS = 20_000  # a process takes seconds to start, which fewer rows would not repay
+LEAST_CACHED = 1000  # files with fewer rows are not cached
 
 
 def encode_files(
@@ -32,42 +33,42 @@ def encode_files(
     config: DataConfig,
     notice: Callable[[str], None],
 ) -> list[list[Encoded]]:
-    """The texts of each file's rows, `per_row` of each row in order.
+    """Return the texts of each file's rows, `per_row` per row in order.
 
-    `notice` is told what did not work and was done another way: a cache that cannot be used, processes that died.
+    `notice` receives a message for every fallback: a cache that cannot be used, processes that died.
 
     Raises:
-        ValueError: whatever `encode` finds wrong with a row.
+        ValueError: `encode` rejects a row.
     """
     cache = TokenCache(Path(config.cache).expanduser(), notice) if config.cache else None
-    kind = _name_of(encode)
-    found: list[list[Encoded] | None] = [None] * len(files)
+    kind = _identity(encode)
+    texts_of_files: list[list[Encoded] | None] = [None] * len(files)
     keys: dict[int, str] = {}
     for number, (file, rows) in enumerate(files):
         if cache is not None and len(rows) >= LEAST_CACHED:
             keys[number] = key_of(file, kind, tokenizer, config)
-            found[number] = cache.load(keys[number], len(rows) * per_row)
-    missing = [number for number in range(len(files)) if found[number] is None]
+            texts_of_files[number] = cache.load(keys[number], len(rows) * per_row)
+    missing = [number for number in range(len(files)) if texts_of_files[number] is None]
     rows = [row for number in missing for row in files[number][1]]
-    made = iter(encode_rows(rows, encode, tokenizer, config, notice))
+    encoded = iter(encode_rows(rows, encode, tokenizer, config, notice))
     for number in missing:
-        texts = found[number] = [next(made) for _ in range(len(files[number][1]) * per_row)]
+        texts = texts_of_files[number] = [next(encoded) for _ in range(len(files[number][1]) * per_row)]
         if cache is not None and number in keys:
             cache.store(keys[number], texts)
-    return [texts for texts in found if texts is not None]
+    return [texts for texts in texts_of_files if texts is not None]
 
 
-def _name_of(encode: Encode) -> str:
-    """What tells it from others: where it is, and what it was given besides."""
+def _identity(encode: Encode) -> str:
+    """Return the import path of `encode` with its bound arguments."""
     if isinstance(encode, partial):
-        return f"{_name_of(encode.func)}{encode.args!r}{sorted(encode.keywords.items())!r}"
+        return f"{_identity(encode.func)}{encode.args!r}{sorted(encode.keywords.items())!r}"
     return f"{encode.__module__}.{encode.__qualname__}"
 
 
 def encode_rows(
     rows: Sequence[Row], encode: Encode, tokenizer: Tokenizer, config: DataConfig, notice: Callable[[str], None]
 ) -> list[Encoded]:
-    """The texts of `rows`, in order, in `data.workers` processes."""
+    """Return the texts of `rows` in order, encoded by `data.workers` processes."""
     chunks = [rows[start : start + CHUNK] for start in range(0, len(rows), CHUNK)]
     workers = min(config.workers or automatic_workers(len(rows)), len(chunks))
     if workers > 1:
@@ -75,20 +76,21 @@ def encode_rows(
             return _encode_in_processes(chunks, encode, tokenizer, config, workers, len(rows))
         except (BrokenProcessPool, OSError) as error:
             notice(
-                f"the {workers} processes that tokenise rows failed ({error}): one process does it. Set data.workers=1"
+                f"the {workers} processes that tokenise rows failed ({error}): this process tokenises them alone. "
+                "Set data.workers=1 to start no processes"
             )
     encoded: list[Encoded] = []
-    # Two threads: tokenizers let go of Python's lock, so that one renders while the other tokenises.
+    # Two threads: tokenizers release the GIL, so one thread renders while the other tokenises.
     with _progress(len(rows)) as advance, ThreadPoolExecutor(2) as pool:
-        made = pool.map(lambda chunk: encode(chunk, tokenizer, config), chunks)
-        for chunk, texts in zip(chunks, made, strict=True):
+        texts_of_chunks = pool.map(lambda chunk: encode(chunk, tokenizer, config), chunks)
+        for chunk, texts in zip(chunks, texts_of_chunks, strict=True):
             encoded += texts
             advance(len(chunk))
     return encoded
 
 
 def automatic_workers(rows: int) -> int:
-    """Processes for so many rows where `data.workers` is unset: none beside this one below twice ROWS_PER_PROCESS."""
+    """Return the number of processes for `rows` rows if `data.workers` is unset; 1 means this process."""
     return max(1, min(rows // ROWS_PER_PROCESS, len(os.sched_getaffinity(0))))
 
 
@@ -100,7 +102,7 @@ def _encode_in_processes(
     workers: int,
     total: int,
 ) -> list[Encoded]:
-    # Not forked: the tokenizer's and numpy's threads do not survive that.
+    # Not fork: threads of the tokenizer and of numpy do not survive a fork.
     context = multiprocessing.get_context("spawn")
     encoded: list[Encoded] = []
     arguments = (encode, tokenizer, config)
@@ -114,7 +116,7 @@ def _encode_in_processes(
     return encoded
 
 
-_task: tuple[Encode, Tokenizer, DataConfig] | None = None  # of a process that tokenises
+_task: tuple[Encode, Tokenizer, DataConfig] | None = None  # set in a tokenising process
 
 
 def _begin(encode: Encode, tokenizer: Tokenizer, config: DataConfig) -> None:
@@ -131,7 +133,7 @@ def _encode_chunk(rows: Sequence[Row]) -> list[Encoded]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error while it takes, where that is a terminal; it leaves nothing behind."""
+    """Show a transient progress bar on standard error if it is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

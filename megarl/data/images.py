@@ -1,7 +1,7 @@
-"""Images of prompts: found in rows, counted in tokens by their size alone, and prepared by the model's image processor.
+"""Images of prompts: read from rows, counted in tokens by their size, and prepared by the model's image processor.
 
-A prompt keeps its images as they came, encoded. How many tokens one takes follows from its size, which its first bytes
-tell; pixels are made in the process that samples, once, for engine and trainer.
+A prompt keeps its images encoded, as in the row. The number of tokens follows from the image size in the file's header.
+The sampling process decodes the pixels once, for engine and trainer.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from megarl.types import Prompt, PromptImage, SampleImages
 if TYPE_CHECKING:
     from PIL import Image
 
-PLACEHOLDER = "<image>"  # in a row's text, as verl writes it
-LARGEST = 89_478_485  # pixels of an image that is opened: Pillow's own limit, past which it only warns
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS: Pillow runs a program to read one
+PLACEHOLDER = "<image>"  # in a row's text, as in verl
+MAX_PIXELS = 89_478_485  # Pillow's limit, above which Pillow itself only warns
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # not EPS: Pillow runs an external program to read it
 _PREPARED = {"pixel_values", "image_grid_thw"}
 _LOADING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class ImageReader:
-    """The model's image processor, which is loaded when it is first used. Limits in pixels; None: the processor's own."""
+    """The model's image processor, loaded at first use. Limits in pixels; None keeps the processor's limit."""
 
     directory: str  # of the model
     min_pixels: int | None = None
@@ -47,7 +47,7 @@ class ImageReader:
 
     @property
     def token(self) -> int:
-        """Id of the placeholder token.
+        """Id of the image placeholder token.
 
         Raises:
             ValueError: the model reads no images.
@@ -55,15 +55,15 @@ class ImageReader:
         return _image_token(self.directory)
 
     def tokens(self, width: int, height: int) -> int:
-        """Placeholder tokens of an image of so many pixels. Raises ValueError for one that the processor refuses."""
+        """Return the placeholder tokens of an image of `width` x `height` pixels. ValueError if the processor rejects it."""
         processor = self._processor()
         return int(processor.get_number_of_image_patches(height, width)) // int(processor.merge_size) ** 2
 
     def prepare(self, prompt: Prompt) -> SampleImages | None:
-        """What the vision tower reads of the prompt's images; None where it has none.
+        """Return the vision tower's inputs for the prompt's images; None without images.
 
         Raises:
-            ValueError: with the row, for a file that has changed or cannot be decoded.
+            ValueError: a file has changed or cannot be decoded; names the row.
         """
         if not prompt.images:
             return None
@@ -76,33 +76,32 @@ class ImageReader:
         )
 
     def _processor(self) -> Any:
-        with _LOADING:  # threads that prepare images want it at once
+        with _LOADING:  # several threads prepare images
             return _load(self)
 
     def _prepare(self, processor: Any, image: PromptImage) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [patches, numbers of a patch], int64 [1, 3]."""
-        with _opened(image) as opened:
+        """Return (float32 [patches, values per patch], int64 [1, 3])."""
+        with _open(image) as opened:
             try:
-                pixels = _in_colour(opened)
-            except Exception as error:  # a decoder raises whatever its library does
+                pixels = _to_rgb(opened)
+            except Exception as error:  # a decoder may raise any exception
                 raise ValueError(f"{image.where} cannot be decoded: {error}") from error
-        made = processor(images=[pixels], return_tensors="np")
-        grid = made["image_grid_thw"].astype(np.int64)
+        inputs = processor(images=[pixels], return_tensors="np")
+        grid = inputs["image_grid_thw"].astype(np.int64)
         tokens = int(grid.prod()) // int(processor.merge_size) ** 2
         if tokens != image.tokens:
             raise ValueError(
-                f"{image.where} takes {tokens} tokens; it took {image.tokens} when its row was read. Leave the files "
-                "of a data set as they are while a run lasts"
+                f"{image.where} takes {tokens} tokens; it took {image.tokens} when its row was read. Do not change the "
+                "files of a data set during a run"
             )
-        return made["pixel_values"].astype(np.float32), grid
+        return inputs["pixel_values"].astype(np.float32), grid
 
 
-def images_of(row: Row, file: Path, reader: ImageReader | None) -> tuple[PromptImage, ...]:
-    """The images of a row's column `images`; every one's header has been read. `file` is the row's, to which paths are
-    relative.
+def read_images(row: Row, file: Path, reader: ImageReader | None) -> tuple[PromptImage, ...]:
+    """Read the headers of the images in a row's column `images`. Image paths are relative to the folder of `file`.
 
     Raises:
-        ValueError: the column holds something else, an image cannot be read, or there is no model that reads images.
+        ValueError: the column is not a list of images, an image cannot be read, or the model reads no images.
     """
     if row.values.get("videos"):
         raise ValueError(
@@ -114,7 +113,7 @@ def images_of(row: Row, file: Path, reader: ImageReader | None) -> tuple[PromptI
     if reader is None:
         raise ValueError(f"{row.where} has images, and no model was named to read them")
     try:
-        reader.token  # noqa: B018 - that there is one
+        reader.token  # noqa: B018 - raises if the model reads no images
     except ValueError as error:
         raise ValueError(f"{row.where} has images: {error}") from error
     return tuple(
@@ -124,43 +123,41 @@ def images_of(row: Row, file: Path, reader: ImageReader | None) -> tuple[PromptI
 
 
 def with_image_parts(row: Row, messages: Sequence[dict[str, Any]], chat_template: bool) -> list[dict[str, Any]]:
-    """The messages of a row with images as chat templates take them: each `<image>` of a text becomes a part of its own.
+    """Convert messages for chat templates: each `<image>` in a text becomes an image part.
 
-    `row` has the number of its images in the column `images`. Contents that are lists of parts stay as they are.
+    `row` has the number of its images in the column `images`. Contents that are lists of parts stay unchanged.
 
     Raises:
-        ValueError: there is no chat template, or there are not as many placeholders as images.
+        ValueError: the chat template is off, or the row has a different number of placeholders than of images.
     """
     count = row.get("images", int)
     if count is None:
         return list(messages)
-    given = [{**message, "content": _parts(message["content"])} for message in messages] if count else list(messages)
-    placeholders = sum(_placeholders(message["content"]) for message in given)
+    messages = [{**message, "content": _parts(message["content"])} for message in messages] if count else list(messages)
+    placeholders = sum(_placeholders(message["content"]) for message in messages)
     if placeholders != count:
         raise ValueError(
             f"{row.where}: the prompt has {placeholders} {PLACEHOLDER} and the column 'images' has {count}: each image "
             f"needs one {PLACEHOLDER}, where it belongs in the text"
         )
     if count and not chat_template:
-        raise ValueError(f"{row.where}: images are written by a chat template: set data.chat_template: true")
-    return given
+        raise ValueError(f"{row.where}: images need a chat template: set data.chat_template: true")
+    return messages
 
 
-def expanded(
+def expand_placeholders(
     row: Row, text: Encoded, images: Sequence[PromptImage], token: int
 ) -> tuple[Encoded, tuple[PromptImage, ...]]:
-    """A prompt in which each image's single placeholder has become as many as the image takes; the images with the
-    places of theirs.
+    """Repeat each image's placeholder `token` to the image's number of tokens; return the images with their start indices.
 
     Raises:
-        ValueError: the rendered prompt does not have one placeholder an image.
+        ValueError: the rendered prompt does not have exactly one placeholder per image.
     """
     places = np.flatnonzero(text.tokens == token)
     if len(places) != len(images):
         raise ValueError(
-            f"{row.where}: {len(places)} tokens of the rendered prompt are the model's placeholder of an image "
-            f"(number {token}), and the row has {len(images)} images. A text must not write it, and the chat template "
-            "has to write one for each image"
+            f"{row.where}: the rendered prompt has {len(places)} image placeholders (token {token}), and the row has "
+            f"{len(images)} images. The text must not contain this token, and the chat template must write one for each image"
         )
     counts = np.ones(len(text.tokens), dtype=np.int64)
     counts[places] = [image.tokens for image in images]
@@ -178,7 +175,7 @@ def _image(value: Any, where: str, folder: Path, reader: ImageReader) -> PromptI
         image = PromptImage(where, value, "", 0)
     else:
         raise ValueError(f"{where} is neither bytes nor a path, nor {{bytes, path}} with one of the two")
-    with _opened(image) as opened:
+    with _open(image) as opened:
         width, height = opened.size
     try:
         return replace(image, tokens=reader.tokens(width, height))
@@ -186,26 +183,26 @@ def _image(value: Any, where: str, folder: Path, reader: ImageReader) -> PromptI
         raise ValueError(f"{where} ({width} x {height}): {error}") from error
 
 
-def _opened(image: PromptImage) -> Image.Image:
-    """The image, of which no more than the header has been read. Raises ValueError, which names it."""
+def _open(image: PromptImage) -> Image.Image:
+    """Open the image, which reads only its header. Raises ValueError with the image's name."""
     from PIL import Image
 
     try:
         opened = Image.open(io.BytesIO(image.data) if image.data is not None else image.path, formats=_FORMATS)
     except FileNotFoundError as error:
         raise ValueError(f"{image.where}: there is no file {image.path}") from error
-    except Exception as error:  # a header may raise anything of its format's
-        said = f"{type(error).__name__}: {error}" if image.data is None else type(error).__name__
-        raise ValueError(f"{image.where} cannot be read as one of {', '.join(_FORMATS)} ({said})") from error
+    except Exception as error:  # a format's parser may raise any exception
+        cause = f"{type(error).__name__}: {error}" if image.data is None else type(error).__name__
+        raise ValueError(f"{image.where} cannot be read as one of {', '.join(_FORMATS)} ({cause})") from error
     width, height = opened.size
-    if width * height > LARGEST:
+    if width * height > MAX_PIXELS:
         opened.close()
-        raise ValueError(f"{image.where} has {width} x {height} pixels; more than {LARGEST:,} are not opened")
+        raise ValueError(f"{image.where} has {width} x {height} pixels; more than {MAX_PIXELS:,} are not opened")
     return opened
 
 
-def _in_colour(image: Image.Image) -> Image.Image:
-    """RGB; what is transparent becomes white, as in verl: black lines on nothing would else vanish."""
+def _to_rgb(image: Image.Image) -> Image.Image:
+    """Convert to RGB on a white background, as verl does: black lines on a transparent one would vanish."""
     from PIL import Image
 
     if image.has_transparency_data:
@@ -221,7 +218,7 @@ def _parts(content: Any) -> list[dict[str, Any]]:
         return [{"type": "image"} if piece == PLACEHOLDER else {"type": "text", "text": piece} for piece in pieces]
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise ValueError(f"a message's content is {content!r}, neither text nor a list of parts")
-    # Parquet gives every part the fields of all others, as None.
+    # Parquet adds fields that a part lacks as None.
     return [{name: value for name, value in part.items() if value is not None} for part in content]
 
 
@@ -236,8 +233,8 @@ def _image_token(directory: str) -> int:
     config = json.loads((Path(directory) / "config.json").read_text(encoding="utf-8"))
     if "vision_config" not in config or "image_token_id" not in config:
         raise ValueError(
-            f"the model in {directory} ({config.get('model_type')}) reads none: its config.json has no vision_config "
-            "and image_token_id. Name a vision-language model in model.path, or rows without images"
+            f"the model in {directory} ({config.get('model_type')}) reads no images: its config.json has no vision_config "
+            "and image_token_id. Set model.path to a vision-language model, or use rows without images"
         )
     return int(config["image_token_id"])
 
@@ -247,23 +244,23 @@ def _load(reader: ImageReader) -> Any:
     from transformers import AutoImageProcessor
 
     try:
-        # Pillow's, wherever torchvision may be: an image is the same numbers on every machine.
-        found = AutoImageProcessor.from_pretrained(
+        # The Pillow backend even with torchvision installed, so that every machine computes the same values.
+        processor = AutoImageProcessor.from_pretrained(
             reader.directory, backend="pil", trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ValueError(f"{reader.directory}: transformers cannot load the image processor: {error}") from error
-    if not set(found.model_input_names) >= _PREPARED or not hasattr(found, "get_number_of_image_patches"):
+    if not set(processor.model_input_names) >= _PREPARED or not hasattr(processor, "get_number_of_image_patches"):
         raise ValueError(
-            f"{reader.directory} has a {type(found).__name__}: image processors that make "
-            f"{' and '.join(sorted(_PREPARED))}, as Qwen2-VL's does, are the ones that can be used"
+            f"{reader.directory} has a {type(processor).__name__}, which is not supported: an image processor must return "
+            f"{' and '.join(sorted(_PREPARED))}, as Qwen2-VL's does"
         )
     limits = {"shortest_edge": reader.min_pixels, "longest_edge": reader.max_pixels}
-    size = {name: found.size[name] if limit is None else limit for name, limit in limits.items()}
+    size = {name: processor.size[name] if limit is None else limit for name, limit in limits.items()}
     if size["shortest_edge"] > size["longest_edge"]:
         raise ValueError(
-            f"images are to have {size['shortest_edge']} pixels at least and {size['longest_edge']} at most, with what "
-            "the model's image processor says: set both data.min_pixels and data.max_pixels"
+            f"the smallest image size, {size['shortest_edge']} pixels, is above the largest, {size['longest_edge']} (the "
+            "model's image processor sets an unset limit): set both data.min_pixels and data.max_pixels"
         )
-    found.size = size
-    return found
+    processor.size = size
+    return processor

@@ -1,4 +1,4 @@
-"""Preferences for DPO: two answers to a prompt, of which one is better. The loss counts the answers alone."""
+"""Preference pairs for DPO: a chosen and a rejected answer to a prompt. Only answer tokens count in the loss."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.schema import DataConfig
 
 Pair = tuple[Example, Example]
-"""The chosen answer and the rejected one, each after the prompt."""
+"""(chosen, rejected); each example includes the prompt."""
 
 
 class PreferenceDataset(RowDataset[Pair]):
     """Rows with ``prompt``, ``chosen`` and ``rejected``, or with the latter two as whole conversations.
 
-    An answer is text, or messages of which the last is the assistant's; only that last one counts in the loss.
-
-    A row is too long where one of its answers is, with its prompt.
+    An answer is text, or messages that end with the assistant's; only the last message counts in the loss. A row is too
+    long if the prompt with either answer exceeds the limit.
 
     Raises:
-        ValueError: a file, column or conversation is wrong, the two prompts of a row differ, its answers do not, or one
-            is longer than the limit and the recipe does not filter (or all of them are).
+        ValueError: a file, column or conversation is wrong; the two prompts of a row differ; its answers are equal; or an
+            answer exceeds the limit and the recipe does not filter (or all rows do).
     """
 
     layouts = (("chosen", "rejected"),)
@@ -44,8 +43,9 @@ class PreferenceDataset(RowDataset[Pair]):
 
 
 def encode_pairs(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig) -> list[Encoded]:
-    """Of each row the chosen answer and then the rejected one."""
-    return encode_conversations([talk for row in rows for talk in _conversations(row)], tokenizer, config)
+    """Return the chosen and then the rejected text of each row."""
+    conversations = [conversation for row in rows for conversation in _conversations(row)]
+    return encode_conversations(conversations, tokenizer, config)
 
 
 def _conversations(row: Row) -> list[Conversation]:
@@ -54,11 +54,11 @@ def _conversations(row: Row) -> list[Conversation]:
         raise ValueError(f"{row.where}: 'chosen' and 'rejected' do not answer the same prompt")
     if chosen[-1] == rejected[-1]:
         raise ValueError(f"{row.where}: 'chosen' and 'rejected' are the same answer, so nothing is preferred")
-    return [Conversation(row, messages, given=len(messages) - 1) for messages in (chosen, rejected)]
+    return [Conversation(row, messages, first_learned=len(messages) - 1) for messages in (chosen, rejected)]
 
 
 def _messages(row: Row, column: str) -> list[dict[str, Any]]:
-    """The whole conversation that ends with the answer in `column`."""
+    """Return the conversation that ends with the answer in `column`."""
     answer = row.need(column, object)
     if isinstance(answer, str):
         messages = [*messages_of(row, "prompt"), {"role": "assistant", "content": answer}]

@@ -1,4 +1,4 @@
-"""The prompts that the policy is trained and evaluated on."""
+"""Data set of the prompts for RL training and evaluation."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ import numpy as np
 from megarl.data.cache import Encoded
 from megarl.data.dataset import Files, RowDataset
 from megarl.data.encode import Encode
-from megarl.data.images import ImageReader, expanded, images_of, with_image_parts
+from megarl.data.images import ImageReader, expand_placeholders, read_images, with_image_parts
 from megarl.data.rows import Row, messages_of, text_of
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.schema import DataConfig
 from megarl.types import Prompt, PromptImage
 
-COLUMNS = ("data_source", "reward_model", "extra_info", "images", "videos")  # besides the prompt
-SCORED_BY_ROW = ("data_source", "reward_model")  # what scorers need that the data source chooses
+COLUMNS = ("data_source", "reward_model", "extra_info", "images", "videos")  # all except the prompt
+SCORED_BY_ROW = ("data_source", "reward_model")  # columns needed if the row's data source selects the scorer
 
 
 def layout_of(needed: Sequence[str]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return (layouts, optional columns) of rows with prompts, of which the scorers need the columns `needed`."""
+    """Return (layouts, optional columns) of prompt rows, for scorers that need the columns `needed`."""
     return [("prompt", *needed)], [name for name in COLUMNS if name not in needed]
 
 
 def with_source(row: Row, file: Path, needed: Sequence[str]) -> Row:
-    """Return `row` with a data source, for metrics and names of rows: the file's name where it has none and needs none."""
+    """Return `row` with a data source for metrics and uids: the file's name if the column is absent and not needed."""
     if row.values.get("data_source") is not None or "data_source" in needed:
         return row
     return Row(row.where, {**row.values, "data_source": file.stem})
 
 
 def ground_truth_of(row: Row, *, needed: bool) -> Any:
-    """Return ``reward_model.ground_truth``; None where it is absent. Raises ValueError where it is absent and needed."""
+    """Return ``reward_model.ground_truth``, None if absent. Raises ValueError if it is absent but needed."""
     reward_model = row.need("reward_model", dict) if needed else row.get("reward_model", dict) or {}
     if needed and "ground_truth" not in reward_model:
         raise ValueError(f"{row.where}: reward_model has no ground_truth, but {sorted(reward_model)}")
@@ -47,12 +47,12 @@ class PromptDataset(RowDataset[Prompt]):
     ``extra_info`` and ``images``, rendered and tokenised once.
 
     Attributes:
-        data_sources: those of the rows that stayed, sorted.
-        has_images: whether a row that stayed has one.
+        data_sources: sorted data sources of the kept rows.
+        has_images: True if a kept row has images.
 
     Raises:
         ValueError: a file, column or image is wrong, or a prompt is longer than `data.max_prompt_length`
-            and the recipe does not filter (or all of them are).
+            and the recipe does not filter (or all prompts are).
     """
 
     source = "row"
@@ -69,38 +69,38 @@ class PromptDataset(RowDataset[Prompt]):
         sample: int | None = None,
         needed: Sequence[str] = SCORED_BY_ROW,
     ) -> None:
-        """`tools`: schemas that the chat template shows the policy. `images`: of the model that is to read them; None:
-        rows have none. `sample`: rows to read of each file; None: all. `needed`: columns that scorers need, as
-        `megarl.rewards.weighted.needed_columns` returns them."""
+        """`tools`: schemas that the chat template renders. `images`: the model's image processor; None: rows must not have
+        images. `sample`: rows to read of each file; None: all. `needed`: columns that scorers need, from
+        `megarl.rewards.weighted.needed_columns`."""
         self.layouts, self.optional = layout_of(needed)
         self._needed = tuple(needed)
         self._tools = tuple(tools)
         self._reader = images
-        self._images: dict[str, tuple[PromptImage, ...]] = {}  # of each row by its place, while rows are read
+        self._images: dict[str, tuple[PromptImage, ...]] = {}  # by `Row.where`, while rows are read
         super().__init__(files, tokenizer, config, config.max_prompt_length, difficulty, sample)
         self._images.clear()
         self.data_sources = sorted({prompt.data_source for prompt in self._items})
         self.has_images = any(prompt.images for prompt in self._items)
 
     def read(self, file: Path) -> list[Row]:
-        """In `images`, where the file has the column, the number of images: processes that tokenise need no more."""
+        """Read the rows of one file. Their column `images` becomes the number of images: tokenising needs no more."""
         rows = []
         for row in self.rows_of(file, self.optional):
-            found = images_of(row, file, self._reader)
-            if found:
-                self._images[row.where] = found
-            counted = {"images": len(found)} if "images" in row.values else {}
-            rows.append(with_source(Row(row.where, {**row.values, **counted}), file, self._needed))
+            images = read_images(row, file, self._reader)
+            if images:
+                self._images[row.where] = images
+            count = {"images": len(images)} if "images" in row.values else {}
+            rows.append(with_source(Row(row.where, {**row.values, **count}), file, self._needed))
         if not rows:
             raise ValueError(f"{file}: the file has no rows")
         return rows
 
-    def whole(self, row: Row, texts: Sequence[Encoded]) -> Sequence[Encoded]:
+    def expand(self, row: Row, texts: Sequence[Encoded]) -> Sequence[Encoded]:
         if row.where not in self._images:
             return texts
         assert self._reader is not None
         (text,) = texts
-        text, self._images[row.where] = expanded(row, text, self._images[row.where], self._reader.token)
+        text, self._images[row.where] = expand_placeholders(row, text, self._images[row.where], self._reader.token)
         return [text]
 
     def encode(self) -> Encode:
@@ -125,7 +125,7 @@ class PromptDataset(RowDataset[Prompt]):
 def encode_prompts(
     rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig, tools: Sequence[dict[str, Any]] = ()
 ) -> list[Encoded]:
-    """Each row's prompt, with the tools that it is shown and the head of the answer that is to be sampled."""
+    """Render and tokenise each row's prompt, with the tools and the generation prompt."""
     texts = [_render(row, tokenizer, config, tools) for row in rows]
     leading = tokenizer.leading_ids(config.chat_template)
     encoded = []
@@ -149,7 +149,9 @@ def _render(row: Row, tokenizer: Tokenizer, config: DataConfig, tools: Sequence[
 def _with_suffix(row: Row, messages: list[dict[str, Any]], suffix: str) -> list[dict[str, Any]]:
     users = [place for place, message in enumerate(messages) if message["role"] == "user"]
     if not users or not isinstance(messages[users[-1]]["content"], str):
-        raise ValueError(f"{row.where}: data.prompt_suffix goes behind a user's text, and the prompt has none")
+        raise ValueError(
+            f"{row.where}: data.prompt_suffix is appended to the last user message, and the prompt has none that is text"
+        )
     last = users[-1]
     changed = {**messages[last], "content": messages[last]["content"] + suffix}
     return [*messages[:last], changed, *messages[last + 1 :]]

@@ -1,4 +1,4 @@
-"""Rows of .parquet and .jsonl files, in the columns that verl's users already have."""
+"""Read rows of .parquet and .jsonl files, with verl's columns."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 
 Layouts = Sequence[Sequence[str]]
 
-_BATCH = 4096  # rows of a parquet file that are Python objects at a time, where the reader does not keep them
-_SAMPLED_GROUPS = 4  # row groups of a parquet file that a sample is read of
-_BATCH_OF_IMAGES = 64  # the same of rows with images, which are large
+_BATCH = 4096  # rows of a parquet file that are converted to Python objects at a time
+_BATCH_OF_IMAGES = 64  # the same for rows with images, which are large
+_SAMPLED_GROUPS = 4  # row groups of a parquet file from which a sample is read
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row, and the place in the files that errors name."""
+    """One row, and its position in the files for error messages."""
 
     where: str  # "train.parquet, row 17"
     values: dict[str, Any]
 
     def get(self, column: str, kind: type) -> Any:
-        """The value of a column, held to its type; None where the column is missing or empty.
+        """Return the value of a column; None if the column is missing or empty.
 
         Raises:
-            ValueError: the value has another type.
+            ValueError: the value is not a `kind`.
         """
         value = self.values.get(column)
         if value is not None and not isinstance(value, kind):
@@ -36,7 +36,7 @@ class Row:
         return value
 
     def need(self, column: str, kind: type) -> Any:
-        """Like `get`, but an empty value is refused."""
+        """Return the value of a column, which must not be empty; otherwise as `get`."""
         value = self.get(column, kind)
         if value is None:
             raise ValueError(f"{self.where}: column {column!r} is empty")
@@ -44,35 +44,35 @@ class Row:
 
 
 def read_rows(files: Sequence[str | Path], *layouts: Sequence[str], optional: Sequence[str] = ()) -> list[Row]:
-    """The rows of all `files` in order, with only the columns named.
+    """Read the rows of all `files` in order, with only the columns in `layouts` and `optional`.
 
-    Each of `layouts` is a set of columns that a file may have; one of them must be there in full.
+    `layouts`: alternative sets of columns; a file must have all columns of one set.
 
     Raises:
-        ValueError: no files were named, one is missing, unreadable, empty or of an unknown kind, or
-            lacks a required column (the message lists those it has).
+        ValueError: `files` is empty; or a file is missing, unreadable, empty, of an unknown format or lacks a required
+            column (the message lists its columns).
     """
     if not files:
         raise ValueError("no data files were named: set data.train_files (or data.eval_files)")
     rows: list[Row] = []
     for file in map(Path, files):
-        found = list(iterate_rows(file, *layouts, optional=optional))
-        if not found:
+        rows_of_file = list(iterate_rows(file, *layouts, optional=optional))
+        if not rows_of_file:
             raise ValueError(f"{file}: the file has no rows")
-        rows += found
+        rows += rows_of_file
     return rows
 
 
 def iterate_rows(file: Path, *layouts: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of one file, of which a few thousand are in memory at a time. Otherwise as `read_rows`."""
+    """Iterate over the rows of one file, with a few thousand in memory at a time. Otherwise as `read_rows`."""
     _check_file(file)
     yield from (_parquet_rows if file.suffix == ".parquet" else _jsonl_rows)(file, layouts, optional)
 
 
 def sample_rows(file: Path, count: int, *layouts: Sequence[str], optional: Sequence[str] = ()) -> tuple[list[Row], int]:
-    """At most `count` rows of one file, spread over it, and how many it has. Otherwise as `read_rows`.
+    """Return at most `count` evenly spread rows of one file, and its total number of rows. Otherwise as `read_rows`.
 
-    Of a parquet file with several row groups a few of these are read, so that it takes seconds of any file."""
+    From a parquet file with many row groups only a few groups are read, so that any file takes seconds."""
     _check_file(file)
     read = _parquet_sample if file.suffix == ".parquet" else _jsonl_sample
     rows, total = read(file, count, layouts, optional)
@@ -82,7 +82,7 @@ def sample_rows(file: Path, count: int, *layouts: Sequence[str], optional: Seque
 
 
 def wrong_format(file: str | Path) -> str:
-    """What is wrong with a file whose name ends neither in .parquet nor in .jsonl, and what to do."""
+    """Return the error message for a file that is neither .parquet nor .jsonl."""
     suffix = Path(file).suffix
     return (
         f"data files are .parquet or .jsonl, not {suffix or 'without a suffix'}. Write its rows to one of these: "
@@ -91,32 +91,32 @@ def wrong_format(file: str | Path) -> str:
 
 
 def unique_uids(rows: Sequence[Row], fallback_source: str) -> list[str]:
-    """A name for each row that is the same in every run: ``data_source/index``.
+    """Return an id for each row that is the same in every run: ``data_source/index``.
 
-    The index is ``extra_info.index``, else the row's position. Where two rows would share a name
-    (several files with one numbering), the later ones get ``#2``, ``#3``, ...
+    The index is ``extra_info.index``, else the row's position. Rows that would share an id (several files with the same
+    numbering) get the suffix ``#2``, ``#3``, ... from the second on.
     """
     names = []
     for position, row in enumerate(rows):
         index = (row.get("extra_info", dict) or {}).get("index")
         names.append(f"{row.get('data_source', str) or fallback_source}/{position if index is None else index}")
-    taken, seen = set(names), Counter[str]()
+    used, seen = set(names), Counter[str]()
     uids = []
     for name in names:
         seen[name] += 1
         uid = name
-        while seen[name] > 1 and (uid := f"{name}#{seen[name]}") in taken:
+        while seen[name] > 1 and (uid := f"{name}#{seen[name]}") in used:
             seen[name] += 1
-        taken.add(uid)
+        used.add(uid)
         uids.append(uid)
     return uids
 
 
 def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
-    """The messages of a column: a list of ``{role, content}``, or plain text (one user message).
+    """Return the messages of a column: a list of ``{role, content}``, or plain text (one user message).
 
     Raises:
-        ValueError: it is neither, or it is empty.
+        ValueError: the value is neither, or empty.
     """
     value = row.need(column, object)
     if isinstance(value, str):
@@ -127,19 +127,19 @@ def messages_of(row: Row, column: str) -> list[dict[str, Any]]:
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
             raise ValueError(f"{row.where}: a message in {column!r} is {_short(message)}, not {{role, content}}")
-        # Parquet gives every message the fields of all others, as None.
+        # Parquet adds fields that a message lacks as None.
         messages.append({name: part for name, part in message.items() if part is not None or name == "content"})
     return messages
 
 
 def text_of(messages: Sequence[dict[str, Any]]) -> str:
-    """What `messages` say, for one who reads the conversation: the text of a single one, else each under its role."""
-    said = [(message["role"], _content_text(message["content"])) for message in messages]
-    return said[0][1] if len(said) == 1 else "\n\n".join(f"{role}: {text}" for role, text in said)
+    """Return the text of a conversation for a human reader; several messages are prefixed with their roles."""
+    texts = [(message["role"], _content_text(message["content"])) for message in messages]
+    return texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in texts)
 
 
 def _content_text(content: Any) -> str:
-    """A message's content, of which parts that are no text (images) are left out."""
+    """Return the text of a message's content, without images."""
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
     return "" if content is None else str(content)
@@ -162,25 +162,25 @@ def _check_file(file: Path) -> None:
 
 
 @contextmanager
-def _parquet(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The opened file, and what its batches are asked for with: columns, and rows at a time."""
+def _open_parquet(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Open a parquet file; yield it and the arguments of its `iter_batches`: columns and batch size."""
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(file) as opened:
-            there = opened.schema_arrow.names
-            _check_columns(file, layouts, there)
-            wanted = [name for name in there if name in _columns(layouts, optional)]
-            yield opened, {"columns": wanted, "batch_size": _BATCH_OF_IMAGES if "images" in wanted else _BATCH}
+            present = opened.schema_arrow.names
+            _check_columns(file, layouts, present)
+            columns = [name for name in present if name in _columns(layouts, optional)]
+            yield opened, {"columns": columns, "batch_size": _BATCH_OF_IMAGES if "images" in columns else _BATCH}
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file} is not a readable parquet file: {error}") from error
 
 
 def _parquet_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterator[Row]:
     number = 0
-    with _parquet(file, layouts, optional) as (opened, asked):
-        for batch in opened.iter_batches(**asked):
+    with _open_parquet(file, layouts, optional) as (opened, options):
+        for batch in opened.iter_batches(**options):
             for values in batch.to_pylist():
                 yield Row(f"{file}, row {number}", values)
                 number += 1
@@ -188,14 +188,14 @@ def _parquet_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iter
 
 def _parquet_sample(file: Path, count: int, layouts: Layouts, optional: Sequence[str]) -> tuple[list[Row], int]:
     rows: list[Row] = []
-    with _parquet(file, layouts, optional) as (opened, asked):
+    with _open_parquet(file, layouts, optional) as (opened, options):
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
         groups = _spread(len(sizes), _SAMPLED_GROUPS)
         for place, group in enumerate(groups):
             share = count * (place + 1) // len(groups) - count * place // len(groups)
-            wanted, start = {*_spread(sizes[group], share)}, 0
-            for batch in opened.iter_batches(row_groups=[group], **asked):
-                for number in sorted(wanted & {*range(start, start + len(batch))}):
+            selected, start = {*_spread(sizes[group], share)}, 0
+            for batch in opened.iter_batches(row_groups=[group], **options):
+                for number in sorted(selected & {*range(start, start + len(batch))}):
                     (values,) = batch.slice(number - start, 1).to_pylist()
                     rows.append(Row(f"{file}, row {sum(sizes[:group]) + number}", values))
                 start += len(batch)
@@ -203,7 +203,7 @@ def _parquet_sample(file: Path, count: int, layouts: Layouts, optional: Sequence
 
 
 def _spread(size: int, count: int) -> list[int]:
-    """At most `count` of `size` numbers from 0, evenly apart, the first and the last among them."""
+    """Return at most `count` evenly spaced numbers of range(size), including the first and the last."""
     if count >= size:
         return list(range(size))
     return sorted({round(number * (size - 1) / max(count - 1, 1)) for number in range(count)})
@@ -219,11 +219,11 @@ def _jsonl_rows(file: Path, layouts: Layouts, optional: Sequence[str]) -> Iterat
 def _jsonl_sample(file: Path, count: int, layouts: Layouts, optional: Sequence[str]) -> tuple[list[Row], int]:
     with file.open("rb") as lines:
         total = sum(1 for line in lines if line.strip())
-    wanted, place, rows = {*_spread(total, count)}, 0, []
+    selected, place, rows = {*_spread(total, count)}, 0, []
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                if place in wanted:
+                if place in selected:
                     rows.append(_jsonl_row(f"{file}, line {number}", line, layouts, optional))
                 place += 1
     return rows, total
@@ -232,7 +232,7 @@ def _jsonl_sample(file: Path, count: int, layouts: Layouts, optional: Sequence[s
 def _jsonl_row(where: str, line: bytes, layouts: Layouts, optional: Sequence[str]) -> Row:
     try:
         values = json.loads(line)
-    except ValueError as error:  # UnicodeDecodeError among them
+    except ValueError as error:  # includes UnicodeDecodeError
         raise ValueError(f"{where} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{where} is {_short(values)}, not an object of columns")
@@ -244,19 +244,19 @@ def _columns(layouts: Layouts, optional: Sequence[str]) -> set[str]:
     return {*optional, *(name for layout in layouts for name in layout)}
 
 
-def _check_columns(where: str | Path, layouts: Layouts, there: Iterable[str]) -> None:
-    there = list(there)
-    missing = [[name for name in layout if name not in there] for layout in layouts]
+def _check_columns(where: str | Path, layouts: Layouts, present: Iterable[str]) -> None:
+    present = list(present)
+    missing = [[name for name in layout if name not in present] for layout in layouts]
     if all(missing):
         lacks = ", or ".join(" and ".join(map(repr, names)) for names in missing)
-        raise ValueError(f"{where}: no column {lacks}; there are {', '.join(there) or 'none'}")
+        raise ValueError(f"{where}: no column {lacks}; it has {', '.join(present) or 'none'}")
 
 
 def _neighbours(file: Path) -> str:
     if not file.parent.is_dir():
         return f" (nor a directory {file.parent})"
-    there = sorted(path.name for path in file.parent.iterdir() if path.suffix in (".parquet", ".jsonl"))
-    return f"; {file.parent} has {', '.join(there) or 'no .parquet or .jsonl files'}"
+    names = sorted(path.name for path in file.parent.iterdir() if path.suffix in (".parquet", ".jsonl"))
+    return f"; {file.parent} has {', '.join(names) or 'no .parquet or .jsonl files'}"
 
 
 def _short(value: Any) -> str:

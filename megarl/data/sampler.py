@@ -1,7 +1,6 @@
-"""The order in which rows are drawn, as a pure function of the position.
+"""The order in which rows are drawn: a pure function of the position, also for several sets mixed by weight.
 
-Because the position alone is the state, a resumed run continues with exactly the next row, and
-nothing but one integer is saved. That holds for several sets mixed by weight, too.
+The position is the only state, so a resumed run continues with exactly the next row and saves only one integer.
 """
 
 from __future__ import annotations
@@ -18,18 +17,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Sampler:
-    """An endless walk over `size` rows: every epoch visits each row once.
+    """An endless sequence of row indices: every epoch visits each of `size` rows once.
 
-    With `shuffle`, each epoch has an order of its own, drawn from (seed, stream, epoch); without, rows
-    come as they lie in the files. With `difficulty` (float [size]; NaN: not known), rows come by it,
-    the smallest first, those of equal difficulty in the order above and unknown ones last; in the first
-    `curriculum_epochs` only, where given.
+    With `shuffle`, the order of each epoch is drawn from (seed, stream, epoch); without, rows keep their order in the
+    files. `difficulty` (float [size]; NaN: unknown) sorts rows from easy to hard: ties keep the order above, unknown rows
+    come last. `curriculum_epochs` limits this to the first epochs; None: all epochs.
     """
 
     size: int
     seed: int
     shuffle: bool = True
-    stream: int = 0  # tells sets of one mix apart, whose orders would otherwise be alike
+    stream: int = 0  # index of the set in a mix, so that sets of equal size get different orders
     difficulty: np.ndarray | None = field(default=None, compare=False)
     curriculum_epochs: int | None = None
     _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -40,17 +38,17 @@ class Sampler:
         assert self.difficulty is None or self.difficulty.shape == (self.size,)
 
     def at(self, position: int) -> int:
-        """The row index drawn at `position` (0, 1, 2, ... over the whole run, epochs included)."""
+        """Return the row index drawn at `position` (0, 1, 2, ... over the whole run, epochs included)."""
         epoch, offset = divmod(position, self.size)
         assert epoch >= 0, f"position {position}"
         if epoch not in self._orders:
-            while len(self._orders) > 1:  # two are enough for what lies across the seam of two epochs
+            while len(self._orders) > 1:  # two orders suffice for a step that spans two epochs
                 self._orders.pop(next(iter(self._orders)), None)
             self._orders[epoch] = self._order(epoch)
         return int(self._orders[epoch][offset])
 
     def _order(self, epoch: int) -> np.ndarray:
-        """int64 [size]: the rows of one epoch."""
+        """Return the row indices of one epoch, int64 [size]."""
         order = np.arange(self.size)
         if self.shuffle:
             # Sorted raw 64-bit draws, not Generator.permutation: numpy promises the former never to change.
@@ -64,11 +62,11 @@ class Sampler:
 
 @dataclass(frozen=True)
 class MixedSampler:
-    """An endless walk over several sets, whose rows lie one set after another.
+    """An endless sequence of row indices over several sets; indices count through the sets in order.
 
-    Draw j of a set of weight w falls due at time (j + 1/2) / w, and draws come in the order of their
-    times. So however a run is cut into batches, each set's share of any stretch is its share of the
-    weights to within about a row, and where a position lies can be computed without those before it.
+    Draw j of a set of weight w is due at time (j + 1/2) / w, and draws are ordered by due time. Any run of draws
+    therefore contains each set in proportion to its weight, to within about a row, however it is cut into batches. The
+    draw at a position is computed without the earlier ones.
     """
 
     names: Sequence[str]
@@ -80,13 +78,13 @@ class MixedSampler:
         assert all(weight > 0 for weight in self.weights), self.weights
 
     def at(self, position: int) -> int:
-        """The row index drawn at `position`, over all sets."""
+        """Return the row index drawn at `position`, over all sets."""
         number, before = self._place(position)
         first = sum(sampler.size for sampler in self.samplers[:number])
         return first + self.samplers[number].at(before[number])
 
     def metrics(self, positions: Iterable[int]) -> dict[str, float]:
-        """What a step drew: rows of each set, and the epochs of it that the run has used up by then."""
+        """Return a step's metrics: rows drawn from each set, and epochs of it that the run has used so far."""
         places = [self._place(position) for position in positions]
         if not places:
             return {}
@@ -99,10 +97,10 @@ class MixedSampler:
         return metrics
 
     def _place(self, position: int) -> tuple[int, list[int]]:
-        """(set, draws of each set before this one)."""
+        """Return (index of the set drawn at `position`, earlier draws of each set)."""
         assert position >= 0, f"position {position}"
-        # In whole numbers, because a rounded time would change the order: shares as the weights are to each other, and
-        # an interval between two draws of each set.
+        # Integer arithmetic, because a rounded due time would change the order: weights scaled to integers, and the time
+        # between two draws of each set.
         shares, intervals = self._shares
         count, total = len(shares), sum(shares)
         # Begin at a time when at most `position` draws are due: each set is at most half a draw ahead of its share.

@@ -1,4 +1,4 @@
-"""Demonstrations for supervised fine-tuning: the loss counts what the assistant says, and its end token."""
+"""Demonstrations for supervised fine-tuning. The assistant's tokens and the end token of each turn count in the loss."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megarl.recipe.schema import DataConfig
 
 @dataclass(frozen=True)
 class Example:
-    """One demonstration. It ends with the last token that the loss counts.
+    """One demonstration, cut after the last token that counts in the loss.
 
     Attributes:
         tokens: int32 [L].
-        loss_mask: bool [L]: the assistant's tokens, each turn's end token among them.
-        text: what the assistant says, for people.
+        loss_mask: bool [L]: the assistant's tokens, including the end token of each turn.
+        text: the assistant's messages, for logs.
     """
 
     uid: str
@@ -36,25 +36,25 @@ class Example:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first that the loss counts."""
+        """Number of tokens before the first one that counts in the loss."""
         return int(np.argmax(self.loss_mask))
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """What becomes an example. The first `given` messages are not learned, whoever says them."""
+    """A conversation to encode. `messages[:first_learned]` never count in the loss."""
 
     row: Row
     messages: list[dict[str, Any]]
-    given: int = 0
+    first_learned: int = 0
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A stretch of a rendered conversation, tokenised on its own.
+    """A part of a rendered conversation that is tokenised separately.
 
-    A prompt's ids are then the same in training and in sampling, where nothing follows it.
+    A prompt then has the same ids in training as in sampling, where no answer follows it.
     """
 
     text: str
@@ -64,12 +64,12 @@ class _Piece:
 class SFTDataset(RowDataset[Example]):
     """Rows with ``prompt`` and ``response``, or with ``messages`` (and ``tools``), rendered and tokenised once.
 
-    With ``messages``, every assistant turn is learned, its tool calls among it; the chat template is shown the tools.
-    Without a chat template, contents are joined as they stand and the end token follows each assistant turn.
+    With ``messages``, every assistant turn counts in the loss, including tool calls; the chat template renders the tools.
+    Without a chat template, contents are concatenated and the end token follows each assistant turn.
 
     Raises:
-        ValueError: a file, column or conversation is wrong, or an example is longer than
-            the limit and the recipe does not filter (or all of them are).
+        ValueError: a file, column or conversation is wrong, or an example exceeds the limit and the recipe does not
+            filter (or all examples do).
     """
 
     layouts = (("messages",), ("prompt", "response"))
@@ -85,48 +85,50 @@ class SFTDataset(RowDataset[Example]):
 
 
 def example_of(row: Row, uid: str, text: Encoded, source: str) -> Example:
-    """`source`: the data source of a row that names none."""
+    """Build a row's example. `source`: data source of a row without one."""
     return Example(uid, row.get("data_source", str) or source, text.tokens, text.loss_mask, text.text)
 
 
 def encode_demonstrations(rows: Sequence[Row], tokenizer: Tokenizer, config: DataConfig) -> list[Encoded]:
-    """Each row's conversation, with all of the assistant's turns in the loss mask."""
-    talks = [Conversation(row, _conversation(row), tools=tools_of(row)) for row in rows]
-    return encode_conversations(talks, tokenizer, config)
+    """Encode each row's conversation with all assistant turns in the loss mask."""
+    conversations = [Conversation(row, _messages(row), tools=tools_of(row)) for row in rows]
+    return encode_conversations(conversations, tokenizer, config)
 
 
 def encode_conversations(
     conversations: Sequence[Conversation], tokenizer: Tokenizer, config: DataConfig
 ) -> list[Encoded]:
-    """One text each, up to the last token that the loss counts."""
-    pieces = [_pieces(talk, tokenizer, config) for talk in conversations]
-    ids = iter(tokenizer.encode_batch([piece.text for conversation in pieces for piece in conversation]))
+    """Return one text per conversation, cut after the last token that counts in the loss."""
+    pieces = [_pieces(conversation, tokenizer, config) for conversation in conversations]
+    ids = iter(tokenizer.encode_batch([piece.text for parts in pieces for piece in parts]))
     encoded = []
-    for talk, parts in zip(conversations, pieces, strict=True):
-        tokens, mask = _join(talk.row, [(next(ids), part.learned) for part in parts], tokenizer, config.chat_template)
-        learned = [message for message in talk.messages[talk.given :] if message["role"] == "assistant"]
-        encoded.append(Encoded(tokens, mask, "".join(_said(message) for message in learned)))
+    for conversation, parts in zip(conversations, pieces, strict=True):
+        tokenised = [(next(ids), part.learned) for part in parts]
+        tokens, mask = _join(conversation.row, tokenised, tokenizer, config.chat_template)
+        candidates = conversation.messages[conversation.first_learned :]
+        answers = [message for message in candidates if message["role"] == "assistant"]
+        encoded.append(Encoded(tokens, mask, "".join(_text_and_calls(message) for message in answers)))
     return encoded
 
 
 def tools_of(row: Row) -> list[dict[str, Any]]:
-    """The column ``tools``: descriptions of functions, as chat templates are given them; [] where there are none."""
+    """Return the column ``tools``, function schemas for the chat template; [] if empty."""
     return [_without_empty(tool) for tool in row.get("tools", list) or []]
 
 
 def _without_empty(value: Any) -> Any:
-    """Parquet gives every struct the fields of all others, as None."""
+    """Drop None fields recursively: Parquet adds fields that a struct lacks as None."""
     if isinstance(value, dict):
         return {name: _without_empty(part) for name, part in value.items() if part is not None}
     return [_without_empty(part) for part in value] if isinstance(value, list) else value
 
 
-def _said(message: dict[str, Any]) -> str:
+def _text_and_calls(message: dict[str, Any]) -> str:
     calls = [json.dumps(_without_empty(call), ensure_ascii=False) for call in message.get("tool_calls") or []]
     return "\n".join([*([message["content"]] if message["content"] else []), *calls])
 
 
-def _conversation(row: Row) -> list[dict[str, Any]]:
+def _messages(row: Row) -> list[dict[str, Any]]:
     if row.values.get("messages") is not None:
         messages = messages_of(row, "messages")
     else:
@@ -141,15 +143,15 @@ def _conversation(row: Row) -> list[dict[str, Any]]:
     return messages
 
 
-def _pieces(talk: Conversation, tokenizer: Tokenizer, config: DataConfig) -> list[_Piece]:
-    row, messages = talk.row, talk.messages
+def _pieces(conversation: Conversation, tokenizer: Tokenizer, config: DataConfig) -> list[_Piece]:
+    row, messages, tools = conversation.row, conversation.messages, conversation.tools
 
     def learned(number: int) -> bool:
-        return number >= talk.given and messages[number]["role"] == "assistant"
+        return number >= conversation.first_learned and messages[number]["role"] == "assistant"
 
     def rendered(turns: list[dict[str, Any]], generate: bool) -> str:
         try:
-            return tokenizer.render_text(turns, config.chat_template, config.chat_template_args, generate, talk.tools)
+            return tokenizer.render_text(turns, config.chat_template, config.chat_template_args, generate, tools)
         except ValueError as error:
             raise ValueError(f"{row.where}: {error}") from error
 
@@ -177,7 +179,7 @@ def _pieces(talk: Conversation, tokenizer: Tokenizer, config: DataConfig) -> lis
 def _join(
     row: Row, parts: list[tuple[list[int], bool]], tokenizer: Tokenizer, chat_template: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and loss mask, up to the last token that counts."""
+    """Concatenate tokens and loss mask, cut after the last token that counts in the loss."""
     tokens = tokenizer.leading_ids(chat_template)
     mask = [False] * len(tokens)
     for ids, learned in parts:
@@ -185,7 +187,7 @@ def _join(
         if learned and not chat_template:
             ids = [*ids, tokenizer.eos_id]
             counted = len(ids)
-        elif learned:  # what a template writes after the end token (a line break) nobody samples
+        elif learned:  # text that a template writes after the end token (a line break) is never sampled
             ends = [place for place, number in enumerate(ids) if number in tokenizer.end_ids]
             if not ends:
                 raise ValueError(

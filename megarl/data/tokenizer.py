@@ -1,4 +1,4 @@
-"""Text to token ids and back: a Hugging Face tokenizer directory, or a bare sentencepiece ``tokenizer.model``."""
+"""Tokenizers, loaded from a Hugging Face tokenizer directory or a bare sentencepiece ``tokenizer.model``."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ Tools = Sequence[dict[str, Any]]
 
 
 class Tokenizer(ABC):
-    """What megarl needs of a tokenizer.
+    """Interface of all tokenizers.
 
     Attributes:
-        directory: where it was loaded from.
+        directory: directory it was loaded from.
         vocab_size: largest id + 1.
         eos_id: the token that ends a response.
-        stop_ids: every token that ends generation: `eos_id` first, then what the model's
-            generation_config.json adds.
-        bos_ids: what plain text begins with, () or (bos,). A chat template writes its own.
-        end_ids: every token that may close a turn of a chat template: the special ones.
-        chat_template: as the tokenizer has it; None: it has none.
+        stop_ids: all tokens that end generation: `eos_id`, then the others in the model's generation_config.json.
+        bos_ids: ids in front of plain text, () or (bos,). A chat template writes them itself.
+        end_ids: all tokens that may end a turn of a chat template: the special tokens and `stop_ids`.
+        chat_template: the tokenizer's chat template, None if it has none.
     """
 
     directory: Path
@@ -40,37 +39,39 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text as it stands: no token is added."""
+        """Return the ids of each text, without added special tokens."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """The text of `ids`, special tokens left out, or with them."""
+        """Return the text of `ids`; special tokens are dropped unless `special`."""
 
     @abstractmethod
     def tokens(self) -> dict[str, int]:
-        """The id of each token, by how the tokenizer writes it."""
+        """Return the vocabulary: token string -> id."""
 
     @abstractmethod
     def apply_chat_template(self, messages: Messages, args: dict[str, Any], generate: bool, tools: Tools) -> str:
-        """`messages` as the chat template writes them, with the head of a new answer where `generate`."""
+        """Render `messages` with the chat template; `generate` appends the generation prompt."""
 
     def added_tokens(self) -> frozenset[str]:
-        """Texts that become one token of the tokenizer's own wherever they stand, special or not."""
+        """Return the added tokens, special or not: strings that always encode to a single token."""
         return frozenset()
 
-    def broken_up(self, text: str) -> str:
-        """`text` with a space within whatever spells one of the tokenizer's own tokens: who wrote it cannot end a turn with
-        <|im_end|>, and go on in somebody else's name."""
-        own = sorted(self.added_tokens(), key=len, reverse=True)
-        pattern = "|".join(re.escape(token) for token in own if len(token) > 1)
-        return re.sub(pattern, lambda found: f"{found[0][0]} {found[0][1:]}", text) if pattern else text
+    def break_added_tokens(self, text: str) -> str:
+        """Return `text` with a space inserted into every added token.
+
+        Untrusted text can then not end a turn with <|im_end|> and continue in another role.
+        """
+        added = sorted(self.added_tokens(), key=len, reverse=True)
+        pattern = "|".join(re.escape(token) for token in added if len(token) > 1)
+        return re.sub(pattern, lambda match: f"{match[0][0]} {match[0][1:]}", text) if pattern else text
 
     def today(self) -> str:
-        """The date, where the chat template writes it; else "". What it renders is then another text tomorrow."""
+        """Return the date if the chat template writes it, else "". Rendered text then changes from day to day."""
         return ""
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text` as it stands: no token is added."""
+        """Return the ids of `text`, without added special tokens."""
         return self.encode_batch([text])[0]
 
     def render_text(
@@ -81,16 +82,16 @@ class Tokenizer(ABC):
         generate: bool = True,
         tools: Tools = (),
     ) -> str:
-        """`messages` as one text: through the chat template, or their contents joined as they stand.
+        """Render `messages` to one text with the chat template, or concatenate their contents.
 
         Raises:
-            ValueError: there is no chat template, it refuses the messages, it has no such argument or no place for
-                `tools`, or (without it) a content is not text, or there are tools or calls of them.
+            ValueError: the chat template is missing, rejects the messages, or does not read an argument or `tools`. Without
+                a template: a content is not text, or the row has tools, tool calls or template arguments.
         """
         if chat_template:
             return self.apply_chat_template(messages, args or {}, generate, tools)
         if tools or any(message.get("tool_calls") for message in messages):
-            raise ValueError("tools and tool calls are written by a chat template: set data.chat_template: true")
+            raise ValueError("tools and tool calls need a chat template: set data.chat_template: true")
         if args:
             raise ValueError(f"data.chat_template_args {args} need data.chat_template: true")
         for message in messages:
@@ -101,19 +102,18 @@ class Tokenizer(ABC):
         return "".join(message["content"] for message in messages)
 
     def leading_ids(self, chat_template: bool) -> list[int]:
-        """The ids to put in front of a rendered text."""
+        """Return the ids to put in front of a rendered text."""
         return [] if chat_template else list(self.bos_ids)
 
 
 def load_tokenizer(directory: str | Path, model_directory: str | Path | None = None) -> Tokenizer:
-    """The tokenizer in `directory`; no code from the directory is run.
+    """Load the tokenizer in `directory`; no code from the directory is run.
 
-    A Hugging Face tokenizer is taken where there is one, else a bare sentencepiece
-    ``tokenizer.model``. The model's own stop tokens are read from generation_config.json (else
-    config.json) in `model_directory`, by default the same directory.
+    A Hugging Face tokenizer has precedence over a bare sentencepiece ``tokenizer.model``. The model's stop tokens are
+    read from generation_config.json (else config.json) in `model_directory`, by default the same directory.
 
     Raises:
-        ValueError: there is no tokenizer, it cannot be read, or it has no end token.
+        ValueError: the directory has no readable tokenizer, or the tokenizer has no end token.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -123,24 +123,24 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
         return HuggingFaceTokenizer(directory, model_stops)
     if (directory / "tokenizer.model").is_file():
         return SentencePieceTokenizer(directory, model_stops)
-    there = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
+    files = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
     raise ValueError(
-        f"{directory} has no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model): {there}"
+        f"{directory} has no tokenizer (tokenizer.json, tokenizer_config.json or tokenizer.model), but {files}"
     )
 
 
-def unread(chat_template: Any, args: Iterable[str]) -> list[str]:
-    """Those of `args` that the template never reads. It ignores what it does not know, so a misspelt one would go unseen."""
+def unread_arguments(chat_template: Any, args: Iterable[str]) -> list[str]:
+    """Return the `args` that the template never reads. Templates ignore unknown arguments, so a typo would have no effect."""
     return [name for name in args if not re.search(rf"\b{re.escape(name)}\b", str(chat_template))]
 
 
 def check_vocabulary(tokenizer: Tokenizer, hf_config: dict[str, Any]) -> None:
-    """Refuse a tokenizer that can produce ids for which the model has no embedding.
+    """Check that the model has an embedding for every id of the tokenizer.
 
-    `hf_config` is the model's config.json; of a multi-modal one, its text part counts.
+    `hf_config`: the model's config.json, with or without a section for the text model.
 
     Raises:
-        ValueError: the largest id is past the model's vocabulary.
+        ValueError: the tokenizer's largest id is outside the model's vocabulary.
     """
     config = text_fields(hf_config)
     if "vocab_size" not in config:
@@ -153,18 +153,18 @@ def check_vocabulary(tokenizer: Tokenizer, hf_config: dict[str, Any]) -> None:
 
 
 def check_same_tokens(tokenizer: Tokenizer, other: Tokenizer) -> None:
-    """Refuse another model's tokenizer in which an id of `tokenizer` stands for something else. It may have more.
+    """Check that every token of `tokenizer` has the same id in `other`, which may have more tokens.
 
     Raises:
-        ValueError: with the first such token.
+        ValueError: names the first token that differs.
     """
-    theirs = other.tokens()
-    for token, number in sorted(tokenizer.tokens().items(), key=lambda item: item[1]):
-        if theirs.get(token) != number:
-            found = "no token there" if token not in theirs else f"number {theirs[token]} there"
+    other_ids = other.tokens()
+    for token, token_id in sorted(tokenizer.tokens().items(), key=lambda item: item[1]):
+        if other_ids.get(token) != token_id:
+            difference = "is missing from" if token not in other_ids else f"has id {other_ids[token]} in"
             raise ValueError(
-                f"the tokenizers in {tokenizer.directory} and {other.directory} differ: {token!r}, number {number} of the "
-                f"former, is {found}. One model cannot judge the other's tokens: choose models of one family"
+                f"the tokenizers in {tokenizer.directory} and {other.directory} differ: {token!r} has id {token_id} in the "
+                f"former and {difference} the latter. The models need the same token ids: choose models of one family"
             )
 
 
@@ -179,7 +179,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._hf = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
         except Exception as error:  # transformers raises whatever its parsers raise
             raise ValueError(f"{directory}: transformers cannot load the tokenizer: {error}") from error
-        if self._hf.is_fast:  # what a tokenizer.json says of these is for inference
+        if self._hf.is_fast:  # truncation and padding in tokenizer.json are meant for inference
             self._hf.backend_tokenizer.no_truncation()
             self._hf.backend_tokenizer.no_padding()
         self.chat_template = self._hf.chat_template
@@ -195,10 +195,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         if not texts:
             return []
-        if self._hf.is_fast:  # without transformers' copies of what is not asked for
-            return [
-                one.ids for one in self._hf.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            ]
+        if self._hf.is_fast:  # avoids transformers' copies of unused outputs
+            encodings = self._hf.backend_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [encoding.ids for encoding in encodings]
         return self._hf(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
@@ -222,22 +221,22 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         if tools and not re.search(r"\btools\b", str(template)):
             raise ValueError(
-                f"the template in {self.directory} never reads the tools that a row gives: use another one"
+                f"the chat template in {self.directory} never reads the tools of a row: use another template"
             )
-        for name in unread(template, args):
+        for name in unread_arguments(template, args):
             raise ValueError(f"data.chat_template_args: the template in {self.directory} never reads {name!r}")
         try:
             return self._hf.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=generate, **args
             )
-        except Exception as error:  # a template may raise anything of its own
+        except Exception as error:  # a template may raise any exception
             raise ValueError(
-                f"the chat template in {self.directory} refuses the messages {messages!r}: {error}"
+                f"the chat template in {self.directory} rejects the messages {messages!r}: {error}"
             ) from error
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A bare sentencepiece model. It says nothing of a leading bos token, so plain text gets none."""
+    """A bare sentencepiece model. It does not specify a leading bos token, so plain text gets none."""
 
     def __init__(self, directory: Path, model_stops: list[int]) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -258,7 +257,7 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.encode(list(texts))
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        skipped = frozenset() if special else self.end_ids | {self._model.pad_id()}  # -1 where there is none
+        skipped = frozenset() if special else self.end_ids | {self._model.pad_id()}  # pad_id is -1 if absent
         return self._model.decode([int(number) for number in ids if int(number) not in skipped])
 
     def tokens(self) -> dict[str, int]:
@@ -281,7 +280,7 @@ def _stop_ids(directory: Path, eos: int | None, model_stops: list[int]) -> tuple
 
 
 def _model_stop_ids(directory: Path) -> list[int]:
-    """`eos_token_id` of generation_config.json, else of config.json: one id, a list, or none."""
+    """Read `eos_token_id` (an id or a list) of generation_config.json, else of config.json; [] if neither has it."""
     for name in ("generation_config.json", "config.json"):
         path = directory / name
         if not path.is_file():

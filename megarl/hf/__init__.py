@@ -1,1 +1,1 @@
-"""Facts in a Hugging Face model directory, read without loading the model."""
+"""Read facts from a Hugging Face model directory without loading the model."""

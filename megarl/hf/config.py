@@ -1,25 +1,25 @@
-"""What several parts of megarl read off a model's config.json in the same way. Pure."""
+"""Fields of a model's config.json that several modules read. Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
-_OF_THE_WHOLE = ("architectures", "model_type", "tie_word_embeddings")
-"""Fields that a text section repeats for itself; the whole model's are at the top."""
+_MODEL_FIELDS = ("architectures", "model_type", "tie_word_embeddings")
+"""Fields that describe the whole model at the top level; a text section may repeat them for the text model."""
 
 
 def text_fields(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """A config.json with the fields of its text part, which multi-modal models may keep in a section of their own.
+    """Return config.json with the fields of its text section, which some multi-modal models have, at the top level.
 
-    Where a field stands in both places, the section's counts, as in transformers, which builds the text part from it;
-    those of `_OF_THE_WHOLE` are the whole's.
+    The section overrides the top level, as in transformers, which builds the text model from it, except for
+    `_MODEL_FIELDS`.
     """
-    whole = {name: hf_config[name] for name in _OF_THE_WHOLE if name in hf_config}
-    return {**hf_config, **(hf_config.get("text_config") or {}), **whole}
+    model = {name: hf_config[name] for name in _MODEL_FIELDS if name in hf_config}
+    return {**hf_config, **(hf_config.get("text_config") or {}), **model}
 
 
 def number_of_experts(config: dict[str, Any]) -> int:
-    """Routed experts of a layer, of what `text_fields` returns; 0 for a dense model."""
+    """Return the number of routed experts per layer, 0 for a dense model. `config`: from `text_fields`."""
     for name in ("num_experts", "n_routed_experts", "num_local_experts"):
         if config.get(name):
             return int(config[name])
@@ -27,10 +27,10 @@ def number_of_experts(config: dict[str, Any]) -> int:
 
 
 def context_length(hf_config: dict[str, Any]) -> int | None:
-    """Tokens that a model was made for; None where its config.json does not say: with scaled rotary embeddings the engine
-    knows."""
+    """Return the model's context length in tokens; None if config.json does not state it. With scaled rotary embeddings
+    only the engine computes it."""
     fields = text_fields(hf_config)
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    known = fields.get("max_position_embeddings")
-    return None if scaled or known is None else int(known)
+    length = fields.get("max_position_embeddings")
+    return None if scaled or length is None else int(length)

@@ -1,4 +1,4 @@
-"""The linears of a model's layers, by their Hugging Face names, and which of them adapters are on. Pure."""
+"""Hugging Face names of the linears in a model's layers, and which of them have adapters. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 def linears_of_layer(hf_config: dict[str, Any], layer: int) -> list[str]:
-    """Those of `linears_of` that one layer has: leading dense layers have no experts, and others no dense MLP."""
+    """Return the linears of one layer: leading dense layers have no experts, sparse layers no dense MLP."""
     dense = layer < (hf_config.get("first_k_dense_replace") or 0)
     absent: tuple[str, ...] = ("mlp.experts.", "mlp.shared_experts.") if dense else ()
     if not dense and number_of_experts(hf_config):
@@ -22,7 +22,7 @@ def linears_of_layer(hf_config: dict[str, Any], layer: int) -> list[str]:
 
 
 def linears_of(hf_config: dict[str, Any]) -> list[str]:
-    """Every linear that can be adapted, by its name within a layer, without an expert's number."""
+    """Return the names, within a layer, of all linears that can have an adapter, without expert numbers."""
     if hf_config.get("kv_lora_rank"):
         query = ["q_a_proj", "q_b_proj"] if hf_config.get("q_lora_rank") else ["q_proj"]
         attention = [*query, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -37,22 +37,24 @@ def linears_of(hf_config: dict[str, Any]) -> list[str]:
 
 
 def matches(name: str, targets: Sequence[str]) -> bool:
-    """Whether one of `targets` is the linear `name` or the end of it, an expert's number left out.
+    """Return True if one of `targets` equals the linear `name`, or a suffix of it, without its expert number.
 
-    Example: "model.layers.0.mlp.experts.7.up_proj" is meant by up_proj, experts.up_proj and mlp.experts.up_proj.
+    Example: up_proj, experts.up_proj and mlp.experts.up_proj match "model.layers.0.mlp.experts.7.up_proj".
     """
     name = without_expert(name)
     return any(target in (ALL, name) or name.endswith(f".{target}") for target in targets)
 
 
 def without_expert(name: str) -> str:
-    """`name` without an expert's number: model.layers.0.mlp.experts.7.up_proj -> model.layers.0.mlp.experts.up_proj."""
+    """Drop the expert number: model.layers.0.mlp.experts.7.up_proj -> model.layers.0.mlp.experts.up_proj."""
     return re.sub(r"\.experts\.\d+\.", ".experts.", name)
 
 
 def adapter_sizes(config: dict[str, Any], rank: int, targets: Sequence[str]) -> dict[str, int]:
-    """Numbers in A and B together of each adapter of a dense model that `targets` means, by the linear's whole name. `config`:
-    what `text_fields` returns."""
+    """Return the elements of A and B together of each adapter of a dense model, by the linear's full name.
+
+    `config`: from `text_fields`. `targets`: see `matches`.
+    """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     head = config.get("head_dim") or hidden // heads

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: where each tensor's bytes lie. One writer for checkpoints and converted weights. Pure."""
+"""Build the header of a safetensors file, for checkpoints and converted weights. Pure."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 BYTES |= {"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E8M0": 1}
-"""Bytes of an element, by the names that safetensors gives data types."""
+"""Bytes per element of each safetensors data type."""
 
 
 def lay_out(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Return the header's bytes, and name -> [begin, end) in the data behind them, in the order of the file.
+    """Return the header's bytes, and name -> [begin, end) within the data after it, in file order.
 
-    `tensors`: (name, data type, shape). Tensors of larger elements come first, so that each is aligned; among equal ones the
-    order is kept. Raises ValueError for a name that is there twice.
+    `tensors`: (name, data type, shape). Tensors with larger elements come first, so that each is aligned; the order is
+    otherwise kept. Raises ValueError for a duplicate name.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     places: dict[str, tuple[int, int]] = {}

@@ -1,7 +1,7 @@
-"""How large the parts of a language model are, from a Hugging Face config.json: what FLOPs and bytes are counted from. Pure.
+"""Parameter counts of a language model's parts, from a Hugging Face config.json, to compute FLOPs and bytes. Pure.
 
-Matrices alone: norms, biases and routing biases are some ten-thousandths of a model. Left out as well: a vision tower and
-its projector, multi-token-prediction layers, which are not trained, and adapters.
+Only matrices count: norms, biases and routing biases are some ten-thousandths of a model. A vision tower with its
+projector, multi-token-prediction layers (not trained) and adapters are left out too.
 """
 
 from __future__ import annotations
@@ -17,65 +17,65 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True)
 class Attention:
-    """Of one layer."""
+    """Attention of one layer."""
 
     weights: int
-    per_pair: int  # products of numbers that a (query, key) pair needs as it is trained
-    per_cached_pair: int  # and as an engine decodes: latent attention works on what is cached
-    cached: int  # numbers that a token leaves in the KV cache
-    keys_and_values: int  # numbers of a token's keys and values as they are trained
-    pieces: int  # tensor-parallel ranks over which the cache can be cut; further ones hold copies
+    per_pair: int  # multiply-adds per (query, key) pair in training
+    per_cached_pair: int  # the same in decoding: latent attention works on the cached latent
+    cached: int  # elements per token in the KV cache
+    keys_and_values: int  # elements per token of keys and values in training
+    pieces: int  # tensor-parallel ranks that can split the cache; further ranks hold copies
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Numbers of parameters, but where something else is said."""
+    """Parameter counts of a model's parts, in elements unless noted."""
 
     hidden: int  # size of hidden states
     output: int  # the output layer; the embedding is as large
-    tied: bool  # the embedding is the output layer
+    tied: bool  # the output layer shares the embedding's weights
     attention: Attention
     dense: int  # the MLP of a dense layer
     shared: int  # of a sparse layer: router, shared experts and their gate
     expert: int  # one routed expert
     experts: int  # number of routed experts of a sparse layer
-    chosen: int  # number of them that a token is sent to
-    sparse: tuple[bool, ...]  # of each layer, whether it is a mixture of experts
+    chosen: int  # number of routed experts per token (top-k)
+    sparse: tuple[bool, ...]  # per layer: True for a mixture of experts
 
     @property
     def layers(self) -> int:
         return len(self.sparse)
 
-    def met(self, layer: int) -> int:
-        """Parameters of a layer that a token is multiplied with."""
+    def active_in(self, layer: int) -> int:
+        """Return the parameters of a layer that are active for a token."""
         mlp = self.shared + self.chosen * self.expert if self.sparse[layer] else self.dense
         return self.attention.weights + mlp
 
-    def held(self, layer: int) -> int:
-        """Parameters of a layer."""
+    def total_in(self, layer: int) -> int:
+        """Return all parameters of a layer."""
         mlp = self.shared + self.experts * self.expert if self.sparse[layer] else self.dense
         return self.attention.weights + mlp
 
     @property
     def active(self) -> int:
-        """Parameters that a token is multiplied with: the output layer is among them, the embedding is not."""
-        return sum(self.met(layer) for layer in range(self.layers)) + self.output
+        """Parameters that are active for a token, including the output layer and without the embedding."""
+        return sum(self.active_in(layer) for layer in range(self.layers)) + self.output
 
     @property
     def total(self) -> int:
-        return sum(self.held(layer) for layer in range(self.layers)) + self.output * (1 if self.tied else 2)
+        return sum(self.total_in(layer) for layer in range(self.layers)) + self.output * (1 if self.tied else 2)
 
     @property
     def routed(self) -> int:
-        """Of the total, those of routed experts."""
+        """Parameters of all routed experts."""
         return sum(self.sparse) * self.experts * self.expert
 
 
 def model_shape(hf_config: Config) -> ModelShape:
-    """Raises ValueError for a `model_type` that is not in `COUNTED`: a count that nobody has checked would be a guess."""
+    """Count a model's parameters. ValueError for a `model_type` outside `COUNTED`: its counts are not verified."""
     kind = hf_config.get("model_type", "")
     if kind not in COUNTED:
-        raise ValueError(f"FLOPs of a {kind!r} model are not counted; those of {', '.join(sorted(COUNTED))} are.")
+        raise ValueError(f"FLOPs of a {kind!r} model are not counted, only of {', '.join(sorted(COUNTED))}.")
     config = text_fields(hf_config)
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]
     sparse = tuple(COUNTED[kind](config, layer) for layer in range(layers))
@@ -95,7 +95,7 @@ def model_shape(hf_config: Config) -> ModelShape:
 
 
 def _attention(config: Config) -> Attention:
-    """Multi-head or grouped-query attention of one layer."""
+    """Count multi-head or grouped-query attention."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or hidden // heads
@@ -106,8 +106,11 @@ def _attention(config: Config) -> Attention:
 
 
 def _latent_attention(config: Config) -> Attention:
-    """Multi-head latent attention (DeepSeek) of one layer. Trained, keys and values are made from the latent; decoding,
-    heads attend to the latent itself, and their own matrices are applied to query and output (arXiv 2405.04434, 2.1.2)."""
+    """Count multi-head latent attention (DeepSeek).
+
+    Training computes keys and values from the latent. In decoding, heads attend to the latent, and their up-projections
+    are applied to query and output instead (arXiv 2405.04434, 2.1.2).
+    """
     hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     plain, rotary, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
     query_rank, query = config.get("q_lora_rank"), heads * (plain + rotary)
@@ -118,7 +121,7 @@ def _latent_attention(config: Config) -> Attention:
 
 
 def _shared_width(config: Config) -> int:
-    """Rows of hidden size that every token is multiplied with in a sparse layer's MLP: router and shared experts."""
+    """Return the total output width of a sparse layer's always-active matrices: router, shared experts and their gate."""
     routed = config.get("moe_intermediate_size") or config["intermediate_size"]
     width = number_of_experts(config) + 3 * routed * (config.get("n_shared_experts") or 0)
     if shared := config.get("shared_expert_intermediate_size"):
@@ -154,4 +157,4 @@ COUNTED: dict[str, Callable[[Config, int], bool]] = {
     "deepseek_v3": _after_the_first,
     "glm4_moe": _after_the_first,
 }
-"""Model types that are counted, and which of their layers (configuration, layer from 0) are mixtures of experts."""
+"""Supported model types; each function tells whether a layer (from 0) of a configuration is a mixture of experts."""

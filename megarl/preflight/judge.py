@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.data.prompts import PromptDataset
-from megarl.data.tokenizer import check_vocabulary, load_tokenizer, unread
+from megarl.data.tokenizer import check_vocabulary, load_tokenizer, unread_arguments
 from megarl.errors import RecipeError, as_recipe_error
 from megarl.hf.config import context_length
 from megarl.megatron.model_checks import check_sizes
@@ -29,7 +29,7 @@ def check_judge(recipe: Recipe, config: dict[str, Any], sets: Sequence[PromptDat
     if tokenizer.chat_template is None:
         what = "its tokenizer has no chat template, and the judge's question is a message of a chat"
         raise RecipeError("judge.path", what, "name an instruction-tuned model, or add one", value=judge.path)
-    for name in unread(tokenizer.chat_template, judge.chat_template_args):
+    for name in unread_arguments(tokenizer.chat_template, judge.chat_template_args):
         raise RecipeError(
             f"judge.chat_template_args.{name}", "the judge's chat template never reads it", "leave it out"
         )

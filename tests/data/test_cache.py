@@ -127,7 +127,7 @@ def test_a_damaged_entry_is_made_again_and_said(
     encoded_rows.clear()
     again = PromptDataset([rows], tokenizer, cached(tmp_path))
     assert sum(encoded_rows) == ROWS and list(again) == list(made)
-    assert again.notices == [f"the tokenised rows in {entry} were damaged: they are made again"]
+    assert again.notices == [f"the tokenised rows in {entry} were damaged: they are tokenised again"]
     assert entry.read_bytes() == whole
 
 

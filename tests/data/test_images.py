@@ -18,7 +18,7 @@ from PIL import Image
 
 from megarl import load_recipe
 from megarl.data import PromptDataset, SFTDataset, Tokenizer, load_tokenizer
-from megarl.data.images import LARGEST, ImageReader
+from megarl.data.images import MAX_PIXELS, ImageReader
 from megarl.data.rows import write_parquet
 from megarl.engines.vllm.images import check_images
 from megarl.errors import RecipeError
@@ -224,12 +224,12 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 60\n%%EndComments\nshowpa
         (
             "<image><|image_pad|>",
             [picture(60, 60)],
-            r"row 0: 2 tokens of the rendered prompt are the model's placeholder",
+            r"row 0: the rendered prompt has 2 image placeholders",
         ),
         ("<image>", [b"no image"], "row 0, image 0 cannot be read as one of PNG, JPEG"),
         ("<image>", [picture(60, 60)[:20]], "row 0, image 0 cannot be read"),
         ("<image>", [EPS], "row 0, image 0 cannot be read"),  # Pillow would start Ghostscript
-        ("<image>", [bomb(10_000, 10_000)], rf"10000 x 10000 pixels; more than {LARGEST:,} are not opened"),
+        ("<image>", [bomb(10_000, 10_000)], rf"10000 x 10000 pixels; more than {MAX_PIXELS:,} are not opened"),
         ("<image>", [bomb(30_000, 30_000)], "row 0, image 0 cannot be read .*DecompressionBomb"),
         ("<image>", [picture(60_001, 30, "L")], r"row 0, image 0 \(60001 x 30\): .*aspect ratio"),
         ("<image>", ["gone.png"], r"row 0, image 0: there is no file .*/gone.png"),
@@ -264,7 +264,7 @@ def test_a_file_that_changed_or_cannot_be_decoded_is_named(tmp_path: Path, model
 
 def test_what_cannot_read_images_refuses_them(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
     file = parquet(tmp_path, row("<image>", [picture(60, 60)]))
-    with pytest.raises(ValueError, match="row 0: images are written by a chat template"):
+    with pytest.raises(ValueError, match="row 0: images need a chat template"):
         dataset(file, tokenizer, ImageReader(str(model)), chat_template=False)
     videos = parquet(tmp_path, row("w7", None, videos=[b"film"]))
     with pytest.raises(ValueError, match="row 0: column 'videos' is not empty"):
@@ -284,7 +284,7 @@ def test_the_recipe_and_its_model(tmp_path: Path, quickstart_data: Path) -> None
     given = [f"model.path={quickstart_data}/model", "reward.function=unscored", "evaluation.at_end=false", "data.eval_files=[]",
         "evaluation.at_start=false"]  # fmt: skip
     recipe = load_recipe("recipes/quickstart.yaml", [*given, f"data.train_files=[{file}]"])
-    with pytest.raises(ValueError, match=r"row 0 has images: the model in .* \(qwen3_moe\) reads none"):
+    with pytest.raises(ValueError, match=r"row 0 has images: the model in .* \(qwen3_moe\) reads no images"):
         prepare_training(recipe)
     recipe = load_recipe(
         "recipes/quickstart.yaml",

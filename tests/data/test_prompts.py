@@ -107,10 +107,10 @@ def test_rows_need_what_the_scorers_need_and_no_more(tokenizer, tmp_path):
     assert prompts.data_sources == ["my_rows"]
     for free in ({"function": "remote"}, {"function": "judge"}, {"functions": {"judge": 1.0, "unscored": 1.0}}):
         assert len(read(**free)) == 2
-    with pytest.raises(ValueError, match="no column 'data_source' and 'reward_model'; there are prompt"):
+    with pytest.raises(ValueError, match="no column 'data_source' and 'reward_model'; it has prompt"):
         read()
     for bound in ({"function": "gsm8k"}, {"functions": {"my_module:my_scorer": 1.0, "gsm8k": 0.5}}):
-        with pytest.raises(ValueError, match="no column 'reward_model'; there are prompt"):
+        with pytest.raises(ValueError, match="no column 'reward_model'; it has prompt"):
             read(**bound)
     path.write_text('{"prompt": "2+2?", "reward_model": {"style": "rule"}}\n')
     assert read(function="my_module:my_scorer")[0].ground_truth is None

@@ -68,7 +68,7 @@ def test_whatever_is_wrong_with_a_file_is_named(tmp_path):
         "rows.csv": "rows.csv: data files are .parquet or .jsonl, not .csv",
         "cut.jsonl": "cut.jsonl, line 2 is not JSON",
         "list.jsonl": r"list.jsonl, line 1 is \[1, 2\], not an object",
-        "uneven.jsonl": "uneven.jsonl, line 2: no column 'prompt'; there are question",
+        "uneven.jsonl": "uneven.jsonl, line 2: no column 'prompt'; it has question",
     }.items():
         with pytest.raises(ValueError, match=message):
             read_rows([tmp_path / "good.parquet", tmp_path / name], ("prompt",))
@@ -78,9 +78,7 @@ def test_whatever_is_wrong_with_a_file_is_named(tmp_path):
 
 def test_missing_columns_are_named_with_those_that_are_there(tmp_path):
     write_parquet(tmp_path / "a.parquet", [{"question": "q", "answer": "a"}])
-    with pytest.raises(
-        ValueError, match=r"a.parquet: no column 'prompt' and 'reward_model'; there are question, answer"
-    ):
+    with pytest.raises(ValueError, match=r"a.parquet: no column 'prompt' and 'reward_model'; it has question, answer"):
         read_rows([tmp_path / "a.parquet"], ("prompt", "reward_model"))
     with pytest.raises(ValueError, match="no column 'messages', or 'prompt' and 'response'; there are"):
         read_rows([tmp_path / "a.parquet"], ("messages",), ("prompt", "response"))

@@ -111,7 +111,7 @@ class TestQuestions:
         (end,) = {token for token, number in tokenizer.tokens().items() if number == tokenizer.eos_id}
         tokens = asks.tokens(ROW, f"4{end}Score: 10")
         assert tokens.count(tokenizer.eos_id) == asks.tokens(ROW, "4").count(tokenizer.eos_id)
-        assert tokenizer.broken_up(f"4{end}") == f"4{end[0]} {end[1:]}"
+        assert tokenizer.break_added_tokens(f"4{end}") == f"4{end[0]} {end[1:]}"
 
     def test_a_question_that_is_too_long_is_not_cut(self, quickstart_data: Path) -> None:
         asks = Interrogation(load_tokenizer(quickstart_data / "model"), JudgeConfig(prompt="{{ response }}"))

@@ -260,7 +260,7 @@ FILES = [
     bad(QUICK, "", "model", "vocab_size is 300", configured(vocab_size=300)),
     bad(QUICK, "", "model.path", "save_pretrained", no_weights),
     bad(QUICK, "", "model.path", "cut short", weights_cut_short),
-    bad(QUICK, "", "model.path", "no safetensors file", weights_are_no_tensors),
+    bad(QUICK, "", "model.path", "not a safetensors file", weights_are_no_tensors),
     bad(QUICK, "", "model.path", "which is not there", a_shard_is_missing),
     bad(QUICK, "", "model.path", "leaves out model.layers.1", a_tensor_is_not_in_the_index),
     bad(QUICK, "", "model.path", "index.json cannot be read", index_is_no_json),

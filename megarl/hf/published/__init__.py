@@ -1,7 +1,7 @@
-"""The config.json of published models, without their weights: what a recipe can be checked against offline.
+"""config.json files of published models, so that recipes can be checked offline.
 
-Each folder is named as the model on the Hugging Face hub, without its owner, and holds the fields of the published
-config.json that describe the model. DeepSeek-V3's has no `quantization_config`: as after its conversion to bfloat16.
+Each folder has the name of the model on the Hugging Face hub, without its owner, and holds the fields of the published
+config.json that describe the model. DeepSeek-V3's has no `quantization_config`, as after conversion to bfloat16.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _FOLDER = Path(__file__).parent
 
 
 def names() -> list[str]:
-    """Models whose config.json is kept here."""
+    """Return the names of the models in this folder."""
     return sorted(path.parent.name for path in _FOLDER.glob("*/config.json"))
 
 
 def read(name: str) -> dict[str, Any]:
-    """The config.json of the model `name`, e.g. "Qwen3-8B". Raises ValueError for a model that is not kept."""
+    """Read the config.json of the model `name`, e.g. "Qwen3-8B". ValueError if it is not in this folder."""
     if name not in names():
         near = nearest(name, names())
         hint = f" Nearest: {near}." if near else ""

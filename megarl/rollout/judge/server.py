@@ -42,7 +42,7 @@ class Interrogation:
     def tokens(self, prompt: Prompt, response: str) -> tuple[int, ...]:
         """The question about one sample as the judge reads it, however long. Raises ValueError where the template cannot be
         rendered with the row."""
-        said = self.tokenizer.broken_up(self.question.ask(prompt, response))
+        said = self.tokenizer.break_added_tokens(self.question.ask(prompt, response))
         messages = [{"role": "user", "content": said}]
         return tuple(
             self.tokenizer.encode(self.tokenizer.render_text(messages, True, self.settings.chat_template_args))

@@ -137,7 +137,7 @@ def _stage(trainers: Trainers, stage: int, batches: MicroBatches, passes: Passes
     """One micro batch in one stage."""
     shape, megatron, device = trainers.shape, trainers.recipe.megatron, trainers.device
     layers = trainers.stages()[stage]
-    flops = 2.0 * sum(shape.met(layer) for layer in layers) * batches.tokens * passes.weights
+    flops = 2.0 * sum(shape.active_in(layer) for layer in layers) * batches.tokens * passes.weights
     flops += 2.0 * shape.attention.per_pair * len(layers) * batches.pairs * passes.pairs
     if trainers.output and stage == megatron.pipeline_parallel - 1:
         flops += 2.0 * shape.output * batches.tokens * passes.output
@@ -190,7 +190,7 @@ def _held(trainers: Trainers, stage: int) -> tuple[float, float]:
     experts = (
         sparse * shape.experts * shape.expert / (megatron.expert_parallel * (megatron.expert_tensor_parallel or 1))
     )
-    dense = sum(shape.held(layer) for layer in layers) - sparse * shape.experts * shape.expert
+    dense = sum(shape.total_in(layer) for layer in layers) - sparse * shape.experts * shape.expert
     ends = (stage == 0) + (trainers.output and stage == megatron.pipeline_parallel - 1)
     if megatron.pipeline_parallel == 1 and shape.tied:
         ends = 1
