@@ -190,7 +190,7 @@ def _open(image: PromptImage) -> Image.Image:
     try:
         opened = Image.open(io.BytesIO(image.data) if image.data is not None else image.path, formats=_FORMATS)
     except FileNotFoundError as error:
-        raise ValueError(f"{image.where}: there is no file {image.path}") from error
+        raise ValueError(f"{image.where}: no such file {image.path}") from error
     except Exception as error:  # a format's parser may raise any exception
         cause = f"{type(error).__name__}: {error}" if image.data is None else type(error).__name__
         raise ValueError(f"{image.where} cannot be read as one of {', '.join(_FORMATS)} ({cause})") from error

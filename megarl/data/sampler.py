@@ -34,7 +34,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"there are no rows to draw from (size {self.size})")
+            raise ValueError(f"the set has no rows (size {self.size})")
         assert self.difficulty is None or self.difficulty.shape == (self.size,)
 
     def at(self, position: int) -> int:

@@ -232,8 +232,8 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 60\n%%EndComments\nshowpa
         ("<image>", [bomb(10_000, 10_000)], rf"10000 x 10000 pixels; more than {MAX_PIXELS:,} are not opened"),
         ("<image>", [bomb(30_000, 30_000)], "row 0, image 0 cannot be read .*DecompressionBomb"),
         ("<image>", [picture(60_001, 30, "L")], r"row 0, image 0 \(60001 x 30\): .*aspect ratio"),
-        ("<image>", ["gone.png"], r"row 0, image 0: there is no file .*/gone.png"),
-        ("<image>", ["https://example.org/a.png"], "there is no file"),
+        ("<image>", ["gone.png"], r"row 0, image 0: no such file .*/gone.png"),
+        ("<image>", ["https://example.org/a.png"], "no such file"),
         ("<image>", [{"bytes": None, "path": None}], "row 0, image 0 is neither bytes nor a path"),
         ("<image>", picture(60, 60), "row 0: column 'images' is b.* not a list"),
     ],
@@ -274,7 +274,9 @@ def test_what_cannot_read_images_refuses_them(tmp_path: Path, model: Path, token
         SFTDataset([answers], tokenizer, DataConfig(), 100)
     other = shutil.copytree(model, tmp_path / "other")
     (other / "preprocessor_config.json").write_text('{"image_processor_type": "CLIPImageProcessor"}')
-    with pytest.raises(ValueError, match="CLIPImageProcessorPil: image processors that make image_grid_thw"):
+    with pytest.raises(
+        ValueError, match="CLIPImageProcessorPil, which is not supported: an image processor must return image_grid_thw"
+    ):
         dataset(file.rename(tmp_path / "a.parquet"), tokenizer, ImageReader(str(other)))
 
 
