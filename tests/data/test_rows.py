@@ -80,7 +80,7 @@ def test_missing_columns_are_named_with_those_that_are_there(tmp_path):
     write_parquet(tmp_path / "a.parquet", [{"question": "q", "answer": "a"}])
     with pytest.raises(ValueError, match=r"a.parquet: no column 'prompt' and 'reward_model'; it has question, answer"):
         read_rows([tmp_path / "a.parquet"], ("prompt", "reward_model"))
-    with pytest.raises(ValueError, match="no column 'messages', or 'prompt' and 'response'; there are"):
+    with pytest.raises(ValueError, match="no column 'messages', or 'prompt' and 'response'; it has"):
         read_rows([tmp_path / "a.parquet"], ("messages",), ("prompt", "response"))
     assert len(read_rows([tmp_path / "a.parquet"], ("messages",), ("question", "answer"))) == 1
 

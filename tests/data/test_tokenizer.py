@@ -158,7 +158,7 @@ def test_directories_without_a_usable_tokenizer(tmp_path, changed):
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "notes.txt").write_text("")
-    with pytest.raises(ValueError, match=r"has no tokenizer .*: notes\.txt"):
+    with pytest.raises(ValueError, match=r"has no tokenizer .*, but notes\.txt"):
         load_tokenizer(empty)
     (empty / "tokenizer.model").write_bytes(b"not a model")
     with pytest.raises(ValueError, match="not a sentencepiece model"):
