@@ -1,4 +1,4 @@
-"""An engine whose library samples, takes weights and sleeps, as one thread owns it."""
+"""A `RolloutEngine` over an inference library that one thread owns."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megarl.engines.loop import Backend, EngineLoop
 from megarl.types import GenerationRequest
 from megarl.weight_sync.session import FullReport, Report, Session, ShardedReport, WeightSyncError, merge_reports
 
-TAGS = ("weights", "kv_cache")  # what sleeps, by the names that vLLM and SGLang both have
+TAGS = ("weights", "kv_cache")  # memory that sleeps; vLLM and SGLang use the same names
 
 
 class WeightsBackend(Backend, Protocol):
-    """A `Backend` whose weights change. All but `check` are called by the owning thread alone; `running`: requests."""
+    """A `Backend` with weight updates. Only the owning thread calls it, except for `check`. `running`: running requests."""
 
-    unloaded: str | None  # why it has no weights to sample with, until an update
-    asleep: tuple[str, ...]  # of TAGS, what sleeps
+    unloaded: str | None  # why it has no usable weights until the next update; None if it has
+    asleep: tuple[str, ...]  # the TAGS that are asleep
 
     def check(self, request: GenerationRequest) -> None:
-        """ValueError for a request that cannot be served. Called from any thread."""
+        """Raise ValueError for an invalid request. Called from any thread."""
         ...
 
     def connect_exchange(self, session: Session) -> str | None: ...
@@ -32,7 +32,7 @@ class WeightsBackend(Backend, Protocol):
     def wake(self, tags: Sequence[str] | None) -> None: ...
 
     def profile(self, name: str | None) -> None:
-        """Begin a trace called `name`; None: end it."""
+        """Start a trace called `name`; None ends it."""
         ...
 
 
@@ -57,13 +57,13 @@ class BackedEngine(EngineLoop):
         return self.call(lambda: self._weights.connect_exchange(session))
 
     def update_weights(self, version: int) -> Report:
-        return self.call(lambda: self._weights.update_weights(version, self.running), together=True)
+        return self.call(lambda: self._weights.update_weights(version, self.running), collective=True)
 
     def sleep(self) -> None:
-        self.call(lambda: self._weights.sleep(self.running), together=True)
+        self.call(lambda: self._weights.sleep(self.running), collective=True)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        self.call(lambda: self._weights.wake(tags), together=True)
+        self.call(lambda: self._weights.wake(tags), collective=True)
 
     def start_profile(self, name: str) -> None:
         self.call(lambda: self._weights.profile(name))
@@ -73,7 +73,7 @@ class BackedEngine(EngineLoop):
 
 
 def check_tokens(request: GenerationRequest, spec: EngineSpec, vocab_size: int) -> None:
-    """ValueError for a request that no engine of `spec` can serve."""
+    """Raise ValueError for a request that is invalid for engines of `spec`."""
     tokens, sampling = request.prompt.tokens, request.sampling
     longest = len(tokens) + sampling.max_tokens
     if not tokens or longest > spec.max_model_len:
@@ -90,21 +90,24 @@ def check_tokens(request: GenerationRequest, spec: EngineSpec, vocab_size: int) 
         raise ValueError(f"greedy sampling gives one answer, but n is {sampling.n}; ask for n=1")
 
 
-def agreed(reports: Sequence[Report], engine: str) -> Report:
-    """What an engine's ranks report together: of the export, the slowest one's. WeightSyncError where they then hold different
-    weights."""
-    planned = [report for report in reports if isinstance(report, ShardedReport)]
-    if planned:
-        return merge_reports(planned)
-    exported = [report for report in reports if isinstance(report, FullReport)]
-    for report in exported[1:]:
-        if not report.agrees_with(exported[0]):
-            raise WeightSyncError(f"ranks of engine {engine!r} hold different weights: {exported}")
-    return max(exported, key=lambda report: report.seconds)
+def engine_report(reports: Sequence[Report], engine: str) -> Report:
+    """Combine the reports of an engine's ranks: merge those of a sharded session, take the slowest of a full one.
+
+    WeightSyncError if ranks hold different weights after a full update.
+    """
+    sharded = [report for report in reports if isinstance(report, ShardedReport)]
+    if sharded:
+        return merge_reports(sharded)
+    full = [report for report in reports if isinstance(report, FullReport)]
+    for report in full[1:]:
+        if not report.agrees_with(full[0]):
+            raise WeightSyncError(f"ranks of engine {engine!r} hold different weights: {full}")
+    return max(full, key=lambda report: report.seconds)
 
 
-def awakened(tags: Sequence[str], asleep: tuple[str, ...], engine: str) -> tuple[str, ...]:
-    """What sleeps on once `tags` are woken. EngineRefused for a tag that is unknown or awake: libraries would wake nothing."""
+def asleep_after_wake(tags: Sequence[str], asleep: tuple[str, ...], engine: str) -> tuple[str, ...]:
+    """Return the tags that stay asleep after waking `tags`. EngineRefused for a tag that is unknown or awake, which the
+    libraries would silently ignore."""
     if not tags or not set(tags) <= set(asleep):
-        raise EngineRefused(f"wake({list(tags)}): of engine {engine!r}, asleep is {list(asleep)}")
+        raise EngineRefused(f"wake({list(tags)}): engine {engine!r} has {list(asleep)} asleep")
     return tuple(tag for tag in asleep if tag not in tags)

@@ -1,4 +1,4 @@
-"""What a rollout engine is to the rest of megarl."""
+"""Interface of rollout engines: `RolloutEngine`, its specification and its errors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ OnFinished = Callable[[int, list[Completion]], None]  # group number, its comple
 
 
 class EngineDead(RuntimeError):
-    """The engine failed or was shut down; it answers nothing any more. Its cause is in the message."""
+    """The engine failed or was shut down, and serves no more calls. The message has the cause."""
 
 
 class EngineRefused(RuntimeError):
-    """The engine cannot do this now, or at all. It lives on."""
+    """The engine cannot serve this call, now or at all. It stays alive."""
 
 
 class GenerationAborted(RuntimeError):
-    """`abort` ended the request that this call waited for."""
+    """`abort` ended the requests of this `generate` call."""
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Adapters that updates will bring instead of whole weights, if the engine can hold them: `recipe.lora`."""
+    """LoRA adapters that updates bring instead of full weights, if the engine can hold them: `recipe.lora`."""
 
     rank: int
     targets: tuple[str, ...]
@@ -35,7 +35,7 @@ class AdapterSpec:
 
 @dataclass(frozen=True)
 class EngineTraces:
-    """Where an engine writes its traces, and what they hold."""
+    """Folder and contents of an engine's traces."""
 
     folder: str
     options: TraceOptions
@@ -43,38 +43,49 @@ class EngineTraces:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine, in plain values. `engine_args` go to the engine under its own names."""
+    """Specification of one engine, in plain values. `engine_args` use the engine's argument names."""
 
-    name: str  # unique among the run's engines: names its receivers of weights
+    name: str  # unique among the run's engines; part of the names of its weight receivers
     model_path: str
     dtype: str  # "float32" | "bfloat16" | "float16"
-    max_model_len: int  # longest prompt and response together
+    max_model_len: int  # tokens of prompt and response together
     tensor_parallel: int = 1
-    data_parallel: int = 1  # engines of its group, over all of which the experts are spread
-    expert_parallel: bool = False  # each rank has whole experts, and others than the next; of a group's engines: always
+    data_parallel: int = 1  # engines in its group; a group spreads the experts over all its engines
+    expert_parallel: bool = False  # each rank has different whole experts; always so in a group
     seed: int = 0
-    seeded: bool = (
-        True  # requests bring seeds; else the engine's generator, seeded anew with each version, draws for all
-    )
+    seeded: bool = True  # requests have seeds; else the engine's generator, reseeded with each version, draws for all
     engine_args: dict[str, Any] = field(default_factory=dict)
-    load_weights: bool = True  # False: dummy weights, until the first exchange brings real ones
-    sleep_mode: bool = False  # prepare for sleep(); where the platform cannot, info["can_sleep"] is False
-    # How training samples: log-probs are exact for requests that sample at this temperature.
+    load_weights: bool = True  # False: dummy weights until the first weight update
+    sleep_mode: bool = False  # prepare for sleep(); info["can_sleep"] is False if the platform has no sleep mode
+    # Sampling settings of training: log-probs are exact for requests that sample at this temperature.
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     return_routed_experts: bool = False  # fill Completion.routed_experts, or refuse to start
-    prompt_top_k: int | None = None  # largest GenerationRequest.prompt_top_k; None: none is asked for
-    adapters: AdapterSpec | None = None  # None: updates bring whole weights
-    deterministic: bool = False  # the recipe asks for it: `Platform.deterministic_rollout_env` is set
+    prompt_top_k: int | None = None  # largest GenerationRequest.prompt_top_k; None: no request sets it
+    adapters: AdapterSpec | None = None  # None: updates bring full weights
+    deterministic: bool = False  # train.deterministic; `Platform.deterministic_rollout_env` is set
     traces: EngineTraces | None = None  # None: `start_profile` is never called
-    device: str | None = None  # "cpu" | "cuda" | "npu", which the engine must run on; None: whichever it finds
-    recipe_section: str = "rollout"  # whose settings these are, for messages
+    device: str | None = None  # "cpu" | "cuda" | "npu", which the engine must run on; None: any
+    recipe_section: str = "rollout"  # section of the recipe with these settings, for messages
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where an engine's group meets, and which of its `size` engines this one is. Plain values."""
+class EngineLimits:
+    """Step size and device memory of an engine, from its arguments."""
+
+    tokens: int  # per step
+    sequences: int  # per step
+    share: float | None  # of the device's memory for the engine; None: the engine chooses at its start
+    share_key: str  # the engine argument that sets `share`
+    covers_step: bool  # `share` includes the memory of a step, not only weights and KV cache
+    cache: int | None = None  # bytes of the KV cache, if an argument sets them
+    assumed: str | None = None  # note on values that the engine would choose at its start
+
+
+@dataclass(frozen=True)
+class GroupRank:
+    """Rendezvous address of an engine group, and one engine's rank in it. Plain values."""
 
     host: str
     port: int
@@ -83,71 +94,69 @@ class Seat:
 
 
 class RolloutEngine(Protocol):
-    """A replica of the policy that samples. Every method may be called from any thread, and raises
-    EngineDead once the engine has failed.
+    """A replica of the policy that samples. Every method is thread-safe, and raises EngineDead after the engine failed.
 
-    Engines of a group (`EngineSpec.data_parallel`) take weights, sleep and wake together: each call waits until every
-    engine of the group has been called. All else each does for itself, but steps: those are always the group's.
+    Engines of a group (`EngineSpec.data_parallel`) update weights, sleep and wake together: each of these calls blocks
+    until every engine of the group has received it. They also step together. All other calls concern one engine.
     """
 
-    def start(self, seat: Seat | None = None) -> dict[str, Any]:
-        """Load the model; blocks. `seat`: of an engine of a group, whose engines load together. Returns plain values:
-        `engine`, `version` (of the engine's software), `device`, `can_sleep`, `can_update_in_flight`, `merged_because`, why
-        it takes no adapters (None: it takes those of its spec), and `receivers`, the [name, host id] pairs that the weight
-        exchange must serve. RuntimeError where dummy weights wait for an update that the engine's
-        software cannot take."""
+    def start(self, group_rank: GroupRank | None = None) -> dict[str, Any]:
+        """Load the model; blocks. `group_rank`: rank of the engine in its group, which loads together; None without a group.
+
+        Returns plain values: `engine`, `version` (of the engine's software), `device`, `can_sleep`,
+        `can_update_in_flight`, `merged_because` (the reason why it needs merged weights; None: it takes the adapters of its
+        spec) and `receivers` ([name, host id] pairs for weight sync). RuntimeError if the engine starts with dummy weights
+        and its software cannot update weights.
+        """
         ...
 
     def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
         """Sample all `requests`; returns when the last is finished.
 
-        They enter the engine's queue in their order and all before its next step, so that equal
-        calls make equal batches. `on_finished(group, completions)` is called in the calling thread
-        as soon as all n samples of a group are there. `Completion.log_probs` are NaN for requests
-        whose sampling differs from the spec's such that the engine does not know exact ones
-        (greedy or filtered evaluation). `Completion.prompt` is there where `prompt_top_k` asks for it, at
-        temperature 1 whatever the sampling is. ValueError for a request that cannot be served: then none
-        is admitted. GenerationAborted after `abort`.
+        The requests enter the engine's queue in order and before its next step, so that equal calls make equal batches.
+        `on_finished(group, completions)` is called in the calling thread once all n samples of a group are finished.
+        `Completion.log_probs` are NaN for requests that the engine cannot score exactly, because their sampling differs
+        from the spec's (greedy or filtered evaluation). `Completion.prompt` is set for requests with `prompt_top_k`, at
+        temperature 1 for any sampling. ValueError for an invalid request: then no request is admitted.
+        GenerationAborted after `abort`.
         """
         ...
 
     def pause(self) -> None:
-        """Return once no step is running; none begins until `resume`, in the engine's whole group. Requests are still
-        admitted."""
+        """Return once no step is running; no step starts until `resume`, in the whole group. Requests are still admitted."""
         ...
 
     def resume(self) -> None: ...
 
     def connect_exchange(self, session: Session) -> str | None:
-        """Join a weight exchange; replaces an earlier one. Returns why the engine cannot take part in a planned one, where
-        it cannot: an exported one may still replace it. EngineRefused where the engine's software cannot take weights
-        safely."""
+        """Join a weight sync session, which replaces an earlier one. Returns why the engine cannot join a sharded session,
+        or None; it may still join a full one. EngineRefused if the engine's software cannot update weights safely."""
         ...
 
     def update_weights(self, version: int) -> Report:
-        """Take `version` from the exchange; no step runs meanwhile, cached prefixes are dropped.
+        """Receive and load weights of `version`. No step runs meanwhile; cached prefixes are dropped.
 
-        Requests in flight go on under the new weights (their past is computed anew) where
-        info["can_update_in_flight"], else EngineRefused; EngineRefused too where weights are asleep. Any
-        failure leaves the engine dead: it may hold half a version.
+        Running requests continue with the new weights (their KV cache is recomputed) if info["can_update_in_flight"].
+        EngineRefused otherwise, and while weights are asleep. Any failure leaves the engine dead, since its weights may be
+        a mixture of two versions.
         """
         ...
 
     def sleep(self) -> None:
-        """Give device memory away. EngineRefused where info["can_sleep"] is False or requests run."""
+        """Release device memory. EngineRefused if info["can_sleep"] is False or requests are running."""
         ...
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back: all of it, or only that of "weights" or "kv_cache".
+        """Allocate memory again: all of it, or only that of the `tags` "weights" and "kv_cache".
 
-        generate raises EngineRefused until all is back, and, where sleep dropped the weights, until an
-        update; an update needs "weights" alone. EngineRefused for a tag that is unknown or not asleep.
+        `generate` raises EngineRefused until all memory is back and, if sleep dropped the weights, until an update. An
+        update needs only "weights". EngineRefused for a tag that is unknown or not asleep.
         """
         ...
 
     def start_profile(self, name: str) -> None:
-        """Trace the engine's steps until `stop_profile`, as `EngineSpec.traces` says; `name` is part of the files' names where
-        the engine's software has that."""
+        """Trace the engine's steps until `stop_profile`, as in `EngineSpec.traces`. `name` becomes part of the file names if
+        the engine's software supports it."""
         ...
 
     def stop_profile(self) -> None: ...
@@ -157,9 +166,9 @@ class RolloutEngine(Protocol):
         ...
 
     def watch(self) -> None:
-        """Return when the engine has been shut down; EngineDead as soon as it has failed, though nothing was asked of it."""
+        """Block until the engine is shut down. Raises EngineDead as soon as it fails, even without a pending call."""
         ...
 
     def shutdown(self) -> None:
-        """End the engine and its processes, and with it the others of its group. May be called twice."""
+        """End the engine with its processes, and the other engines of its group. May be called twice."""
         ...

@@ -1,12 +1,11 @@
-"""Engines that step together, since the experts of their model are spread over all of them.
+"""Groups of engines that step together because the experts of their model are spread over all of them.
 
-Every step of one is a step of all: who has no requests takes part all the same, for its experts. So before each
-step the engines agree, in one small sum over all of them, on whether there is anything to step and on whether all
-have been told to do something that none may do alone (take weights, sleep). All decide from the same sums: none can
-wait for another in a step, or in an update, that the other does not take part in.
+Every step is collective: an engine without requests takes part for its experts. Before each step the engines run one
+small all-reduce to decide whether any engine has requests, and whether all have received the same collective command
+(update weights, sleep). All decide from the same sums, so no engine waits in a step or update that another skips.
 
-They meet in a key-value store that the first engine's process holds, and agree over gloo, whatever device the model
-is on. A member that ends says why in the store.
+The rendezvous is a key-value store in the first engine's process. The all-reduce runs over gloo on every device. A
+failing engine writes the cause to the store.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.engines.base import Seat
+from megarl.engines.base import GroupRank
 
-# Members wait for each other while weights load or travel, and the controller knows how long that may take
-# (rollout.start_timeout, exchange.timeout, rollout.timeout): a limit here could only be wrong. A process that died is
-# noticed at once all the same, by its closed connection.
-_PATIENCE = timedelta(days=30)
-# Before a member says that it failed: where it did because another died, that death is known by then, and told first.
+# Effectively no timeout: engines wait for each other while weights load or transfer, and only the controller knows how
+# long that may take (rollout.start_timeout, exchange.timeout, rollout.timeout). A dead process is still noticed at once,
+# by its closed connection.
+_TIMEOUT = timedelta(days=30)
+# Delay before a failing engine reports its failure. If another engine's death caused it, that is reported by then.
 GRACE_SECONDS = 5.0
 _PORTS = range(20000, 32000)
 
@@ -39,11 +38,10 @@ class GroupLost(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Agreement:
-    """What all members together have said between two steps: sums over them.
+class GroupState:
+    """State of all engines of a group between two steps, as sums.
 
-    running: requests in flight. paused, leaving: members that are. ready: members that have been told to do something
-    that all do together.
+    running: running requests. paused, leaving: engines in that state. ready: engines with a queued collective command.
     """
 
     running: int
@@ -52,40 +50,43 @@ class Agreement:
     leaving: int
 
 
-class MeetingPlace:
-    """The store in which a group meets; held by its first engine's process for as long as that lives."""
+class Rendezvous:
+    """The key-value store at which a group meets. Lives in the process of the group's first engine."""
 
     def __init__(self, host: str) -> None:
-        """`host`: this machine's address as the other engines reach it."""
-        self._store = dist.TCPStore(host, 0, None, is_master=True, timeout=_PATIENCE, wait_for_workers=False)
-        self.seat = Seat(host, self._store.port)
+        """`host`: this machine's address for the other engines."""
+        self._store = dist.TCPStore(host, 0, None, is_master=True, timeout=_TIMEOUT, wait_for_workers=False)
+        self.first = GroupRank(host, self._store.port)
 
 
-class Group:
-    """One engine's link to the others. Used by the thread that owns the engine, and by no other."""
+class EngineGroup:
+    """One engine's connection to its group. Only the thread that owns the engine uses it."""
 
-    def __init__(self, seat: Seat, name: str) -> None:
-        """Returns once every member is there. `name`: this engine's, for messages."""
-        self.seat, self._name = seat, name
-        self._store = dist.TCPStore(seat.host, seat.port, None, False, timeout=_PATIENCE, wait_for_workers=False)
+    def __init__(self, group_rank: GroupRank, name: str) -> None:
+        """Connect; returns once every engine of the group has connected. `name`: this engine's name, for messages."""
+        self.host, self.rank, self.size = group_rank.host, group_rank.rank, group_rank.size
+        self._name = name
+        self._store = dist.TCPStore(self.host, group_rank.port, None, False, timeout=_TIMEOUT, wait_for_workers=False)
         store = dist.PrefixStore("gloo", self._store)
-        self._gloo: Any = dist.ProcessGroupGloo(store, seat.rank, seat.size, _PATIENCE)
+        self._gloo: Any = dist.ProcessGroupGloo(store, self.rank, self.size, _TIMEOUT)
 
-    def of_the_first(self, key: str, make: Callable[[], str]) -> str:
-        """What `make` returns in the group's first engine; in all of them."""
-        if self.seat.rank == 0:
+    def broadcast_from_first(self, key: str, make: Callable[[], str]) -> str:
+        """Call `make` in the group's first engine; return its result in all engines."""
+        if self.rank == 0:
             self._store.set(key, make())
         return str(self._store.get(key).decode())
 
-    def agree(self, *, running: int = 0, paused: bool = False, ready: bool = False, leaving: bool = False) -> Agreement:
-        """Say what is so of this engine; hear what is of all. Returns when all have said it, or raises GroupLost."""
+    def sync_state(
+        self, *, running: int = 0, paused: bool = False, ready: bool = False, leaving: bool = False
+    ) -> GroupState:
+        """Sum this engine's state with that of the other engines. Collective; raises GroupLost if an engine is gone."""
         sums = self._sum(torch.tensor([running, paused, ready, leaving], dtype=torch.int64))
-        return Agreement(*sums.tolist())
+        return GroupState(*sums.tolist())
 
-    def in_all(self, names: Sequence[str], chosen: Collection[str]) -> list[str]:
-        """Those of `names`, the same in all members, that each of them has in `chosen`."""
-        counts = self._sum(torch.tensor([name in chosen for name in names], dtype=torch.int64))
-        return [name for name, count in zip(names, counts.tolist(), strict=True) if count == self.seat.size]
+    def intersect(self, names: Sequence[str], local: Collection[str]) -> list[str]:
+        """Return the `names` that are in `local` in every engine. Collective; `names` must be equal in all engines."""
+        counts = self._sum(torch.tensor([name in local for name in names], dtype=torch.int64))
+        return [name for name, count in zip(names, counts.tolist(), strict=True) if count == self.size]
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:
         try:
@@ -95,25 +96,25 @@ class Group:
         return values
 
     def leave(self) -> None:
-        """Tell the others, in a round of its own, that this engine was told to end."""
-        with contextlib.suppress(GroupLost):  # they have ended, too
-            self.agree(leaving=True)
+        """Notify the other engines, in an extra round, that this engine shuts down."""
+        with contextlib.suppress(GroupLost):  # the other engines have ended, too
+            self.sync_state(leaving=True)
 
     def fail(self, cause: str) -> str:
-        """End the group because this engine failed. Returns what to tell: where another failed before it, that, too."""
-        own = f"engine {self._name!r} {cause}"
+        """End the group because this engine failed. Returns `cause`, with an earlier failure in the group if one caused it."""
+        local_failure = f"engine {self._name!r} {cause}"
         try:
-            first = self._store.compare_set("cause", "", own).decode()
-        except RuntimeError:  # its process is gone, and the controller says of what
-            first = own
-        self._gloo = None  # closes the connections: who waits for this engine hears of it
+            first_failure = self._store.compare_set("cause", "", local_failure).decode()
+        except RuntimeError:  # the first engine's process is gone; the controller reports its cause
+            first_failure = local_failure
+        self._gloo = None  # closes the connections, so that waiting engines notice
         time.sleep(GRACE_SECONDS)
-        return cause if first == own else f"{cause}. In its group, before it: {first}"
+        return cause if first_failure == local_failure else f"{cause}. In its group, before it: {first_failure}"
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` TCP ports in a row that are free. Below those that the kernel gives to connections, of which
-    another process may make one at any moment."""
+    """Return the first of `count` consecutive free TCP ports, below the kernel's ephemeral range, whose ports another
+    process could take at any moment."""
     draw = random.SystemRandom()
     while True:
         first = draw.randrange(_PORTS.start, _PORTS.stop - count)

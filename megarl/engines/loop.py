@@ -1,11 +1,11 @@
-"""The thread that owns an engine: it steps while requests run and takes commands between steps.
+"""The thread that owns an engine: it steps while requests run, and serves commands between steps.
 
-Inference libraries are not thread-safe, and a step must not meet an update half-way. So one thread
-does everything, and other threads leave it commands. What goes wrong there is fatal: it reaches
-every waiting caller, and the engine then says that it is dead and why.
+Inference libraries are not thread-safe, and a step must not overlap an update. So a single thread does everything, and
+other threads queue commands for it. An exception in this thread is fatal: every waiting caller receives it, and the
+engine is dead from then on.
 
-The threads of a group's engines (group.py) agree before each step: all step or none does, and what all are to do
-together is begun once every one of them has been told to.
+The threads of a group's engines (group.py) synchronize before each step: either all engines step or none. A collective
+command runs once every engine of the group has received it.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted, OnFinished, Seat
-from megarl.engines.group import Group
+from megarl.engines.base import EngineDead, EngineRefused, GenerationAborted, GroupRank, OnFinished
+from megarl.engines.group import EngineGroup
 from megarl.types import Completion, GenerationRequest
 
 T = TypeVar("T")
 Command = tuple[Callable[[], Any], Future]
 
-_IDLE_SECONDS = 0.005  # until an idle engine of a group asks the others again whether they have something to step
+_IDLE_SECONDS = 0.005  # interval at which an idle engine of a group synchronizes with the others
 
 
 class Backend(Protocol):
-    """What an inference library must do; called by the owning thread alone."""
+    """Interface to an inference library. Only the owning thread calls it."""
 
-    def join(self, group: Group) -> None:
-        """Before `start`, of an engine of a group: its steps and updates are also the others'."""
+    def join(self, group: EngineGroup) -> None:
+        """Set the engine's group, before `start`. Steps and updates are then collective."""
         ...
 
     def start(self) -> dict[str, Any]: ...
 
     def admit(self, key: str, request: GenerationRequest) -> None:
-        """Queue the request. It was checked before: an exception here is fatal."""
+        """Queue a valid request. An exception here is fatal."""
         ...
 
     def step(self) -> list[tuple[str, list[Completion]]]:
-        """Advance; returns (key, completions) of the requests whose samples are all finished. In a group, an engine
-        without requests takes part in the others' step."""
+        """Run one step; returns (key, completions) of requests with all samples finished. In a group, an engine without
+        requests takes part in the step."""
         ...
 
     def cancel(self, keys: list[str]) -> None: ...
@@ -55,52 +55,52 @@ class Backend(Protocol):
 
 @dataclass(eq=False)
 class _Job:
-    """One `generate` call. The owning thread puts finished groups, or an exception that ends the call."""
+    """One `generate` call. The owning thread puts finished groups into `events`, or the exception that ends the call."""
 
     events: queue.SimpleQueue[tuple[int, list[Completion]] | BaseException] = field(default_factory=queue.SimpleQueue)
 
 
 class EngineLoop:
-    """Runs a backend in a thread of its own. See `RolloutEngine` for what the methods promise."""
+    """Runs a backend in its thread. `RolloutEngine` documents the methods."""
 
     def __init__(self, backend: Backend, name: str) -> None:
         self._backend = backend
         self._name = name
-        self._commands: queue.SimpleQueue[tuple[Command, bool]] = queue.SimpleQueue()  # whether all do it together
-        self._lock = threading.Lock()  # a command is either queued before the end or refused after it
+        self._commands: queue.SimpleQueue[tuple[Command, bool]] = queue.SimpleQueue()  # (command, collective)
+        self._lock = threading.Lock()  # a command is either queued before the end or rejected after it
         self._dead: str | None = "was not started"
-        self._failure: BaseException | None = None  # of which it died
+        self._failure: BaseException | None = None  # the cause of its death
         self._thread: threading.Thread | None = None
         self._ended = threading.Event()
-        # the owning thread's
-        self._running: dict[str, tuple[_Job, int]] = {}  # key -> its call and group
+        # state of the owning thread
+        self._running: dict[str, tuple[_Job, int]] = {}  # key -> (call, group number)
         self._counter = itertools.count()
         self._paused = False
         self._stop = False
-        self._group: Group | None = None
-        self._together: deque[Command] = deque()  # that wait until every engine of the group has been told
-        self._elsewhere = 0  # requests in flight in the group's other engines, when all last agreed
-        self._still = False  # the group has nothing to step
-        self._failed: Future | None = None  # of the command that ended the engine, whose caller is told at the end
+        self._group: EngineGroup | None = None
+        self._collective: deque[Command] = deque()  # wait until every engine of the group has received them
+        self._running_elsewhere = 0  # running requests in the group's other engines, at the last synchronization
+        self._idle = False  # the group has no step to run
+        self._fatal: Future | None = None  # of the command that ended the engine, completed at the very end
 
-    def start(self, seat: Seat | None = None) -> dict[str, Any]:
+    def start(self, group_rank: GroupRank | None = None) -> dict[str, Any]:
         assert self._thread is None, "an engine is started once"
         self._dead = None
         self._thread = threading.Thread(target=self._run, name=f"megarl-{self._name}", daemon=True)
         self._thread.start()
-        return self.call(lambda: self._begin(seat))
+        return self.call(lambda: self._begin(group_rank))
 
-    def call(self, command: Callable[[], T], *, together: bool = False) -> T:
-        """Run `command` in the owning thread between two steps; returns or raises what it does.
+    def call(self, command: Callable[[], T], *, collective: bool = False) -> T:
+        """Run `command` in the owning thread between two steps; returns or raises its result.
 
-        EngineRefused leaves the engine alive, any other exception ends it. `together`: in a group, it runs once every
-        engine of the group has been told to do the like, in all of them between the same two steps.
+        EngineRefused leaves the engine alive, any other exception ends it. `collective`: in a group, the command waits
+        until every engine has received one, and all run them between the same two steps.
         """
         future: Future[T] = Future()
         with self._lock:
             if self._dead is not None:
                 raise EngineDead(f"engine {self._name!r} {self._dead}")
-            self._commands.put(((command, future), together))
+            self._commands.put(((command, future), collective))
         return future.result()
 
     def generate(self, requests: Sequence[GenerationRequest], on_finished: OnFinished) -> None:
@@ -114,7 +114,7 @@ class EngineLoop:
                 on_finished(*event)
         except (EngineDead, GenerationAborted):
             raise
-        except BaseException:  # the caller's own: its other requests have no one to go to
+        except BaseException:  # raised by `on_finished`: nothing can receive the remaining completions
             self.call(lambda: self._cancel(lambda owner: owner is job))
             raise
 
@@ -130,9 +130,9 @@ class EngineLoop:
     def shutdown(self) -> None:
         if self._thread is None:
             return
-        with contextlib.suppress(EngineDead):  # it ended before
+        with contextlib.suppress(EngineDead):  # already ended
             self.call(self._request_stop)
-        self._thread.join()  # what it takes down may be the whole process's
+        self._thread.join()  # it may destroy process-wide state
 
     def watch(self) -> None:
         self._ended.wait()
@@ -141,13 +141,13 @@ class EngineLoop:
 
     @property
     def running(self) -> int:
-        """Requests in flight; exact in the owning thread. In a group: in all of its engines, and exact where they all do
-        the same."""
-        return len(self._running) + self._elsewhere
+        """Number of running requests of the engine, or of its whole group. Exact in the owning thread; for a group, in a
+        collective command."""
+        return len(self._running) + self._running_elsewhere
 
-    def _begin(self, seat: Seat | None) -> dict[str, Any]:
-        if seat is not None:
-            self._group = Group(seat, self._name)
+    def _begin(self, group_rank: GroupRank | None) -> dict[str, Any]:
+        if group_rank is not None:
+            self._group = EngineGroup(group_rank, self._name)
             self._backend.join(self._group)
         return self._backend.start()
 
@@ -156,27 +156,29 @@ class EngineLoop:
         try:
             while not self._stop:
                 self._serve_commands()
-                if not self._stop and self._group is not None and not self._agree_to_step(self._group):
+                if not self._stop and self._group is not None and not self._sync_group(self._group):
                     continue
                 if not self._stop:
                     self._report(self._backend.step())
-        except BaseException as error:  # noqa: BLE001 - handed to every caller
+        except BaseException as error:  # noqa: BLE001 - raised in every caller
             cause, failure = f"died: {type(error).__name__}: {error}", error
         finally:
             self._end(cause, failure)
 
     def _serve_commands(self) -> None:
-        """Run what is queued; returns at the end, or once nothing is queued and there is something to step. In a group:
-        or there may be, which the others know."""
+        """Run queued commands until the queue is empty; blocks while the engine is idle.
+
+        An idle engine of a group only blocks for a moment, since another engine may have received requests.
+        """
         while not self._stop:
-            idle = self._still if self._group is not None else self._paused or not self._running
+            idle = self._idle if self._group is not None else self._paused or not self._running
             try:
-                command, together = self._commands.get(idle, None if self._group is None else _IDLE_SECONDS)
+                command, collective = self._commands.get(idle, None if self._group is None else _IDLE_SECONDS)
             except queue.Empty:
                 return
-            self._still = False
-            if together and self._group is not None:
-                self._together.append(command)
+            self._idle = False
+            if collective and self._group is not None:
+                self._collective.append(command)
             else:
                 self._serve(command)
 
@@ -187,23 +189,23 @@ class EngineLoop:
         except EngineRefused as refusal:
             future.set_exception(refusal)
         except BaseException:
-            self._failed = future
+            self._fatal = future
             raise
         else:
             future.set_result(result)
 
-    def _agree_to_step(self, group: Group) -> bool:
-        """Whether all engines of the group step now. Does what all have been told to do together; notes the end."""
-        own = len(self._running)
-        agreed = group.agree(running=own, paused=self._paused, ready=bool(self._together))
-        self._elsewhere = agreed.running - own
-        if agreed.leaving:
-            self._stop, self._group = True, None  # all know it: none is to be told
-        elif agreed.ready == group.seat.size:
-            self._serve(self._together.popleft())
+    def _sync_group(self, group: EngineGroup) -> bool:
+        """Return True if all engines of the group step now. Otherwise run the next collective command, stop, or idle."""
+        running = len(self._running)
+        state = group.sync_state(running=running, paused=self._paused, ready=bool(self._collective))
+        self._running_elsewhere = state.running - running
+        if state.leaving:
+            self._stop, self._group = True, None  # every engine of the group has seen it
+        elif state.ready == group.size:
+            self._serve(self._collective.popleft())
         else:
-            self._still = not agreed.running or bool(agreed.paused)
-            return not self._still
+            self._idle = not state.running or bool(state.paused)
+            return not self._idle
         return False
 
     def _admit(self, requests: Sequence[GenerationRequest], job: _Job) -> None:
@@ -230,22 +232,22 @@ class EngineLoop:
         self._stop = True
 
     def _end(self, cause: str, failure: BaseException | None) -> None:
-        own = cause
+        local_cause = cause
         if self._group is not None:
             cause = self._leave(self._group, cause, failure)
         with self._lock:
             self._dead, self._failure = cause, failure
         dead = EngineDead(f"engine {self._name!r} {cause}")
         dead.__cause__ = failure
-        if self._failed is not None and failure is not None:
-            self._failed.set_exception(failure if cause == own else dead)  # the latter: another engine failed first
+        if self._fatal is not None and failure is not None:
+            self._fatal.set_exception(failure if cause == local_cause else dead)  # dead: another engine failed first
         while True:
             try:
                 (_, future), _ = self._commands.get_nowait()
             except queue.Empty:
                 break
             future.set_exception(dead)
-        for _, future in self._together:
+        for _, future in self._collective:
             future.set_exception(dead)
         for job in {job for job, _ in self._running.values()}:
             job.events.put(dead)
@@ -254,7 +256,7 @@ class EngineLoop:
         self._backend.shutdown()
 
     @staticmethod
-    def _leave(group: Group, cause: str, failure: BaseException | None) -> str:
+    def _leave(group: EngineGroup, cause: str, failure: BaseException | None) -> str:
         if failure is not None:
             return group.fail(cause)
         group.leave()

@@ -1,4 +1,4 @@
-"""The route that weights will take to the engines, as far as recipe and engine versions tell before anything starts."""
+"""Predict the weight sync route (sharded, full or adapters) from the recipe and the engine's version before the start."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ENGINE = "vllm"
 
 @dataclass(frozen=True)
 class Route:
-    """A route and the reason for it. Trainers and engines may still refuse a planned one when they have started."""
+    """A route with its reason. Trainers and engines may still reject a planned (sharded) route after their start."""
 
     name: str  # "planned", "export", "adapters" or "none"
     why: str
-    on: str  # the versions that this holds for; "": whichever
+    on: str  # versions that it applies to; "": any
     remark: str = ""
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ class Route:
 
 
 def route_of(recipe: Recipe, support: RouteSupport | None, on: str = "") -> Route:
-    """The route of `recipe` with a vLLM of `support`; None: its version is not known. `on`: the versions, in words."""
+    """Return the route of `recipe` for a vLLM with `support` (None: version unknown). `on`: description of the version."""
     exchange = recipe.exchange
     if support is not None and support.no_updates is not None and recipe.rollout.engine == _ENGINE:
         return Route("none", support.no_updates, on)
@@ -47,30 +47,30 @@ def route_of(recipe: Recipe, support: RouteSupport | None, on: str = "") -> Rout
 
 
 def routes_of_sets(recipe: Recipe, sets: Iterable[VersionSet]) -> list[Route]:
-    """The route on each set of versions that names a vLLM, the default first."""
-    found = []
-    for one in sets:
-        version = one.packages.get(_ENGINE, "")
+    """Return the route for each version set that pins a vLLM version, in order."""
+    routes = []
+    for version_set in sets:
+        version = version_set.packages.get(_ENGINE, "")
         if version.startswith("=="):
             number = version.removeprefix("==")
-            found.append(route_of(recipe, support_of(number), f"{one.name} (vLLM {number})"))
-    return found
+            routes.append(route_of(recipe, support_of(number), f"{version_set.name} (vLLM {number})"))
+    return routes
 
 
 def route_here(recipe: Recipe) -> Route:
-    """The route with the vLLM of this environment."""
+    """Return the route with the vLLM of this environment."""
     support = installed_support() if recipe.rollout.engine == _ENGINE else None
     return route_of(recipe, support, f"vLLM {support.version}, installed here" if support else "")
 
 
 def check_route(recipe: Recipe, route: Route) -> None:
-    """Raise RecipeError where the recipe insists on a route that its engines cannot take."""
+    """Raise RecipeError if the recipe requires a route that its engines do not support."""
     if recipe.train.source != "rollout":
         return
     if route.name == "none":
-        what = f"engines cannot be given weights on {route.on}: {route.why}"
-        raise RecipeError("rollout.engine", what, "install a later vLLM", value=recipe.rollout.engine)
+        problem = f"engines cannot update their weights on {route.on}: {route.why}"
+        raise RecipeError("rollout.engine", problem, "install a later vLLM", value=recipe.rollout.engine)
     if route.name == "export" and recipe.exchange.route == "planned":
-        what = f"engines cannot take it on {route.on}: {route.why}"
+        problem = f"engines do not support it on {route.on}: {route.why}"
         remedy = "set exchange.route=auto or export (and exchange.transport=auto), or install another vLLM"
-        raise RecipeError("exchange.route", what, remedy, value="planned")
+        raise RecipeError("exchange.route", problem, remedy, value="planned")

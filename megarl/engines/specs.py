@@ -1,4 +1,4 @@
-"""The engines that a recipe asks for: the policy's, the teacher's, the judge's."""
+"""Specifications of a recipe's engines: policy, teacher and judge."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.recipe.seeded import samples_are_seeded
 
 
 def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
-    """`load_weights`: those of `model.path`, which no exchange replaces."""
+    """Return the spec of a policy engine. `load_weights`: load `model.path` and never update it (evaluation)."""
     rollout = recipe.rollout
     adapters = AdapterSpec(recipe.lora.rank, tuple(recipe.lora.targets)) if wants_adapters(recipe) else None
     return EngineSpec(
@@ -39,7 +39,7 @@ def policy_spec(recipe: Recipe, name: str, *, load_weights: bool) -> EngineSpec:
 
 
 def teacher_spec(recipe: Recipe, name: str) -> EngineSpec:
-    longest = longest_sample(recipe) + 1  # an engine that reads a whole sample samples one token more
+    longest = longest_sample(recipe) + 1  # the engine samples one token after the sample that it scores
     return _fixed_spec(recipe, "teacher", name, longest, prompt_top_k=teacher_top_k(recipe.algorithm))
 
 
@@ -48,13 +48,13 @@ def judge_spec(recipe: Recipe, name: str) -> EngineSpec:
 
 
 def fixed_models(recipe: Recipe) -> list[str]:
-    """The recipe's sections of fixed models that training starts engines of, in the order in which devices are claimed."""
-    wanted = {"teacher": needs_teacher(recipe.algorithm), JUDGE: uses_judge(recipe)}
-    return [section for section, needed in wanted.items() if needed]
+    """Return the recipe's sections of fixed models with engines, in the order in which they claim devices."""
+    used = {"teacher": needs_teacher(recipe.algorithm), JUDGE: uses_judge(recipe)}
+    return [section for section, is_used in used.items() if is_used]
 
 
 def first_specs(recipe: Recipe, *, training: bool) -> list[tuple[str, EngineSpec]]:
-    """Of each kind of engine that training, or `megarl eval`, starts: which engine it is, and the spec of its first."""
+    """Return (engine name, spec of its first engine) for each model with engines in training, or in `megarl eval`."""
     specs = [(recipe.rollout.engine, policy_spec(recipe, "engine0", load_weights=not training))]
     if training and needs_teacher(recipe.algorithm):
         specs.append((recipe.teacher.engine, teacher_spec(recipe, "teacher0")))
@@ -64,7 +64,7 @@ def first_specs(recipe: Recipe, *, training: bool) -> list[tuple[str, EngineSpec
 
 
 def _fixed_spec(recipe: Recipe, section: str, name: str, longest: int, prompt_top_k: int | None = None) -> EngineSpec:
-    """The spec of an engine of a fixed model, from its section of the recipe."""
+    """Return the spec of an engine of a fixed model, from its section of the recipe."""
     settings = recipe.judge if section == JUDGE else recipe.teacher
     assert settings.path is not None
     return EngineSpec(
@@ -83,7 +83,7 @@ def _fixed_spec(recipe: Recipe, section: str, name: str, longest: int, prompt_to
 
 
 def _engine_seed(recipe: Recipe, name: str) -> int:
-    """Seed of an engine's generator. Where it draws for all requests, each engine has another."""
+    """Return the seed of an engine's generator, which differs between engines if it draws for all requests."""
     seeded, seed = samples_are_seeded(recipe), recipe.train.seed
     return seed if seeded else zlib.crc32(f"{seed}/{name}".encode())
 

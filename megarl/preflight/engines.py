@@ -20,7 +20,7 @@ def check_engines(rollout: RolloutConfig) -> None:
 
 def check_engine(section: str, settings: RolloutConfig | TeacherConfig | JudgeConfig) -> None:
     """Refuse an engine that is not known, and arguments that it does not have. `settings`: the recipe's `section`."""
-    engines.check_known(settings.engine, f"{section}.engine")
+    engines.check_name(settings.engine, f"{section}.engine")
     engines.check_args(settings.engine, settings.engine_args, section)
 
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from megarl.cluster.base import Service
-from megarl.engines.base import Seat
+from megarl.engines.base import GroupRank
 from megarl.rollout.judge.server import JudgeServer, Verdict
 from megarl.rollout.server import RolloutServer
 from megarl.rollout.teacher_server import TeacherServer
@@ -63,15 +63,15 @@ class ServiceHandle:
 class EngineHandle(ServiceHandle):
     """An engine of the policy (`RolloutServer`): it samples, scores and receives weights."""
 
-    def open_meeting_place(self) -> Future[Seat]:
+    def open_rendezvous(self) -> Future[GroupRank]:
         """Open the rendezvous of the engine's group on its machine."""
-        return self._call(RolloutServer.open_meeting_place, self.service.address)
+        return self._call(RolloutServer.open_rendezvous, self.service.address)
 
-    def start(self, seat: Seat | None = None) -> Future[dict[str, Any]]:
-        """Load the engine; the result is its description. `seat`: its rank in a group of engines."""
-        if seat is None:
+    def start(self, group_rank: GroupRank | None = None) -> Future[dict[str, Any]]:
+        """Load the engine; the result is its description. `group_rank`: its rank in its group, if any."""
+        if group_rank is None:
             return self._call(RolloutServer.start)
-        return self._call(RolloutServer.start, seat)
+        return self._call(RolloutServer.start, group_rank)
 
     def submit(self, requests: list[GenerationRequest]) -> Future[None]:
         return self._call(RolloutServer.submit, requests)

@@ -18,7 +18,7 @@ from megarl.agents.setup import Agents, AgentSetup
 from megarl.agents.trajectory import AgentLoop, Trajectory
 from megarl.data.images import ImageReader
 from megarl.data.tokenizer import load_tokenizer
-from megarl.engines.base import EngineSpec, Seat
+from megarl.engines.base import EngineSpec, GroupRank
 from megarl.recipe.sandbox import SandboxConfig
 from megarl.recipe.schema import RewardConfig
 from megarl.rewards.scoring import Outcome, Scoring
@@ -66,16 +66,16 @@ class RolloutServer:
         self._said: dict[int, list[str]] | None = {} if judged else None
         self._settling: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
 
-    async def open_meeting_place(self, host: str) -> Seat:
-        """Have this engine's group meet here. `host`: this machine's address as the others' reach it."""
-        from megarl.engines.group import MeetingPlace
+    async def open_rendezvous(self, host: str) -> GroupRank:
+        """Open the rendezvous of this engine's group. `host`: this machine's address for the other engines."""
+        from megarl.engines.group import Rendezvous
 
-        self.meeting_place = MeetingPlace(host)
-        return self.meeting_place.seat
+        self.rendezvous = Rendezvous(host)
+        return self.rendezvous.first
 
-    async def start(self, seat: Seat | None = None) -> dict[str, Any]:
-        """Load the engine; returns its description. `seat`: in its group, where it is one of a group."""
-        description = await self._in_thread(self.engine.start, *([] if seat is None else [seat]))
+    async def start(self, group_rank: GroupRank | None = None) -> dict[str, Any]:
+        """Load the engine; returns its description. `group_rank`: its rank in its group, if any."""
+        description = await self._in_thread(self.engine.start, *([] if group_rank is None else [group_rank]))
         await self._in_thread(self.scoring.start)
         if self.agents is not None:
             self.loop = await self.agents.start()

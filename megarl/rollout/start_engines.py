@@ -59,10 +59,10 @@ def load_engines(rollout: RolloutConfig, engines: Sequence[EngineHandle]) -> lis
     if size == 1:
         return [engine.start() for engine in engines]
     firsts = engines[::size]
-    opening = [first.open_meeting_place() for first in firsts]
-    seats = wait_for_start(firsts, opening, doing="say where its group meets", limit=rollout.start_timeout)
+    opening = [first.open_rendezvous() for first in firsts]
+    group_ranks = wait_for_start(firsts, opening, doing="open its group's rendezvous", limit=rollout.start_timeout)
     return [
-        engine.start(replace(seats[number // size], rank=number % size, size=size))
+        engine.start(replace(group_ranks[number // size], rank=number % size, size=size))
         for number, engine in enumerate(engines)
     ]
 

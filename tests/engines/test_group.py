@@ -30,11 +30,11 @@ class EngineGroup:
         self.engines = [EngineProcess() for _ in range(size)]
         for engine in self.engines:
             engine.replace("megarl.engines.vllm.engine", "build_engine_args", "with_digests")
-        seat = self.engines[0].open_meeting_place("127.0.0.1")
+        first = self.engines[0].open_rendezvous("127.0.0.1")
         changes = {"data_parallel": size, "expert_parallel": True, **changes}
         starting = [
             engine.begin(
-                "start", spec(path, name=f"e{rank}", **changes), dataclasses.replace(seat, rank=rank, size=size)
+                "start", spec(path, name=f"e{rank}", **changes), dataclasses.replace(first, rank=rank, size=size)
             )
             for rank, engine in enumerate(self.engines)
         ]

@@ -32,7 +32,7 @@ class Backend:
         self.meet, self.queue, self.steps = meet, dict[str, list[Any]](), 0
         self.explode = self.down = False
 
-    def join(self, group: group.Group) -> None: ...
+    def join(self, group: group.EngineGroup) -> None: ...
 
     def start(self) -> dict[str, Any]:
         self.meet.wait(5)
@@ -67,9 +67,9 @@ class Engines:
         self.backends = [Backend(self.meet) for _ in range(SIZE)]
         self.loops = [EngineLoop(backend, f"e{number}") for number, backend in enumerate(self.backends)]
         self.pool = ThreadPoolExecutor(32)
-        self.place = group.MeetingPlace("127.0.0.1")
-        seats = [dataclasses.replace(self.place.seat, rank=rank, size=SIZE) for rank in range(SIZE)]
-        starting = [self.pool.submit(loop.start, seat) for loop, seat in zip(self.loops, seats, strict=True)]
+        self.rendezvous = group.Rendezvous("127.0.0.1")
+        ranks = [dataclasses.replace(self.rendezvous.first, rank=rank, size=SIZE) for rank in range(SIZE)]
+        starting = [self.pool.submit(loop.start, rank) for loop, rank in zip(self.loops, ranks, strict=True)]
         for start in starting:
             start.result(10)
 
@@ -86,7 +86,7 @@ class Engines:
             self.meet.wait(5)
             return [backend.steps for backend in self.backends]
 
-        return self.pool.submit(lambda: self.loops[number].call(take, together=True))
+        return self.pool.submit(lambda: self.loops[number].call(take, collective=True))
 
     def wait_for_steps(self, count: int) -> None:
         until = time.monotonic() + 5
@@ -119,7 +119,7 @@ def test_who_failed_because_another_did_says_of_whom(engines: Engines) -> None:
         raise RuntimeError("Connection closed by peer")
 
     first, *others = [
-        engines.pool.submit(loop.call, command, together=True)
+        engines.pool.submit(loop.call, command, collective=True)
         for loop, command in zip(engines.loops, (run_out, lose, lose), strict=True)
     ]
     for other in others:
@@ -186,7 +186,7 @@ def test_requests_of_the_whole_group_count(engines: Engines) -> None:
 
     def all_sleep() -> list[Future[None]]:
         tell = [
-            engines.pool.submit(loop.call, lambda number=number: sleep(number), together=True)
+            engines.pool.submit(loop.call, lambda number=number: sleep(number), collective=True)
             for number, loop in enumerate(engines.loops)
         ]
         return tell
@@ -259,7 +259,7 @@ def test_vllm_executes_the_model_once_in_each_step(
     client = SimpleNamespace(engine_core=core, execute_dummy_batch=lambda: done.append("dummy"))
     backend._engine = SimpleNamespace(engine_core=client, step=lambda: [core.step_fn()][:0])
     backend._group, backend._running = object(), {"0-0": None} if running else {}  # type: ignore[assignment]
-    backend._note_executions()
+    backend._track_execution()
     for _ in range(2):
         done.clear()
         assert backend.step() == [] and done == expected

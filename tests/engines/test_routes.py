@@ -52,10 +52,10 @@ def test_every_set_of_versions_has_a_route() -> None:
 def test_a_route_that_engines_cannot_take_is_refused_before_the_start() -> None:
     insists = recipe(exchange__route="planned")
     with pytest.raises(
-        RecipeError, match=r"(?s)exchange.route = 'planned'.*cannot take it on here: vLLM 9.9.9 finishes"
+        RecipeError, match=r"(?s)exchange.route = 'planned'.*do not support it on here: vLLM 9.9.9 finishes"
     ):
         check_route(insists, route_of(insists, UNKNOWN, "here"))
-    with pytest.raises(RecipeError, match="engines cannot be given weights on here"):
+    with pytest.raises(RecipeError, match="engines cannot update their weights on here"):
         check_route(recipe(), route_of(recipe(), support_of("0.11.0"), "here"))
     check_route(recipe(), route_of(recipe(), UNKNOWN, "here"))
     check_route(recipe(train__source="sft"), route_of(recipe(), support_of("0.11.0"), "here"))

@@ -129,7 +129,7 @@ def test_greedy_and_stopping(engine, exchange) -> None:
     stop = int(greedy.tokens[2])
     (stopped,) = generate(engine, request(1, n=1, temperature=0.0, stop_token_ids=(stop, END)))[1]
     assert stopped.finish_reason == "stop" and stopped.tokens.tolist() == greedy.tokens[:3].tolist()
-    with pytest.raises(ValueError, match=rf"SGLang would also stop at the model's ends of text, \[{END}\]"):
+    with pytest.raises(ValueError, match=rf"SGLang would also stop at the model's eos tokens \[{END}\]"):
         generate(engine, request(1, stop_token_ids=(stop,)))
     with pytest.raises(ValueError, match="= 47; the engine was started for 1 to 40 in all"):
         generate(engine, request(1, max_tokens=45))
@@ -227,13 +227,11 @@ def test_arguments(spec, monkeypatch) -> None:
     monkeypatch.setattr(args, "fields", lambda: ["mem_fraction_static", "attention_backend"])
     with pytest.raises(ValueError, match="did you mean 'mem_fraction_static'"):
         check_args("sglang", {"mem_fraction": 0.3}, "rollout")
-    with pytest.raises(
-        ValueError, match=r"rollout\.engine_args\.tp_size cannot be given: set rollout\.tensor_parallel"
-    ):
+    with pytest.raises(ValueError, match=r"rollout\.engine_args\.tp_size cannot be set: set rollout\.tensor_parallel"):
         check_args("sglang", {"tp_size": 2}, "rollout")
-    with pytest.raises(ValueError, match=r"model_path cannot be given: set model\.path instead"):
+    with pytest.raises(ValueError, match=r"model_path cannot be set: set model\.path instead"):
         check_args("sglang", {"model_path": "x"}, "rollout")
-    with pytest.raises(ValueError, match=r"ep_size cannot be given: set rollout\.expert_parallel"):
+    with pytest.raises(ValueError, match=r"ep_size cannot be set: set rollout\.expert_parallel"):
         check_args("sglang", {"ep_size": 2}, "rollout")
     spread = build_engine_args(replace(spec, tensor_parallel=4, expert_parallel=True), "npu")
     assert (spread["tp_size"], spread["ep_size"]) == (4, 4), "rollout.expert_parallel was read and ignored"
@@ -272,7 +270,7 @@ def test_environment() -> None:
     [
         ({}, "cpu", r"rollout\.engine(.|\n)*AMX(.|\n)*rollout\.engine=vllm"),
         ({"return_routed_experts": True}, "npu", r"routing_replay(.|\n)*old_log_probs"),
-        ({"prompt_top_k": 5, "recipe_section": "teacher"}, "npu", r"given tokens(.|\n)*teacher\.engine=vllm"),
+        ({"prompt_top_k": 5, "recipe_section": "teacher"}, "npu", r"prompt tokens(.|\n)*teacher\.engine=vllm"),
     ],
 )
 def test_plans_that_sglang_cannot_serve(spec, change, device, said) -> None:
@@ -303,7 +301,7 @@ def test_the_recipe_is_refused_on_a_cpu_before_anything_starts() -> None:
 def test_answers_of_ranks(tmp_path) -> None:
     for rank in (0, 1):
         (tmp_path / f"{rank}.json").write_text(json.dumps({"error": f"of {rank}"}))
-    assert [one["error"] for one in worker.answers(str(tmp_path), 2)] == ["of 0", "of 1"]
+    assert [one["error"] for one in worker.read_results(str(tmp_path), 2)] == ["of 0", "of 1"]
 
 
 # --- a real SGLang, on the CPU ------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_what_a_model_says_of_given_tokens(engine, path):
         assert scores.top_tokens.shape == (length, k)
         named = places.gather(1, torch.from_numpy(scores.top_tokens[1:]).long())
         np.testing.assert_allclose(named, scores.top_log_probs[1:], atol=1e-4)
-    with pytest.raises(ValueError, match="the 6 likeliest tokens in each place; the engine was started for 5"):
+    with pytest.raises(ValueError, match="has prompt_top_k=6; the engine was started for 5"):
         engine.generate([dataclasses.replace(asked[0], prompt_top_k=6)])
 
 
@@ -252,7 +252,7 @@ def test_dummy_weights_and_unknown_names(process, info, path, tmp_path):
 def test_temperature_and_bad_arguments(process, info, path):
     with pytest.raises(ValueError, match=r"rollout.engine_args.max_num_seq: .*did you mean 'max_num_seqs'"):
         process.start(spec(path, engine_args={"max_num_seq": 4}))
-    with pytest.raises(ValueError, match=r"engine_args.dtype cannot be given: set rollout.dtype instead"):
+    with pytest.raises(ValueError, match=r"engine_args.dtype cannot be set: set rollout.dtype instead"):
         process.start(spec(path, engine_args={"dtype": "float16"}))
     with pytest.raises(ValueError, match=r"temperature 0.7 together with a filter"):
         process.start(spec(path, temperature=0.7, top_p=0.9))

@@ -171,7 +171,7 @@ def test_keys_of_a_version(running) -> None:
         "mix_placement", "x", Version("0.18.0"), frozenset()
     )
     assert "did you mean 'enable_cpu_binding'" in refusal({"enable_cpu_bindings": True})
-    assert "rollout.engine_args.additional_config.weight_nz_mode cannot be given" in refusal({"weight_nz_mode": 2})
+    assert "rollout.engine_args.additional_config.weight_nz_mode cannot be set" in refusal({"weight_nz_mode": 2})
     assert "those of the candidates" in refusal({"enable_reduce_sample": True})
     assert "must be a mapping" in refusal("{}")
 

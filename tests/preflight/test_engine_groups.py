@@ -12,7 +12,7 @@ import pytest
 from megarl import engines
 from megarl.cluster.calls import wait_for_all
 from megarl.cluster.device_map import Demand, place
-from megarl.engines.base import EngineSpec, Seat
+from megarl.engines.base import EngineSpec, GroupRank
 from megarl.engines.vllm.args import build_engine_args, check_engine_args
 from megarl.preflight.engines import check_experts
 from megarl.preflight.load import load_recipe
@@ -86,7 +86,7 @@ def test_an_engine_that_forms_no_groups(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_engine_args_that_would_contradict(name: str, section: str, instead: str) -> None:
-    with pytest.raises(ValueError, match=rf"{section}\.engine_args\.{name} cannot be given: {instead}"):
+    with pytest.raises(ValueError, match=rf"{section}\.engine_args\.{name} cannot be set: {instead}"):
         check_engine_args({name: 2}, section)
 
 
@@ -132,13 +132,13 @@ def recipe_of(engines: int, data_parallel: int) -> Recipe:
 
 
 def test_each_group_meets_at_its_first_engine() -> None:
-    services: Any = [Service(n, {"open_meeting_place": Seat(f"10.0.0.{n}", 7000 + n)}) for n in range(4)]
+    services: Any = [Service(n, {"open_rendezvous": GroupRank(f"10.0.0.{n}", 7000 + n)}) for n in range(4)]
     assert len(load_engines(recipe_of(4, 2).rollout, handles(services))) == 4
     assert [service.calls for service in services] == [
-        [("open_meeting_place", "10.0.0.0"), ("start", Seat("10.0.0.0", 7000, 0, 2))],
-        [("start", Seat("10.0.0.0", 7000, 1, 2))],
-        [("open_meeting_place", "10.0.0.2"), ("start", Seat("10.0.0.2", 7002, 0, 2))],
-        [("start", Seat("10.0.0.2", 7002, 1, 2))],
+        [("open_rendezvous", "10.0.0.0"), ("start", GroupRank("10.0.0.0", 7000, 0, 2))],
+        [("start", GroupRank("10.0.0.0", 7000, 1, 2))],
+        [("open_rendezvous", "10.0.0.2"), ("start", GroupRank("10.0.0.2", 7002, 0, 2))],
+        [("start", GroupRank("10.0.0.2", 7002, 1, 2))],
     ]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from megarl.engines import create, engine_env
 from megarl.engines.base import EngineSpec
-from megarl.engines.group import MeetingPlace
+from megarl.engines.group import Rendezvous
 from megarl.types import GenerationRequest, Prompt, Sampling
 from megarl.weight_sync.full.sender import FullSender
 
@@ -30,15 +30,15 @@ def serve(connection):
     """The engine's process: runs (number, method, arguments) in threads, answers (number, error, value)."""
     state = {}
 
-    def start(spec, *seat):
+    def start(spec, *group_rank):
         if "engine" in state:  # one that failed may still be at its end, which takes vLLM's groups of the process down
             state["engine"].shutdown()
         state["engine"] = create("vllm", spec)
-        return state["engine"].start(*seat)
+        return state["engine"].start(*group_rank)
 
-    def open_meeting_place(host):
-        state["meeting_place"] = MeetingPlace(host)
-        return state["meeting_place"].seat
+    def open_rendezvous(host):
+        state["rendezvous"] = Rendezvous(host)
+        return state["rendezvous"].first
 
     def generate(requests):
         order, completions = [], {}
@@ -64,7 +64,7 @@ def serve(connection):
     own = {
         "rpc": rpc,
         "start": start,
-        "open_meeting_place": open_meeting_place,
+        "open_rendezvous": open_rendezvous,
         "generate": generate,
         "finished": finished,
         "replace": replace,

@@ -74,7 +74,7 @@ def test_vllm_has_room_for_one_adapter_on_its_linears_alone(
 
 
 def test_vllms_own_arguments_for_adapters_are_not_a_recipes() -> None:
-    with pytest.raises(ValueError, match=r"rollout.engine_args.max_lora_rank cannot be given: set lora and exchange"):
+    with pytest.raises(ValueError, match=r"rollout.engine_args.max_lora_rank cannot be set: set lora and exchange"):
         check_args("vllm", {"max_lora_rank": 64}, "rollout")
 
 

@@ -72,7 +72,7 @@ class Run:
 def test_adapters_beside_the_weights_are_merged_weights(processes: Any, tmp_path: Path, case: str) -> None:
     run = Run(processes, tmp_path, case)
     try:
-        assert [info["merged_because"] for info in run.infos] == [None, "none are asked for"]
+        assert [info["merged_because"] for info in run.infos] == [None, "the recipe has no adapters"]
         requests, before = make_requests(count=6, n=2), None
         for _ in range(3):
             apart, merged = run.update()

@@ -16,7 +16,7 @@ from megarl import platform as platforms
 from megarl.cluster.torchrun.local_service import LocalService
 from megarl.commands.accept.context import Context
 from megarl.commands.accept.families import batch
-from megarl.engines.base import EngineSpec, Seat
+from megarl.engines.base import EngineSpec, GroupRank
 from megarl.recipe.schema import Recipe
 from megarl.trainer.actor import ActorWorker
 from megarl.types import Completion, GenerationRequest, Prompt, Sampling
@@ -33,15 +33,15 @@ class EngineProbe:
     def __init__(self, name: str, spec: EngineSpec) -> None:
         self.engine, self.device = engines.create(name, spec), spec.device or "auto"
 
-    async def open_meeting_place(self, host: str) -> Seat:
-        """Let this engine's group meet in this process, at `host`."""
-        from megarl.engines.group import MeetingPlace
+    async def open_rendezvous(self, host: str) -> GroupRank:
+        """Open the rendezvous of this engine's group in this process, at `host`."""
+        from megarl.engines.group import Rendezvous
 
-        self.meeting_place = MeetingPlace(host)
-        return self.meeting_place.seat
+        self.rendezvous = Rendezvous(host)
+        return self.rendezvous.first
 
-    async def start(self, seat: Seat | None = None) -> dict[str, Any]:
-        return await asyncio.to_thread(self.engine.start, *([] if seat is None else [seat]))
+    async def start(self, group_rank: GroupRank | None = None) -> dict[str, Any]:
+        return await asyncio.to_thread(self.engine.start, *([] if group_rank is None else [group_rank]))
 
     async def generate(self, requests: list[GenerationRequest]) -> list[Completion]:
         """The samples of all requests, in the order of their groups."""
@@ -205,8 +205,8 @@ def start_all(group: Sequence[LocalService]) -> tuple[list[dict[str, Any]], floa
     began = time.monotonic()
     if len(group) == 1:
         return [group[0].call("start").result(START_SECONDS)], time.monotonic() - began
-    seat: Seat = group[0].call("open_meeting_place", "127.0.0.1").result(START_SECONDS)
-    calls = [engine.call("start", replace(seat, rank=rank, size=len(group))) for rank, engine in enumerate(group)]
+    first: GroupRank = group[0].call("open_rendezvous", "127.0.0.1").result(START_SECONDS)
+    calls = [engine.call("start", replace(first, rank=rank, size=len(group))) for rank, engine in enumerate(group)]
     return [call.result(START_SECONDS) for call in calls], time.monotonic() - began
 
 

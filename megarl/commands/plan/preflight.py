@@ -145,7 +145,7 @@ def _say_what_is_not_installed(recipe: Recipe, found: Checked) -> None:
     for section in [*(["rollout"] if samples else []), *fixed_models(recipe)]:
         settings = getattr(recipe, section)
         with found.refusing(f"{section}.engine"):
-            if settings.engine_args and not engines.knows_args(settings.engine):
+            if settings.engine_args and not engines.can_check_args(settings.engine):
                 found.unchecked.append(f"{section}.engine_args: {settings.engine} is not installed here")
     if recipe.megatron.extra and fields_of_megatron() is None:
         found.unchecked.append("megatron.extra: Megatron is not installed here")

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from megarl.commands.plan.vllm_rank import RankModel
-from megarl.engines.base import EngineSpec
-from megarl.engines.limits import Limits
+from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.platform.memory import asleep
 
 # Of a sequence's logits: as the model puts them out, in float32, their log-probs, probabilities, and the draws of these
@@ -34,7 +33,7 @@ class RankCounts:
     asleep: int  # on the host, while the engine sleeps and keeps its weights
 
 
-def counted(built: RankModel, spec: EngineSpec, limits: Limits) -> RankCounts:
+def counted(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> RankCounts:
     parameters = {parameter.untyped_storage()._cdata: parameter for parameter in built.model.parameters()}
     buffers = {buffer.untyped_storage()._cdata: buffer for buffer in built.model.buffers()}
     copies = sum(module.kv_b_proj.weight.nbytes for module in _attention(built) if hasattr(module, "kv_b_proj"))
@@ -66,14 +65,14 @@ def _cache_per_token(built: RankModel) -> float:
     return sum(one.page_size_bytes / one.block_size for one in specs if one is not None)
 
 
-def _logits(built: RankModel, spec: EngineSpec, limits: Limits) -> int:
+def _logits(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> int:
     """Of all the vocabulary: every rank gathers it. An engine that tells prompts' log-probs has a row a token."""
     rows = limits.tokens if spec.prompt_top_k is not None else limits.sequences
     vocabulary = built.config.model_config.get_vocab_size()
     return rows * vocabulary * (_itemsize(built) + 4 * _IN_FLOAT32)
 
 
-def _layers(built: RankModel, limits: Limits) -> int:
+def _layers(built: RankModel, limits: EngineLimits) -> int:
     """Of the widest layer, with its input, its residual and their norm."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear

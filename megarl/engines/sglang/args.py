@@ -1,6 +1,6 @@
-"""From an EngineSpec to SGLang's own arguments and environment, and what SGLang is refused for before it starts.
+"""SGLang's arguments and environment for an EngineSpec, and checks before its start.
 
-Read in SGLang 0.5.23 (its files are named below sglang/srt/), which was run on the CPU alone.
+Based on SGLang 0.5.23 (file names are relative to sglang/srt/), which was run only on the CPU.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megarl.engines.base import EngineSpec
-from megarl.engines.limits import Limits
+from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.errors import RecipeError
 from megarl.platform.environment import Requirement
 
 LOADER = "megarl.engines.sglang.worker.receive"  # called in each of SGLang's scheduler processes
-_SPARE_TOKENS = 2  # SGLang cuts a response that would come nearer to the end of its context (managers/scheduler.py)
-_PREFILL_TOKENS, _SEQUENCES = 16384, 256  # of a step: SGLang's own max_prefill_tokens; and of sequences, assumed
-# Arguments that follow from other settings, and which.
+_SPARE_TOKENS = 2  # SGLang ends a response this many tokens before the end of its context (managers/scheduler.py)
+_PREFILL_TOKENS, _SEQUENCES = 16384, 256  # per step: SGLang's default max_prefill_tokens; an assumption
+# Arguments that other settings determine -> the setting, None if fixed.
 _OWNED = {
     "model_path": "{section}.path",
     "dtype": "{section}.dtype",
@@ -47,20 +46,20 @@ _OWNED = {
 
 
 def task_queue(engine_args: Mapping[str, Any]) -> str:
-    """TASK_QUEUE_ENABLE: see vllm_ascend.py."""
+    """Return TASK_QUEUE_ENABLE; see `megarl.engines.vllm.ascend.task_queue`."""
     return "2" if engine_args.get("disable_cuda_graph") else "1"
 
 
 def required_environment(
     spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None
 ) -> dict[str, Requirement]:
-    """None: megarl's SGLang engines do not spread experts over engines."""
+    """Return no requirements: SGLang engines do not form groups."""
     del spec, device, config
     return {}
 
 
 def process_env(threads: int) -> dict[str, str]:
-    """SGLang's own environment of a process; it must be set before the process starts."""
+    """Return the variables that SGLang needs before its process starts."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature (layers/sampler.py)
@@ -71,19 +70,19 @@ def process_env(threads: int) -> dict[str, str]:
 
 
 def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") -> None:
-    """ValueError for names that SGLang's ServerArgs does not have, or that another setting decides.
+    """Raise ValueError for arguments that SGLang's ServerArgs does not have, or that another setting determines.
 
-    SGLang's source is read, not imported. Where it is not installed, unknown names are found when the engine starts."""
-    known = fields()
+    SGLang's source is read, not imported. Without SGLang on this machine, the engine's start checks argument names."""
+    names = fields()
     for name in engine_args:
-        if name in _OWNED and (name, section == "rollout") != ("ep_size", False):  # a fixed model's is its own
+        if name in _OWNED and (name, section == "rollout") != ("ep_size", False):  # a fixed model may set ep_size
             owner = _OWNED[name]
             if section == "rollout" and name == "model_path":
                 owner = "model.path"
             instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
-            raise ValueError(f"{section}.engine_args.{name} cannot be given: {instead}")
-        if known and name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+            raise ValueError(f"{section}.engine_args.{name} cannot be set: {instead}")
+        if names and name not in names:
+            near = difflib.get_close_matches(name, names, 1, 0.0)[0]
             raise ValueError(
                 f"{section}.engine_args.{name}: SGLang has no such engine argument; did you mean {near!r}?"
             )
@@ -91,9 +90,9 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
 
 @cache
 def fields() -> list[str]:
-    """The fields of SGLang's ServerArgs (arg_groups/field_order.py); none where SGLang is not installed."""
-    found = importlib.util.find_spec("sglang")
-    for place in (found.submodule_search_locations or ()) if found else ():
+    """Return the fields of SGLang's ServerArgs (arg_groups/field_order.py); [] if SGLang is not installed."""
+    package = importlib.util.find_spec("sglang")
+    for place in (package.submodule_search_locations or ()) if package else ():
         file = Path(place) / "srt" / "arg_groups" / "field_order.py"
         if file.is_file():
             return fields_in(file.read_text(encoding="utf-8"))
@@ -101,7 +100,7 @@ def fields() -> list[str]:
 
 
 def fields_in(source: str) -> list[str]:
-    """The names in the text of field_order.py."""
+    """Return the field names in the source of field_order.py."""
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "POSITIONAL_FIELD_ORDER":
             return list(ast.literal_eval(node.value))
@@ -109,27 +108,29 @@ def fields_in(source: str) -> list[str]:
 
 
 def merged_because(spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None:
-    """Why an engine of `spec` on `device` must be given merged weights instead of adapters."""
-    return "SGLang takes adapters from directories alone"
+    """Return why an engine of `spec` on `device` needs merged weights instead of adapters."""
+    return "SGLang loads adapters only from directories"
 
 
 def check_plan(spec: EngineSpec, device: str) -> None:
-    """RecipeError for what an SGLang engine of `spec` can never do on `device`, before any starts."""
+    """Raise RecipeError if SGLang does not support `spec` on `device`, before any engine starts."""
     section = spec.recipe_section
-    another = f"set {section}.engine=vllm"
+    use_vllm = f"set {section}.engine=vllm"
     if device == "cpu":
-        problem = "SGLang's engine for CPUs needs kernels that are built from source, and a CPU with AMX; megarl does not know it"
-        raise RecipeError(f"{section}.engine", problem, another, value="sglang")
+        problem = (
+            "SGLang on a CPU needs kernels that are built from source and a CPU with AMX; megarl does not support it"
+        )
+        raise RecipeError(f"{section}.engine", problem, use_vllm, value="sglang")
     if spec.return_routed_experts:
         raise RecipeError(
             "megatron.routing_replay",
-            "megarl does not read from SGLang which experts a token went to",
-            f"set megatron.routing_replay=old_log_probs or none, or {another[4:]}",
+            "megarl does not read the routed experts of a token from SGLang",
+            f"set megatron.routing_replay=old_log_probs or none, or {section}.engine=vllm",
             value="rollout",
         )
     if spec.prompt_top_k is not None:
-        problem = "megarl does not read log-probs of given tokens from SGLang"
-        raise RecipeError(f"{section}.engine", problem, another, value="sglang")
+        problem = "megarl does not read log-probs of prompt tokens from SGLang"
+        raise RecipeError(f"{section}.engine", problem, use_vllm, value="sglang")
     if (
         spec.seeded
         and device == "npu"
@@ -141,23 +142,23 @@ def check_plan(spec: EngineSpec, device: str) -> None:
             "(hardware_backend/npu/batch_invariant_ops), and it is not installed"
         )
         raise RecipeError(
-            f"{section}.engine", problem, f"install it, set rollout.seeded=false, or {another}", value="sglang"
+            f"{section}.engine", problem, f"install it, set rollout.seeded=false, or {use_vllm}", value="sglang"
         )
     config = Path(spec.model_path, "config.json")
-    if config.is_file() and "vision_config" in json.loads(config.read_text()):  # where not, reading the model says it
-        problem = "megarl does not give SGLang the images of a vision-language model"
-        raise RecipeError(f"{section}.engine", problem, another, value="sglang")
+    if config.is_file() and "vision_config" in json.loads(config.read_text()):  # a missing file fails later
+        problem = "megarl does not pass images of a vision-language model to SGLang"
+        raise RecipeError(f"{section}.engine", problem, use_vllm, value="sglang")
 
 
 def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
-    """Keyword arguments of SGLang's ServerArgs for `spec` on `device` ("cuda", "npu")."""
+    """Return the keyword arguments of SGLang's ServerArgs for `spec` on `device` ("cuda", "npu")."""
     check_engine_args(spec.engine_args, spec.recipe_section)
     check_plan(spec, device)
     arguments: dict[str, Any] = {
         "model_path": spec.model_path,
         "dtype": spec.dtype,
         "tp_size": spec.tensor_parallel,
-        # Whole experts on each device; 1, SGLang's own: a part of each.
+        # Whole experts on each device. SGLang's default, 1, splits every expert over the devices.
         **({"ep_size": spec.tensor_parallel} if spec.expert_parallel else {}),
         "context_length": spec.max_model_len + _SPARE_TOKENS,
         "random_seed": spec.seed,
@@ -165,8 +166,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         "load_format": "auto" if spec.load_weights else "dummy",
         "custom_weight_loader": [LOADER],
         "skip_tokenizer_init": True,  # token in, token out
-        # A request's own seed counts in this mode alone (sampling/sampling_batch_info.py); and what a sample is, then
-        # hangs on no other that runs beside it.
+        # SGLang uses a request's seed only in this mode (sampling/sampling_batch_info.py), which also makes a sample
+        # independent of the other requests in the batch.
         "enable_deterministic_inference": spec.seeded,
         "enable_memory_saver": spec.sleep_mode,
         **spec.engine_args,
@@ -177,31 +178,31 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     return arguments
 
 
-def limits(spec: EngineSpec) -> Limits:
-    """Of an engine of `spec` on an accelerator."""
-    given = spec.engine_args
-    chunk = given.get("chunked_prefill_size")
-    whole = max(int(given.get("max_prefill_tokens") or _PREFILL_TOKENS), spec.max_model_len)
-    share = given.get("mem_fraction_static")
-    return Limits(
-        tokens=int(chunk) if chunk and chunk > 0 else whole,
-        sequences=int(given.get("max_running_requests") or _SEQUENCES),
+def limits(spec: EngineSpec) -> EngineLimits:
+    """Return the step size and memory of an engine of `spec` on an accelerator."""
+    args = spec.engine_args
+    chunk = args.get("chunked_prefill_size")
+    prefill = max(int(args.get("max_prefill_tokens") or _PREFILL_TOKENS), spec.max_model_len)
+    share = args.get("mem_fraction_static")
+    return EngineLimits(
+        tokens=int(chunk) if chunk and chunk > 0 else prefill,
+        sequences=int(args.get("max_running_requests") or _SEQUENCES),
         share=None if share is None else float(share),
         share_key="mem_fraction_static",
         covers_step=False,
         assumed=None
-        if given.get("max_running_requests")
-        else f"SGLang is taken to step {_SEQUENCES} sequences at a time.",
+        if args.get("max_running_requests")
+        else f"SGLang is assumed to step {_SEQUENCES} sequences at a time.",
     )
 
 
-def ends_of(model_path: str) -> set[int]:
-    """Tokens with which SGLang ends a response on its own (configs/model_config.py): the model's ends of text."""
-    ends: set[int] = set()
+def eos_ids(model_path: str) -> set[int]:
+    """Return the model's eos token ids, at which SGLang always ends a response (configs/model_config.py)."""
+    ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = os.path.join(model_path, name)
         if os.path.isfile(file):
             with open(file) as text:
-                given = json.load(text).get("eos_token_id")
-            ends |= {given} if isinstance(given, int) else set(given or ())
-    return ends
+                value = json.load(text).get("eos_token_id")
+            ids |= {value} if isinstance(value, int) else set(value or ())
+    return ids

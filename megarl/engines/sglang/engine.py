@@ -1,8 +1,8 @@
 """SGLang as a rollout engine, through its offline `Engine`.
 
 Written to SGLang 0.5.23, which a test runs on the CPU (tests/support/sglang_cpu.py), and never run on a device. SGLang samples in
-processes of its own and answers through an asyncio loop, which the owning thread runs for a moment in each `step`. A process
-of SGLang's that fails ends this one too (SIGQUIT), and whoever started it notices.
+child processes and replies through an asyncio loop, which the owning thread runs for a moment in each `step`. A failing
+child process also ends this process (SIGQUIT), which the controller notices.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from megarl.engines.backed import TAGS, BackedEngine, agreed, awakened, check_tokens
+from megarl.engines.backed import TAGS, BackedEngine, asleep_after_wake, check_tokens, engine_report
 from megarl.engines.base import EngineRefused, EngineSpec
-from megarl.engines.group import Group
-from megarl.engines.sglang.args import LOADER, build_engine_args, ends_of, merged_because
-from megarl.engines.sglang.worker import answers, order
+from megarl.engines.group import EngineGroup
+from megarl.engines.sglang.args import LOADER, build_engine_args, eos_ids, merged_because
+from megarl.engines.sglang.worker import read_results, update_task
 from megarl.types import Completion, GenerationRequest, Sampling
 from megarl.weight_sync.session import FullReport, FullSession, Session, ShardedSession, WeightSyncError, host_id
 
-_GRAPHS = "cuda_graph"  # SGLang's third tag, beside TAGS
-_MOMENT = 0.05  # seconds that a step waits for an answer
+_GRAPHS = "cuda_graph"  # SGLang's third tag, in addition to TAGS
+_STEP_SECONDS = 0.05  # that a step waits for a finished sample
 
 
 class SglangEngine(BackedEngine):
-    """A `RolloutEngine`. Its process needs `engine_env`'s environment from the start."""
+    """SGLang as a `RolloutEngine`. Its process must start with the environment of `engine_env`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._sglang = _SglangBackend(spec)
@@ -45,24 +45,24 @@ class SglangEngine(BackedEngine):
 
 
 class _SglangBackend:
-    """Drives SGLang's Engine. Methods run in the loop's thread, `check` in any."""
+    """Drives SGLang's Engine. Methods run in the owning thread, `check` in any thread."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._engine: Any = None
         self._vocab_size = 0
-        self._ends: set[int] = set()
+        self._eos_ids: set[int] = set()
         self._session: FullSession | None = None
-        self._tasks: dict[str, list[asyncio.Task]] = {}  # of each request, one a sample, in the order of their seeds
+        self._tasks: dict[str, list[asyncio.Task]] = {}  # per request: one task per sample, in seed order
         self._requests: dict[str, GenerationRequest] = {}
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
         self.asleep: tuple[str, ...] = ()  # of TAGS
 
-    def join(self, group: Group) -> None:
+    def join(self, group: EngineGroup) -> None:
         raise EngineRefused(f"engine {self._spec.name!r}: SGLang's engines form no groups (rollout.data_parallel)")
 
     def start(self) -> dict[str, Any]:
-        asyncio.set_event_loop(asyncio.new_event_loop())  # this thread's: SGLang takes it
+        asyncio.set_event_loop(asyncio.new_event_loop())  # SGLang uses the thread's loop
         import sglang
         from sglang.srt.entrypoints.engine import Engine
 
@@ -70,13 +70,12 @@ class _SglangBackend:
 
         if not hasattr(Engine, "begin_weight_update"):
             raise RuntimeError(
-                f"SGLang {sglang.__version__} has no begin_weight_update, with which its weights are updated; install "
-                "0.5.23 or later"
+                f"SGLang {sglang.__version__} has no begin_weight_update, which weight updates need; install 0.5.23 or later"
             )
         device = self._spec.device or select().name
         self._engine = Engine(**build_engine_args(self._spec, device))
         self._vocab_size = self._engine.tokenizer_manager.model_config.vocab_size
-        self._ends = ends_of(self._spec.model_path)
+        self._eos_ids = eos_ids(self._spec.model_path)
         return {
             "engine": "sglang",
             "version": sglang.__version__,
@@ -91,11 +90,11 @@ class _SglangBackend:
         check_tokens(request, self._spec, self._vocab_size)
         uid, stops = request.prompt.uid, set(request.sampling.stop_token_ids)
         if request.images is not None or request.prompt_top_k is not None:
-            raise ValueError(f"prompt {uid!r} has images, or asks for its own log-probs: SGLang is given neither")
-        if stops and not stops >= self._ends:
+            raise ValueError(f"prompt {uid!r} has images or prompt_top_k: megarl supports neither with SGLang")
+        if stops and not stops >= self._eos_ids:
             raise ValueError(
-                f"prompt {uid!r} is to stop at {sorted(stops)} alone, and SGLang would also stop at the model's ends of text, "
-                f"{sorted(self._ends - stops)}; make them stop tokens, too"
+                f"prompt {uid!r} has the stop tokens {sorted(stops)}, and SGLang would also stop at the model's eos tokens "
+                f"{sorted(self._eos_ids - stops)}; make them stop tokens, too"
             )
 
     def admit(self, key: str, request: GenerationRequest) -> None:
@@ -114,13 +113,13 @@ class _SglangBackend:
         )
 
     def _seed(self, request: GenerationRequest, index: int) -> int | None:
-        """The seed of a sample; None where SGLang would not read it (`rollout.seeded: false`)."""
+        """Return the seed of a sample; None if SGLang would ignore it (`rollout.seeded: false`)."""
         return None if request.seed is None or not self._spec.seeded else request.seed + index
 
     def step(self) -> list[tuple[str, list[Completion]]]:
         unfinished = [task for tasks in self._tasks.values() for task in tasks if not task.done()]
         if unfinished:
-            first = asyncio.wait(unfinished, timeout=_MOMENT, return_when=asyncio.FIRST_COMPLETED)
+            first = asyncio.wait(unfinished, timeout=_STEP_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             self._engine.loop.run_until_complete(first)
         finished = []
         for key in [key for key, tasks in self._tasks.items() if all(task.done() for task in tasks)]:
@@ -144,7 +143,7 @@ class _SglangBackend:
         return self._engine.loop.run_until_complete(awaitable)
 
     def pause(self) -> None:
-        """Schedulers stop between two steps; they answer what comes next only when they have."""
+        """Pause the schedulers between two steps; their reply to the next request confirms it."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self._run(self._engine.tokenizer_manager.pause_generation(PauseGenerationReqInput(mode="in_place")))
@@ -157,21 +156,21 @@ class _SglangBackend:
 
     def connect_exchange(self, session: Session) -> str | None:
         if isinstance(session, ShardedSession):
-            return "SGLang takes whole tensors alone"
-        self._session = session  # each rank joins when it first receives
+            return "SGLang loads only whole tensors"
+        self._session = session  # each rank joins at its first update
         return None
 
     def update_weights(self, version: int, running: int) -> FullReport:
         name = self._spec.name
         if running:
             raise EngineRefused(
-                f"SGLang engine {name!r} takes no weights while {running} requests run; let them finish or abort"
+                f"SGLang engine {name!r} cannot update weights while {running} requests run; let them finish or abort"
             )
         if "weights" in self.asleep:
             raise EngineRefused(f"engine {name!r} has no memory for weights while they sleep; wake them first")
         if self._session is None:
-            raise EngineRefused(f"engine {name!r} is part of no weight exchange; connect it first")
-        report = agreed(self._receive(self._session, version), name)
+            raise EngineRefused(f"engine {name!r} has no weight sync session; connect it first")
+        report = engine_report(self._receive(self._session, version), name)
         assert isinstance(report, FullReport)
         self.unloaded = None
         return report
@@ -179,18 +178,18 @@ class _SglangBackend:
     def _receive(self, session: FullSession, version: int) -> list[FullReport]:
         folder = tempfile.mkdtemp(prefix="megarl-sglang-")
         try:
-            task = order(session.to_json(), self._spec.name, version, folder)
-            _succeed(self._engine.begin_weight_update(), "begin a weight update")
+            task = update_task(session.to_json(), self._spec.name, version, folder)
+            _check_success(self._engine.begin_weight_update(), "begin a weight update")
             loaded = self._engine.update_weights_from_tensor(
                 [(task, torch.zeros(1))], load_format=LOADER, flush_cache=True
             )
-            _succeed(loaded, "update its weights")
-            told = answers(folder, self._spec.tensor_parallel)
-            failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(told) if "error" in one]
+            _check_success(loaded, "update its weights")
+            results = read_results(folder, self._spec.tensor_parallel)
+            failed = [f"rank {rank}: {result['error']}" for rank, result in enumerate(results) if "error" in result]
             if failed:
-                raise WeightSyncError(f"engine {self._spec.name!r} did not take version {version}: {'; '.join(failed)}")
-            _succeed(self._engine.end_weight_update(), "end a weight update")
-            return [FullReport(**one["report"]) for one in told]
+                raise WeightSyncError(f"engine {self._spec.name!r} did not load version {version}: {'; '.join(failed)}")
+            _check_success(self._engine.end_weight_update(), "end a weight update")
+            return [FullReport(**result["report"]) for result in results]
         finally:
             shutil.rmtree(folder)
 
@@ -204,21 +203,21 @@ class _SglangBackend:
         self.unloaded = "dropped its weights when it went to sleep"
 
     def profile(self, name: str | None) -> None:
-        raise EngineRefused("engines of rollout.engine=sglang are not traced")  # validation refuses such a recipe
+        raise EngineRefused("engines of rollout.engine=sglang are not traced")  # validation rejects such a recipe
 
     def wake(self, tags: Sequence[str] | None) -> None:
         if not self._spec.sleep_mode:
             raise EngineRefused(f"engine {self._spec.name!r} cannot sleep, so it cannot wake")
         tags = self.asleep if tags is None else tags
-        asleep = awakened(tags, self.asleep, self._spec.name)
-        graphs = [] if asleep else [_GRAPHS]  # they need both
+        asleep = asleep_after_wake(tags, self.asleep, self._spec.name)
+        graphs = [] if asleep else [_GRAPHS]  # graphs need weights and KV cache
         self._engine.resume_memory_occupation([*tags, *graphs])
         self.asleep = asleep
 
     def shutdown(self) -> None:
         if self._engine is None:
             return
-        self._engine.shutdown()  # ends every child of this process: pools of scorers are closed before
+        self._engine.shutdown()  # ends all child processes of this process; scorer pools are closed before
         self._engine = None
 
 
@@ -231,12 +230,12 @@ def _sampling_params(sampling: Sampling, seed: int | None) -> dict[str, Any]:
         "top_k": sampling.top_k,
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": not sampling.stop_token_ids,  # it would ignore these, too
+        "ignore_eos": not sampling.stop_token_ids,  # ignore_eos would ignore stop_token_ids, too
     }
 
 
 def _completion(output: dict[str, Any], sampling: Sampling, section: str) -> Completion:
-    """From what SGLang answers of one sample. Its log-probs are those of the whole vocabulary at the sampling temperature."""
+    """Convert SGLang's output of one sample. Log-probs are over the whole vocabulary at the sampling temperature."""
     tokens = np.asarray(output["output_ids"], np.int32)
     meta = output["meta_info"]
     reason = (meta["finish_reason"] or {}).get("type")
@@ -249,15 +248,15 @@ def _completion(output: dict[str, Any], sampling: Sampling, section: str) -> Com
         )
     if sampling.temperature == 0:
         return Completion(tokens, np.full(len(tokens), np.nan, np.float32), reason)
-    told = meta["output_token_logprobs"]  # (log-prob, token, text) each
-    if [token for _, token, *_ in told] != tokens.tolist():
+    scored = meta["output_token_logprobs"]  # (log-prob, token, text) each
+    if [token for _, token, *_ in scored] != tokens.tolist():
         raise RuntimeError(
-            f"SGLang told log-probs of {len(told)} tokens that are not the {len(tokens)} of the response"
+            f"SGLang returned log-probs of {len(scored)} tokens that are not the {len(tokens)} of the response"
         )
-    return Completion(tokens, np.asarray([value for value, *_ in told], np.float32), reason)
+    return Completion(tokens, np.asarray([value for value, *_ in scored], np.float32), reason)
 
 
-def _succeed(result: Any, what: str) -> None:
-    good, message = result
-    if not good:
-        raise RuntimeError(f"SGLang did not {what}: {message}")
+def _check_success(result: Any, action: str) -> None:
+    succeeded, message = result
+    if not succeeded:
+        raise RuntimeError(f"SGLang did not {action}: {message}")

@@ -1,8 +1,8 @@
-"""Inside each of SGLang's scheduler processes: takes weights from the exchange and loads them.
+"""Receive and load weights in each of SGLang's scheduler processes.
 
-SGLang calls `receive` as a custom weight loader: with its model, and with tensors, of which there is one, without meaning;
-its name is what is to be done. Nothing goes back that way, and an exception would end the process, so what came of it is
-written into a file. (SGLang 0.5.23: model_executor/model_runner_components/weight_updater.py.)
+SGLang calls `receive` as a custom weight loader with its model and one dummy tensor, whose name carries the task as JSON.
+The loader cannot return a value, and an exception would end the process, so the result goes into a file. (SGLang 0.5.23:
+model_executor/model_runner_components/weight_updater.py.)
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from megarl.weight_sync.full.receiver import FullReceiver
 from megarl.weight_sync.session import FullSession
 
 _SHOWN = 5  # names in an error
-_receivers: dict[str, FullReceiver] = {}  # by their session: of one process, at most one
+_receivers: dict[str, FullReceiver] = {}  # by session; at most one per process
 
 
-def order(session: str, engine: str, version: int, folder: str) -> str:
-    """What is to be done, as text: receive `version` of `session` (JSON), and answer into `folder`."""
+def update_task(session: str, engine: str, version: int, folder: str) -> str:
+    """Serialize the task to receive `version` of `session` (JSON) and to write the result into `folder`."""
     return json.dumps({"session": session, "engine": engine, "version": version, "folder": folder})
 
 
@@ -32,16 +32,16 @@ def receive(model: torch.nn.Module, named_tensors: list[tuple[str, torch.Tensor]
     task = json.loads(text)
     rank = _rank()
     try:
-        answer: dict[str, Any] = {"report": _update(model, task, rank)}
-    except Exception as error:  # noqa: BLE001 -- whoever asked is told
-        answer = {"error": f"{type(error).__name__}: {error}"}
+        result: dict[str, Any] = {"report": _update(model, task, rank)}
+    except Exception as error:  # noqa: BLE001 -- the engine raises it
+        result = {"error": f"{type(error).__name__}: {error}"}
     file = Path(task["folder"], f"{rank}.json")
-    file.with_suffix(".partial").write_text(json.dumps(answer))
+    file.with_suffix(".partial").write_text(json.dumps(result))
     os.replace(file.with_suffix(".partial"), file)
 
 
-def answers(folder: str, ranks: int) -> list[dict[str, Any]]:
-    """What the ranks' `receive` wrote, in their order."""
+def read_results(folder: str, ranks: int) -> list[dict[str, Any]]:
+    """Read the results that `receive` wrote on each rank, in rank order."""
     return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
@@ -67,10 +67,10 @@ def _update(model: torch.nn.Module, task: dict[str, Any], rank: int) -> dict[str
 
 
 def load(model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Load checkpoint-format `weights` into a live SGLang model. ValueError unless every parameter got all of its value.
+    """Load checkpoint-format `weights` into a live SGLang model. ValueError if a parameter is not completely loaded.
 
-    In one call: some models compute what follows from all weights at its end. What is not loaded stays NaN, which is
-    seen whoever loads: SGLang loads in threads, and passes a name that it does not know over with a warning of its own.
+    All weights are loaded in a single call, since some models compute derived values at its end. Parameters are filled
+    with NaN first, so that any missing value is detected: SGLang loads in threads and skips unknown names with a warning.
     """
     parameters = [(name, value) for name, value in model.named_parameters() if value.is_floating_point()]
     with torch.no_grad():
@@ -81,5 +81,5 @@ def load(model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
     if lacking:
         raise ValueError(
             f"{len(lacking)} parameters of the engine's model lack values: {', '.join(lacking[:_SHOWN])}; the trainer's "
-            "export does not have all the weights that they are made of, or holds NaN"
+            "weights are incomplete or contain NaN"
         )

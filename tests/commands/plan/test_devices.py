@@ -13,8 +13,7 @@ from megarl.commands.plan.count.engines import Engine, not_counted, rank_of, too
 from megarl.commands.plan.count.types import Activations, EngineRank, Place, RankMemory, Stage, Use
 from megarl.commands.plan.show.console import _places, show
 from megarl.commands.plan.show.units import Unit
-from megarl.engines.base import EngineSpec
-from megarl.engines.limits import Limits
+from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.engines.specs import policy_spec
 from megarl.recipe.schema import Recipe
 from tests.support import plans
@@ -172,7 +171,12 @@ def engine(spec: EngineSpec, **limits: Any) -> Engine:
     given = {"tokens": 1, "sequences": 1, "share": 0.5, "share_key": "gpu_memory_utilization", "covers_step": True}
     counts = {"parameters": 1, "weights": 3 * GIB, "beside": GIB, "cache_per_token": GIB / 10, "working": 2 * GIB}
     return Engine(
-        "rollout", "vllm", 2, spec, Limits(**{**given, **limits}), {**counts, "largest": 1, "asleep": 1, "remade": 0}
+        "rollout",
+        "vllm",
+        2,
+        spec,
+        EngineLimits(**{**given, **limits}),
+        {**counts, "largest": 1, "asleep": 1, "remade": 0},
     )
 
 

@@ -16,7 +16,7 @@ from megarl.commands.plan.time.estimate import estimate
 from megarl.commands.plan.time.lengths import Lengths, MicroBatches, micro_batches
 from megarl.commands.plan.time.trainers import Passes, Trainers, update_passes
 from megarl.commands.plan.time.weight_sync import exchange, export_host_seconds, moved, uncounted
-from megarl.engines.limits import Limits
+from megarl.engines.base import EngineLimits
 from megarl.platform.devices import device_named
 from megarl.recipe.schema import Recipe
 from tests.support.estimate_cases import DENSE, DEVICE, QWEN, SPARSE, rank, recipe
@@ -255,7 +255,7 @@ def test_the_cache_bounds_how_many_are_written_at_a_time() -> None:
     big = replace(small, device=replace(DEVICE, memory=64))
     left = memory * 0.5 - 2 * (1600 + 2000) - 4 * 2**30
     token = 4 * 8 * 2
-    wide = Limits(1, 10**9, 0.5, "", True)
+    wide = EngineLimits(1, 10**9, 0.5, "", True)
     assert room(big, SAME, wide) == pytest.approx(left / token / 110)
     assert room(big, SAME, replace(wide, sequences=64)) == 64
     assert room(small, SAME, wide) == 1, "an engine that has no room at all is refused elsewhere"

@@ -12,7 +12,7 @@ from megarl.commands.plan.count.devices import places, too_large
 from megarl.commands.plan.count.engines import Engine, rank_of
 from megarl.commands.plan.count.libraries import Libraries, libraries_of, trainer_groups
 from megarl.commands.plan.count.types import RankMemory, Stage, Variable
-from megarl.engines.limits import Limits
+from megarl.engines.base import EngineLimits
 from megarl.engines.specs import policy_spec
 from megarl.platform.devices import device_named
 from megarl.preflight.load import load_recipe
@@ -85,7 +85,7 @@ def test_an_engines_groups_come_out_of_its_share() -> None:
     made = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", [])
     spec = policy_spec(made, "engine0", load_weights=False)
     counts = {"weights": GIB, "beside": 0, "cache_per_token": 1.0, "working": GIB, "parameters": 1, "largest": 1}
-    limits = Limits(tokens=1, sequences=1, share=0.5, share_key="x", covers_step=True)
+    limits = EngineLimits(tokens=1, sequences=1, share=0.5, share_key="x", covers_step=True)
     engine = Engine("rollout", "vllm", 1, spec, limits, {**counts, "asleep": 1, "remade": 0})
     plain, less = rank_of(engine, 64.0), rank_of(engine, 64.0, communicators=GIB)
     assert plain is not None and less is not None

@@ -16,8 +16,7 @@ from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest, RankC
 from megarl.commands.plan.count.types import EngineRank, Refusal
 from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.engines import limits_of
-from megarl.engines.base import EngineSpec
-from megarl.engines.limits import Limits
+from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.engines.specs import first_specs, policy_spec
 from megarl.errors import InputError
 from megarl.recipe.schema import Recipe
@@ -34,7 +33,7 @@ class Engine:
     name: str  # vllm, sglang
     count: int
     spec: EngineSpec
-    limits: Limits
+    limits: EngineLimits
     counts: Mapping[str, Any] | None  # fields of `vllm_memory.RankCounts`
     not_counted: str | None = None  # the reason if `counts` is None
 
@@ -78,7 +77,7 @@ def policies(recipes: list[Recipe], model: dict[str, Any], deadline: float) -> l
     return [_with(engine, answer) for engine, answer in zip(kinds, answers, strict=True)]
 
 
-def limits_of_policy(recipe: Recipe) -> Limits:
+def limits_of_policy(recipe: Recipe) -> EngineLimits:
     """Return the limits of the policy's engines."""
     return _policy(recipe).limits
 

@@ -16,7 +16,7 @@ from megarl.batching.flops import ModelFlops
 from megarl.commands.plan.count.types import EngineRank
 from megarl.commands.plan.time.cost import Cost, all_to_all_seconds, ring_seconds
 from megarl.commands.plan.time.lengths import Lengths
-from megarl.engines.limits import Limits
+from megarl.engines.base import EngineLimits
 from megarl.hf.shape import ModelShape
 from megarl.platform.devices import Device
 
@@ -56,7 +56,7 @@ class Engines:
         return self.shape.layers * attention.cached * self.number / min(self.tensor, attention.pieces)
 
 
-def room(engines: Engines, lengths: Lengths, limits: Limits, counted: EngineRank | None = None) -> float:
+def room(engines: Engines, lengths: Lengths, limits: EngineLimits, counted: EngineRank | None = None) -> float:
     """Sequences that an engine writes at a time: as many as a step may have, or as its KV cache has room for, of the mean
     length. The cache is as `counted`; else as given outright; else it has what the engine's share of the device's memory
     leaves beside the weights. An engine that finds its share out itself is taken to have room for a step."""
