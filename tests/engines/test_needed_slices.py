@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from megarl.engines.vllm.needed_slices import needs
+from megarl.engines.vllm.needed_slices import needed_slices
 
 
 class Model(torch.nn.Module):
@@ -66,7 +66,7 @@ def test_boxes_are_what_the_loader_copies() -> None:
         for parameter in [*wanted.parameters(), *got.parameters()]:
             parameter.zero_()
         wanted.load_weights(values.items())
-    described = needs(Model(), GIVEN)
+    described = needed_slices(Model(), GIVEN)
     assert "unknown" not in described.tensors and not described.whole
     assert dict(zip(described.parameters, described.dtypes, strict=True))["norm.weight"] == "bfloat16"
     parameters = dict(got.named_parameters())
@@ -81,7 +81,7 @@ def test_boxes_are_what_the_loader_copies() -> None:
 
 @pytest.mark.parametrize("odd", [("transposed", (6, 6), "float32"), ("scaled", (6,), "float32")])
 def test_what_is_no_copy_of_a_box_goes_through_the_loader_with_its_layer(odd: tuple) -> None:
-    described = needs(Model(), [*GIVEN, ("beside", (6,), "bfloat16"), odd])
+    described = needed_slices(Model(), [*GIVEN, ("beside", (6,), "bfloat16"), odd])
     assert described.whole == {odd[0], "beside"}
     assert {"up", "down"} <= set(described.tensors)
     number = described.parameters.index("beside")
@@ -89,10 +89,10 @@ def test_what_is_no_copy_of_a_box_goes_through_the_loader_with_its_layer(odd: tu
 
 
 def test_a_loader_that_reads_values_cannot_be_followed() -> None:
-    with pytest.raises(ValueError, match="at read it did what needs values"):
-        needs(Model(), [*GIVEN, ("read", (6,), "float32")])
+    with pytest.raises(ValueError, match="at read it needs tensor values"):
+        needed_slices(Model(), [*GIVEN, ("read", (6,), "float32")])
 
 
 def test_a_name_that_the_model_lacks_is_said() -> None:
-    with pytest.raises(ValueError, match="knows no 'of another name', which renamed is loaded into"):
-        needs(Model(), [*GIVEN, ("renamed", (6,), "float32")])
+    with pytest.raises(ValueError, match="has no parameter 'of another name', into which renamed is loaded"):
+        needed_slices(Model(), [*GIVEN, ("renamed", (6,), "float32")])

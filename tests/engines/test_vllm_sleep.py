@@ -87,13 +87,13 @@ def test_weights_wake_before_the_cache(monkeypatch: pytest.MonkeyPatch, vllm: Fa
     sleeper.sleep()
     with pytest.raises(EngineRefused, match="no memory for weights while they sleep"):
         sleeper.update_weights(1)
-    with pytest.raises(EngineRefused, match=r"'e' has \['weights', 'kv_cache'\] asleep"):
+    with pytest.raises(EngineRefused, match=r"'e0' has \['weights', 'kv_cache'\] asleep"):
         sleeper.wake(("weight",))
     sleeper.wake(("weights",))
     sleeper.update_weights(1)
     with pytest.raises(EngineRefused, match=r"sleeps \(kv_cache\)"):
         sleeper.generate([REQUEST], print)
-    with pytest.raises(EngineRefused, match=r"'e' has \['kv_cache'\] asleep"):
+    with pytest.raises(EngineRefused, match=r"'e0' has \['kv_cache'\] asleep"):
         sleeper.wake(("weights",))
     sleeper.wake(("kv_cache",))
     assert vllm.calls[1:] == [("sleep", 2), ("wake_up", ["weights"]), "megarl_update", ("wake_up", ["kv_cache"])]

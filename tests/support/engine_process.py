@@ -93,11 +93,11 @@ def with_digests(spec, device):
 
 
 def some_whole(model, tensors):
-    """For `replace`: needs of an engine whose loader gives no box for the first layer's attention and the second's experts."""
-    from megarl.engines.vllm.needed_slices import needs
+    """For `replace`: needed slices of an engine whose loader does not copy slices of the first layer's attention and the second's experts."""
+    from megarl.engines.vllm.needed_slices import needed_slices
     from megarl.weight_sync.sharded.slices import BOX, SliceTableBuilder
 
-    need = needs(model, tensors)
+    need = needed_slices(model, tensors)
     layers = ("model.layers.0.self_attn.qkv_proj.", "model.layers.1.mlp.experts.")
     told = {name: (shape, dtype) for name, shape, dtype in tensors}
     describer, whole = SliceTableBuilder(), {}

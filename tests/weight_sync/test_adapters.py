@@ -37,7 +37,7 @@ def engine(directory: Path, config: dict[str, Any], **changes: Any) -> EngineSpe
         ({}, {}, "cpu", None),
         ({}, {}, "cuda", None),
         ({}, {}, "npu", "vllm-ascend"),
-        ({"num_experts": 8}, {}, "cuda", "computes experts by other kernels"),
+        ({"num_experts": 8}, {}, "cuda", "vLLM uses other expert kernels"),
         ({"quantization_config": {}}, {}, "cuda", "quantised"),
         ({}, {"engine_args": {"quantization": "fp8"}}, "cuda", "quantised"),
         ({}, {"engine_args": {"pipeline_parallel_size": 2}}, "cuda", "pipeline stages"),
@@ -97,7 +97,7 @@ def test_what_cannot_be_is_said_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     check_device(recipe, "cpu")
     (tmp_path / "config.json").write_text(json.dumps(DENSE | {"num_experts": 8}))
-    with pytest.raises(RecipeError, match=r"(?s)exchange\.adapters.*computes experts by other kernels"):
+    with pytest.raises(RecipeError, match=r"(?s)exchange\.adapters.*vLLM uses other expert kernels"):
         check_device(recipe, "cpu")
 
 
@@ -131,10 +131,10 @@ def test_what_a_plan_says_of_them() -> None:
 
 def test_each_rank_holds_its_part() -> None:
     """Rows over four ranks; of two key/value heads each twice; of what is not cut all."""
-    from megarl.engines.vllm.adapters import _share
+    from megarl.engines.vllm.adapters import _shard
 
     rows = torch.arange(8)[:, None]
-    assert [_share(rows, 0, 2, rank, 4)[:, 0].tolist() for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [_share(rows, 0, 4, rank, 4)[0, 0].item() for rank in range(4)] == [0, 0, 4, 4]
-    assert all(_share(rows, 0, 8, rank, 4).equal(rows) for rank in range(4))
-    assert _share(rows.T, 1, 2, 3, 4).tolist() == [[6, 7]]
+    assert [_shard(rows, 0, 2, rank, 4)[:, 0].tolist() for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [_shard(rows, 0, 4, rank, 4)[0, 0].item() for rank in range(4)] == [0, 0, 4, 4]
+    assert all(_shard(rows, 0, 8, rank, 4).equal(rows) for rank in range(4))
+    assert _shard(rows.T, 1, 2, 3, 4).tolist() == [[6, 7]]

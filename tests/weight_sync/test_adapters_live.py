@@ -158,7 +158,7 @@ def test_adapters_that_are_not_what_weights_are_merged_of(processes: Any, tmp_pa
     [
         ("swapped", r"qkv_proj of the engine's model does not hold the adapter of model.layers.0.self_attn.k_proj"),
         ("no weights", r"parameters of the engine's model got no weights"),
-        ("weights again", r"model.embed_tokens.weight came again, where adapters alone were to come"),
+        ("weights again", r"model.embed_tokens.weight came again, but later updates must contain only adapters"),
     ],
 )
 def test_adapters_that_are_not_what_was_sent(processes: Any, tmp_path: Path, fault: str, words: str) -> None:

@@ -1,9 +1,8 @@
-"""Adapters in a live vLLM model: out of the way while its own weights are loaded, put beside them out of memory, and held to
-what arrived.
+"""LoRA adapters of a live vLLM model: unwrap linears while base weights are loaded, load adapters from tensors, verify them.
 
-vLLM puts a wrapper around each linear that can have an adapter, and loads adapters from directories. Here they come as
-tensors, whole; vLLM's own code cuts them for its ranks, joins those of one linear of its own (q, k and v), scales them and
-copies them into the wrappers' memory.
+vLLM wraps each linear that can have an adapter, and by itself loads adapters only from directories. megarl passes full
+tensors to vLLM's internal functions, which shard them, pack those of a fused linear (q, k and v), scale them and copy them
+into the wrappers' memory.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from typing import Any
 
 import torch
 
-ID = 1  # of the one adapter that an engine has
+ID = 1  # of the engine's only adapter
 _SHOWN = 5  # names in an error
 
 
 def request() -> Any:
-    """What vLLM wants with every prompt that adapters are for. It never reads the path: the adapter is there."""
+    """Return the LoRARequest for every prompt. vLLM never reads its path, because the adapter is already loaded."""
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("policy", ID, "came through the weight exchange")
+    return LoRARequest("policy", ID, "loaded by weight sync")
 
 
 @contextlib.contextmanager
-def bare(model: torch.nn.Module) -> Iterator[None]:
-    """The model with its linears in the place of their wrappers: as its loader knows it."""
+def unwrapped(model: torch.nn.Module) -> Iterator[None]:
+    """Replace the LoRA wrappers by their linears, as the model's loader expects; restore them at the end."""
     wrappers = dict(model.lora_manager.modules) if hasattr(model, "lora_manager") else {}
     for name, wrapper in wrappers.items():
         _replace(model, name, wrapper.base_layer)
@@ -39,14 +38,14 @@ def bare(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _replace(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(model.get_submodule(parent), own, module)
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
 
 
-def without_matrices(
+def split_off(
     weights: Iterable[tuple[str, torch.Tensor]], matrices: dict[str, torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of `weights` that are no adapters'; what is goes into `matrices`."""
+    """Yield the base weights among `weights`; store adapter matrices in `matrices`."""
     for name, tensor in weights:
         if name.endswith((".lora_A.weight", ".lora_B.weight")):
             matrices[name] = tensor
@@ -54,23 +53,26 @@ def without_matrices(
             yield name, tensor
 
 
-def put(model: torch.nn.Module, matrices: dict[str, torch.Tensor], alpha: float, shard: int, shards: int) -> None:
-    """Let `matrices`, by PEFT's names, be the model's adapters, in place of those it had. `shard`: this rank's number among
-    `shards` tensor-parallel ranks. ValueError where vLLM would leave one out, or holds something else afterwards."""
+def load(model: torch.nn.Module, matrices: dict[str, torch.Tensor], alpha: float, shard: int, shards: int) -> None:
+    """Replace the model's adapters by `matrices` (PEFT names), and verify the result.
+
+    `shard`: this rank among `shards` tensor-parallel ranks. Raises ValueError if vLLM has no linear for an adapter, or holds
+    other values afterwards.
+    """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
     manager: Any = model.lora_manager
     pairs = _pairs(matrices)
     parts = {name: manager.packed_modules.get(name) or [name] for name in manager.modules}
-    unknown = sorted(set(pairs) - {part for own in parts.values() for part in own})
+    unknown = sorted(set(pairs) - {part for linears in parts.values() for part in linears})
     if unknown:
-        raise ValueError(f"vLLM has no place for the adapters of {len(unknown)} linears: {', '.join(unknown[:_SHOWN])}")
+        raise ValueError(f"vLLM cannot load the adapters of {len(unknown)} linears: {', '.join(unknown[:_SHOWN])}")
     rank = next(iter(pairs.values()))[0].shape[0]
     adapter = LoRAModel.from_lora_tensors(
         ID,
-        {name: matrix.clone() for name, matrix in matrices.items()},  # vLLM scales them where they lie
-        PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),  # of alpha it takes any number
+        {name: matrix.clone() for name, matrix in matrices.items()},  # vLLM scales them in place
+        PEFTHelper(r=rank, lora_alpha=alpha, target_modules=[]),  # alpha may be a float despite its annotation
         device="cpu",
         dtype=manager.lora_config.lora_dtype,
     )
@@ -78,35 +80,39 @@ def put(model: torch.nn.Module, matrices: dict[str, torch.Tensor], alpha: float,
     manager.add_adapter(adapter)
     manager.activate_adapter(ID)
     slot = manager.lora_index_to_id.index(ID)
-    for name, own in parts.items():
+    for name, linears in parts.items():
         wrapper = manager.modules[name]
-        for number, part in enumerate(own):
+        for number, part in enumerate(linears):
             a, b = (stack[number][slot, 0].cpu() for stack in (wrapper.lora_a_stacked, wrapper.lora_b_stacked))
             if part not in pairs:
-                held = not b.any()
+                correct = not b.any()
             else:
-                wanted_a, wanted_b = (matrix.to(a.dtype) for matrix in pairs[part])
-                wanted_b = _share(wanted_b, 0, b.shape[0], shard, shards) * (alpha / rank)
-                wanted_a = _share(wanted_a, 1, a.shape[1], shard, shards)
-                held = torch.equal(a[:rank], wanted_a) and torch.equal(b[:, :rank], wanted_b) and not b[:, rank:].any()
-            if not held:
+                expected_a, expected_b = (matrix.to(a.dtype) for matrix in pairs[part])
+                expected_b = _shard(expected_b, 0, b.shape[0], shard, shards) * (alpha / rank)
+                expected_a = _shard(expected_a, 1, a.shape[1], shard, shards)
+                correct = torch.equal(a[:rank], expected_a) and torch.equal(b[:, :rank], expected_b)
+                correct = correct and not b[:, rank:].any()
+            if not correct:
                 raise ValueError(f"{name} of the engine's model does not hold the adapter of {part} that arrived")
 
 
 def _pairs(matrices: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """A and B by linear. ValueError where one is missing, or ranks differ."""
+    """Return (A, B) by linear. ValueError if a matrix is missing or ranks differ."""
     linears = dict.fromkeys(name.rsplit(".lora_", 1)[0] for name in matrices)
     try:
-        pairs = {one: (matrices[f"{one}.lora_A.weight"], matrices[f"{one}.lora_B.weight"]) for one in linears}
+        pairs = {name: (matrices[f"{name}.lora_A.weight"], matrices[f"{name}.lora_B.weight"]) for name in linears}
     except KeyError as error:
-        raise ValueError(f"of an adapter only one matrix came: {error} is missing") from error
+        raise ValueError(f"an adapter is incomplete: {error} is missing") from error
     if len({size for a, b in pairs.values() for size in (a.shape[0], b.shape[1])}) != 1:
-        raise ValueError(f"{len(pairs)} adapters came, which must be one at least, and all of one rank")
+        raise ValueError(f"received {len(pairs)} adapters; at least one is required, and all must have the same rank")
     return pairs
 
 
-def _share(matrix: torch.Tensor, axis: int, length: int, shard: int, shards: int) -> torch.Tensor:
-    """A tensor-parallel rank's part of `matrix`, which has `length` along `axis`. Where ranks are more than parts (key and
-    value heads), neighbours hold the same; a matrix that is not cut is held by all."""
+def _shard(matrix: torch.Tensor, axis: int, length: int, shard: int, shards: int) -> torch.Tensor:
+    """Return a tensor-parallel rank's part of `matrix`, with `length` along `axis`.
+
+    If there are more ranks than parts (key and value heads), neighbouring ranks hold the same part; an unsharded matrix is
+    the same on all ranks.
+    """
     copies = length * shards // matrix.shape[axis]
     return matrix.narrow(axis, shard // copies * length, length)

@@ -1,8 +1,7 @@
-"""Images as vLLM takes them: patches that are prepared already, and expanded placeholder tokens.
+"""Images as inputs of vLLM: prepared patches and expanded placeholder tokens.
 
-megarl prepares an image once; engine and trainer read the same numbers. vLLM's own processing, which would prepare
-images from pixels and expand placeholders by itself, is passed by: its image processor may be another than the
-trainer's, and differ in the last bits.
+megarl prepares each image once, so that engine and trainer read the same values. vLLM's multi-modal processing (image
+processor, placeholder expansion) is bypassed: its values could differ from the trainer's in the last bits.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from megarl.types import SampleImages
 
 
 def has_prepared_inputs() -> bool:
-    """True if the installed vLLM accepts inputs that are processed already."""
+    """Return True if the installed vLLM accepts processed inputs."""
     return _prepared_input() is not None
 
 
 def _prepared_input() -> Any:
-    """vLLM's function that wraps processed inputs, `mm_input`; None if it has none. Until 0.18 its name is `mm_inputs`."""
+    """Return vLLM's function that wraps processed inputs, `mm_input` (until 0.18 `mm_inputs`); None if missing."""
     for module, name in (("vllm.inputs.engine", "mm_input"), ("vllm.multimodal.inputs", "mm_inputs")):
         with contextlib.suppress(ModuleNotFoundError, AttributeError):
             return getattr(importlib.import_module(module), name)
@@ -34,9 +33,9 @@ def _prepared_input() -> Any:
 
 
 def image_args(model_config: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Further arguments of vLLM's EngineArgs for a model that reads images; none for any other.
+    """Return additional EngineArgs for a model that reads images; {} for other models.
 
-    Raises RuntimeError where vLLM cannot load such models.
+    Raises RuntimeError if vLLM cannot load such models.
     """
     if "vision_config" not in model_config:
         return {}
@@ -48,35 +47,35 @@ def image_args(model_config: Mapping[str, Any], device: str) -> dict[str, Any]:
     from vllm.engine.arg_utils import EngineArgs
 
     arguments: dict[str, Any] = {
-        "skip_tokenizer_init": False,  # its processors want one, though nothing is tokenised
+        "skip_tokenizer_init": False,  # its processors need a tokenizer, although nothing is tokenised
         "limit_mm_per_prompt": {"video": 0},
         "mm_processor_cache_gb": 0,  # nothing is processed
     }
     if device == "cpu":
-        arguments["skip_mm_profiling"] = True  # memory is given, not measured
+        arguments["skip_mm_profiling"] = True  # memory is an argument, not measured
     if "mm_device_do_normalize" in {field.name for field in dataclasses.fields(EngineArgs)}:
-        arguments["mm_device_do_normalize"] = False  # patches are normalised already
+        arguments["mm_device_do_normalize"] = False  # patches are already normalised
     return arguments
 
 
 def image_tokens(images: SampleImages, merge: int) -> list[int]:
-    """How many tokens each image takes; `merge` x `merge` patches become one."""
+    """Return the number of tokens of each image; `merge` x `merge` patches become a token."""
     return [int(count) // merge**2 for count in images.grids.prod(1)]
 
 
 def check_images(images: SampleImages, tokens: tuple[int, ...], merge: int) -> None:
-    """ValueError where the placeholders of `images` are not among `tokens`."""
+    """Raise ValueError if `tokens` lack the placeholders of `images`."""
     for start, count in zip(images.starts.tolist(), image_tokens(images, merge), strict=True):
-        here = tokens[start : start + count]
-        if len(here) != count or len(set(here)) != 1:
+        placeholders = tokens[start : start + count]
+        if len(placeholders) != count or len(set(placeholders)) != 1:
             raise ValueError(
                 f"an image takes {count} placeholder tokens from index {start} on; the prompt of {len(tokens)} has "
-                f"{list(here)} there"
+                f"{list(placeholders)} there"
             )
 
 
 def engine_input(tokens: tuple[int, ...], images: SampleImages, merge: int) -> Any:
-    """What vLLM's `add_request` takes for a prompt with images."""
+    """Return the input of vLLM's `add_request` for a prompt with images."""
     import torch
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 
@@ -93,13 +92,13 @@ def engine_input(tokens: tuple[int, ...], images: SampleImages, merge: int) -> A
     return _prepared_input()(
         list(tokens),
         MultiModalKwargsItems.from_hf_inputs(values, fields),
-        {"image": _names(images)},
+        {"image": _hashes(images)},
         {"image": ranges},
     )
 
 
-def _names(images: SampleImages) -> list[str]:
-    """A name of each image's content, by which vLLM finds what it has computed before."""
+def _hashes(images: SampleImages) -> list[str]:
+    """Return a hash of each image's content, the key of vLLM's caches."""
     ends = np.cumsum(images.grids.prod(1)).tolist()
     return [
         hashlib.blake2b(images.pixels[begin:end].tobytes() + grid.tobytes(), digest_size=16).hexdigest()

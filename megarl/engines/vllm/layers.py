@@ -1,8 +1,8 @@
-"""A live vLLM model's layers, filled box by box, and each finished by vLLM itself as soon as it is complete.
+"""Update a live vLLM model slice by slice; vLLM processes each layer as soon as it is complete.
 
-vLLM's layerwise reload lays a layer's parameters out anew, as checkpoints have them. Boxes are copied into these, never
-into live ones. Then vLLM does with the layer what it does after its own loading: repacking, and copying into the live
-parameters. Layers that its loader fills in another way than by boxes get whole tensors, through that loader.
+vLLM's layerwise reload allocates a layer's parameters in checkpoint format. Slices are copied into these, never into the
+live parameters. For a complete layer, vLLM repacks the weights and copies them into the live parameters, as after its own
+loading. Layers that its loader does not fill by copying slices receive whole tensors through that loader.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import torch
 from vllm.platforms import current_platform
 
 from megarl.engines.vllm import compat
-from megarl.engines.vllm.needed_slices import needs
+from megarl.engines.vllm.needed_slices import needed_slices
 from megarl.weight_sync.sharded.receiver import CompletedHook
 from megarl.weight_sync.sharded.slices import SliceTable
 
 
-def describe(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int], str]]) -> SliceTable:
-    """What a live model needs of the checkpoint's `tensors` (name, shape, type). Leaves it as it was. ValueError where its
-    loader does not fill it out of these, or cannot be followed."""
+def live_needed_slices(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int], str]]) -> SliceTable:
+    """Return the slices that a live model needs of the checkpoint's `tensors` (name, shape, dtype); the model is unchanged.
+
+    Raises ValueError if the tensors do not fill the model, or its loader cannot be traced.
+    """
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 
@@ -31,8 +33,8 @@ def describe(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int],
         for module in model.modules():
             for tensor in get_layer_tensors(module).values():
                 tensor.weight_loader = layerwise._get_original_loader(tensor)
-        need = needs(model, tensors)
-        _check_filled(model, need, leave_out=tied)
+        needed = needed_slices(model, tensors)
+        _check_filled(model, needed, leave_out=tied)
     finally:
         for module in model.modules():
             info = layerwise.get_layerwise_info(module)
@@ -40,87 +42,91 @@ def describe(model: torch.nn.Module, tensors: Sequence[tuple[str, Sequence[int],
                 layerwise._place_kernel_tensors(module, info)
             info.reset()
         model._do_torchao_reload = model._original_do_torchao_reload
-    return need
+    return needed
 
 
-def _check_filled(model: torch.nn.Module, need: SliceTable, leave_out: Container[str]) -> None:
-    """Layers are filled by boxes, but for the padding of vocabularies; or wholly by vLLM's loader, which is looked at in every
-    update (`check_complete`). ValueError otherwise."""
-    elements = dict.fromkeys(need.parameters, 0)
-    for parameter, rows, columns in need.slices[:, [5, 3, 4]].tolist():
-        elements[need.parameters[parameter]] += rows * columns
-    given: dict[int, int] = {}  # by memory: two layers may share a tensor
+def _check_filled(model: torch.nn.Module, needed: SliceTable, leave_out: Container[str]) -> None:
+    """Check that slices fill every layer except for vocabulary padding, or none of it. Raises ValueError.
+
+    vLLM's loader fills the layers without slices; `check_complete` checks these in every update.
+    """
+    elements = dict.fromkeys(needed.parameters, 0)
+    for parameter, rows, columns in needed.slices[:, [5, 3, 4]].tolist():
+        elements[needed.parameters[parameter]] += rows * columns
+    filled: dict[int, int] = {}  # elements by storage: two layers may share a tensor
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        given[_memory(tensor)] = given.get(_memory(tensor), 0) + elements.get(name, 0)
+        filled[_storage_id(tensor)] = filled.get(_storage_id(tensor), 0) + elements.get(name, 0)
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
-        wanted = sum(parameter.numel() for parameter in parameters.values())
-        there = sum(given.get(_memory(parameter), 0) for parameter in parameters.values())
-        if name in leave_out or not wanted or (need.whole and not there):
+        total = sum(parameter.numel() for parameter in parameters.values())
+        filled_here = sum(filled.get(_storage_id(parameter), 0) for parameter in parameters.values())
+        if name in leave_out or not total or (needed.whole and not filled_here):
             continue
-        lacking = wanted - padded_rows(module) * (wanted // _rows(module)) - there
+        lacking = total - padded_rows(module) * (total // _rows(module)) - filled_here
         if lacking > 0:
             raise ValueError(
-                f"{name} of the engine's model lacks {lacking:,} of its {wanted:,} elements: the trainers do not hold all "
-                "the weights that it is made of"
+                f"{name} of the engine's model lacks {lacking:,} of its {total:,} elements: the trainers do not hold all of "
+                "its weights"
             )
         if lacking < 0 or compat.is_deferred_attention(module):
-            raise ValueError(f"{name} of the engine's model is filled by its loader in a way that cannot be planned")
+            raise ValueError(f"{name} of the engine's model is loaded in a way that sharded updates do not support")
 
 
-class Filling:
-    """One update of a live model: where boxes go. Used under the engine's configuration and on its device.
+class LayerwiseUpdate:
+    """One update of a live model, the target of its slices. Used under the engine's configuration and on its device.
 
-    `complete` is shown the parameters of each layer once they have all their values, and before anything is made of them.
+    `completed` is called with the parameters of each layer when they are complete, before vLLM processes them.
     """
 
-    def __init__(self, model: torch.nn.Module, need: SliceTable, complete: CompletedHook | None = None) -> None:
-        self._model, self._complete = model, complete
+    def __init__(self, model: torch.nn.Module, needed: SliceTable, completed: CompletedHook | None = None) -> None:
+        self._model, self._completed = model, completed
         if current_platform.is_cpu():
             compat.drop_packed_experts(model)
         self._tied = compat.tied_layers(model)
         compat.start_reload(model)
         modules = dict(model.named_modules())
-        self._whole = {number: name for number, name in enumerate(need.parameters) if name in need.whole}
-        shapes = dict(zip(need.tensors, need.shapes, strict=True))
+        self._whole = {number: name for number, name in enumerate(needed.parameters) if name in needed.whole}
+        shapes = dict(zip(needed.tensors, needed.shapes, strict=True))
         self._tensors: dict[int, torch.Tensor] = {
-            number: torch.empty(shapes[name], dtype=getattr(torch, need.dtypes[number]), device="cpu")
+            number: torch.empty(shapes[name], dtype=getattr(torch, needed.dtypes[number]), device="cpu")
             for number, name in self._whole.items()
         }
         self._layers: dict[int, _Layer] = {}
         layers: dict[str, _Layer] = {}
-        for number, rows, columns in need.slices[:, [5, 3, 4]].tolist():
+        for number, rows, columns in needed.slices[:, [5, 3, 4]].tolist():
             if number not in self._whole:
-                name, _, own = need.parameters[number].rpartition(".")
-                layer = layers.setdefault(name, _Layer(modules[name]))
-                layer.parameters[number] = own
-                layer.left += rows * columns
+                layer_name, _, parameter_name = needed.parameters[number].rpartition(".")
+                layer = layers.setdefault(layer_name, _Layer(modules[layer_name]))
+                layer.parameters[number] = parameter_name
+                layer.missing += rows * columns
                 self._layers[number] = layer
 
     def tensor(self, parameter: int) -> torch.Tensor:
+        """Return the tensor to copy a parameter's slices into, in checkpoint format."""
         if parameter not in self._tensors:
             layer = self._layers[parameter]
-            self._tensors.update(layer.lay_out())
+            self._tensors.update(layer.allocate())
         return self._tensors[parameter]
 
     def mark_written(self, parameter: int, elements: int) -> None:
+        """Count `elements` written elements of a parameter; process its layer when it is complete."""
         if parameter in self._whole:
             return
         layer = self._layers[parameter]
-        layer.left -= elements
-        if layer.left == 0:
-            if self._complete is not None:
-                self._complete(layer.parameters, self.tensor)
+        layer.missing -= elements
+        if layer.missing == 0:
+            if self._completed is not None:
+                self._completed(layer.parameters, self.tensor)
             for number in layer.parameters:
                 del self._tensors[number]
-            layer.finish()
+            compat.process_layer(layer.module)
 
     def finish(self, model_config: Any) -> None:
-        """All boxes are there: let vLLM load what it gets whole, and end. ValueError where a layer lacks anything."""
+        """Load whole tensors with vLLM's loader and end the update. ValueError if a layer is incomplete."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        if self._complete is not None:
-            self._complete(self._whole, self.tensor)
+        if self._completed is not None:
+            self._completed(self._whole, self.tensor)
         if self._whole:
             self._model.load_weights((name, self._tensors[number]) for number, name in self._whole.items())
         check_complete(self._model, leave_out=self._tied)
@@ -131,27 +137,24 @@ class Filling:
 class _Layer:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self.parameters: dict[int, str] = {}  # by number in the description
-        self.left = 0  # elements that are still to come
+        self.parameters: dict[int, str] = {}  # number in the slice table -> name in the module
+        self.missing = 0  # elements that are not written yet
 
-    def lay_out(self) -> dict[int, torch.Tensor]:
-        """Memory for the layer's parameters, as the checkpoint has them."""
+    def allocate(self) -> dict[int, torch.Tensor]:
+        """Allocate the layer's parameters in checkpoint format."""
         compat.materialize_layer(self.module)
-        tensors = {number: getattr(self.module, own).data for number, own in self.parameters.items()}
+        tensors = {number: getattr(self.module, name).data for number, name in self.parameters.items()}
         if padded_rows(self.module):
             for tensor in tensors.values():
-                tensor.zero_()  # rows that belong to no token are never sent
+                tensor.zero_()  # padding rows of the vocabulary are never sent
         return tensors
-
-    def finish(self) -> None:
-        compat.process_layer(self.module)
 
 
 def check_complete(model: torch.nn.Module, leave_out: Container[str]) -> None:
-    """Every layer that has parameters was filled, but for those to `leave_out`; a fused one also by all of its parts.
+    """Raise ValueError if a layer with parameters is not completely loaded, except for layers in `leave_out`.
 
-    Layerwise reload finishes a layer when as many elements came as it holds. One that is left over
-    lacks some, unless what it lacks is the padding of its vocabulary.
+    Layerwise reload processes a layer once all of its elements are loaded, with all parts of a fused one. A layer that is
+    still loading lacks elements, other than the padding of its vocabulary.
     """
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -163,20 +166,20 @@ def check_complete(model: torch.nn.Module, leave_out: Container[str]) -> None:
         lacking = elements - padded_rows(module) * (elements // _rows(module)) - info.load_numel
         if lacking > 0:
             raise ValueError(
-                f"{name} of the engine's model lacks {lacking:,} of its {elements:,} elements: the trainer's export "
-                f"does not have all the weights that it is made of"
+                f"{name} of the engine's model lacks {lacking:,} of its {elements:,} elements: the trainer's export does not "
+                "have all of its weights"
             )
 
 
 def padded_rows(module: torch.nn.Module) -> int:
-    """Rows of an embedding or output layer that belong to no token and are never loaded."""
+    """Return the padding rows of an embedding or output layer, which are never loaded; 0 for other layers."""
     return _rows(module) - module.num_org_embeddings_per_partition if _rows(module) > 1 else 0
 
 
 def _rows(module: torch.nn.Module) -> int:
-    """Of an embedding or output layer; 1 for any other."""
+    """Return the rows of an embedding or output layer; 1 for other layers."""
     return int(getattr(module, "num_embeddings_per_partition", 1))
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _storage_id(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)

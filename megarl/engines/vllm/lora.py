@@ -1,4 +1,4 @@
-"""Whether vLLM can hold a recipe's adapters beside a model's weights, and with which arguments. vLLM is not imported."""
+"""LoRA in vLLM: whether it can hold a recipe's adapters, and the arguments for them. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -21,38 +21,42 @@ OWNED = (
 
 
 def merged_because(spec: EngineSpec, config: dict[str, Any], device: str) -> str | None:
-    """Why an engine of `spec` on `device` cannot hold its adapters, and must be given merged weights; None: it can.
-    `config`: the model's config.json."""
+    """Return why an engine of `spec` on `device` cannot hold its adapters and needs merged weights; None if it can.
+
+    `config`: the model's config.json.
+    """
     assert spec.adapters is not None
-    given = spec.engine_args
+    args = spec.engine_args
     reasons = {
-        "vllm-ascend's kernels for adapters have not been held to merged weights": device == "npu",
-        f"vLLM takes adapters up to rank {_RANKS[-1]}, and lora.rank is {spec.adapters.rank}": (
+        "vllm-ascend's kernels for adapters have not been compared with merged weights": device == "npu",
+        f"vLLM supports adapters up to rank {_RANKS[-1]}, and lora.rank is {spec.adapters.rank}": (
             spec.adapters.rank > _RANKS[-1]
         ),
-        "once it takes adapters, wherever they are, vLLM computes experts by other kernels, which a CPU lacks and which have "
-        "been held to merged weights nowhere": number_of_experts(text_fields(config)) > 0,
+        "with adapters on any layer, vLLM uses other expert kernels, which a CPU lacks and which have not been compared with "
+        "merged weights": number_of_experts(text_fields(config)) > 0,
         "vLLM drops adapters in the empty steps of engines in a group (rollout.data_parallel)": spec.data_parallel > 1,
         "its weights are quantised as they are loaded": bool(
-            given.get("quantization") or "quantization_config" in config
+            args.get("quantization") or "quantization_config" in config
         ),
-        "its layers are spread over pipeline stages": (given.get("pipeline_parallel_size") or 1) > 1,
+        "its layers are spread over pipeline stages": (args.get("pipeline_parallel_size") or 1) > 1,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def arguments(adapters: AdapterSpec, known: Collection[str]) -> dict[str, Any]:
-    """vLLM's own, of those it knows: one adapter, on the linears that have one. `known`: names of its arguments; none where
-    vLLM is not installed here."""
-    found: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": held_rank(adapters.rank)}
+def arguments(adapters: AdapterSpec, supported: Collection[str]) -> dict[str, Any]:
+    """Return vLLM's arguments for one adapter on its target linears.
+
+    `supported`: argument names of the installed vLLM; empty if vLLM is not installed here.
+    """
+    args: dict[str, Any] = {"enable_lora": True, "max_loras": 1, "max_lora_rank": held_rank(adapters.rank)}
     leaves = [target.rsplit(".", 1)[-1] for target in adapters.targets]
     if ALL in leaves:
         leaves = ["q_proj", "o_proj", "gate_proj", "down_proj"]
-    if not known or "lora_target_modules" in known:  # else all linears are wrapped, which costs time and memory
-        found["lora_target_modules"] = sorted({_PACKED.get(leaf, leaf) for leaf in leaves})
-    return found
+    if not supported or "lora_target_modules" in supported:  # else vLLM wraps all linears, which costs time and memory
+        args["lora_target_modules"] = sorted({_PACKED.get(leaf, leaf) for leaf in leaves})
+    return args
 
 
 def held_rank(rank: int) -> int:
-    """The rank that vLLM keeps room for."""
-    return next(held for held in _RANKS if held >= rank)
+    """Return the smallest `max_lora_rank` of vLLM for adapters of `rank`."""
+    return next(maximum for maximum in _RANKS if maximum >= rank)

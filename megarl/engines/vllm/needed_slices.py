@@ -1,9 +1,9 @@
-"""Which boxes of the checkpoint's tensors a rank of an engine needs, found by letting vLLM's own loader run without memory.
+"""Slices of the checkpoint's tensors that an engine rank needs, traced by running vLLM's loader on meta tensors.
 
-The loader is given tensors on "meta": views of them keep their memory's identity, offset and strides, so that where it copies,
-both ends are known exactly. It cuts for tensor parallel, fuses, and leaves other ranks' experts out as it always does; no
-table of models is kept here. Where it does something else than copy, the tensor is told as whole: it has to go through the
-loader again, with all others of the same layer.
+Views of meta tensors keep the identity of their storage, their offset and strides, so every copy of the loader shows
+exactly which slice goes where. The loader shards for tensor parallelism, fuses tensors and skips other ranks' experts as
+usual, so no table of models is needed. A tensor that the loader does more with than copying is marked as whole: it goes
+through the loader in every update, with all other tensors of the same layer.
 """
 
 from __future__ import annotations
@@ -17,115 +17,118 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder, as_matrix
 
-# In place, on parameters, and without a tensor of the checkpoint: vLLM clears the padding of vocabularies.
+# In-place operators on parameters without a tensor of the checkpoint: vLLM clears vocabulary padding with them.
 _CLEARS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 
-def needs(model: torch.nn.Module, tensors: Iterable[tuple[str, Sequence[int], str]]) -> SliceTable:
-    """Of the rank whose vLLM model this is, in checkpoint format and with its original weight loaders; parameters may be on
-    "meta" and are not written to. `tensors`: names, shapes and types (torch's names) of all that the trainers hold.
+def needed_slices(model: torch.nn.Module, tensors: Iterable[tuple[str, Sequence[int], str]]) -> SliceTable:
+    """Return the slices that a rank's vLLM model needs.
 
-    Raises ValueError where the loader needs a tensor's values.
+    `model`: in checkpoint format with its original weight loaders; its parameters may be on "meta" and are not written.
+    `tensors`: (name, shape, torch dtype name) of all tensors that the trainers hold. Raises ValueError if the loader needs
+    a tensor's values or a parameter that the model lacks.
     """
     trace = _Trace(model)
-    given = []
+    loaded = []
 
-    def without_memory() -> Iterator[tuple[str, torch.Tensor]]:
+    def meta_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape, dtype in tensors:
-            given.append(name)
+            loaded.append(name)
             yield name, trace.watch(name, torch.empty(tuple(shape), dtype=getattr(torch, dtype), device="meta"))
 
     try:
         with trace:
-            model.load_weights(without_memory())
-    except KeyError as error:  # of most loaders, for a name that they look up in vain
-        raise ValueError(f"vLLM's model knows no {error.args[0]!r}, which {given[-1]} is loaded into") from error
+            model.load_weights(meta_tensors())
+    except KeyError as error:  # most loaders look up parameters by name
+        raise ValueError(
+            f"vLLM's model has no parameter {error.args[0]!r}, into which {loaded[-1]} is loaded"
+        ) from error
     except (RuntimeError, NotImplementedError) as error:
         raise ValueError(
-            f"vLLM's loader cannot be followed: at {given[-1] if given else 'its beginning'} it did what needs values ({error})"
+            f"vLLM's loader cannot be traced: at {loaded[-1] if loaded else 'its start'} it needs tensor values ({error})"
         ) from error
-    return trace.description()
+    return trace.slice_table()
 
 
 @dataclass(frozen=True)
 class _Copy:
     source: str
-    box: tuple[int, int, int, int] | None  # None: it is none
+    slice: tuple[int, int, int, int] | None  # (row, column, rows, columns); None: not a rectangular slice
     target: str
     offset: int
     stride: int
 
 
 class _Trace(TorchDispatchMode):
-    """Notes what is copied out of watched tensors into the model's."""
+    """Records copies from watched tensors into the model's parameters and buffers."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
-        self._sources: dict[int, tuple[str, torch.Tensor]] = {}  # by memory; the tensor is kept, and so the memory
-        self._made_of: dict[int, tuple[set[str], torch.Tensor]] = {}  # what operations made of watched tensors
+        self._sources: dict[int, tuple[str, torch.Tensor]] = {}  # by storage; keeps the tensor and so the storage alive
+        self._derived: dict[
+            int, tuple[set[str], torch.Tensor]
+        ] = {}  # results computed from watched tensors: their names
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            self._targets.setdefault(_memory(tensor), (name, tensor))
+            self._targets.setdefault(_storage_id(tensor), (name, tensor))
         self._copies: list[_Copy] = []
-        self._whole: set[str] = set()  # names of tensors, and of layers
+        self._whole: set[str] = set()  # names of tensors and of layers
 
     def watch(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self._sources[_memory(tensor)] = name, tensor
+        self._sources[_storage_id(tensor)] = name, tensor
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = [
             x for x in torch.utils._pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, torch.Tensor)
         ]
-        into = self._targets.get(_memory(leaves[0])) if leaves and func._schema.is_mutable else None
-        made_of = {name for leaf in leaves for name in self._names(leaf)}
-        if func is torch.ops.aten.copy_.default and into is not None and made_of:
-            self._copy(args[0], args[1], into[0])
+        target = self._targets.get(_storage_id(leaves[0])) if leaves and func._schema.is_mutable else None
+        sources = {name for leaf in leaves for name in self._source_names(leaf)}
+        if func is torch.ops.aten.copy_.default and target is not None and sources:
+            self._copy(args[0], args[1], target[0])
             return args[0]
-        if into is not None and (made_of or func not in _CLEARS):
-            self._whole |= made_of | {_layer(into[0])}
+        if target is not None and (sources or func not in _CLEARS):
+            self._whole |= sources | {_layer(target[0])}
         result = func(*args, **(kwargs or {}))
-        for out in _tensors([result]) if made_of else ():
-            if not self._known(out):
-                self._made_of.setdefault(_memory(out), (set(), out))[0].update(made_of)
+        for out in _tensors([result]) if sources else ():
+            if _storage_id(out) not in self._sources and _storage_id(out) not in self._targets:
+                self._derived.setdefault(_storage_id(out), (set(), out))[0].update(sources)
         return result
 
-    def _known(self, tensor: torch.Tensor) -> bool:
-        return _memory(tensor) in self._sources or _memory(tensor) in self._targets
-
-    def _names(self, tensor: torch.Tensor) -> set[str]:
-        memory = _memory(tensor)
-        if memory in self._sources:
-            return {self._sources[memory][0]}
-        return self._made_of[memory][0] if memory in self._made_of else set()
+    def _source_names(self, tensor: torch.Tensor) -> set[str]:
+        storage = _storage_id(tensor)
+        if storage in self._sources:
+            return {self._sources[storage][0]}
+        return self._derived[storage][0] if storage in self._derived else set()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
-        watched = self._sources.get(_memory(source))
-        if watched is None:  # what was computed of watched tensors
-            self._whole |= self._names(source) | {_layer(name)}
+        watched = self._sources.get(_storage_id(source))
+        if watched is None:  # computed from watched tensors
+            self._whole |= self._source_names(source) | {_layer(name)}
             return
-        box, stride = _box(watched[1].shape, source, target)
-        self._copies.append(_Copy(watched[0], box, name, target.storage_offset(), stride))
+        copied, stride = _slice_of(watched[1].shape, source, target)
+        self._copies.append(_Copy(watched[0], copied, name, target.storage_offset(), stride))
 
-    def description(self) -> SliceTable:
-        whole = self._closed()
-        describer = SliceTableBuilder()
+    def slice_table(self) -> SliceTable:
+        whole = self._whole_names()
+        table = SliceTableBuilder()
         shapes = {name: tensor for name, tensor in self._sources.values()}
         dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in self._targets.values()}
         for name in shapes:  # in the checkpoint's order
             if name in whole:
-                describer.add_whole(name, shapes[name].shape, str(shapes[name].dtype).removeprefix("torch."))
+                table.add_whole(name, shapes[name].shape, str(shapes[name].dtype).removeprefix("torch."))
         for copy in self._copies:
             if copy.source not in whole:
-                assert copy.box is not None
-                tensor = describer.tensor(copy.source, shapes[copy.source].shape)
-                parameter = describer.parameter(copy.target, dtypes[copy.target])
-                describer.add(tensor, copy.box, parameter, copy.offset, copy.stride)
-        return describer.build()
+                assert copy.slice is not None
+                tensor = table.tensor(copy.source, shapes[copy.source].shape)
+                parameter = table.parameter(copy.target, dtypes[copy.target])
+                table.add(tensor, copy.slice, parameter, copy.offset, copy.stride)
+        return table.build()
 
-    def _closed(self) -> set[str]:
-        """Names that have to go through the loader: with a tensor its layers, and with a layer its tensors."""
-        whole = self._whole | {copy.source for copy in self._copies if copy.box is None}
+    def _whole_names(self) -> set[str]:
+        """Return the tensors and layers that go through the loader: all layers of such a tensor, all tensors of such a
+        layer."""
+        whole = self._whole | {copy.source for copy in self._copies if copy.slice is None}
         size = -1
         while size != len(whole):
             size = len(whole)
@@ -136,7 +139,7 @@ class _Trace(TorchDispatchMode):
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Those among an operator's arguments, or its results."""
+    """Iterate over the tensors in an operator's results."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -144,25 +147,25 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def _storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
 def _layer(parameter: str) -> str:
-    """The name of the module that has the parameter; no tensor of a checkpoint is called like one."""
+    """Return the key of the parameter's module, with a prefix that no tensor name has."""
     return f"layer {parameter.rpartition('.')[0]}"
 
 
-def _box(
+def _slice_of(
     shape: Sequence[int], source: torch.Tensor, target: torch.Tensor
 ) -> tuple[tuple[int, int, int, int] | None, int]:
-    """Which box of a tensor of `shape` the view `source` is, as a matrix, and the elements between the beginnings of its
-    rows in `target`."""
+    """Return the slice (row, column, rows, columns) that the view `source` is of a tensor of `shape`, taken as a matrix, and
+    the row stride in `target`, in elements. None if the view is not a rectangular slice."""
     width = as_matrix(shape)[1]
     row, column = divmod(source.storage_offset(), width) if width else (0, 0)
     if source.shape != target.shape:
         return None, 0
-    dims = _joined(list(zip(source.shape, source.stride(), target.stride(), strict=True)))
+    dims = _merge_dims(list(zip(source.shape, source.stride(), target.stride(), strict=True)))
     if len(dims) < 2 and (not dims or dims[0][1:] == (1, 1)):
         count = dims[0][0] if dims else 1
         if column + count <= width:
@@ -175,11 +178,11 @@ def _box(
     return None, 0
 
 
-def _joined(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(length, strides) of a view's dimensions, those that follow one another in both memories as one."""
-    found: list[tuple[int, int, int]] = []
+def _merge_dims(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Merge dimensions (length, source stride, target stride) that are contiguous in both tensors."""
+    merged: list[tuple[int, int, int]] = []
     for length, *strides in (dim for dim in dims if dim[0] != 1):
-        if found and all(outer == length * inner for outer, inner in zip(found[-1][1:], strides, strict=True)):
-            length *= found.pop()[0]
-        found.append((length, strides[0], strides[1]))
-    return found
+        if merged and all(outer == length * inner for outer, inner in zip(merged[-1][1:], strides, strict=True)):
+            length *= merged.pop()[0]
+        merged.append((length, strides[0], strides[1]))
+    return merged

@@ -1,4 +1,4 @@
-"""From what vLLM returns to megarl's own types."""
+"""Convert vLLM's outputs to megarl's types."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.types import Completion, TokenScores
 
 
 def completions(output: Any, prompt_top_k: int | None) -> list[Completion]:
-    """From vLLM's RequestOutput, finished: its samples in the order of their seeds. `prompt_top_k`: the request's."""
+    """Convert a finished RequestOutput of vLLM; samples are in seed order. `prompt_top_k`: from the request."""
     prompt = None
     if prompt_top_k is not None:
         prompt = _prompt_scores(output.prompt_logprobs, output.prompt_token_ids, prompt_top_k)
@@ -19,7 +19,7 @@ def completions(output: Any, prompt_top_k: int | None) -> list[Completion]:
 
 
 def _completion(sample: Any, prompt_length: int, prompt: TokenScores | None) -> Completion:
-    """From vLLM's CompletionOutput."""
+    """Convert vLLM's CompletionOutput."""
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a request with {sample.finish_reason!r}")
     tokens = np.asarray(sample.token_ids, np.int32)
@@ -34,43 +34,43 @@ def _completion(sample: Any, prompt_length: int, prompt: TokenScores | None) -> 
     assert log_probs.shape == tokens.shape, (log_probs.shape, tokens.shape)
     experts = getattr(sample, "routed_experts", None)
     if experts is not None:
-        experts = _whole(experts, prompt_length + len(tokens))
+        experts = _experts_of_all(experts, prompt_length + len(tokens))
     return Completion(tokens, log_probs, sample.finish_reason, experts, prompt)
 
 
-def _whole(experts: np.ndarray, length: int) -> np.ndarray:
-    """vLLM's experts of the tokens that it read [length - 1, layers, topk] -> int16 [length, layers, topk]."""
+def _experts_of_all(experts: np.ndarray, length: int) -> np.ndarray:
+    """Pad vLLM's routed experts [length - 1, layers, topk], without the last token, with -1 to int16 [length, layers, topk]."""
     if len(experts) not in (length - 1, length):
         raise RuntimeError(
-            f"vLLM told the experts of {len(experts)} of a sample's {length} tokens; they cannot be matched"
+            f"vLLM returned the experts of {len(experts)} of a sample's {length} tokens; they cannot be matched"
         )
-    whole = np.full((length, *experts.shape[1:]), -1, np.int16)
-    whole[: length - 1] = experts[: length - 1]
-    return whole
+    padded = np.full((length, *experts.shape[1:]), -1, np.int16)
+    padded[: length - 1] = experts[: length - 1]
+    return padded
 
 
 def _prompt_scores(logprobs: Any, tokens: list[int], top_k: int) -> TokenScores:
-    """vLLM's log-probs of a prompt, in a place the token's own and then its `top_k` likeliest, flat or as dicts.
+    """Convert vLLM's prompt log-probs: per position the prompt's token and the `top_k` likeliest, flat or as dicts.
 
-    The first place has none. In a dict a token that is among the likeliest stands once.
+    The first position has none. A dict contains each token once, even if the prompt's token is among the likeliest.
     """
     length = len(tokens)
     scores = TokenScores(
         np.zeros(length, np.float32), np.zeros((length, top_k), np.int32), np.zeros((length, top_k), np.float32)
     )
     if len(logprobs) != length:
-        raise RuntimeError(f"vLLM told log-probs of {len(logprobs)} of a prompt's {length} tokens")
+        raise RuntimeError(f"vLLM returned log-probs of {len(logprobs)} of a prompt's {length} tokens")
     if hasattr(logprobs, "start_indices"):  # flat
         shape = (length - 1, top_k + 1)
         ids = np.asarray(logprobs.token_ids, np.int32).reshape(shape)
         values = np.asarray(logprobs.logprobs, np.float32).reshape(shape)
-        assert ids[:, 0].tolist() == list(tokens[1:]), "a place begins with its own token"
+        assert ids[:, 0].tolist() == list(tokens[1:]), "each position starts with the prompt's token"
         scores.log_probs[1:], scores.top_tokens[1:], scores.top_log_probs[1:] = values[:, 0], ids[:, 1:], values[:, 1:]
         return scores
-    for place in range(1, length):
-        told = logprobs[place]
-        likeliest = sorted(told, key=lambda token: told[token].rank)[:top_k]
-        scores.log_probs[place] = told[tokens[place]].logprob
-        scores.top_tokens[place] = likeliest
-        scores.top_log_probs[place] = [told[token].logprob for token in likeliest]
+    for position in range(1, length):
+        candidates = logprobs[position]
+        likeliest = sorted(candidates, key=lambda token: candidates[token].rank)[:top_k]
+        scores.log_probs[position] = candidates[tokens[position]].logprob
+        scores.top_tokens[position] = likeliest
+        scores.top_log_probs[position] = [candidates[token].logprob for token in likeliest]
     return scores

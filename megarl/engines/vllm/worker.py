@@ -1,8 +1,8 @@
-"""Inside every vLLM worker process: takes weights from the exchange and loads them.
+"""Receive and load weights in vLLM's worker processes.
 
-vLLM repacks weights for its kernels after loading, in shapes that may look unchanged, so nothing is
-written into live parameters. vLLM's layerwise reload lays out checkpoint-format parameters anew, loads,
-repacks, and copies the result into the live ones. An engine whose vLLM lacks it refuses to take weights.
+vLLM repacks weights for its kernels after loading, possibly without changing shapes, so nothing may be written into live
+parameters. vLLM's layerwise reload allocates parameters in checkpoint format, loads and repacks them, and copies the
+result into the live ones. Without layerwise reload an engine rejects weight updates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
 from megarl.engines.vllm import adapters, ascend, compat, cpu_collectives
-from megarl.engines.vllm.layers import Filling, check_complete, describe
+from megarl.engines.vllm.layers import LayerwiseUpdate, check_complete, live_needed_slices
 from megarl.weight_sync.full.receiver import FullReceiver
 from megarl.weight_sync.session import ShardedSession, host_id, session_from_json
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
@@ -36,12 +36,12 @@ if current_platform.is_cpu():
 
 
 class WorkerExtension:
-    """vLLM mixes this class into its workers; `collective_rpc` calls the methods by name.
+    """Methods that vLLM adds to its workers; `collective_rpc` calls them by name.
 
-    Arguments and results are strings and lists, which every vLLM executor can carry.
+    Arguments and results are strings and lists, which every vLLM executor can serialize.
     """
 
-    # what vLLM's worker has
+    # attributes of vLLM's worker
     rank: int
     vllm_config: Any
     model_config: Any
@@ -49,28 +49,30 @@ class WorkerExtension:
     device: torch.device | None
 
     def megarl_endpoint(self) -> list:
-        """[rank, host id]: where weights must go."""
+        """Return [rank, host id] of this weight receiver."""
         return [self.rank, host_id()]
 
     def megarl_connect(self, session: str, engine: str) -> str | None:
-        """Join the exchange `session` (JSON) as receiver "engine/rank"; leaves an earlier one. Returns why the model cannot
-        be filled by a planned one, where it cannot."""
+        """Join the weight sync `session` (JSON) as receiver "engine/rank", and leave an earlier one.
+
+        Returns why the model does not support a sharded session, or None.
+        """
         self.megarl_disconnect()
-        self._megarl_based = False  # whether this session has brought the weights that adapters stand beside
+        self._megarl_has_base = False  # True once this session has brought the base weights of the adapters
         joined, name = session_from_json(session), f"{engine}/{self.rank}"
         if not isinstance(joined, ShardedSession):
             self._megarl_alpha = joined.adapter_alpha
             self._megarl_receiver: FullReceiver | ShardedReceiver = FullReceiver(joined, name)
             return None
-        receiver = self._megarl_receiver = ShardedReceiver(joined, name)  # from now on closed by `megarl_disconnect`
+        receiver = self._megarl_receiver = ShardedReceiver(joined, name)  # `megarl_disconnect` closes it
         tensors = held_tensors(receiver.collect_held())
         self._megarl_tensors = [name for name, _, _ in tensors]
         try:
             with self._megarl_context():
-                self._megarl_need = describe(self.model_runner.model, tensors)
+                self._megarl_needed = live_needed_slices(self.model_runner.model, tensors)
         except ValueError as error:
             return str(error)
-        receiver.publish_needed(self._megarl_need)
+        receiver.publish_needed(self._megarl_needed)
         return None
 
     @contextlib.contextmanager
@@ -79,7 +81,7 @@ class WorkerExtension:
             yield
 
     def _megarl_device(self) -> torch.device:
-        return self.device or torch.device(current_platform.device_type)  # 0.18's worker for CPUs names none
+        return self.device or torch.device(current_platform.device_type)  # 0.18's CPU worker has device None
 
     def megarl_disconnect(self) -> None:
         receiver = getattr(self, "_megarl_receiver", None)
@@ -87,68 +89,67 @@ class WorkerExtension:
             receiver.close()
 
     def megarl_seed(self, seed: int) -> None:
-        """Seed the generator that draws for requests without a seed, on all ranks of an engine alike."""
+        """Seed the generator of requests without a seed, equally on all ranks of an engine."""
         torch.manual_seed(seed)
 
     def megarl_hold_parameters(self) -> None:
-        """Before the engine wakes up, on an NPU."""
+        """Remember the parameters before an engine on an NPU wakes up."""
         self._megarl_held = ascend.hold_parameters(self.model_runner.model)
 
     def megarl_put_parameters_back(self) -> int:
-        """After it woke up: how many parameters had been replaced."""
+        """Restore the parameters after waking up; returns how many vllm-ascend had replaced."""
         held, self._megarl_held = self._megarl_held, []
         return ascend.put_back(held)
 
     def megarl_update(self, version: int) -> list:
-        """Receive and load `version`: [report, names of all tensors, names of those that this rank's model did not read].
+        """Receive and load `version`; returns [report, names of all tensors, names that this rank's model did not read].
 
-        The names are told in the first update, and must stay the same later. Raises
-        ValueError where a parameter got no value or too little of one, or names changed.
+        Names are returned in the first update only, and must not change later. Raises ValueError if a parameter is not
+        completely loaded or names changed.
         """
         receiver = self._megarl_receiver
         try:
             if isinstance(receiver, ShardedReceiver):
-                names, unread = self._megarl_fill(receiver, version)
+                names, unread = self._megarl_update_sharded(receiver, version)
             else:
-                names, unread = self._megarl_take(receiver.weights(version))
+                names, unread = self._megarl_update_full(receiver.weights(version))
             return [receiver.finish().to_dict(), names, unread]
         except BaseException as error:
             receiver.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _megarl_fill(self, receiver: ShardedReceiver, version: int) -> tuple[list[str], list[str]]:
-        need = self._megarl_need
+    def _megarl_update_sharded(self, receiver: ShardedReceiver, version: int) -> tuple[list[str], list[str]]:
         with self._megarl_context():
-            filling = Filling(self.model_runner.model, need, receiver.begin(version))
-            receiver.receive(filling)
-            filling.finish(self.model_config)
-        told, self._megarl_tensors = self._megarl_tensors, []
-        needed = set(need.tensors)
-        return told, [name for name in told if name not in needed]
+            update = LayerwiseUpdate(self.model_runner.model, self._megarl_needed, receiver.begin(version))
+            receiver.receive(update)
+            update.finish(self.model_config)
+        names, self._megarl_tensors = self._megarl_tensors, []
+        needed = set(self._megarl_needed.tensors)
+        return names, [name for name in names if name not in needed]
 
-    def _megarl_take(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
-        """Whole weights; or adapters, behind whole weights in a session's first update."""
+    def _megarl_update_full(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
+        """Load full weights; or adapters, which follow the base weights in a session's first update."""
         if self._megarl_alpha is None:
             return self._megarl_load(weights)
         matrices: dict[str, torch.Tensor] = {}
-        base = adapters.without_matrices(weights, matrices)
-        found: tuple[list[str], list[str]] = ([], [])
-        if not self._megarl_based:
-            found = self._megarl_load(base)
+        base = adapters.split_off(weights, matrices)
+        names: tuple[list[str], list[str]] = ([], [])
+        if not self._megarl_has_base:
+            names = self._megarl_load(base)
         for name, _ in base:
-            raise ValueError(f"{name} came again, where adapters alone were to come")
+            raise ValueError(f"{name} came again, but later updates must contain only adapters")
         with self._megarl_context():
             group = get_tp_group()
-            adapters.put(self.model_runner.model, matrices, self._megarl_alpha, group.rank_in_group, group.world_size)
-        self._megarl_based = True
-        return found
+            adapters.load(self.model_runner.model, matrices, self._megarl_alpha, group.rank_in_group, group.world_size)
+        self._megarl_has_base = True
+        return names
 
     def _megarl_load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> tuple[list[str], list[str]]:
-        known: list[str] | None = getattr(self, "_megarl_names", None)
+        expected: list[str] | None = getattr(self, "_megarl_names", None)
         names: list[str] = []
-        watch = _Reads() if known is None else None
+        watch = _Reads() if expected is None else None
 
-        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+        def recorded() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
                 names.append(name)
                 if watch is not None:
@@ -156,19 +157,19 @@ class WorkerExtension:
                 yield name, tensor
 
         with set_current_vllm_config(self.vllm_config), self._megarl_device(), watch or contextlib.nullcontext():
-            load(self.model_runner.model, counted(), self.model_config)
+            load(self.model_runner.model, recorded(), self.model_config)
         if watch is not None:
             self._megarl_names = names
             return names, watch.unread()
-        if names != known:
-            changed = sorted(set(names) ^ set(known or ()))[:_SHOWN]
+        if names != expected:
+            changed = sorted(set(names) ^ set(expected or ()))[:_SHOWN]
             raise ValueError(f"the trainer exports other names or another order than before: {changed}")
         return [], []
 
 
 def load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], model_config: Any) -> None:
-    """Load checkpoint-format `weights` into a live vLLM model. ValueError unless every parameter got all of its value."""
-    with adapters.bare(model):
+    """Load checkpoint-format `weights` into a live vLLM model. ValueError if a parameter is not completely loaded."""
+    with adapters.unwrapped(model):
         _load(model, weights, model_config)
 
 
@@ -188,7 +189,7 @@ def _load(model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]], m
 
 
 def _check_names(parameters: set[str], loaded: set[str] | None) -> None:
-    """`loaded` is what the model's loader says that it loaded; some loaders say nothing (None)."""
+    """Raise ValueError for parameters that are not in `loaded`, the result of the model's loader (None for some loaders)."""
     missing = sorted(parameters - loaded) if loaded is not None else []
     if missing:
         raise ValueError(
@@ -198,10 +199,10 @@ def _check_names(parameters: set[str], loaded: set[str] | None) -> None:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes which weights an operator read while it is active, views aside.
+    """Records which weights operators read while it is active; creating a view is not a read.
 
-    A name that the model's loader does not know can vanish without a word; its tensor is then
-    never read. The weights of a bucket share its memory, so an address tells whose bytes were read.
+    A model's loader can silently skip an unknown name; its tensor is then never read. The weights of a bucket share its
+    memory, so the address of an operand identifies the weight.
     """
 
     def __init__(self) -> None:
@@ -210,10 +211,10 @@ class _Reads(TorchDispatchMode):
         self._unread: dict[str, None] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Watch `tensor`. Call in the order in which weights lie in their bucket."""
+        """Watch `tensor`. Tensors must be added in the order of their bucket."""
         address, offset = self._locate(tensor)
         offsets, names = self._buckets.setdefault(address, ([], []))
-        if offsets and offset <= offsets[-1]:  # another bucket at the address of a freed one
+        if offsets and offset <= offsets[-1]:  # a new bucket reuses the address of a freed one
             offsets, names = self._buckets[address] = ([], [])
         offsets.append(offset)
         names.append(name)

@@ -17,7 +17,7 @@ vllm_rank.prepare()  # before vLLM is imported, below
 
 from megarl.commands.plan.count.serve import serve  # noqa: E402
 from megarl.commands.plan.vllm_memory import counted  # noqa: E402
-from megarl.engines.vllm.needed_slices import needs  # noqa: E402
+from megarl.engines.vllm.needed_slices import needed_slices  # noqa: E402
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         if question["tensors"] is None:
             return dataclasses.asdict(counted(built, spec, bounds))
         tensors = json.loads(Path(question["tensors"]).read_text(encoding="utf-8"))
-        return {"description": base64.b64encode(needs(built.model, tensors).to_bytes()).decode()}
+        return {"description": base64.b64encode(needed_slices(built.model, tensors).to_bytes()).decode()}
     except (ValueError, RuntimeError, AssertionError) as error:
         return {"error": f"{type(error).__name__}: {error}"}
 
