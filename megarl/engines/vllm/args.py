@@ -1,4 +1,4 @@
-"""From an EngineSpec to vLLM's own arguments and environment."""
+"""vLLM's arguments and environment for an EngineSpec, and checks before its start."""
 
 from __future__ import annotations
 
@@ -23,20 +23,18 @@ from megarl.platform.environment import Requirement, at_least
 from megarl.recipe.source_fields import Fields, fields_of, problem
 from megarl.types import Sampling
 
-_CPU_KV_CACHE_BYTES = 256 << 20  # vLLM would take most of the machine's memory
-_CPU_BATCHED_TOKENS = 8192  # prompts are computed whole there, so the longest must fit
-_PROMPT_SCORES_TOKENS = (
-    2048  # of a step that tells prompts' log-probs: 2.5 GB of float32 with 150,000 tokens to choose from
-)
-# vLLM's own, where its arguments leave them out and its LLMEngine is used (config/scheduler.py, config/cache.py).
+_CPU_KV_CACHE_BYTES = 256 << 20  # by default vLLM takes most of the machine's memory
+_CPU_BATCHED_TOKENS = 8192  # no chunked prefill on a CPU, so the longest prompt must fit
+_PROMPT_SCORES_TOKENS = 2048  # per step with prompt log-probs: 2.5 GB of float32 logits with a vocabulary of 150,000
+# Defaults of vLLM's LLMEngine (config/scheduler.py, config/cache.py).
 _BATCHED_TOKENS, _SEQUENCES, _SHARE = 2048, 128, 0.92
-# Engines of a group are told in their environment where it meets (vllm.py:_group_env).
+# Engines of a group get these from their environment (engine.py: _group_env).
 _DATA_PARALLEL = (
     "data_parallel_size", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
     "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_external_lb",
     "data_parallel_hybrid_lb",
 )  # fmt: skip
-# Arguments that follow from other settings, and which.
+# Arguments that other settings determine -> the setting, None if fixed.
 _OWNED = {
     "model": "{section}.path",
     "dtype": "{section}.dtype",
@@ -56,7 +54,7 @@ _OWNED = {
     "disable_log_stats": None,
     "use_tqdm_on_load": None,
 }
-# Those that other settings decide in these sections.
+# The same for single sections of the recipe.
 _OWNED_IN: dict[str, dict[str, str | None]] = {
     "rollout": {
         "model": "model.path",
@@ -68,26 +66,26 @@ _OWNED_IN: dict[str, dict[str, str | None]] = {
 
 
 def process_env(threads: int) -> dict[str, str]:
-    """vLLM's own environment of a process; it must be set before the process starts.
+    """Return the variables that vLLM needs before its process starts.
 
-    Multiprocessing is off so that the engine core lives in the thread that admits requests: a list
-    of them then enters whole between two steps, which a queue between processes would not promise.
+    Multiprocessing is off so that the engine core runs in the thread that admits requests: a list of requests then enters
+    as a whole between two steps, which a queue between processes does not guarantee.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else workers of one machine all bind to the same cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else all workers of a machine bind to the same cores
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's use of torch, on every import
+        "PYTHONWARNINGS": "ignore::FutureWarning",  # vLLM's imports of torch cause them
     }
 
 
 def required_environment(
     spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None
 ) -> dict[str, Requirement]:
-    """Variables that engines of `spec` need with at least the values that follow from model and layout."""
+    """Return the variables of engines of `spec` with the minimum values that the model and the layout require."""
     if device != "npu":
         return {}
     if config is None:
@@ -101,17 +99,16 @@ def required_environment(
 
 
 def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") -> None:
-    """ValueError for names that vLLM's EngineArgs does not have, or that another setting decides. `section`: the
-    recipe's, whose they are.
+    """Raise ValueError for arguments that vLLM's EngineArgs does not have, or that another setting determines.
 
-    vLLM's source is read, not imported: that takes many seconds, and wants the platform prepared. Without vLLM on this
-    machine (a controller's) unknown names are found where the engine starts.
+    `section`: the recipe's section with these arguments. vLLM's source is read, not imported, because an import takes many
+    seconds and needs a prepared platform. Without vLLM on this machine (a controller), the engine's start checks names.
     """
-    known, owned = fields(), {**_OWNED, **_OWNED_IN.get(section, {})}
+    types, owned = fields(), {**_OWNED, **_OWNED_IN.get(section, {})}
     if engine_args.get("distributed_executor_backend") == "external_launcher":
         raise ValueError(
-            f"{section}.engine_args.distributed_executor_backend cannot be external_launcher: megarl starts one process an "
-            "engine, and vLLM its workers; leave it out"
+            f"{section}.engine_args.distributed_executor_backend cannot be external_launcher: megarl starts one process per "
+            "engine, and vLLM starts the workers; leave it out"
         )
     if "additional_config" in engine_args:
         ascend.check_additional_config(engine_args["additional_config"], f"{section}.engine_args.additional_config")
@@ -120,34 +117,36 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
             owner = owned[name]
             instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
             raise ValueError(f"{section}.engine_args.{name} cannot be set: {instead}")
-        if known and name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.0)[0]
+        if types and name not in types:
+            near = difflib.get_close_matches(name, types, 1, 0.0)[0]
             raise ValueError(f"{section}.engine_args.{name}: vLLM has no such engine argument; did you mean {near!r}?")
-        if known and (wrong := problem("vLLM", known[name], engine_args[name])):
+        if types and (wrong := problem("vLLM", types[name], engine_args[name])):
             raise RecipeError(f"{section}.engine_args.{name}", *wrong, value=engine_args[name])
     _check_values(engine_args, section)
 
 
 def check_plan(spec: EngineSpec, device: str) -> None:
-    """RecipeError or ValueError for what an engine of `spec` can never do on `device`, before any starts."""
+    """Raise RecipeError or ValueError if vLLM does not support `spec` on `device`, before any engine starts."""
     if spec.return_routed_experts and device == "cpu":
         raise RecipeError(
             "megatron.routing_replay",
-            "vLLM on a CPU cannot tell which experts a token went to",
+            "vLLM on a CPU does not return the routed experts of a token",
             "set megatron.routing_replay=old_log_probs, or none",
             value="rollout",
         )
     if device == "npu" and spec.deterministic:
         _without_whole_graphs(spec.engine_args, spec.recipe_section)
     version = ascend.installed()
-    readable = os.path.isfile(os.path.join(spec.model_path, "config.json"))  # where not, reading the model says it
+    readable = os.path.isfile(os.path.join(spec.model_path, "config.json"))  # a missing file fails later
     if device == "npu" and version is not None and readable:
         _check_npu(spec, version)
 
 
 def merged_because(spec: EngineSpec, device: str, config: Mapping[str, Any] | None = None) -> str | None:
-    """Why an engine of `spec` on `device` must be given merged weights instead of its adapters; None: it takes these.
-    `config`: config.json; None: the one at the spec's path."""
+    """Return why an engine of `spec` on `device` needs merged weights instead of its adapters; None if it can hold them.
+
+    `config`: the model's config.json; None: read from the spec's path.
+    """
     return lora.merged_because(spec, dict(config or _model_config(spec.model_path)), device)
 
 
@@ -155,7 +154,7 @@ def _check_npu(spec: EngineSpec, version: Version) -> None:
     if spec.return_routed_experts and not ascend.features(version).routed_experts:
         raise RecipeError(
             "megatron.routing_replay",
-            f"vllm-ascend {version} cannot tell which experts a token went to",
+            f"vllm-ascend {version} does not return the routed experts of a token",
             "set megatron.routing_replay=old_log_probs or none, or install vllm-ascend 0.15 or later",
             value="rollout",
         )
@@ -164,32 +163,32 @@ def _check_npu(spec: EngineSpec, version: Version) -> None:
 
 
 def limits(spec: EngineSpec) -> EngineLimits:
-    """Of an engine of `spec`, on an accelerator unless its `device` says otherwise."""
-    given = spec.engine_args
+    """Return the step size and memory of an engine of `spec`, on an accelerator unless `spec.device` is "cpu"."""
+    args = spec.engine_args
     if spec.device == "cpu":
-        given = {
+        args = {
             "kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES,
             "max_num_batched_tokens": max(_CPU_BATCHED_TOKENS, spec.max_model_len),
-            **given,
+            **args,
         }
     tokens = _BATCHED_TOKENS if spec.prompt_top_k is None else _PROMPT_SCORES_TOKENS
-    if given.get("enable_chunked_prefill") is False:  # prompts are computed whole
+    if args.get("enable_chunked_prefill") is False:  # the longest prompt is a single step
         tokens = max(tokens, spec.max_model_len)
     return EngineLimits(
-        tokens=int(given.get("max_num_batched_tokens") or tokens),
-        sequences=int(given.get("max_num_seqs") or _SEQUENCES),
-        share=float(given.get("gpu_memory_utilization") or _SHARE),
+        tokens=int(args.get("max_num_batched_tokens") or tokens),
+        sequences=int(args.get("max_num_seqs") or _SEQUENCES),
+        share=float(args.get("gpu_memory_utilization") or _SHARE),
         share_key="gpu_memory_utilization",
         covers_step=True,
-        cache=given.get("kv_cache_memory_bytes"),
+        cache=args.get("kv_cache_memory_bytes"),
     )
 
 
 @cache
 def fields() -> Fields:
-    """Those of vLLM's EngineArgs; none where vLLM is not installed."""
-    found = importlib.util.find_spec("vllm")
-    for place in (found.submodule_search_locations or ()) if found else ():
+    """Return the fields of vLLM's EngineArgs; {} if vLLM is not installed."""
+    package = importlib.util.find_spec("vllm")
+    for place in (package.submodule_search_locations or ()) if package else ():
         file = Path(place) / "engine" / "arg_utils.py"
         if file.is_file():
             return fields_of(file, "EngineArgs")
@@ -197,7 +196,7 @@ def fields() -> Fields:
 
 
 def _check_values(engine_args: Mapping[str, Any], section: str) -> None:
-    """RecipeError for values that vLLM would refuse when it starts, of numbers that recipes give often."""
+    """Raise RecipeError for values of common number arguments that vLLM would reject at its start."""
     for name, low, high in (
         ("gpu_memory_utilization", 0.0, 1.0),
         ("max_num_seqs", 0, None),
@@ -207,20 +206,20 @@ def _check_values(engine_args: Mapping[str, Any], section: str) -> None:
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
             raise RecipeError(f"{section}.engine_args.{name}", "it must be a number", "give one", value=value)
         if value is not None and not (value > low and (high is None or value <= high)):
-            words = f"above {low:g}" + (f", and at most {high:g}" if high is not None else "")
-            raise RecipeError(f"{section}.engine_args.{name}", f"it must be {words}", f"set it {words}", value=value)
+            bounds = f"above {low:g}" + (f", and at most {high:g}" if high is not None else "")
+            raise RecipeError(f"{section}.engine_args.{name}", f"it must be {bounds}", f"set it {bounds}", value=value)
     tokens, sequences = engine_args.get("max_num_batched_tokens"), engine_args.get("max_num_seqs")
     if tokens is not None and sequences is not None and tokens < sequences:
-        what = f"a step has room for fewer tokens than max_num_seqs = {sequences} sequences, of which each needs one"
+        cause = f"it is below max_num_seqs = {sequences}, and each sequence needs a token per step"
         remedy = "raise it, or lower max_num_seqs"
-        raise RecipeError(f"{section}.engine_args.max_num_batched_tokens", what, remedy, value=tokens)
+        raise RecipeError(f"{section}.engine_args.max_num_batched_tokens", cause, remedy, value=tokens)
 
 
 def log_probs_mode(spec: EngineSpec) -> str:
-    """vLLM's `logprobs_mode` that yields unfiltered log-probs at the sampling temperature.
+    """Return vLLM's `logprobs_mode` that yields unfiltered log-probs at the sampling temperature.
 
-    `raw_logprobs` are taken before the temperature is applied, `processed_logprobs` after the
-    filters: with a temperature other than 1 and a filter, neither is what training needs.
+    `raw_logprobs` are computed before the temperature, `processed_logprobs` after the filters. With a temperature other
+    than 1 and a filter, neither is exact: ValueError.
     """
     if spec.temperature == 1.0:
         return "raw_logprobs"
@@ -240,9 +239,9 @@ def has_exact_log_probs(mode: str, sampling: Sampling) -> bool:
 
 
 def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
-    """Keyword arguments of vLLM's EngineArgs for `spec` on `device` ("cpu", "cuda", "npu").
+    """Return the keyword arguments of vLLM's EngineArgs for `spec` on `device` ("cpu", "cuda", "npu").
 
-    Raises ValueError for bad `engine_args` and for sampling that has no exact log-probs.
+    Raises ValueError for invalid `engine_args`, and for sampling without exact log-probs.
     """
     check_engine_args(spec.engine_args, spec.recipe_section)
     arguments: dict[str, Any] = {
@@ -254,14 +253,14 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         "load_format": "auto" if spec.load_weights else "dummy",
         "logprobs_mode": log_probs_mode(spec),
         "skip_tokenizer_init": True,  # token in, token out
-        "generation_config": "vllm",  # not the model's own sampling defaults
+        "generation_config": "vllm",  # not the model's sampling defaults
         "worker_extension_cls": "megarl.engines.vllm.worker.WorkerExtension",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
     if spec.expert_parallel:
         arguments["enable_expert_parallel"] = True
-    if spec.data_parallel > 1 and spec.tensor_parallel == 1:  # vLLM would start a process for its one worker
+    if spec.data_parallel > 1 and spec.tensor_parallel == 1:  # vLLM would start a process for the only worker
         arguments["distributed_executor_backend"] = "uni"
     if spec.return_routed_experts:
         arguments["enable_return_routed_experts"] = True
@@ -271,7 +270,7 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         arguments["profiler_config"] = _profiler_config(spec.traces)
     if spec.prompt_top_k is not None:
         arguments["max_logprobs"] = max(spec.prompt_top_k, 1)
-        if device != "cpu":  # it holds all logits of the prompt tokens of a step, twice, and does not reckon with them
+        if device != "cpu":  # vLLM holds the logits of a step's prompt tokens twice, but does not reserve memory for them
             arguments["max_num_batched_tokens"] = _PROMPT_SCORES_TOKENS
     config = _model_config(spec.model_path)
     arguments.update(image_args(config, device))
@@ -291,8 +290,8 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
     arguments.setdefault("kv_cache_memory_bytes", _CPU_KV_CACHE_BYTES)
     if arguments.setdefault("enable_chunked_prefill", False):
         raise ValueError(
-            f"{spec.recipe_section}.engine_args.enable_chunked_prefill must be false on a CPU: samples are seeded, and vLLM takes "
-            "back the draw of an unfinished prompt, which a CPU's random generator cannot do"
+            f"{spec.recipe_section}.engine_args.enable_chunked_prefill must be false on a CPU: samples are seeded, and vLLM "
+            "rewinds the generator after an unfinished prompt, which a CPU generator does not support"
         )
     arguments.setdefault("max_num_batched_tokens", max(_CPU_BATCHED_TOKENS, spec.max_model_len))
     if config.get("kv_lora_rank") is not None:
@@ -301,11 +300,13 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
 
 
 def _profiler_config(traces: EngineTraces) -> dict[str, Any]:
-    """vLLM's ProfilerConfig (vllm/config/profiler.py, 0.18 to 0.32) for `traces`. vllm-ascend reads folder, memory and stack of it:
-    the last adds module names there."""
+    """Return vLLM's ProfilerConfig for `traces` (vllm/config/profiler.py, 0.18 to 0.32).
+
+    vllm-ascend only reads folder, memory and stack; there, stack adds module names.
+    """
     if "profiler_config" not in fields():
         raise ValueError(
-            "observe.profile_engines needs vLLM's profiler_config, which this version of vLLM does not have: leave it out"
+            "observe.profile_engines needs vLLM's profiler_config, which this version of vLLM lacks: leave it out"
         )
     options = traces.options
     return {
@@ -315,7 +316,7 @@ def _profiler_config(traces: EngineTraces) -> dict[str, Any]:
         "torch_profiler_with_memory": options.records("memory"),
         "torch_profiler_with_stack": options.records("stack") or options.records("modules"),
         "torch_profiler_dump_cuda_time_total": False,
-        "ignore_frontend": True,  # tokens go in and out: nothing of it would be in the trace
+        "ignore_frontend": True,  # the engine has no frontend: tokens in, tokens out
     }
 
 
@@ -325,18 +326,18 @@ def _model_config(model_path: str) -> dict[str, Any]:
 
 
 def _missing_routing(config: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSeek-V3's way of routing, where config.json leaves it out.
+    """Return DeepSeek-V3's routing fields that config.json lacks.
 
-    Files that transformers writes do, for it knows no other way. vLLM would then score experts by
-    softmax, and its log-probs would be a little wrong without a word.
+    transformers does not write them, because it implements no other routing. vLLM would then score experts by softmax, and
+    its log-probs would silently be slightly wrong.
     """
     routing = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     return {key: value for key, value in routing.items() if key not in config}
 
 
 def _without_whole_graphs(arguments: Mapping[str, Any], section: str) -> Any:
-    """`compilation_config` for batch-invariant attention on an NPU, which is not captured in whole graphs (vllm-ascend 0.23,
-    docs/source/user_guide/feature_guide/batch_invariance.md). ValueError where the recipe asks for such graphs."""
+    """Return `compilation_config` for batch-invariant attention on an NPU, which full graphs cannot capture (vllm-ascend
+    0.23, docs/source/user_guide/feature_guide/batch_invariance.md). ValueError if the recipe sets full graphs."""
     config = arguments.get("compilation_config")
     if arguments.get("enforce_eager"):
         return config
@@ -348,14 +349,14 @@ def _without_whole_graphs(arguments: Mapping[str, Any], section: str) -> Any:
     mode = (config or {}).get("cudagraph_mode", "PIECEWISE")
     if str(mode).upper() not in ("PIECEWISE", "NONE"):
         raise ValueError(
-            f"{section}.engine_args.compilation_config.cudagraph_mode is {mode}: with train.deterministic engines on NPUs take "
-            "PIECEWISE or NONE, since batch-invariant attention is not captured in whole graphs"
+            f"{section}.engine_args.compilation_config.cudagraph_mode is {mode}: with train.deterministic, engines on NPUs need "
+            "PIECEWISE or NONE, since full graphs cannot capture batch-invariant attention"
         )
     return {**(config or {}), "cudagraph_mode": mode}
 
 
 def _without_rotary_op(config: Any, section: str) -> dict[str, Any]:
-    """vLLM's rotary operator for the CPU computes wrong values with latent attention (MLA)."""
+    """Disable vLLM's rotary operator for the CPU, which computes wrong values with latent attention (MLA)."""
     if config is not None and not isinstance(config, dict):
         raise ValueError(f"{section}.engine_args.compilation_config must be a mapping, not {config!r}")
     config = dict(config or {})

@@ -1,7 +1,7 @@
-"""What differs between versions of vllm-ascend, which makes vLLM run on Ascend NPUs, in one place.
+"""Differences between versions of vllm-ascend, vLLM's plugin for Ascend NPUs.
 
-Read in the sources of each version, none of it run on a device. `SOURCES` names the git reference of each; a test reads
-them again where they are at hand (MEGARL_VLLM_ASCEND). Each fact names its file.
+Collected from the source of each version, not verified on a device. `SOURCES` has the git reference of each version; a
+test checks the facts against sources in MEGARL_VLLM_ASCEND. File names are relative to vllm_ascend/.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megarl.errors import RecipeError
 if TYPE_CHECKING:
     import torch
 
-# The versions that were read: those before do not go with vLLM 0.11, and what is later is taken to be as the last.
+# The versions that were read. Earlier ones do not support vLLM 0.11; later ones are treated as the last.
 _READ = (
     "0.11.0rc1 0.11.0 0.12.0rc1 0.13.0 0.14.0rc1 0.15.0rc1 0.16.0rc1 0.17.0rc1 0.18.0rc1 0.18.0 0.19.1rc1 0.20.2rc1 "
     "0.21.0rc1 0.22.1rc1 0.23.0rc1 0.23.0 0.24.0rc1 0.25.1rc1"
 )
 SOURCES = {version: f"v{version}" for version in _READ.split()} | {"0.26.0rc1": "releases/v0.26.0rc"}
 
-# The keys of `additional_config` by the versions that read them: (from, up to but without). Their readers are in
-# vllm_ascend/ascend_config.py, few elsewhere; what nobody reads is ignored without a word.
+# Keys of `additional_config` by the versions that read them: (first, end exclusive), mostly in
+# vllm_ascend/ascend_config.py. Other keys are silently ignored.
 _KEYS = {
     ("0.11.0rc1", None): "enable_cpu_binding enable_shared_expert_dp multistream_overlap_shared_expert refresh",
     ("0.11.0rc1", "0.12.0rc1"): "ascend_scheduler_config lmhead_tensor_parallel_size oproj_tensor_parallel_size "
@@ -74,11 +74,11 @@ _KEYS = {
     ("0.25.1rc1", None): "scheduler_config",
     ("0.26.0rc1", None): "enable_sparse_li_c8 enable_sparse_sfa_c8 sparse_kv_offload_config",
 }
-# What to write where a key has gone.
+# Replacements of removed keys.
 _EPLB = "write it into eplb_config"
 _INSTEAD = {
     "torchair_graph_config": "leave it out: engine_args.compilation_config.cudagraph_mode says which graphs are captured",
-    "ascend_scheduler_config": "leave it out: vLLM's scheduler is the only one, under engine_args of its own",
+    "ascend_scheduler_config": "leave it out: vLLM's scheduler is used, with its arguments in engine_args",
     "chunked_prefill_for_mla": "leave it out, and set engine_args.enable_chunked_prefill",
     "kv_cache_dtype": "set engine_args.kv_cache_dtype",
     "lmhead_tensor_parallel_size": "write it into finegrained_tp_config",
@@ -99,15 +99,15 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class Features:
-    """What a version of vllm-ascend has."""
+    """Features of a version of vllm-ascend."""
 
-    # additional_config.weight_nz_mode stands before the environment's VLLM_ASCEND_ENABLE_NZ (ascend_config.py); a version
-    # without it knows the environment alone (envs.py). Weights that are updated must be in neither.
+    # additional_config.weight_nz_mode overrides VLLM_ASCEND_ENABLE_NZ (ascend_config.py); without it only the variable
+    # exists (envs.py). Both must be off for weight updates.
     weight_nz_key: bool
-    # A reload computes W_UV and W_UK_T of latent attention (MLA) into the memory of the old ones, where captured graphs
-    # look for them (attention/mla_v1.py: process_weights_after_loading).
+    # A reload writes W_UV and W_UK_T of latent attention (MLA) into the existing tensors, which captured graphs read
+    # (attention/mla_v1.py: process_weights_after_loading).
     mla_in_place: bool
-    routed_experts: bool  # enable_return_routed_experts is honoured (worker/model_runner_v1.py)
+    routed_experts: bool  # supports enable_return_routed_experts (worker/model_runner_v1.py)
 
 
 def features(version: Version) -> Features:
@@ -119,7 +119,7 @@ def features(version: Version) -> Features:
 
 
 def installed() -> Version | None:
-    """The version of vllm-ascend in this environment; None where there is none."""
+    """Return the version of vllm-ascend in this environment; None if not installed."""
     try:
         return Version(importlib.metadata.version("vllm-ascend"))
     except importlib.metadata.PackageNotFoundError:
@@ -127,15 +127,15 @@ def installed() -> Version | None:
 
 
 def running() -> Version:
-    """The version of vllm-ascend that this process, whose device is an NPU, runs on."""
+    """Return the version of vllm-ascend in a process on an NPU. RuntimeError if not installed."""
     version = installed()
     if version is None:
-        raise RuntimeError("vLLM runs on an NPU, and no package vllm-ascend is installed: pip install vllm-ascend")
+        raise RuntimeError("vLLM runs on an NPU, but the package vllm-ascend is not installed: pip install vllm-ascend")
     return version
 
 
 def _since(version: Version, first: str) -> bool:
-    """Whether `version` is not older than `first`; "0.23.1.dev5", a checkout of the branch of 0.23.0, is later than it."""
+    """Return True if `version` is `first` or later. "0.23.1.dev5", a checkout of the 0.23.0 branch, is later than 0.23.0."""
     return version >= Version(first)
 
 
@@ -143,7 +143,7 @@ def _since(version: Version, first: str) -> bool:
 
 
 def keys_of(version: Version | None) -> frozenset[str]:
-    """The keys of `additional_config` in `version`; None: in any."""
+    """Return the keys of `additional_config` in `version`; None: in any version."""
     return frozenset(
         key
         for (first, end), keys in _KEYS.items()
@@ -164,45 +164,45 @@ _READERS = tuple(
 
 
 def keys_in(sources: Iterable[str]) -> frozenset[str]:
-    """The keys of `additional_config` that Python files of vllm-ascend, given as text, read."""
+    """Return the keys of `additional_config` that vllm-ascend's Python files (texts) read."""
     return frozenset(key for text in sources for pattern in _READERS for key in pattern.findall(text))
 
 
 @cache
 def _keys_installed() -> frozenset[str]:
-    found = importlib.util.find_spec("vllm_ascend")
+    package = importlib.util.find_spec("vllm_ascend")
     files = (
-        [file for place in (found.submodule_search_locations or ()) for file in Path(place).rglob("*.py")]
-        if found
+        [file for place in (package.submodule_search_locations or ()) for file in Path(place).rglob("*.py")]
+        if package
         else []
     )
     return keys_in(file.read_text(encoding="utf-8") for file in files)
 
 
 def check_additional_config(config: Any, name: str) -> None:
-    """ValueError for a key that the installed vllm-ascend does not read, and would ignore without a word; where none is
-    installed, for one that no version reads. `name`: of the recipe's key that holds `config`."""
+    """Raise ValueError for a key that the installed vllm-ascend would silently ignore; if not installed, for a key that no
+    version reads. `name`: the recipe's key of `config`."""
     if not isinstance(config, Mapping):
         raise ValueError(f"{name} must be a mapping of vllm-ascend's settings, not {config!r}")
     version = installed()
-    known = keys_of(version) | (_keys_installed() if version else frozenset())  # what reads it may be written otherwise
+    keys = keys_of(version) | (_keys_installed() if version else frozenset())  # sources may read a key in unseen ways
     for key in config:
         if key == "weight_nz_mode":
-            raise ValueError(f"{name}.{key} cannot be set: megarl sets it to 0 where vllm-ascend has it")
+            raise ValueError(f"{name}.{key} cannot be set: megarl sets it to 0 if vllm-ascend has it")
         if key == "enable_reduce_sample" and config[key]:
             raise ValueError(
-                f"{name}.{key} cannot be used: log-probs are then those of the candidates that a device sends, and not of "
-                "the whole vocabulary. Leave it out"
+                f"{name}.{key} cannot be used: log-probs would be over the candidates of each device instead of the whole "
+                "vocabulary. Leave it out"
             )
-        if key not in known:
-            raise ValueError(_unknown(key, name, version, known))
+        if key not in keys:
+            raise ValueError(_unknown(key, name, version, keys))
 
 
-def _unknown(key: str, name: str, version: Version | None, known: frozenset[str]) -> str:
-    spans = [span for span, keys in _KEYS.items() if key in keys.split()]
+def _unknown(key: str, name: str, version: Version | None, keys: frozenset[str]) -> str:
+    spans = [span for span, names in _KEYS.items() if key in names.split()]
     if version is None or not spans:
         which = f"vllm-ascend {version} reads no such key" if version else "no version of vllm-ascend reads such a key"
-        return f"{name}.{key}: {which}; did you mean {difflib.get_close_matches(key, known, 1, 0.0)[0]!r}?"
+        return f"{name}.{key}: {which}; did you mean {difflib.get_close_matches(key, keys, 1, 0.0)[0]!r}?"
     read = " and ".join(f"from {first}" + (f" until before {end}" if end else " on") for first, end in spans)
     gone = all(end and _since(version, end) for _, end in spans)
     instead = _INSTEAD.get(key) if gone else None
@@ -213,7 +213,7 @@ def _unknown(key: str, name: str, version: Version | None, known: frozenset[str]
 
 
 def additional_config(config: Mapping[str, Any], version: Version) -> dict[str, Any]:
-    """The recipe's `config`, and weights that keep their layout, as updates need it."""
+    """Return the recipe's `config` with NZ layouts switched off, since weight updates need the plain layout."""
     return {**config, "weight_nz_mode": 0} if features(version).weight_nz_key else dict(config)
 
 
@@ -221,14 +221,14 @@ def additional_config(config: Mapping[str, Any], version: Version) -> dict[str, 
 
 
 def captures_graphs(engine_args: Mapping[str, Any]) -> bool:
-    """Whether vLLM captures NPU graphs with these arguments; it does unless told otherwise (vllm_ascend/platform.py)."""
+    """Return True if vLLM captures NPU graphs with these arguments, as by default (vllm_ascend/platform.py)."""
     compilation = engine_args.get("compilation_config")
     mode = compilation.get("cudagraph_mode") if isinstance(compilation, Mapping) else None
     return not engine_args.get("enforce_eager") and str(mode or "graphs").upper() != "NONE"
 
 
 def task_queue(engine_args: Mapping[str, Any]) -> str:
-    """TASK_QUEUE_ENABLE: torch_npu refuses to capture graphs at 2, which is the faster one without."""
+    """Return TASK_QUEUE_ENABLE: 2 is faster, but torch_npu captures no graphs with it."""
     return "1" if captures_graphs(engine_args) else "2"
 
 
@@ -239,48 +239,48 @@ _FUSED = "VLLM_ASCEND_ENABLE_FUSED_MC2"
 
 
 def check_updates(engine_args: Mapping[str, Any], model: Mapping[str, Any], version: Version, section: str) -> None:
-    """RecipeError, or ValueError, for settings with which an engine whose weights are updated would sample with old or mixed ones.
+    """Raise RecipeError or ValueError for settings that break weight updates: an engine would keep some old weights.
 
-    `model`: its config.json. `section`: the recipe's, whose `engine_args` they are."""
-    given = engine_args.get("additional_config") or {}
-    eplb = {**given, **(given.get("eplb_config") or {})}
+    `model`: its config.json. `section`: the recipe's section with these `engine_args`.
+    """
+    config = engine_args.get("additional_config") or {}
+    eplb = {**config, **(config.get("eplb_config") or {})}
     fused = "experts' weights are kept in NZ format, or in copies that an update does not reach"
     from_environment = os.environ.get(_FUSED, "0").strip()
-    if "enable_fused_mc2" not in given and from_environment not in ("", "0"):
+    if "enable_fused_mc2" not in config and from_environment not in ("", "0"):
         raise ValueError(
-            f"the environment has {_FUSED}={from_environment}, which does not go with weights that are updated: {fused}. "
-            "Unset it"
+            f"the environment has {_FUSED}={from_environment}, which breaks weight updates: {fused}. Unset it"
         )
     unsafe = {
-        "enable_fused_mc2": (given.get("enable_fused_mc2"), fused),
+        "enable_fused_mc2": (config.get("enable_fused_mc2"), fused),
         "eplb_config": (
             eplb.get("dynamic_eplb") or eplb.get("expert_map_record_path"),
-            "experts move between devices, and an update would load them where they were",
+            "experts move between devices, and an update would load them into their old positions",
         ),
-        "layer_sharding": (given.get("layer_sharding"), "what an update loads is not shared out again"),
-        # ops/fused_moe/fused_moe.py: _validate_shared_expert_consistency, called where experts' weights are repacked
+        "layer_sharding": (config.get("layer_sharding"), "updated weights are not sharded again"),
+        # ops/fused_moe/fused_moe.py: _validate_shared_expert_consistency, called when experts' weights are repacked
         "multistream_overlap_shared_expert": (
-            given.get("multistream_overlap_shared_expert"),
-            "vllm-ascend runs the shared experts whenever it repacks the routed ones, and in an update they may not be loaded yet",
+            config.get("multistream_overlap_shared_expert"),
+            "vllm-ascend runs the shared experts when it repacks the routed ones, and an update may not have loaded them yet",
         ),
     }
     for key, (value, why) in unsafe.items():
         if value:
             name = f"{section}.engine_args.additional_config.{key}"
-            raise RecipeError(name, f"it does not go with weights that are updated: {why}", "leave it out", value=value)
+            raise RecipeError(name, f"it breaks weight updates: {why}", "leave it out", value=value)
     latent = model.get("kv_lora_rank") is not None
     if latent and captures_graphs(engine_args) and not features(version).mla_in_place:
         raise RecipeError(
             f"{section}.engine_args.enforce_eager",
-            f"on each update vllm-ascend {version} computes what graphs read of latent attention (MLA) into new memory, and "
-            "captured graphs would go on with the old",
+            f"on each update vllm-ascend {version} computes matrices of latent attention (MLA) into new tensors, and captured "
+            "graphs would continue to read the old ones",
             "set it to true, or install vllm-ascend 0.18 or later",
             value=engine_args.get("enforce_eager"),
         )
 
 
 def hold_parameters(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
-    """Every parameter of `model`, and where it hangs. Call it before the engine wakes up, and `put_back` afterwards."""
+    """Return every parameter of `model` as (module, name, parameter), to call `put_back` after the engine has woken up."""
     return [
         (module, name, parameter)
         for module in model.modules()
@@ -290,12 +290,11 @@ def hold_parameters(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, 
 
 
 def put_back(held: Iterable[tuple[torch.nn.Module, str, torch.nn.Parameter]]) -> int:
-    """Undo what waking up does to parameters; returns how many were others.
+    """Restore the parameters that waking up has replaced; returns their number.
 
-    From 0.12 to 0.26 (worker/worker.py, worker_v1.py: NPUWorker.wake_up) it puts transposed views in the place of experts'
-    w13_weight and w2_weight, of the memory that the held ones have and that waking up filled. This is the checkpoint's layout,
-    for loaders that write in place. Kernels would read it wrongly, and a layerwise reload, which copies what it made
-    into what hangs there, would fail.
+    From 0.12 to 0.26, NPUWorker.wake_up (worker/worker.py, worker_v1.py) replaces experts' w13_weight and w2_weight by
+    transposed views of the same memory. These have the checkpoint's layout, for loaders that write in place. Kernels would
+    read them wrongly, and a layerwise reload, which copies into the live parameters, would fail.
     """
     replaced = 0
     for module, name, parameter in held:
