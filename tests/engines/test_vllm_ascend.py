@@ -166,13 +166,13 @@ def test_keys_of_a_version(running) -> None:
         "vllm-ascend 0.23.1.dev4+g1234567 does not read it, versions from 0.11.0rc1 until before 0.12.0rc1 do" in said
     )
     assert "compilation_config.cudagraph_mode" in said
-    assert "scheduler is the only one" in refusal({"ascend_scheduler_config": {"enabled": True}})
+    assert "vLLM's scheduler is used" in refusal({"ascend_scheduler_config": {"enabled": True}})
     assert "from 0.13.0 until before 0.14.0rc1 and from 0.19.1rc1 on" in ascend._unknown(
         "mix_placement", "x", Version("0.18.0"), frozenset()
     )
     assert "did you mean 'enable_cpu_binding'" in refusal({"enable_cpu_bindings": True})
     assert "rollout.engine_args.additional_config.weight_nz_mode cannot be set" in refusal({"weight_nz_mode": 2})
-    assert "those of the candidates" in refusal({"enable_reduce_sample": True})
+    assert "over the candidates of each device" in refusal({"enable_reduce_sample": True})
     assert "must be a mapping" in refusal("{}")
 
 

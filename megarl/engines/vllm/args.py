@@ -270,7 +270,9 @@ def build_engine_args(spec: EngineSpec, device: str) -> dict[str, Any]:
         arguments["profiler_config"] = _profiler_config(spec.traces)
     if spec.prompt_top_k is not None:
         arguments["max_logprobs"] = max(spec.prompt_top_k, 1)
-        if device != "cpu":  # vLLM holds the logits of a step's prompt tokens twice, but does not reserve memory for them
+        if (
+            device != "cpu"
+        ):  # vLLM holds the logits of a step's prompt tokens twice, but does not reserve memory for them
             arguments["max_num_batched_tokens"] = _PROMPT_SCORES_TOKENS
     config = _model_config(spec.model_path)
     arguments.update(image_args(config, device))
