@@ -147,7 +147,7 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate memory again: all of it, or only that of the `tags` "weights" and "kv_cache".
+        """Allocate memory again: all of it, or only the memory of the `tags` "weights" and "kv_cache".
 
         `generate` raises EngineRefused until all memory is back and, if sleep dropped the weights, until an update. An
         update needs only "weights". EngineRefused for a tag that is unknown or not asleep.

@@ -79,7 +79,7 @@ class EngineGroup:
     def sync_state(
         self, *, running: int = 0, paused: bool = False, ready: bool = False, leaving: bool = False
     ) -> GroupState:
-        """Sum this engine's state with that of the other engines. Collective; raises GroupLost if an engine is gone."""
+        """Sum the states of all engines. Collective; raises GroupLost if an engine is gone."""
         sums = self._sum(torch.tensor([running, paused, ready, leaving], dtype=torch.int64))
         return GroupState(*sums.tolist())
 
@@ -113,8 +113,8 @@ class EngineGroup:
 
 
 def free_ports(count: int) -> int:
-    """Return the first of `count` consecutive free TCP ports, below the kernel's ephemeral range, whose ports another
-    process could take at any moment."""
+    """Return the first of `count` consecutive free TCP ports, below the kernel's ephemeral range: other
+    processes could take ephemeral ports at any moment."""
     draw = random.SystemRandom()
     while True:
         first = draw.randrange(_PORTS.start, _PORTS.stop - count)

@@ -93,9 +93,9 @@ def test_known_forms_can_take_the_planned_route(tmp_path: Path, form: str) -> No
             "meta",
             "SKIP_TENSORS: ",
             "KEPT: ",
-            r"meta\.SKIP_TENSORS is no set of names, and no .*e_score_correction_bias",
+            r"meta\.SKIP_TENSORS is not a set of names, and no .*e_score_correction_bias",
         ),
-        ("meta", '{"_expert_map", "expert_mask"}', "names()", r"meta\.SKIP_TENSORS is no set of names"),
+        ("meta", '{"_expert_map", "expert_mask"}', "names()", r"meta\.SKIP_TENSORS is not a set of names"),
         ("types", "load_numel", "loaded", r"LayerReloadingInfo\.load_numel is missing"),
         ("types", "can_load", "ready", "LayerReloadingInfo has neither can_load nor can_process"),
     ],
@@ -229,7 +229,7 @@ def test_whole_tensors_need_no_private_name_of_a_later_reload(monkeypatch: pytes
     compat.start_reload(plain)
     assert started == [plain]
     with pytest.raises(
-        RuntimeError, match=r"unwritten gate\.e_score_correction_bias could replace the live one; use vLLM"
+        RuntimeError, match=r"uninitialized gate\.e_score_correction_bias could replace the live one; use vLLM"
     ):
         compat.start_reload(biased)
     assert started == [plain], "refused before anything is laid out anew"

@@ -1,6 +1,6 @@
 """Receive and load weights in each of SGLang's scheduler processes.
 
-SGLang calls `receive` as a custom weight loader with its model and one dummy tensor, whose name carries the task as JSON.
+SGLang calls `receive` as a custom weight loader with its model and a dummy tensor with the task, as JSON, in its name.
 The loader cannot return a value, and an exception would end the process, so the result goes into a file. (SGLang 0.5.23:
 model_executor/model_runner_components/weight_updater.py.)
 """

@@ -1,7 +1,7 @@
 """LoRA adapters of a live vLLM model: unwrap linears while base weights are loaded, load adapters from tensors, verify them.
 
-vLLM wraps each linear that can have an adapter, and by itself loads adapters only from directories. megarl passes full
-tensors to vLLM's internal functions, which shard them, pack those of a fused linear (q, k and v), scale them and copy them
+vLLM wraps each linear that can have an adapter, but loads adapters only from directories. megarl passes full
+tensors to vLLM's internal functions, which shard them, pack the adapters of a fused linear (q, k and v), scale them and copy them
 into the wrappers' memory.
 """
 

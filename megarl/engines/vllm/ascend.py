@@ -89,7 +89,7 @@ _INSTEAD = {
     "expert_map_record_path": _EPLB,
     "init_redundancy_expert": f"{_EPLB} as num_redundant_experts",
     "enable_npugraph_ex": "write it into ascend_compilation_config",
-    "npugraph_ex_config": "write what it holds into ascend_compilation_config",
+    "npugraph_ex_config": "write its settings into ascend_compilation_config",
     "enable_sparse_c8": "write enable_sparse_sfa_c8, enable_sparse_li_c8 or both",
     "recompute_scheduler_enable": "write it into scheduler_config",
     "profiling_chunk_config": "write it into scheduler_config",

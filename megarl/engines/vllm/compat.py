@@ -1,7 +1,7 @@
-"""Differences between vLLM versions, checked on the installed one, and mends of its faults, in one place.
+"""Differences between vLLM versions, detected on the installed one, and workarounds for its bugs.
 
-The engine samples with vLLM 0.11 and later. It takes weights where vLLM can reload its layers, from 0.16 on;
-`vllm_reload` knows which versions can take the planned route.
+The engine samples with vLLM 0.11 and later. Weight updates need layerwise reload, from 0.16 on; `reload` tells which
+versions support the sharded route.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the installed vLLM has."""
+    """Features of the installed vLLM."""
 
     version: str
     device: str  # "cpu" | "cuda" | "npu" | ...
-    layerwise_reload: bool  # takes checkpoint tensors although live weights were repacked: without, no updates
-    no_planned: str | None  # why its layers cannot be filled and finished one at a time; None if they can
-    preempting_reset: bool  # resetting the prefix cache can send running requests back to the queue
-    routed_experts: bool  # can tell which experts each token went to: not with the CPU's kernels, nor old vllm-ascend's
-    adapters: bool  # takes adapters as tensors, in memory
-    flat_logprobs: bool  # log-probs as plain lists instead of an object a token
+    layerwise_reload: bool  # can load checkpoint tensors after live weights were repacked; updates need it
+    no_planned: str | None  # why it does not support the sharded route; None if it does
+    preempting_reset: bool  # resetting the prefix cache can preempt running requests
+    routed_experts: bool  # can return each token's routed experts: not on a CPU, nor with an old vllm-ascend
+    adapters: bool  # can load adapters from tensors in memory
+    flat_logprobs: bool  # log-probs as plain lists instead of an object per token
 
 
 def capabilities() -> Capabilities:
@@ -80,35 +80,35 @@ def _no_planned() -> str | None:
 
 
 def _has_adapters() -> bool:
-    """What `vllm_adapters` calls is vLLM's own and undocumented: with other names or arguments adapters are merged."""
+    """Return True if vLLM has the private functions that `adapters` calls; otherwise adapters are merged."""
     try:
         model = importlib.import_module("vllm.lora.lora_model").LoRAModel
         manager = importlib.import_module("vllm.lora.model_manager").LoRAModelManager
         helper = importlib.import_module("vllm.lora.peft_helper").PEFTHelper
     except (ModuleNotFoundError, AttributeError):
         return False
-    wanted = {"lora_model_id", "tensors", "peft_helper", "device", "dtype"}
+    parameters = {"lora_model_id", "tensors", "peft_helper", "device", "dtype"}
     methods = ("remove_adapter", "add_adapter", "activate_adapter")
     return (
-        wanted <= set(inspect.signature(model.from_lora_tensors).parameters)
+        parameters <= set(inspect.signature(model.from_lora_tensors).parameters)
         and {"r", "lora_alpha", "target_modules"} <= set(inspect.signature(helper).parameters)
         and all(hasattr(manager, name) for name in methods)
     )
 
 
 # --- layers of a reload --------------------------------------------------------------------------
-# `vllm_reload` checks the names and arguments that these functions rely on.
+# `reload` checks the names and arguments that these functions rely on.
 
 
 def start_reload(model: torch.nn.Module) -> None:
-    """Start a layerwise reload, until vLLM 0.19 with mends that later versions need not.
+    """Start a layerwise reload, with workarounds for vLLM up to 0.19.
 
-    The layer of experts registers the bias of its router a second time. Until 0.19 a reload allocates both, fills the
-    router's, and copies the other, never written, over the live bias. Like `_expert_map` it must stay where it is.
-    Loaders of such tensors are wrapped, which fails on a live tensor, and until 0.18 their elements are counted among
-    those to come, so that their layers wait for the reload's end.
+    The experts' layer registers the router's bias a second time. Until 0.19 a reload allocates both, loads the router's,
+    and copies the other, uninitialized one over the live bias. So the reload must skip it, like `_expert_map`. Until 0.19
+    vLLM also wraps the weight loaders of skipped tensors, which fails on live tensors. Until 0.18 it counts their elements
+    as missing, so that their layers stay incomplete until the reload ends.
 
-    RuntimeError if the model has such a bias and this vLLM names no tensors that a reload skips.
+    RuntimeError if the model has such a bias and this vLLM has no set of skipped tensors.
     """
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload, meta
 
@@ -140,13 +140,13 @@ def _refuse_router_bias(model: torch.nn.Module) -> None:
     biased = next((name for name in names if name.rpartition(".")[2] == vllm_reload.ROUTER_BIAS), None)
     if biased is not None:
         raise RuntimeError(
-            f"vLLM {vllm_reload.installed_version()} does not say which tensors a reload leaves alone (meta.{vllm_reload.SKIPPED}), so an "
-            f"unwritten {biased} could replace the live one; use vLLM {vllm_reload.FIRST} to {vllm_reload.LAST}"
+            f"vLLM {vllm_reload.installed_version()} has no set of tensors that a reload skips (meta.{vllm_reload.SKIPPED}), so "
+            f"an uninitialized {biased} could replace the live one; use vLLM {vllm_reload.FIRST} to {vllm_reload.LAST}"
         )
 
 
 def materialize_layer(layer: torch.nn.Module) -> None:
-    """Allocate the layer's parameters as a checkpoint has them. Called inside the engine's device context."""
+    """Allocate the layer's parameters in checkpoint format. Called inside the engine's device context."""
     layerwise = _layerwise()
     if "info" in inspect.signature(layerwise.materialize_layer).parameters:
         layerwise.materialize_layer(layer, layerwise.get_layerwise_info(layer))
@@ -157,8 +157,8 @@ def materialize_layer(layer: torch.nn.Module) -> None:
 def process_layer(layer: torch.nn.Module) -> None:
     """Let vLLM repack a filled layer for its kernels and copy it into the live parameters.
 
-    `_layerwise_process` allocates the layer itself first. Until vLLM 0.20 it does so for parameters that are allocated
-    already (0.21 and later skip them), so filled values would be replaced by uninitialized memory.
+    `_layerwise_process` first allocates the layer, until vLLM 0.20 even if it is already allocated. This would replace
+    loaded values by uninitialized memory, so allocation is disabled here.
     """
     layerwise = _layerwise()
     original = layerwise.materialize_layer
@@ -170,16 +170,16 @@ def process_layer(layer: torch.nn.Module) -> None:
 
 
 def is_deferred_attention(layer: torch.nn.Module) -> bool:
-    """True for attention layers, which vLLM finishes at the end of a reload, after their projections."""
+    """Return True for attention layers, which vLLM processes at the end of a reload, after their projections."""
     layerwise = _layerwise()
     if hasattr(layerwise, "is_deferred_attention_layer"):  # from 0.28 on
         return bool(layerwise.is_deferred_attention_layer(layer))
-    return isinstance(layer, (layerwise.Attention, layerwise.MLAAttention))  # as layerwise.py itself asks until 0.27
+    return isinstance(layer, (layerwise.Attention, layerwise.MLAAttention))  # the test of layerwise.py until 0.27
 
 
 def is_loading(info: Any) -> bool:
-    """True between the start of a layer's reload and its end. `info`: the layer's LayerReloadingInfo."""
-    return bool(info.can_load() if hasattr(info, "can_load") else info.can_process())  # the latter until 0.18
+    """Return True between the start and the end of a layer's reload. `info`: the layer's LayerReloadingInfo."""
+    return bool(info.can_load() if hasattr(info, "can_load") else info.can_process())  # can_process until 0.18
 
 
 def _layerwise() -> Any:
@@ -187,13 +187,13 @@ def _layerwise() -> Any:
 
 
 def forget_earlier_engine() -> None:
-    """Remove what an earlier engine of this process left to the next one; call before an engine is made.
+    """Remove global state of an earlier engine in this process; call before creating an engine.
 
-    - Process groups: 0.18's shutdown keeps those of an engine of one rank, and the next engine would use them, without a
-      group for experts after a dense model. 0.23 takes them down itself.
-    - Rotary embeddings, which vLLM caches by their sizes: those of an engine that died in an update have no memory.
+    - Process groups: 0.18's shutdown keeps the groups of a single-rank engine. The next engine would reuse them, and after a
+      dense model they lack the group for experts. 0.23 destroys them.
+    - Rotary embeddings, which vLLM caches by size: an engine that died in an update leaves tensors without memory.
     """
-    # An earlier engine has imported both.
+    # If there was an earlier engine, both modules are imported.
     parallel_state = sys.modules.get("vllm.distributed.parallel_state")
     if parallel_state is not None and parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -203,9 +203,9 @@ def forget_earlier_engine() -> None:
 
 
 def drop_packed_experts(model: torch.nn.Module) -> None:
-    """Let the CPU's expert kernels be made anew by the next load.
+    """Make the next load rebuild the CPU's expert kernels.
 
-    A kernel keeps its own repacked weights; it would not repack new ones, and sample with a mixture of both.
+    A kernel keeps a repacked copy of its weights, which a reload would only partly replace.
     """
     for module in model.modules():
         if getattr(getattr(module, "quant_method", None), "moe_kernel", None) is not None:
@@ -213,16 +213,16 @@ def drop_packed_experts(model: torch.nn.Module) -> None:
 
 
 def tied_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Output layers, by name, whose weight is the embedding's own tensor.
+    """Return the output layers that share the embedding's weight, by name. Call it before the reload.
 
-    Layerwise reload takes the two for two tensors, and waits for the second. Call it before the reload.
+    Layerwise reload treats the weight as two tensors, and would wait for the second.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     owners: set[int] = set()
     tied: dict[str, torch.nn.Module] = {}
     for name, layer in model.named_modules():
-        if isinstance(layer, VocabParallelEmbedding):  # output layers are a kind of it
+        if isinstance(layer, VocabParallelEmbedding):  # also the base class of output layers
             if id(layer.weight) in owners:
                 tied[name] = layer
             owners.add(id(layer.weight))
@@ -230,21 +230,20 @@ def tied_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def repack_tied(tied: Mapping[str, Any]) -> None:
-    """After a reload: the memory that two layers share has the new values, but what the second had packed for its
-    kernel is old."""
+    """Repack tied output layers after a reload: the shared weight is new, but their packed copies are old."""
     for layer in tied.values():
         layer.quant_method.process_weights_after_loading(layer)
 
 
 def fix_expert_parallel_on_cpu() -> None:
-    """Make the CPU's expert kernel honour the expert map; without, expert parallelism ends in a crash.
+    """Make the CPU's expert kernel apply the expert map; without it, expert parallelism crashes.
 
-    The kernel takes global expert ids for local ones. Ids are mapped before it, and those of other
-    ranks' experts become expert 0 with weight zero. Does nothing where no map is given.
+    The kernel treats global expert ids as local ones. The workaround maps ids before the kernel; ids of other ranks'
+    experts become expert 0 with weight zero. Without an expert map it changes nothing.
     """
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:  # until 0.23 or later another class runs the kernel
+    except ImportError:  # in older versions another class runs the kernel
         _fix_older_experts_on_cpu()
         return
 
@@ -267,9 +266,10 @@ def fix_expert_parallel_on_cpu() -> None:
 
 
 def start_without_preloads_on_cpu() -> None:
-    """Start vLLM's worker for CPUs without libtcmalloc and libiomp in LD_PRELOAD.
+    """Start vLLM's CPU worker without libtcmalloc and libiomp in LD_PRELOAD.
 
-    They only make it faster: later versions warn, 0.18 refuses (v1/worker/cpu_worker.py:57). It looks at the variable alone.
+    The libraries only improve speed. Later versions warn, but 0.18 refuses to start; it only checks the variable
+    (v1/worker/cpu_worker.py:57).
     """
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -295,7 +295,7 @@ def start_without_preloads_on_cpu() -> None:
 
 
 def keep_cache_size_on_cpu() -> None:
-    """Give the CPU's cache of keys and values the size asked for (`kv_cache_memory_bytes`).
+    """Apply `kv_cache_memory_bytes` to the KV cache on a CPU.
 
     Until 0.18 the worker takes half of the machine's memory instead (v1/worker/cpu_worker.py:136, platforms/cpu.py:126).
     """
@@ -308,10 +308,10 @@ def keep_cache_size_on_cpu() -> None:
 
 
 def sample_without_compiling_on_cpu() -> None:
-    """Draw for requests without a seed with torch's own operators.
+    """Use the eager function that samples requests without a seed.
 
-    0.18 compiles that function at its first call (v1/sample/ops/topk_topp_sampler.py:237), which ends the process with a
-    segmentation fault where another engine of the process has sampled before. 0.23 does not.
+    0.18 compiles it at its first call (v1/sample/ops/topk_topp_sampler.py:237), which crashes with a segmentation fault if
+    an earlier engine of the process has sampled. 0.23 does not.
     """
     version = vllm_reload.installed_version()
     if version == "unknown" or Version(version) >= Version("0.19"):
@@ -342,7 +342,10 @@ def _with_local_experts(forward: Any) -> Any:
 
 
 def _local_experts(expert_map: Any, ids: Any, weights: Any) -> tuple[Any, Any]:
-    """Ids and weights [tokens, top-k] in terms of this rank's experts. `expert_map` [experts]: local id or -1."""
+    """Map global expert ids, with their weights, to this rank's experts.
+
+    `ids`, `weights`: [tokens, top-k]. `expert_map`: [experts], local id or -1. Other ranks' experts get weight 0.
+    """
     local = expert_map.to(device=ids.device, dtype=ids.dtype)[ids.long()]
     elsewhere = local < 0
     return local.masked_fill(elsewhere, 0), weights.masked_fill(elsewhere, 0.0)

