@@ -1,7 +1,7 @@
 """Differences between versions of vllm-ascend, vLLM's plugin for Ascend NPUs.
 
 Collected from the source of each version, not verified on a device. `SOURCES` has the git reference of each version; a
-test checks the facts against sources in MEGARL_VLLM_ASCEND. File names are relative to vllm_ascend/.
+test checks the facts against sources in MEGARL_VLLM_ASCEND. Each fact names its source file.
 """
 
 from __future__ import annotations
