@@ -6,7 +6,6 @@ Based on SGLang 0.5.23 (file names are relative to sglang/srt/), which was run o
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import json
 import os
@@ -15,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megarl.engines.arguments import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.errors import RecipeError
 from megarl.platform.environment import Requirement
@@ -73,30 +73,21 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
     """Raise ValueError for arguments that SGLang's ServerArgs does not have, or that another setting determines.
 
     SGLang's source is read, not imported. Without SGLang on this machine, the engine's start checks argument names."""
-    names = fields()
+    owned = dict(_OWNED)
+    if section == "rollout":
+        owned["model_path"] = "model.path"
+    else:
+        del owned["ep_size"]  # a fixed model may set it
     for name in engine_args:
-        if name in _OWNED and (name, section == "rollout") != ("ep_size", False):  # a fixed model may set ep_size
-            owner = _OWNED[name]
-            if section == "rollout" and name == "model_path":
-                owner = "model.path"
-            instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
-            raise ValueError(f"{section}.engine_args.{name} cannot be set: {instead}")
-        if names and name not in names:
-            near = difflib.get_close_matches(name, names, 1, 0.0)[0]
-            raise ValueError(
-                f"{section}.engine_args.{name}: SGLang has no such engine argument; did you mean {near!r}?"
-            )
+        check_argument(name, section, "SGLang", fields(), owned)
 
 
 @cache
 def fields() -> list[str]:
     """Return the fields of SGLang's ServerArgs (arg_groups/field_order.py); [] if SGLang is not installed."""
-    package = importlib.util.find_spec("sglang")
-    for place in (package.submodule_search_locations or ()) if package else ():
-        file = Path(place) / "srt" / "arg_groups" / "field_order.py"
-        if file.is_file():
-            return fields_in(file.read_text(encoding="utf-8"))
-    return []
+    folder = package_folder("sglang")
+    file = folder / "srt" / "arg_groups" / "field_order.py" if folder else None
+    return fields_in(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else []
 
 
 def fields_in(source: str) -> list[str]:

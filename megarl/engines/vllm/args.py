@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib.util
 import json
 import os
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
+from megarl.engines.arguments import check_argument, package_folder
 from megarl.engines.base import EngineLimits, EngineSpec, EngineTraces
 from megarl.engines.vllm import ascend, lora
 from megarl.engines.vllm.ascend import task_queue as task_queue
@@ -113,13 +111,7 @@ def check_engine_args(engine_args: Mapping[str, Any], section: str = "rollout") 
     if "additional_config" in engine_args:
         ascend.check_additional_config(engine_args["additional_config"], f"{section}.engine_args.additional_config")
     for name in engine_args:
-        if name in owned:
-            owner = owned[name]
-            instead = f"set {owner.format(section=section)} instead" if owner else "megarl sets it"
-            raise ValueError(f"{section}.engine_args.{name} cannot be set: {instead}")
-        if types and name not in types:
-            near = difflib.get_close_matches(name, types, 1, 0.0)[0]
-            raise ValueError(f"{section}.engine_args.{name}: vLLM has no such engine argument; did you mean {near!r}?")
+        check_argument(name, section, "vLLM", types, owned)
         if types and (wrong := problem("vLLM", types[name], engine_args[name])):
             raise RecipeError(f"{section}.engine_args.{name}", *wrong, value=engine_args[name])
     _check_values(engine_args, section)
@@ -187,12 +179,9 @@ def limits(spec: EngineSpec) -> EngineLimits:
 @cache
 def fields() -> Fields:
     """Return the fields of vLLM's EngineArgs; {} if vLLM is not installed."""
-    package = importlib.util.find_spec("vllm")
-    for place in (package.submodule_search_locations or ()) if package else ():
-        file = Path(place) / "engine" / "arg_utils.py"
-        if file.is_file():
-            return fields_of(file, "EngineArgs")
-    return {}
+    folder = package_folder("vllm")
+    file = folder / "engine" / "arg_utils.py" if folder else None
+    return fields_of(file, "EngineArgs") if file is not None and file.is_file() else {}
 
 
 def _check_values(engine_args: Mapping[str, Any], section: str) -> None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import difflib
 import importlib.metadata
-import importlib.util
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
+from megarl.engines.arguments import package_folder
 from megarl.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -170,13 +169,8 @@ def keys_in(sources: Iterable[str]) -> frozenset[str]:
 
 @cache
 def _keys_installed() -> frozenset[str]:
-    package = importlib.util.find_spec("vllm_ascend")
-    files = (
-        [file for place in (package.submodule_search_locations or ()) for file in Path(place).rglob("*.py")]
-        if package
-        else []
-    )
-    return keys_in(file.read_text(encoding="utf-8") for file in files)
+    folder = package_folder("vllm_ascend")
+    return keys_in(file.read_text(encoding="utf-8") for file in folder.rglob("*.py")) if folder else frozenset()
 
 
 def check_additional_config(config: Any, name: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from vllm.platforms import current_platform
 
 from megarl.engines.vllm import compat
-from megarl.engines.vllm.needed_slices import needed_slices
+from megarl.engines.vllm.needed_slices import needed_slices, storage_id
 from megarl.weight_sync.sharded.receiver import CompletedHook
 from megarl.weight_sync.sharded.slices import SliceTable
 
@@ -55,11 +55,11 @@ def _check_filled(model: torch.nn.Module, needed: SliceTable, leave_out: Contain
         elements[needed.parameters[parameter]] += rows * columns
     filled: dict[int, int] = {}  # elements by storage: two layers may share a tensor
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        filled[_storage_id(tensor)] = filled.get(_storage_id(tensor), 0) + elements.get(name, 0)
+        filled[storage_id(tensor)] = filled.get(storage_id(tensor), 0) + elements.get(name, 0)
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         total = sum(parameter.numel() for parameter in parameters.values())
-        filled_here = sum(filled.get(_storage_id(parameter), 0) for parameter in parameters.values())
+        filled_here = sum(filled.get(storage_id(parameter), 0) for parameter in parameters.values())
         if name in leave_out or not total or (needed.whole and not filled_here):
             continue
         lacking = total - padded_rows(module) * (total // _rows(module)) - filled_here
@@ -179,7 +179,3 @@ def padded_rows(module: torch.nn.Module) -> int:
 def _rows(module: torch.nn.Module) -> int:
     """Return the rows of an embedding or output layer; 1 for other layers."""
     return int(getattr(module, "num_embeddings_per_partition", 1))
-
-
-def _storage_id(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

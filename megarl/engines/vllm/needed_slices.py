@@ -70,19 +70,19 @@ class _Trace(TorchDispatchMode):
         ] = {}  # results computed from watched tensors: their names
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            self._targets.setdefault(_storage_id(tensor), (name, tensor))
+            self._targets.setdefault(storage_id(tensor), (name, tensor))
         self._copies: list[_Copy] = []
         self._whole: set[str] = set()  # names of tensors and of layers
 
     def watch(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self._sources[_storage_id(tensor)] = name, tensor
+        self._sources[storage_id(tensor)] = name, tensor
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = [
             x for x in torch.utils._pytree.arg_tree_leaves(*args, **(kwargs or {})) if isinstance(x, torch.Tensor)
         ]
-        target = self._targets.get(_storage_id(leaves[0])) if leaves and func._schema.is_mutable else None
+        target = self._targets.get(storage_id(leaves[0])) if leaves and func._schema.is_mutable else None
         sources = {name for leaf in leaves for name in self._source_names(leaf)}
         if func is torch.ops.aten.copy_.default and target is not None and sources:
             self._copy(args[0], args[1], target[0])
@@ -91,18 +91,18 @@ class _Trace(TorchDispatchMode):
             self._whole |= sources | {_layer(target[0])}
         result = func(*args, **(kwargs or {}))
         for out in _tensors([result]) if sources else ():
-            if _storage_id(out) not in self._sources and _storage_id(out) not in self._targets:
-                self._derived.setdefault(_storage_id(out), (set(), out))[0].update(sources)
+            if storage_id(out) not in self._sources and storage_id(out) not in self._targets:
+                self._derived.setdefault(storage_id(out), (set(), out))[0].update(sources)
         return result
 
     def _source_names(self, tensor: torch.Tensor) -> set[str]:
-        storage = _storage_id(tensor)
+        storage = storage_id(tensor)
         if storage in self._sources:
             return {self._sources[storage][0]}
         return self._derived[storage][0] if storage in self._derived else set()
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
-        watched = self._sources.get(_storage_id(source))
+        watched = self._sources.get(storage_id(source))
         if watched is None:  # computed from watched tensors
             self._whole |= self._source_names(source) | {_layer(name)}
             return
@@ -147,7 +147,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _storage_id(tensor: torch.Tensor) -> int:
+def storage_id(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage, which views share."""
     return tensor.untyped_storage()._cdata
 
 

