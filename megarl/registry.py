@@ -1,9 +1,9 @@
-"""Named functions: how a recipe's word becomes code.
+"""Registries that map names in recipes to functions.
 
 >>> LOSSES = Registry("policy loss")
 >>> @LOSSES.register("reinforce")
 ... def reinforce(inputs, settings): ...
->>> LOSSES["reinforce"]  # an unknown name raises, with the nearest known one
+>>> LOSSES["reinforce"]  # an unknown name raises ValueError with the nearest registered name
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-def import_own(module: str) -> ModuleType:
-    """Import a module of the user's own, from the current directory or PYTHONPATH. Raises what importing raises."""
+def import_user_module(module: str) -> ModuleType:
+    """Import a user's module from the current directory or PYTHONPATH. Raises whatever the import raises."""
     here = str(Path.cwd())
-    if here not in sys.path:  # an installed command, unlike python -m, leaves the current directory out
+    if here not in sys.path:  # unlike python -m, an installed command does not add the current directory
         sys.path.insert(0, here)
     return importlib.import_module(module)
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` is most likely a slip of, or None."""
-    known = list(known)
-    lowered = {candidate.lower(): candidate for candidate in known}
+def nearest(name: str, candidates: Iterable[str]) -> str | None:
+    """Return the candidate that `name` is most likely a misspelling of, or None."""
+    lowered = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.6)
     return lowered[matches[0]] if matches else None
 
 
 class Registry(Generic[T]):
-    """A read-only mapping from names to what was registered under them."""
+    """A mapping from names to registered entries."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -45,7 +44,7 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[T], T]:
         def add(entry: T) -> T:
             if name in self._entries:
-                raise ValueError(f"there is a {self.kind} '{name}' already: choose another name")
+                raise ValueError(f"{self.kind} '{name}' is already registered: choose another name")
             self._entries[name] = entry
             return entry
 
@@ -63,6 +62,8 @@ class Registry(Generic[T]):
         return sorted(self._entries)
 
     def unknown(self, name: str) -> str:
+        """Return the error message for a name without an entry."""
         close = nearest(name, self._entries)
+
         hint = f"; did you mean '{close}'?" if close else "."
-        return f"there is no {self.kind} '{name}'{hint} Known: {', '.join(self.names())}."
+        return f"unknown {self.kind} '{name}'{hint} Known: {', '.join(self.names())}."

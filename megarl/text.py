@@ -1,4 +1,4 @@
-"""Words that depend on a number. Pure."""
+"""Text formatting. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""What flows through megarl: Prompt -> Group of Samples -> Shard -> MicroBatch.
+"""The data types of a run: Prompt -> Group of Samples -> Shard -> MicroBatch.
 
-The index law: every per-token vector has ``len(tokens)`` entries and index t describes token t.
-The shift by one between a logit and the token it predicts happens once, in
-megatron/output_heads.py and the PackedStream that it reads.
+Index convention: every per-token vector has ``len(tokens)`` entries, and index t describes token t. The shift by one
+between a logit and the token it predicts happens once, in megatron/output_heads.py and the PackedStream that it reads.
 
-Control and data are apart. A `Sample` is what the controller decides from (lengths, reward,
-version): a few hundred bytes. Its token vectors (`SampleTokens`) stay where they were made,
-behind a `DataRef`, until the trainer that needs them asks for them.
+Control and data are separate. The controller decides from `Sample` (lengths, reward, version), a few hundred bytes. The
+token vectors (`SampleTokens`) stay on the process that created them, behind a `DataRef`, until a trainer fetches them.
 """
 
 from __future__ import annotations
@@ -21,36 +19,36 @@ import numpy as np
 
 @dataclass(frozen=True)
 class PromptImage:
-    """One image of a prompt as its row gives it, encoded: what is kept and moved until the prompt is sampled."""
+    """One encoded image of a prompt, as its data row gives it; decoded when the prompt is sampled."""
 
-    where: str  # "train.parquet, row 17, image 0": for errors
-    data: bytes | None = field(repr=False)  # a whole PNG, JPEG, ...; None: the file at `path` is
-    path: str  # "" where `data` counts
-    tokens: int  # placeholders that it takes in the prompt
-    start: int = 0  # index of the first of them
+    where: str  # "train.parquet, row 17, image 0": for error messages
+    data: bytes | None = field(repr=False)  # the bytes of a PNG, JPEG, ... file; None: read `path`
+    path: str  # "" if `data` is set
+    tokens: int  # number of placeholder tokens in the prompt
+    start: int = 0  # index of the first placeholder
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a prompt data set, ready to be sampled from.
+    """One row of a prompt data set, tokenized.
 
     Example: ``Prompt(uid="openai/gsm8k/17", tokens=(5, 80, 9), text="Question: ...",
     data_source="openai/gsm8k", ground_truth="72")``.
     """
 
-    uid: str  # stable over runs: names the row
+    uid: str  # identifies the row, stable over runs
     tokens: tuple[int, ...]
-    text: str  # what `tokens` says, for people
+    text: str  # `tokens` as text, for logs
     data_source: str  # selects the scorer
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
-    question: str = ""  # what the row's messages say, without the chat template's own
-    images: tuple[PromptImage, ...] = ()  # in the order of their placeholders, which `tokens` holds expanded
+    question: str = ""  # text of the row's messages, without the chat template's
+    images: tuple[PromptImage, ...] = ()  # in the order of their placeholders in `tokens`, which are expanded
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How an engine samples; names and meanings are vLLM's. ``temperature=0`` is greedy."""
+    """Sampling parameters, with vLLM's names and meanings. ``temperature=0`` is greedy."""
 
     n: int
     max_tokens: int
@@ -62,98 +60,97 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SampleImages:
-    """The images of one sample as the model's vision tower reads them, in the order of their tokens.
+    """The images of one sample as input of the model's vision tower, in token order.
 
-    Example: an image of 4 x 6 patches, of which 2 x 2 become a token, whose 6 tokens start at index 3:
+    Example: an image of 4 x 6 patches, 2 x 2 patches per token; its 6 tokens start at index 3:
     ``SampleImages(pixels=array [24, 1176], grids=array([[1, 4, 6]]), starts=array([3]))``.
     """
 
-    pixels: np.ndarray  # float32 [patches of all images, numbers of a patch]
+    pixels: np.ndarray  # float32 [patches of all images, values per patch]
     grids: np.ndarray  # int64 [images, 3]: frames (1), rows and columns of patches
     starts: np.ndarray  # int64 [images]: index of each image's first placeholder token
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One prompt to be sampled ``sampling.n`` times. Sample i draws from seed + i, or without a seed (`rollout.seeded`)
-    from the engine's generator."""
+    """A request for ``sampling.n`` samples of one prompt.
 
-    group: int  # names the group over the whole run
+    Sample i uses seed + i, or the engine's generator without a seed (`rollout.seeded`).
+    """
+
+    group: int  # group number, unique in the run
     prompt: Prompt
     sampling: Sampling
     seed: int | None
-    images: SampleImages | None = None  # those of the prompt, once the rollout process has prepared them
+    images: SampleImages | None = None  # of the prompt, after the rollout process has prepared them
     with_greedy: bool = False  # also one greedy sample, for the group's baseline
-    prompt_top_k: int | None = None  # also `Completion.prompt`, with so many likeliest tokens a place; None: not
+    prompt_top_k: int | None = None  # also `Completion.prompt`, with the top k tokens per position; None: no
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a model says of given tokens: of each under the distribution after the tokens before it, at temperature 1.
+    """A model's log-probs of existing tokens, each conditioned on the tokens before it, at temperature 1.
 
-    Entry 0, which nothing predicts, is 0 throughout.
+    Entry 0 has no prediction and is 0.
     """
 
     log_probs: np.ndarray  # float32 [L]: of the tokens themselves
-    top_tokens: np.ndarray  # int32 [L, K]: the likeliest tokens in each place, in falling order
-    top_log_probs: np.ndarray  # float32 [L, K]: theirs
+    top_tokens: np.ndarray  # int32 [L, K]: the most likely tokens at each position, in descending order
+    top_log_probs: np.ndarray  # float32 [L, K]: their log-probs
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What an engine returns for one sample.
+    """An engine's output for one sample.
 
-    ``log_probs[i]`` is the log-probability of ``tokens[i]`` under the distribution before any
-    top-p or top-k filter, at the sampling temperature.
+    ``log_probs[i]`` is the log-prob of ``tokens[i]`` before any top-p or top-k filter, at the sampling temperature.
     """
 
     tokens: np.ndarray  # int32 [response]
     log_probs: np.ndarray  # float32 [response]
     finish_reason: str  # "stop" | "length"
-    # int16 [prompt + response, layers, topk]: the experts that each token went to; -1 where the engine did not
-    # say (the last token is never read). None: not asked for.
+    # int16 [prompt + response, layers, topk]: the experts of each token; -1 if the engine did not report them (the last
+    # token is never read). None: not requested.
     routed_experts: np.ndarray | None = None
-    prompt: TokenScores | None = None  # of the prompt's tokens; None: not asked for
+    prompt: TokenScores | None = None  # of the prompt's tokens; None: not requested
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a response: the policy's, or a tool's answer to a call in the policy's turn before it.
+    """One turn of a response: the policy's, or a tool's result for a call in the preceding policy turn.
 
     Example: ``Turn("tool", "4\\n", tokens=9, name="code_interpreter", arguments={"code": "print(2 + 2)"})``.
     """
 
     role: Literal["assistant", "tool"]
-    text: str  # special tokens left out; of a tool, what it answered
-    tokens: int = 0  # of the sample that are this turn's, the template's own around it included
+    text: str  # without special tokens; for a tool, its result
+    tokens: int = 0  # number of the sample's tokens in this turn, chat template included
     name: str = ""  # of the tool
-    arguments: dict[str, Any] = field(default_factory=dict)  # that the policy called it with
-    failure: Literal["", "refused", "error", "timeout", "crash"] = (
-        ""  # why `text` is not the tool's answer but of a failure
-    )
-    seconds: float = 0.0  # that the tool ran
-    reward: float = 0.0  # that the tool gave
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the tool call
+    failure: Literal["", "refused", "error", "timeout", "crash"] = ""  # set if `text` describes a failure of the tool
+    seconds: float = 0.0  # run time of the tool
+    reward: float = 0.0  # from the tool
 
 
 @dataclass
 class SampleTokens:
-    """The token vectors of one sample, prompt and response in one piece (all of length L)."""
+    """The token vectors of one sample, prompt and response concatenated (all of length L)."""
 
     tokens: np.ndarray  # int32 [L]
     loss_mask: np.ndarray  # bool [L]: tokens that the policy chose and that the loss counts
-    rollout_log_probs: np.ndarray  # float32 [L]: the engine's own; 0 where it sampled nothing
-    text: str = ""  # the response as text, for people
+    rollout_log_probs: np.ndarray  # float32 [L]: from the engine; 0 for tokens that were not sampled
+    text: str = ""  # the response as text, for logs
     routed_experts: np.ndarray | None = None  # int16 [L, layers, topk]: see `Completion`
-    images: SampleImages | None = None  # siblings of a group share one object
-    teacher: TokenScores | None = None  # what a teacher says of `tokens`
-    turns: tuple[Turn, ...] = ()  # where an agent loop made the response: what `text` is made of, for people
-    reason: str = ""  # why the scorer gave what it gave, in its words
+    images: SampleImages | None = None  # samples of a group share one object
+    teacher: TokenScores | None = None  # a teacher's scores of `tokens`
+    turns: tuple[Turn, ...] = ()  # of an agent loop: the parts of `text`, for logs
+    reason: str = ""  # the scorer's explanation of the reward
 
 
 class DataRef(Protocol):
-    """Where vectors lie, sample by sample: a group's SampleTokens, or what a worker computed for some samples.
+    """Reference to a list with one entry per sample: a group's SampleTokens, or a worker's results.
 
-    Ray's form is an object reference, the local one holds them.
+    Under Ray it is an object reference; `InlineData` holds the list.
     """
 
     def get(self) -> list[Any]: ...
@@ -161,7 +158,7 @@ class DataRef(Protocol):
 
 @dataclass(frozen=True)
 class InlineData:
-    """A DataRef to vectors in this process."""
+    """A DataRef to data in this process."""
 
     samples: list[Any]
 
@@ -170,23 +167,23 @@ class InlineData:
 
 
 Steps = tuple[tuple[int, float], ...]
-"""Rewards of steps within a response: (index of the token that ends the step, in the whole sample; reward)."""
+"""Rewards of steps within a response: (index in the sample of the token that ends the step, reward)."""
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What an agent loop did for one sample."""
+    """Tool statistics of one sample."""
 
-    turns: int = 1  # the policy's
-    calls: int = 0  # of tools
-    failures: int = 0  # of these calls: refused, raised, too slow or crashed
-    timeouts: int = 0  # of these failures
-    seconds: float = 0.0  # that tools ran, calls of one turn one after another
+    turns: int = 1  # policy turns
+    calls: int = 0  # tool calls
+    failures: int = 0  # failed calls: refused, raised, timed out or crashed
+    timeouts: int = 0  # failed calls that timed out
+    seconds: float = 0.0  # total run time of tools; calls of one turn run sequentially
 
 
 @dataclass
 class Sample:
-    """What the controller knows of one sample. Its vectors are ``data.get()[index]``."""
+    """The controller's record of one sample. Its vectors are ``data.get()[index]``."""
 
     group: int
     index: int  # position within the group
@@ -194,11 +191,11 @@ class Sample:
     prompt_length: int
     response_length: int
     loss_tokens: int  # tokens with loss_mask set
-    reward: float = 0.0  # all of it: the outcome, and what `steps` earn
+    reward: float = 0.0  # total: the outcome plus the rewards of `steps`
     reward_parts: dict[str, float] = field(default_factory=dict)
-    answer: str | None = None  # what the scorer took for the answer: majority votes count it
-    # "stop" | "length"; of an agent loop also "turns" or "tool_time": its limit came before the policy was done; "failed": it
-    # could not be finished, and its group is left out
+    answer: str | None = None  # extracted by the scorer; majority votes count it
+    # "stop" | "length"; in an agent loop also "turns" or "tool_time" (a limit ended it) and "failed" (it could not be
+    # finished, and its group is excluded)
     finish_reason: str = "stop"
     version: int = 0  # of the weights that sampled it
     steps: Steps = ()
@@ -210,7 +207,7 @@ class Sample:
 
     @property
     def outcome(self) -> float:
-        """What is earned at the end: the reward less what was earned in `steps`."""
+        """Return the reward at the end of the response: the total less the rewards of `steps`."""
         return self.reward - math.fsum(reward for _, reward in self.steps)
 
     @property
@@ -220,8 +217,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class SampleFailure:
-    """Why a sample has no reward, after all retries: its scorer failed, or a tool could not be used. `kind` is that of the
-    last attempt: what was called raised or broke its contract, it ran for too long and was killed, or its process ended."""
+    """The reason why a sample has no reward after all retries: its scorer failed, or a tool was unusable.
+
+    `kind` describes the last attempt: an exception or a violated contract, a timeout, or the end of the process.
+    """
 
     source: str  # "scorer 'gsm8k'", "tool 'search'"
     uid: str  # of the row
@@ -238,7 +237,7 @@ class SampleFailure:
 class Group:
     """Samples of one prompt, in the order of their seeds. Groups are numbered in admission order.
 
-    A sample that could not be finished or scored has the reward NaN and is among `failures`: nobody trains on such a group.
+    A sample that could not be finished or scored has reward NaN and an entry in `failures`; such a group is not trained on.
     """
 
     number: int
@@ -246,38 +245,38 @@ class Group:
     data_source: str
     version: int
     samples: list[Sample]
-    greedy: Sample | None = None  # scored, not trained on: a baseline; it has no vectors
+    greedy: Sample | None = None  # scored as a baseline, not trained on; it has no vectors
     failures: tuple[SampleFailure, ...] = ()
-    scoring_retries: int = 0  # attempts that failed and were made again, over all samples
-    judge_seconds: float = 0.0  # that it waited for its verdicts; 0: there is no judge
+    scoring_retries: int = 0  # repeated scoring attempts, over all samples
+    judge_seconds: float = 0.0  # time spent waiting for judge verdicts; 0 without a judge
 
 
 @dataclass(frozen=True)
 class ShardSample:
-    """One sample as a trainer needs it: where its vectors are, and the controller's scalars for it.
+    """One sample as a trainer needs it: a reference to its vectors, and its scalars.
 
-    ``loss_weight`` is what each of its masked tokens weighs in the loss: normalisers are counted
-    over the whole mini batch by the controller, so a sum over tokens is all that workers do.
+    ``loss_weight`` is the weight of each of its masked tokens in the loss. The controller counts normalisers over the
+    whole mini batch, so workers only sum over tokens.
     """
 
     data: DataRef
     index: int
     length: int
-    number: int = 0  # within the batch: names the sample where shards of different layouts meet
-    reward: float = 0.0  # what its last token earns: the outcome, without `steps`
+    number: int = 0  # index within the batch: identifies the sample in shards of different layouts
+    reward: float = 0.0  # reward of its last token: the outcome, without `steps`
     advantage: float = 0.0
     loss_weight: float = 0.0
-    steps: Steps = ()  # what tokens within it earn
+    steps: Steps = ()  # rewards of tokens within it
     step_advantages: Steps = ()  # added to `advantage` at the tokens up to each step's end
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What one data-parallel rank trains on in one controller step.
+    """The samples of one data-parallel rank in one controller step.
 
-    ``mini_batches[m]`` lists the micro batches of optimizer step m; a micro batch lists indices
-    into ``samples``. Every data-parallel rank has the same number of micro batches. ``loss_tokens[m]``
-    counts the masked tokens of mini batch m over all ranks: the normaliser of token-mean metrics.
+    ``mini_batches[m]`` lists the micro batches of optimizer step m; a micro batch is a list of indices into ``samples``.
+    Every data-parallel rank has the same number of micro batches. ``loss_tokens[m]`` counts the masked tokens of mini
+    batch m over all ranks: the normaliser of token-mean metrics.
     """
 
     samples: list[ShardSample]
@@ -289,7 +288,7 @@ Metrics = dict[str, float]
 
 
 def fetch(samples: Sequence[ShardSample]) -> list[SampleTokens]:
-    """The token vectors of `samples`, each group's fetched once."""
+    """Return the token vectors of `samples`, fetching each group once."""
     groups: dict[int, list[SampleTokens]] = {}
     vectors = []
     for sample in samples:

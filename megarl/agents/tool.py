@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union
 
-from megarl.registry import Registry, import_own, nearest
+from megarl.registry import Registry, import_user_module, nearest
 
 Prepare = Callable[[dict[str, Any]], Any]
 
@@ -140,7 +140,7 @@ def find(name: str) -> Tool:
         return TOOLS[name]
     module_name, _, function_name = name.partition(":")
     try:
-        module = import_own(module_name)
+        module = import_user_module(module_name)
     except Exception as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == module_name.split(".")[0]
         where = f". It is looked for in {Path.cwd()} and on PYTHONPATH" if absent else ""

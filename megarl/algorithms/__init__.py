@@ -1,5 +1,5 @@
 """Advantages, policy losses, aggregation and KL: pure functions in registries.
 
-Adding one is one decorated function in a file of this package (named in catalogue.py), or in a module of the user's own that
-the recipe names in `algorithm.modules`.
+To add a function, decorate it in a file of this package (listed in catalogue.py), or in a module that the recipe names in
+`algorithm.modules`.
 """

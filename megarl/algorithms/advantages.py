@@ -1,10 +1,10 @@
 """Advantage estimators over the outcomes of a batch.
 
 An estimator takes `Outcomes` (rewards, groups and lengths of B samples) and the recipe's `AlgorithmConfig`, and returns
-advantages [B]: one number a sample, given to each of its tokens. It declares the settings it reads, so that one
-which nobody reads is refused. Group operations are segment operations: groups need not be equal in size.
+advantages [B]: one number per sample, applied to each of its tokens. It declares the settings it reads, so that a recipe
+with an unused setting is refused. Group operations are segment operations: groups may differ in size.
 
-A group of one has nothing to be compared with, and no advantage, but with `remax`.
+A group of one sample has advantage 0, except with `remax`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ Estimator = Callable[[Outcomes, "AlgorithmConfig"], np.ndarray]
 class AdvantageEstimator:
     """A registered estimator. `settings`: the fields of `AlgorithmConfig` that it reads.
 
-    Of whole samples (`function`), of tokens (`of_tokens`: see token_advantages.py), or, both None, left to a critic.
-    With `of_steps`, what it says of each step [S] is added to the advantages of the sample's tokens up to the step's end.
+    It estimates advantages of samples (`function`) or of tokens (`of_tokens`: see token_advantages.py); if both are None,
+    a critic does. With `of_steps`, the result [S] for each step is added to the advantages of the sample's tokens up to
+    the step's end.
     """
 
     function: Estimator | None
     settings: tuple[str, ...]
     of_tokens: Any = None
     of_steps: Estimator | None = None
-    needs_greedy: bool = False  # a greedy sample of each prompt is scored, too
+    needs_greedy: bool = False  # a greedy sample of each prompt is sampled and scored, too
     needs_siblings: bool = False  # a group of one always has advantage 0
-    reads_scores: bool = False  # what it makes of rewards is not true of rewards less a KL
+    reads_scores: bool = False  # reads rewards as scores, which a KL penalty in the reward would invalidate
     needs_kl_in_reward: bool = False
 
 
@@ -48,8 +49,10 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
 def advantage(name: str, *, settings: tuple[str, ...] = (), **more: Any) -> Callable[[Estimator], Estimator]:
-    """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses. Arguments are those of
-    `AdvantageEstimator`."""
+    """Register an estimator under `name`, its value in a recipe's `algorithm.advantage`.
+
+    Further arguments: fields of `AdvantageEstimator`.
+    """
     check_settings(settings)
 
     def add(function: Estimator) -> Estimator:
@@ -61,7 +64,7 @@ def advantage(name: str, *, settings: tuple[str, ...] = (), **more: Any) -> Call
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Of each sample's group, sample by sample: all [B], float64."""
+    """Statistics of each sample's group, sample by sample: all float64 [B]."""
 
     mean: np.ndarray
     std: np.ndarray  # Bessel-corrected; 0 for a group of one
@@ -78,7 +81,7 @@ class GroupStatistics:
 
 
 def _segments(outcomes: Outcomes) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards in float64, and the number of each sample's group among those that occur: both [B]."""
+    """Return rewards as float64, and the index of each sample's group among the groups of the batch: both [B]."""
     _, segment = np.unique(outcomes.groups, return_inverse=True)
     return np.asarray(outcomes.rewards, dtype=np.float64), segment
 
@@ -100,9 +103,9 @@ def grpo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
 
 @advantage("rloo", needs_siblings=True)
 def rloo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """REINFORCE leave-one-out (arXiv 2402.14740): r - the mean of the sample's siblings, itself left out.
+    """REINFORCE leave-one-out (arXiv 2402.14740): r - the mean of the sample's siblings, itself excluded.
 
-    That is (r - mean) n / (n - 1).
+    It equals (r - mean) n / (n - 1).
     """
     group = GroupStatistics.of(outcomes)
     return (outcomes.rewards - group.mean) * group.size / np.maximum(group.size - 1, 1)
@@ -110,35 +113,35 @@ def rloo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
 
 @advantage("remax", needs_greedy=True)
 def remax(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """ReMax (arXiv 2310.10505): r - the reward of a greedy sample of the same prompt. Groups may be of one."""
+    """ReMax (arXiv 2310.10505): r - the reward of a greedy sample of the same prompt. Groups of one are allowed."""
     assert outcomes.greedy_rewards is not None
     return outcomes.rewards - outcomes.greedy_rewards
 
 
 @advantage("reinforce_plus_plus_baseline", needs_siblings=True)
 def reinforce_plus_plus_baseline(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """REINFORCE++ with a group baseline (arXiv 2501.03262): r - group mean, then to mean 0 and variance 1 over all
-    tokens of the batch: long samples count for more in that mean and variance."""
+    """REINFORCE++ with a group baseline (arXiv 2501.03262): r - group mean, then whitened over all tokens of the batch:
+    long samples have more weight in that mean and variance."""
     centred = outcomes.rewards - GroupStatistics.of(outcomes).mean
     return Whitening.by(Moments.of(centred, outcomes.loss_tokens))(centred)
 
 
 @advantage("opo", needs_siblings=True)
 def opo(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """On-policy with the optimal baseline (OPO, arXiv 2505.23585): r - the group's mean weighted by length,
-    the minimum-variance baseline where a gradient's square grows with the sample's length."""
+    """On-policy with the optimal baseline (OPO, arXiv 2505.23585): r - the group's mean weighted by length, the
+    minimum-variance baseline if a gradient's square grows with the sample's length."""
     rewards, segment = _segments(outcomes)
     tokens = np.bincount(segment, weights=outcomes.loss_tokens)
-    earned = np.bincount(segment, weights=rewards * outcomes.loss_tokens)
-    return rewards - (earned / np.maximum(tokens, 1))[segment]
+    weighted = np.bincount(segment, weights=rewards * outcomes.loss_tokens)
+    return rewards - (weighted / np.maximum(tokens, 1))[segment]
 
 
 @advantage("gpg", needs_siblings=True, reads_scores=True)
 def gpg(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """Group policy gradient (GPG, arXiv 2504.02546): alpha (r - mean), with alpha = B / (B - M).
 
-    M counts the samples of groups whose rewards are all the same: they have no gradient, and alpha makes up for
-    their share in the loss's mean.
+    M counts the samples of groups with equal rewards: they have no gradient, and alpha compensates for their share in the
+    loss's mean.
     """
     rewards, segment = _segments(outcomes)
     least, largest = np.full(segment.max() + 1, np.inf), np.full(segment.max() + 1, -np.inf)
@@ -150,8 +153,8 @@ def gpg(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
 
 @advantage("grpo_passk", settings=("normalize_by_std",), needs_siblings=True)
 def grpo_passk(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """Best of k (arXiv 2503.19595, k the group's size): only a group's best sample has an advantage, what it is ahead
-    of the second best; with ``normalize_by_std`` over the group's standard deviation + 1e-6."""
+    """Best of k (arXiv 2503.19595, k the group's size): only a group's best sample has an advantage, its margin over the
+    second best; with ``normalize_by_std`` divided by the group's standard deviation + 1e-6."""
     rewards, segment = _segments(outcomes)
     order = np.lexsort((rewards, segment))  # by group, then reward
     last = np.append(segment[order][1:] != segment[order][:-1], True)
@@ -164,10 +167,10 @@ def grpo_passk(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
 
 @advantage("pass_at_k", settings=("pass_k",), needs_siblings=True, reads_scores=True)
 def pass_at_k(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """Pass@k training, the analytic form (arXiv 2508.10751). A sample is right where its reward, shaping included, is above 0.
+    """Pass@k training, the analytic form (arXiv 2508.10751). A sample is right if its reward, shaping included, is above 0.
 
     Of n samples, m wrong: p = 1 - C(m, k) / C(n, k) is the pass rate of a random k of them, s = sqrt(p (1 - p)).
-    Right: (1 - p) / s. Wrong: (1 - p - C(m-1, k-1) / C(n-1, k-1)) / s. Where s is 0, so is the advantage.
+    Right: (1 - p) / s. Wrong: (1 - p - C(m-1, k-1) / C(n-1, k-1)) / s. If s is 0, so is the advantage.
     """
     rewards, segment = _segments(outcomes)
     wrong = rewards <= 0
@@ -184,23 +187,23 @@ def pass_at_k(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
 
 
 def _chance_all_from(part: np.ndarray, whole: np.ndarray, k: int) -> np.ndarray:
-    """C(part, k) / C(whole, k): that k drawn without return from `whole` all come of `part`."""
+    """Return C(part, k) / C(whole, k): the probability that k draws without replacement from `whole` are all in `part`."""
     chance = np.ones_like(whole)
     for drawn in range(k):
         chance *= np.maximum(part - drawn, 0.0) / (whole - drawn)
     return chance
 
 
-# Each token's advantage comes of a critic's values, in its processes; see `returns.gae`.
+# Advantages from a critic's values, computed in the critic's processes; see `returns.gae`.
 ADVANTAGES.register("gae")(AdvantageEstimator(None, ("gamma", "lam", "whiten_advantages")))
 
 
 def uses_critic(settings: AlgorithmConfig) -> bool:
-    """Whether the advantages need a critic."""
+    """Return whether the advantages need a critic."""
     return settings.advantage == "gae"
 
 
 @advantage("none")
 def no_advantage(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """Zeros [B]: for losses that use no advantage (SFT)."""
+    """Zeros [B]: for losses without advantages (SFT)."""
     return np.zeros(len(outcomes.rewards))

@@ -1,8 +1,8 @@
-"""How per-token losses become one number.
+"""Aggregation of per-token losses into a scalar.
 
-An aggregation gives the weight of each sample's masked tokens; the loss is the weighted sum over all
-of them. Weights come from lengths that are counted over the whole mini batch before it is split, so
-the loss does not depend on micro batches, packing or parallel layout.
+An aggregation gives the weight of each sample's masked tokens; the loss is the weighted sum over all of them. Weights
+derive from lengths counted over the whole mini batch before it is split, so the loss does not depend on micro batches,
+packing or parallel layout.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ AGGREGATIONS: Registry[Aggregation] = Registry("loss aggregation")
 
 
 def _reciprocal(counts: ArrayLike) -> np.ndarray:
-    """1 / counts, and 0 where a count is 0 (a sample without masked tokens weighs nothing)."""
+    """Return 1 / counts, and 0 where a count is 0 (a sample without masked tokens has no weight)."""
     values = np.asarray(counts, dtype=np.float64)
     return np.divide(1.0, values, out=np.zeros_like(values), where=values > 0)
 
 
 @AGGREGATIONS.register("token_mean")
 def token_mean(loss_tokens: np.ndarray, max_response_length: int) -> np.ndarray:
-    """Every token weighs the same (DAPO, arXiv 2503.14476). loss_tokens [B] -> weights [B]."""
+    """Give every token the same weight (DAPO, arXiv 2503.14476). loss_tokens [B] -> weights [B]."""
     return np.broadcast_to(_reciprocal(np.sum(loss_tokens)), np.shape(loss_tokens)).copy()
 
 
 @AGGREGATIONS.register("seq_mean_token_mean")
 def seq_mean_token_mean(loss_tokens: np.ndarray, max_response_length: int) -> np.ndarray:
-    """Every sample weighs the same, its tokens share it (GRPO). Samples without masked tokens do not count."""
+    """Give every sample the same weight, shared by its tokens (GRPO). Samples without masked tokens do not count."""
     samples = np.sum(np.asarray(loss_tokens) > 0)
     return _reciprocal(loss_tokens) * _reciprocal(samples)
 
 
 @AGGREGATIONS.register("seq_mean_token_sum")
 def seq_mean_token_sum(loss_tokens: np.ndarray, max_response_length: int) -> np.ndarray:
-    """A sample weighs as much as it has tokens; the mean is over samples with masked tokens."""
+    """Weight a sample by its number of tokens; the mean is over samples with masked tokens."""
     samples = np.sum(np.asarray(loss_tokens) > 0)
     return np.where(np.asarray(loss_tokens) > 0, _reciprocal(samples), 0.0)
 
 
 @AGGREGATIONS.register("seq_mean_token_sum_norm")
 def seq_mean_token_sum_norm(loss_tokens: np.ndarray, max_response_length: int) -> np.ndarray:
-    """seq_mean_token_sum over the constant ``max_response_length`` (Dr.GRPO, arXiv 2503.20783)."""
+    """Divide seq_mean_token_sum by the constant ``max_response_length`` (Dr.GRPO, arXiv 2503.20783)."""
     return seq_mean_token_sum(loss_tokens, max_response_length) / max_response_length

@@ -1,6 +1,6 @@
-"""Every registry, filled: whoever looks a recipe's word up imports it from here.
+"""All algorithm registries with their entries: look names up through this module.
 
-A module of this package that registers something is imported below.
+Every module of this package that registers entries is imported here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megarl.algorithms import (  # noqa: F401 - they register
     covariance,
     distillation_losses,
+    losses,
     preference_losses,
     process_advantages,
     sequence_losses,
@@ -18,8 +19,8 @@ from megarl.algorithms import (  # noqa: F401 - they register
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.aggregation import AGGREGATIONS
 from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.losses import LOSSES
-from megarl.registry import import_own
+from megarl.algorithms.loss_registry import LOSSES
+from megarl.registry import import_user_module
 
 if TYPE_CHECKING:
     from megarl.recipe.algorithm import AlgorithmConfig
@@ -28,6 +29,6 @@ __all__ = ["ADVANTAGES", "AGGREGATIONS", "KL_ESTIMATORS", "LOSSES", "import_modu
 
 
 def import_modules(settings: AlgorithmConfig) -> None:
-    """Import the user's own modules, whose functions then stand in the registries. Raises what importing raises."""
+    """Import the user's modules, which register entries on import. Raises whatever an import raises."""
     for module in settings.modules:
-        import_own(module)
+        import_user_module(module)

@@ -1,8 +1,8 @@
-"""Rollout correction: importance weights and masks for the gap between the engine's policy and the trainer's. Pure.
+"""Rollout correction: importance weights and masks for the mismatch between engine and trainer log-probs. Pure functions.
 
-rho = p(trainer) / p(engine) of a sampled token; what "the trainer's" is, `objective` says. Log-ratios are held within
-+-20 before exp. Sources: truncated importance sampling (fengyao.notion.site/off-policy-rl), masked importance sampling
-(yingru.notion.site/When-Speed-Kills-Stability), IcePop (arXiv 2510.18855).
+rho = p(trainer) / p(engine) of a sampled token; `objective.trainers_policy` defines the trainer's policy. Log-ratios are
+clamped to +-20 before exp. Sources: truncated importance sampling (fengyao.notion.site/off-policy-rl), masked importance
+sampling (yingru.notion.site/When-Speed-Kills-Stability), IcePop (arXiv 2510.18855).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 def corrects(settings: CorrectionConfig) -> bool:
-    """Whether anything is corrected."""
+    """Return whether any correction is on."""
     return settings.weights != "none" or settings.mask != "none" or settings.veto is not None
 
 
 def log_mismatch(inputs: LossInputs, policy: Tensor) -> Tensor:
-    """log rho [T] of the log-probs `policy` [T]; 0 where masked. Carries no gradient."""
+    """Return log rho [T] for the trainer's log-probs `policy` [T]; 0 where masked. Carries no gradient."""
     assert inputs.rollout_log_probs is not None
     return inputs.masked(policy.detach() - inputs.rollout_log_probs)
 
 
 def ratios(inputs: LossInputs, mismatch: Tensor, level: str) -> Tensor:
-    """rho of each token [T], of its `sequence` (the product of its tokens'), or their `geometric` mean."""
+    """Return rho of each token [T], of its `sequence` (the product over tokens), or their `geometric` mean."""
     if level == "sequence":
         mismatch = inputs.on_tokens(inputs.sequence_sums(mismatch))
     elif level == "geometric":
@@ -45,9 +45,9 @@ def ratios(inputs: LossInputs, mismatch: Tensor, level: str) -> Tensor:
 def corrections(
     inputs: LossInputs, policy: Tensor, settings: CorrectionConfig, scale: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What each token's loss is multiplied by [T], and metrics: per-token vectors, as a loss returns them.
+    """Return the factor of each token's loss [T], and per-token metrics as a loss returns them.
 
-    `scale` makes the weights' mean over the mini batch 1 where `normalize` is on: see `weight_totals`.
+    `scale` normalises the weights' mean over the mini batch to 1 if `normalize` is on: see `weight_totals`.
     """
     mismatch = log_mismatch(inputs, policy)
     weights, metrics = mismatch.new_ones(mismatch.shape), {}
@@ -64,7 +64,7 @@ def corrections(
 
 
 def _kept(inputs: LossInputs, mismatch: Tensor, settings: CorrectionConfig) -> Tensor:
-    """Whether a token stays in the loss: bool [T]."""
+    """Return whether each token stays in the loss: bool [T]."""
     keep = inputs.loss_mask > 0
     if settings.mask != "none":
         ratio = ratios(inputs, mismatch, settings.mask)
@@ -76,8 +76,8 @@ def _kept(inputs: LossInputs, mismatch: Tensor, settings: CorrectionConfig) -> T
 
 
 def weight_totals(inputs: LossInputs, policy: Tensor, settings: CorrectionConfig) -> np.ndarray:
-    """Sum and number [2] of the truncated weights of one micro batch: of its masked tokens, or, where a weight is a
-    whole sequence's, of its sequences. Summed over a mini batch their quotient is the mean that `normalize` divides by."""
+    """Return sum and number [2] of the truncated weights of one micro batch, over its masked tokens or, for sequence
+    weights, over its sequences. Summed over a mini batch, their quotient is the mean that `normalize` divides by."""
     weights = ratios(inputs, log_mismatch(inputs, policy), settings.weights).clamp(max=settings.truncate)
     count = inputs.loss_mask
     if settings.weights != "token":
@@ -89,7 +89,7 @@ def weight_totals(inputs: LossInputs, policy: Tensor, settings: CorrectionConfig
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Sums over the masked tokens of a batch, or of a part of it, with d = log rho; parts add up."""
+    """Sums over the masked tokens of a batch or a part of it, with d = log rho; parts add up."""
 
     tokens: float = 0.0
     sequences: float = 0.0
@@ -103,13 +103,13 @@ class Mismatch:
 
     @classmethod
     def of(cls, inputs: LossInputs, policy: Tensor) -> Mismatch:
-        """Of one micro batch, whose trainer's log-probs are `policy` [T]; in float64."""
+        """Measure one micro batch with the trainer's log-probs `policy` [T], in float64."""
         tokens = inputs.loss_mask.double().sum().item()
         if not tokens:
             return cls()
         d = log_mismatch(inputs, policy).double()
         token, sequence = (ratios(inputs, d, level) for level in ("token", "sequence"))
-        own = inputs.sequence_means(sequence)  # 0 for a sequence without masked tokens
+        means = inputs.sequence_means(sequence)  # 0 for a sequence without masked tokens
 
         def total(values: Tensor) -> float:
             return float(inputs.masked(values).sum().item())
@@ -122,7 +122,7 @@ class Mismatch:
             k3=total(d.expm1() - d),
             ratio=total(token),
             square=total(token.square()),
-            sequence_square=float(own.square().sum().item()),
+            sequence_square=float(means.square().sum().item()),
             largest=float(d.abs().max().item()),
         )
 
@@ -131,7 +131,7 @@ class Mismatch:
         return Mismatch(**{**sums, "largest": float(np.maximum(self.largest, other.largest))})  # keeps a NaN
 
     def metrics(self) -> dict[str, float]:
-        """Empty where nothing was counted."""
+        """Return the mismatch metrics; {} without tokens."""
         if not self.tokens:
             return {}
         return {
@@ -146,7 +146,8 @@ class Mismatch:
 
 
 def total_mismatch(parts: Iterable[Mismatch | None]) -> Mismatch:
-    """Of all ranks that report one."""
+    """Sum over all ranks that report a mismatch."""
+
     return sum((part for part in parts if part is not None), Mismatch())
 
 

@@ -1,21 +1,20 @@
-"""Clip-Cov and KL-Cov (arXiv 2505.22617): the few tokens whose probability and advantage vary together most lower the
-policy's entropy fastest, so these, and no others, are held back.
+"""Clip-Cov and KL-Cov (arXiv 2505.22617): restrain the few tokens with the highest covariance of log-prob and advantage,
+which lower the policy's entropy fastest.
 
-Which they are is decided over a whole mini batch, before its update: each process scores its own tokens
-(`PolicyLoss.scores`), and those with the highest scores of all of them are selected (`threshold`). So the choice does
-not depend on how the mini batch is split.
+The tokens are selected over a whole mini batch, before its update: each rank scores its tokens (`PolicyLoss.scores`), and
+the highest scores over all ranks are selected (`threshold`). The selection does not depend on how the batch is split.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.algorithms.inputs import LossInputs, kept
-from megarl.algorithms.losses import CLIP, Metrics, advantages_of, clipped_surrogate, log_ratio, policy_loss
+from megarl.algorithms.inputs import LossInputs, advantages_of, kept
+from megarl.algorithms.loss_registry import CLIP, Metrics, clipped_surrogate, log_ratio, policy_loss
+from megarl.algorithms.token_sums import TokenSums
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,33 +22,8 @@ if TYPE_CHECKING:
     from megarl.recipe.algorithm import AlgorithmConfig
 
 
-@dataclass(frozen=True)
-class TokenSums:
-    """Over masked tokens; parts add up."""
-
-    tokens: float = 0.0
-    log_probs: float = 0.0
-    advantages: float = 0.0
-
-    @classmethod
-    def of(cls, inputs: LossInputs) -> TokenSums:
-        def total(values: Tensor) -> float:
-            return float(inputs.masked(values.detach()).double().sum().item())
-
-        return cls(total(inputs.loss_mask), total(inputs.log_probs), total(advantages_of(inputs)))
-
-    def __add__(self, other: TokenSums) -> TokenSums:
-        return TokenSums(
-            self.tokens + other.tokens, self.log_probs + other.log_probs, self.advantages + other.advantages
-        )
-
-    def count(self, share: float) -> int:
-        """Tokens that make up `share` of all: at least one."""
-        return max(1, round(share * self.tokens))
-
-
 def covariances(inputs: LossInputs, sums: TokenSums) -> np.ndarray:
-    """(log p - its mean) (A - its mean) of each token, means over the mini batch: float64 [T]."""
+    """Return (log p - mean) (A - mean) of each token, with means over the mini batch: float64 [T]."""
     tokens = max(sums.tokens, 1.0)
     log_probs, advantages = (
         vector.detach().double().cpu().numpy() for vector in (inputs.log_probs, advantages_of(inputs))
@@ -58,7 +32,7 @@ def covariances(inputs: LossInputs, sums: TokenSums) -> np.ndarray:
 
 
 def threshold(scores: Sequence[np.ndarray], count: int) -> float:
-    """The lowest of the `count` highest scores; inf where there is none above -inf."""
+    """Return the lowest of the `count` highest scores; inf if no score is above -inf."""
     eligible = np.concatenate([part[part > -np.inf] for part in scores]) if scores else np.empty(0)
     if not eligible.size:
         return np.inf
@@ -70,13 +44,13 @@ def _eligible(inputs: LossInputs) -> np.ndarray:
 
 
 def high_covariances(inputs: LossInputs, sums: TokenSums, lots: np.ndarray, settings: AlgorithmConfig) -> np.ndarray:
-    """KL-Cov's scores [T]: the covariances."""
+    """Return KL-Cov's scores [T]: the covariances."""
     return np.where(_eligible(inputs), covariances(inputs, sums), -np.inf)
 
 
 def drawn_covariances(inputs: LossInputs, sums: TokenSums, lots: np.ndarray, settings: AlgorithmConfig) -> np.ndarray:
-    """Clip-Cov's scores [T]: the `lots` that were drawn for the tokens whose covariance lies between `cov_low` and
-    `cov_high` and which PPO's own clip leaves alone."""
+    """Return Clip-Cov's scores [T]: the random `lots` [T] of tokens with a covariance between `cov_low` and `cov_high`
+    and which PPO does not clip; else -inf."""
     covariance = covariances(inputs, sums)
     _, metrics = clipped_surrogate(log_ratio(inputs).detach().exp(), inputs, settings)
     inside = (covariance > settings.cov_low) & (covariance < settings.cov_high)
@@ -92,7 +66,7 @@ def drawn_covariances(inputs: LossInputs, sums: TokenSums, lots: np.ndarray, set
 )
 def clip_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Clip-Cov (arXiv 2505.22617): PPO's clipped surrogate, without the gradient of a random `cov_share` of all tokens,
-    drawn among those whose covariance (log p - mean)(A - mean) is between `cov_low` and `cov_high`."""
+    drawn from tokens with a covariance (log p - mean)(A - mean) between `cov_low` and `cov_high`."""
     assert inputs.selected is not None
     change = log_ratio(inputs)
     loss, metrics = clipped_surrogate(change.exp(), inputs, settings)
@@ -106,8 +80,8 @@ def clip_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Met
 
 @policy_loss("kl_cov", needs_old_log_probs=True, settings=("cov_share", "cov_kl_coef"), scores=high_covariances)
 def kl_cov(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """KL-Cov (arXiv 2505.22617): -A ratio, and `cov_kl_coef` |log ratio| besides for the `cov_share` of all tokens whose
-    covariance (log p - mean)(A - mean) is highest."""
+    """KL-Cov (arXiv 2505.22617): -A ratio, plus `cov_kl_coef` |log ratio| for the `cov_share` of all tokens with the
+    highest covariance (log p - mean)(A - mean)."""
     assert inputs.selected is not None
     change = log_ratio(inputs)
     ratio, selected = change.exp(), inputs.selected.to(change.dtype)

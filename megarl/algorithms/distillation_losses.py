@@ -1,4 +1,4 @@
-"""Losses that compare the policy's distribution with a teacher's, over the tokens that the teacher finds likeliest."""
+"""Losses between the policy's and a teacher's distribution, over the teacher's most likely tokens."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import math
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.inputs import LossInputs
-from megarl.algorithms.losses import Metrics, policy_loss
+from megarl.algorithms.loss_registry import Metrics, policy_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.recipe.algorithm import AlgorithmConfig
 
-_LEAST_REST = (
-    1e-6  # probability of all other tokens together: float32 sums of probabilities are no more exact than that
-)
+_LEAST_REST = 1e-6  # probability of all other tokens together: the precision of float32 sums of probabilities
 
 
 @policy_loss(
@@ -33,9 +31,9 @@ def gkd(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]
     b = 0: KL(teacher || policy)    b = 1: KL(policy || teacher)
     else: b KL(teacher || m) + (1 - b) KL(policy || m), m = b teacher + (1 - b) policy
 
-    over `distill_top_k` + 1 outcomes: the teacher's likeliest tokens, and "any other token". So it is a divergence of
-    distributions, 0 where these agree and nowhere below, whatever the teacher does not tell. Where the policy leaves less
-    than 1e-6 to the rest, it is not pulled back there: with a `distill_top_k` of 1 or 2 it may get there.
+    over `distill_top_k` + 1 outcomes: the teacher's most likely tokens, and "any other token". It is a true divergence:
+    non-negative, and 0 where the two distributions over these outcomes agree. If the policy leaves less than 1e-6 to the
+    rest, no gradient pulls it back; with a `distill_top_k` of 1 or 2 it may get there.
     """
     teacher, policy = inputs.reference_top_log_probs, inputs.top_log_probs
     assert teacher is not None and policy is not None
@@ -47,7 +45,7 @@ def gkd(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]
 
 
 def with_rest(log_probs: Tensor) -> Tensor:
-    """Log-probs of some outcomes [T, K] -> those and that of all others together [T, K + 1]."""
+    """Append the log-prob of all other outcomes: [T, K] -> [T, K + 1]."""
     import torch
 
     rest = (1.0 - log_probs.exp().sum(1, keepdim=True)).clamp(min=_LEAST_REST)
@@ -55,7 +53,7 @@ def with_rest(log_probs: Tensor) -> Tensor:
 
 
 def divergence(teacher: Tensor, policy: Tensor, beta: float) -> Tensor:
-    """The divergence of two distributions of n outcomes, given as log-probs [T, n] -> [T]; see `gkd`."""
+    """Return the divergence [T] of two distributions of n outcomes, given as log-probs [T, n]; see `gkd`."""
     if beta == 0.0:
         return kl_divergence(teacher, policy)
     if beta == 1.0:
@@ -65,5 +63,5 @@ def divergence(teacher: Tensor, policy: Tensor, beta: float) -> Tensor:
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(p || q) of distributions given as log-probs [T, n] -> [T]."""
+    """Return KL(p || q) [T] of distributions given as log-probs [T, n]."""
     return (p.exp() * (p - q)).sum(1)

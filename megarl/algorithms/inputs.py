@@ -1,4 +1,4 @@
-"""What advantages and policy losses see."""
+"""Inputs of advantage estimators and policy losses."""
 
 from __future__ import annotations
 
@@ -13,84 +13,86 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What an advantage estimator sees: the samples of one batch, each vector [B] and in the same order.
+    """Input of an advantage estimator: the samples of one batch, all vectors [B] in the same order.
 
-    Example: two samples of one prompt, the first right: ``Outcomes(rewards=array([1.0, 0.0]), groups=array([7, 7]),
+    Example: two samples of one prompt, the first correct: ``Outcomes(rewards=array([1.0, 0.0]), groups=array([7, 7]),
     loss_tokens=array([120, 80]))``.
     """
 
-    rewards: np.ndarray  # float64: all that a sample earned, steps within it included
-    groups: np.ndarray  # integers: siblings, the samples of one prompt, share one
+    rewards: np.ndarray  # float64: total reward of the sample, step rewards included
+    groups: np.ndarray  # integers: samples of one prompt share a number
     loss_tokens: np.ndarray  # integers: tokens that the policy chose and the loss counts; 0 for a filtered sample
-    greedy_rewards: np.ndarray | None = None  # float64: of a greedy sample of the same prompt, where one was asked for
-    # Steps of the batch, sample by sample: float64 [S], what each earned; int64 [S], its sample's place in the vectors above.
+    greedy_rewards: np.ndarray | None = None  # float64: of a greedy sample of the same prompt, if requested
+    # Steps of the batch, sample by sample: float64 [S], their rewards; int64 [S], the sample's index in the vectors above.
     step_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0))
     step_samples: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
 
 @dataclass
 class LossInputs:
-    """Vectors of one micro batch, its sequences one after the other: all of shape [T], but for those of K tokens a place.
+    """Per-token vectors [T] of one micro batch, its sequences concatenated (top-k tensors: [T, K]).
 
-    Sequences are whole, also where context parallelism cuts them: every rank of the group sees the same T tokens. Only
-    `log_probs`, `entropy` and `top_log_probs` carry gradients. Entries where `loss_mask` is 0 hold numbers without meaning.
+    Sequences are complete, also under context parallelism: every rank of the group has the same T tokens. Only
+    `log_probs`, `entropy` and `top_log_probs` carry gradients. Entries with `loss_mask` 0 are undefined.
     """
 
     log_probs: Tensor  # of the current weights
     loss_mask: Tensor  # 1.0 where the loss counts the token, else 0.0
-    loss_weights: Tensor  # what each token weighs in the aggregated loss; 0 where masked
-    token_share: Tensor  # loss_mask / masked tokens of the mini batch: its sum over everything is 1
-    lengths: list[int]  # [S]: of the sequences; they sum to T
+    loss_weights: Tensor  # weight of each token in the aggregated loss; 0 where masked
+    token_share: Tensor  # loss_mask / masked tokens of the mini batch: sums to 1 over the mini batch
+    lengths: list[int]  # [S]: sequence lengths; they sum to T
     advantages: Tensor | None = None
     old_log_probs: Tensor | None = None  # before this step's updates (proximal policy)
-    rollout_log_probs: Tensor | None = None  # the engine's own
-    reference_log_probs: Tensor | None = None  # of the starting policy, or a teacher
-    reference_top_log_probs: Tensor | None = (
-        None  # [T, K]: of the K tokens that a teacher finds likeliest in each place
-    )
+    rollout_log_probs: Tensor | None = None  # as the engine returned them
+    reference_log_probs: Tensor | None = None  # of the initial policy, or a teacher
+    reference_top_log_probs: Tensor | None = None  # [T, K]: of the teacher's K most likely tokens at each position
     top_log_probs: Tensor | None = None  # [T, K]: of the current weights, for the same tokens
     entropy: Tensor | None = None
-    chosen: Tensor | None = (
-        None  # bool: by the policy, in samples that the loss leaves out, too; for the KL in the reward
-    )
-    selected: Tensor | None = None  # bool: chosen over the whole mini batch, for losses that have `scores`
+    chosen: Tensor | None = None  # bool: by the policy, also in filtered samples; for the KL in the reward
+    selected: Tensor | None = None  # bool: by score over the whole mini batch, for losses with `scores`
 
     def masked(self, values: Tensor) -> Tensor:
-        """`values` [T], and 0 where the loss does not count the token, whatever stood there (0 x inf would be nan)."""
+        """Return `values` [T], with 0 where the loss does not count the token, even for inf and nan."""
         return kept(values, self.loss_mask)
 
     def total(self, values: Tensor, weights: Tensor) -> Tensor:
-        """Sum of `values` [T] times `weights` [T] over the tokens that the loss counts."""
+        """Return the sum of `values` [T] times `weights` [T] over the tokens that the loss counts."""
         return self.masked(values).mul_(weights).sum()
 
     def as_in_loss(self, values: Tensor) -> Tensor:
-        """A metric [T] that is to be a mean with the loss's own weights, where metrics are means over masked tokens."""
+        """Convert a metric [T] so that its mean over masked tokens becomes a mean with the loss's weights."""
         share = self.token_share.where(self.loss_mask > 0, self.token_share.new_ones(()))
         return self.masked(values * self.loss_weights / share)
 
     def sequence_sums(self, values: Tensor) -> Tensor:
-        """Sum over each sequence's masked tokens: [T] -> [S]."""
+        """Sum `values` [T] over each sequence's masked tokens: [S]."""
         import torch
 
-        return torch.stack([own.sum() for own in self.masked(values).split(self.lengths)])
+        return torch.stack([part.sum() for part in self.masked(values).split(self.lengths)])
 
     def sequence_means(self, values: Tensor) -> Tensor:
-        """Mean over each sequence's masked tokens: [T] -> [S]; 0 for a sequence without any."""
+        """Average `values` [T] over each sequence's masked tokens: [S]; 0 for a sequence without any."""
         counts = self.sequence_sums(self.loss_mask)
         return self.sequence_sums(values) / counts.to(values.dtype).clamp(min=1.0)
 
     def on_tokens(self, per_sequence: Tensor) -> Tensor:
-        """Give each token that counts what its sequence has: [S] -> [T], 0 where masked."""
+        """Broadcast values of sequences [S] to their tokens [T]; 0 where masked."""
         import torch
 
-        return self.masked(torch.cat([own.expand(n) for own, n in zip(per_sequence, self.lengths, strict=True)]))
+        return self.masked(torch.cat([part.expand(n) for part, n in zip(per_sequence, self.lengths, strict=True)]))
+
+
+def advantages_of(inputs: LossInputs) -> Tensor:
+    """Return the advantages [T], which must be set."""
+    assert inputs.advantages is not None
+    return inputs.advantages
 
 
 def kept(values: Tensor, where: Tensor) -> Tensor:
-    """`values` [T] where `where` [T] is above 0, else 0, whatever stood there; and so with their gradient.
+    """Return `values` [T] where `where` [T] is above 0, else 0, even for inf and nan; the same for the gradient.
 
-    What `values.where(where > 0, 0)` gives, by the kernel of ReLU's gradient: on a CPU a fourth of the time, and a twentieth
-    where tokens of both kinds alternate.
+    Equals `values.where(where > 0, 0)`, through the kernel of ReLU's gradient: a fourth of the time on a CPU, a twentieth
+    where masked and unmasked tokens alternate.
     """
     import torch
 
@@ -98,8 +100,8 @@ def kept(values: Tensor, where: Tensor) -> Tensor:
 
 
 def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
-    """`value` [T], whose derivative with respect to each token's `variable` [T] is `slope` [T].
+    """Return `value` [T] with the derivative `slope` [T] with respect to `variable` [T].
 
-    For functions with cases: torch's own gradients of maximum, clamp and where cost several times what the functions do.
+    For piecewise functions: torch's gradients of maximum, clamp and where cost several times the forward.
     """
     return value.addcmul(slope, variable - variable.detach())  # + 0

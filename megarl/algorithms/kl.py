@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference) from the log-probs of sampled tokens (Schulman, joschu.net/blog/kl-approx).
 
-Each takes log_probs [T] and reference_log_probs [T] and returns [T]. The log-ratio is clamped to
-+-20 before exp, so that a planted extreme gives a large number, not inf.
+Each takes log_probs [T] and reference_log_probs [T] and returns [T]. The log-ratio is clamped to +-20 before exp, so an
+outlier gives a large number instead of inf.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def limited(log_ratio: Tensor) -> Tensor:
-    """`log_ratio` [T] within +-20. `hardtanh` is clamp, with a gradient at a third of clamp's time."""
+    """Clamp `log_ratio` [T] to +-20. `hardtanh` equals clamp, with a gradient at a third of clamp's time."""
     from torch.nn.functional import hardtanh
 
     return hardtanh(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
@@ -55,7 +55,7 @@ def low_var_kl(log_probs: Tensor, reference_log_probs: Tensor) -> Tensor:
 
 
 MOST_ERROR = 0.2
-"""Of the proportional error that `KLWeight` answers to."""
+"""Bound of the proportional error in `KLWeight.learn`."""
 
 
 @dataclass
@@ -67,8 +67,10 @@ class KLWeight:
     horizon: int  # in samples
 
     def learn(self, kl: float, samples: int) -> None:
-        """After a step whose `samples` were `kl` from the reference policy, a mean over tokens:
-        value *= 1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon. A KL that is not finite teaches nothing."""
+        """Update after a step of `samples` samples with mean token KL `kl` to the reference policy.
+
+        value *= 1 + clip(kl / target - 1, -0.2, 0.2) samples / horizon. A non-finite KL is ignored.
+        """
         if self.target is not None and math.isfinite(kl):
             error = min(max(kl / self.target - 1.0, -MOST_ERROR), MOST_ERROR)
             self.value *= 1.0 + error * samples / self.horizon

@@ -1,102 +1,27 @@
-"""Policy losses per token, and how one is registered.
-
-A loss takes `LossInputs` and the recipe's `AlgorithmConfig` and returns the loss of each token [T] and metrics, each a
-per-token vector [T] whose mean over the masked tokens is reported. It declares what it needs, so that passes nobody
-uses are not run, and the settings it reads, so that one which nobody reads is refused. Aggregation is apart: see
-`objective`. Losses whose ratio is a whole sequence's are in sequence_losses.py.
-"""
+"""Token-level policy losses. sequence_losses.py has the losses with one ratio per sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megarl.algorithms.inputs import LossInputs, kept, with_slope
-from megarl.algorithms.kl import limited
-from megarl.recipe.algorithm import check_settings
-from megarl.registry import Registry
+from megarl.algorithms.inputs import LossInputs, advantages_of, kept
+from megarl.algorithms.loss_registry import (
+    CLIP,
+    LOSSES,
+    Metrics,
+    PolicyLoss,
+    clipped_surrogate,
+    log_ratio,
+    policy_loss,
+    positive_advantage,
+)
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
-    from megarl.algorithms.covariance import TokenSums
     from megarl.recipe.algorithm import AlgorithmConfig
 
-Metrics = dict[str, "Tensor"]
-TokenLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, Metrics]"]
-Scores = Callable[[LossInputs, "TokenSums", "np.ndarray", "AlgorithmConfig"], "np.ndarray"]
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """A registered loss. `needs_old_log_probs`: it compares the policy with the proximal one.
-    `settings`: the fields of `AlgorithmConfig` that it reads. `scores`: for a loss that treats some tokens of the mini
-    batch in a way of their own, those with the highest: see covariance.py."""
-
-    function: TokenLoss
-    needs_old_log_probs: bool
-    settings: tuple[str, ...]
-    scores: Scores | None = None
-    source: str = "rollout"  # the `train.source` that it learns from
-    needs_advantages: bool = True
-    needs_reference: bool = False  # the reference policy's log-probs, whatever `kl_coef` is
-    needs_top: bool = False  # and those of the tokens that it finds likeliest, which a teacher tells
-    whole_groups: bool = False  # it compares siblings: a group's samples stand one after the other in one micro batch
-
-
-LOSSES: Registry[PolicyLoss] = Registry("policy loss")
-
-
-def policy_loss(
-    name: str, *, needs_old_log_probs: bool, settings: tuple[str, ...] = (), **more: Any
-) -> Callable[[TokenLoss], TokenLoss]:
-    """Register a loss under `name`, the word a recipe's `algorithm.loss` uses. Arguments are those of `PolicyLoss`."""
-
-    check_settings(settings)
-
-    def add(function: TokenLoss) -> TokenLoss:
-        LOSSES.register(name)(PolicyLoss(function, needs_old_log_probs, settings, **more))
-        return function
-
-    return add
-
-
-CLIP = ("clip_low", "clip_high")
-
-
-def log_ratio(inputs: LossInputs) -> Tensor:
-    """log_probs - old_log_probs [T], within +-20: so that exp() of a planted extreme is large, not inf."""
-    assert inputs.old_log_probs is not None
-    return limited(inputs.log_probs - inputs.old_log_probs)
-
-
-def advantages_of(inputs: LossInputs) -> Tensor:
-    assert inputs.advantages is not None
-    return inputs.advantages
-
-
-def positive_advantage(inputs: LossInputs) -> Tensor:
-    """1.0 where the advantage is above 0, else 0.0: [T].
-
-    Here and below comparisons are made in place, on floats: a vector of bools takes ten times as long to make and to use.
-    """
-    return advantages_of(inputs).clone().gt_(0)
-
-
-def clipped_surrogate(ratio: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) [T]; with dual clip c and A < 0: at most -A c."""
-    downhill, fixed = -advantages_of(inputs), ratio.detach()
-    unclipped = downhill * fixed
-    loss = unclipped.maximum(fixed.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high).mul_(downhill))
-    metrics = {"actor/pg_clipfrac": (loss - unclipped).gt_(0), "actor/ratio": fixed}
-    if settings.dual_clip is not None:
-        bounded = loss.minimum(downhill.abs() * settings.dual_clip)  # which lies above every loss where A > 0
-        metrics["actor/pg_clipfrac_lower"] = (loss - bounded).gt_(0)
-        loss = bounded
-    passing = (loss - unclipped).eq_(0)
-    return with_slope(loss, downhill * passing, ratio), metrics
+__all__ = ["LOSSES", "Metrics", "PolicyLoss", "clipped_surrogate", "log_ratio", "policy_loss"]
 
 
 @policy_loss("ppo_clip", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))
@@ -114,7 +39,7 @@ def ppo_clip(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Met
 def cispo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """CISPO (MiniMax-M1, arXiv 2506.13585): -sg(clip(ratio, 1 - low, 1 + high)) A log_prob.
 
-    The ratio only weighs: a clipped token keeps its gradient. The paper clips above alone: `clip_low: 1`.
+    The ratio is only a weight: a clipped token keeps its gradient. The paper clips only above: `clip_low: 1`.
     """
     change = log_ratio(inputs)
     ratio = change.detach().exp()
@@ -131,7 +56,7 @@ def sapo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics
     """Soft adaptive policy optimisation (SAPO, arXiv 2511.20347): -A (4 / tau) sigmoid(tau (ratio - 1)).
 
     tau is `tau_positive` where A > 0, else `tau_negative`. At ratio 1 the gradient is the policy gradient; it fades
-    on both sides, without a bound at which it ends.
+    smoothly on both sides.
     """
     advantages, change = advantages_of(inputs), log_ratio(inputs)
     ratio = change.exp()
@@ -143,7 +68,7 @@ def sapo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics
 @policy_loss("dppo_tv", needs_old_log_probs=True, settings=(*CLIP, "ratio_cap"))
 def dppo_tv(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Divergence PPO, binary total variation (DPPO, arXiv 2602.04879): -sg(min(ratio, cap)) A log_prob for tokens
-    whose probability p has not moved too far: p - old p at most `clip_high` where A > 0, at least -`clip_low` else."""
+    within a trust region of the probability p: p - old p at most `clip_high` if A > 0, else at least -`clip_low`."""
     assert inputs.old_log_probs is not None
     moved = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
     room = (moved + settings.clip_low).lerp(settings.clip_high - moved, positive_advantage(inputs))
@@ -152,8 +77,8 @@ def dppo_tv(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metr
 
 @policy_loss("dppo_kl", needs_old_log_probs=True, settings=(*CLIP, "ratio_cap"))
 def dppo_kl(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Divergence PPO, binary KL (DPPO, arXiv 2602.04879): as `dppo_tv`, but what may not pass `clip_high` (A > 0) or
-    `clip_low` (else) is KL(old || current) of "this token or another one", and only where p moves A's way.
+    """Divergence PPO, binary KL (DPPO, arXiv 2602.04879): as `dppo_tv`, but the trust region bounds KL(old || current)
+    of "this token or another" by `clip_high` (A > 0) or `clip_low` (else), and only where p moves in A's direction.
 
     KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), with q the old probability.
     """
@@ -164,20 +89,20 @@ _PROBABILITY_EPS = 1e-8  # keeps the logarithm of a probability that rounds to 1
 
 
 def _within_divergence(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """1.0 for the tokens [T] that `dppo_kl` learns from, 0.0 for the others."""
+    """Return 1.0 for the tokens [T] inside the trust region of `dppo_kl`, else 0.0."""
     assert inputs.old_log_probs is not None
     p, q = inputs.log_probs.detach().exp(), inputs.old_log_probs.exp()
     change = inputs.log_probs.detach() - inputs.old_log_probs
-    others = ((1.0 - q).add_(_PROBABILITY_EPS) / (1.0 - p).add_(_PROBABILITY_EPS)).log_()
-    divergence = (1.0 - q).mul_(others).sub_(change.mul_(q))
+    log_odds = ((1.0 - q).add_(_PROBABILITY_EPS) / (1.0 - p).add_(_PROBABILITY_EPS)).log_()
+    divergence = (1.0 - q).mul_(log_odds).sub_(change.mul_(q))
     positive = positive_advantage(inputs)
     near = (settings.clip_low - divergence).lerp(settings.clip_high - divergence, positive).ge_(0)
-    other_way = (p - q).lerp(q - p, positive).ge_(0)
-    return near.maximum(other_way)
+    opposite = (p - q).lerp(q - p, positive).ge_(0)
+    return near.maximum(opposite)
 
 
 def _trusted(inside: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """DPPO's loss [T] of the tokens that are `inside` (1.0) the trust region, 0 for the others (0.0)."""
+    """Return DPPO's loss [T] of tokens with `inside` 1.0 (in the trust region), and 0 for tokens with 0.0."""
     change = log_ratio(inputs).detach()
     ratio = change.exp()
     loss = -ratio.clamp(max=settings.ratio_cap) * advantages_of(inputs) * inputs.log_probs

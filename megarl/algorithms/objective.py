@@ -1,4 +1,4 @@
-"""From the loss of each token to the number that one micro batch adds to the mini batch's loss."""
+"""The scalar loss of a micro batch: policy loss, rollout correction, KL and entropy, with metrics."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ if TYPE_CHECKING:
 
 
 def runs_old_log_prob_pass(settings: AlgorithmConfig) -> bool:
-    """Whether a pass before a step's updates gives the proximal policy's log-probs."""
+    """Return whether a forward pass before the updates computes the proximal policy's log-probs."""
     needed = LOSSES[settings.loss].needs_old_log_probs or settings.kl_in_reward
     return needed and settings.old_log_probs == "computed"
 
 
 def needs_reference(settings: AlgorithmConfig) -> bool:
-    """Whether anything compares the policy with the reference policy."""
+    """Return whether a loss term compares the policy with the reference policy."""
     return settings.kl_coef > 0 or LOSSES[settings.loss].needs_reference
 
 
 def runs_reference_pass(settings: AlgorithmConfig) -> bool:
-    """Whether the starting policy is kept, and its log-probs computed: those of a teacher come with the samples."""
+    """Return whether trainers keep the initial policy and compute its log-probs; a teacher's come with the samples."""
     return needs_reference(settings) and settings.reference == "start"
 
 
 def needs_teacher(settings: AlgorithmConfig) -> bool:
-    """Whether a teacher's engines tell their log-probs of the samples."""
+    """Return whether teacher engines score the samples."""
     return needs_reference(settings) and settings.reference == "teacher"
 
 
 def teacher_top_k(settings: AlgorithmConfig) -> int:
-    """How many of its likeliest tokens a teacher tells in each place; 0: the sampled token's log-prob alone."""
+    """Return how many of its most likely tokens a teacher reports per position; 0: only the sampled token's log-prob."""
     return settings.distill_top_k if LOSSES[settings.loss].needs_top else 0
 
 
 def with_proximal_policy(inputs: LossInputs, settings: AlgorithmConfig) -> LossInputs:
-    """`inputs` with `old_log_probs`, where no pass gave them: the policy's own of now, or the engine's."""
+    """Set `old_log_probs` if no pass computed them: the current policy's or the engine's."""
     if settings.old_log_probs == "current":
         return replace(inputs, old_log_probs=inputs.log_probs.detach())
     if settings.old_log_probs == "rollout":
@@ -52,8 +52,7 @@ def with_proximal_policy(inputs: LossInputs, settings: AlgorithmConfig) -> LossI
 
 
 def trainers_policy(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """Log-probs [T] that the engine's are compared with: the proximal policy's where a pass gave them, else the
-    current one's."""
+    """Return the trainer's log-probs [T] to compare with the engine's: the proximal policy's if computed, else current."""
     if runs_old_log_prob_pass(settings):
         assert inputs.old_log_probs is not None
         return inputs.old_log_probs
@@ -63,15 +62,14 @@ def trainers_policy(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
 def objective(
     inputs: LossInputs, settings: AlgorithmConfig, *, correction_scale: float = 1.0, kl_weight: float | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The scalar that one micro batch adds to the mini batch's loss, and what it adds to each metric.
+    """Return one micro batch's summand of the mini batch's loss (scalar), and of each metric.
 
-    Both are normalised over the whole mini batch already (through `loss_weights` and `token_share`):
-    summed over micro batches and over data- and context-parallel ranks they are the mini batch's loss
-    and the metrics' means over its masked tokens. `correction_scale`: see `correction.corrections`. `kl_weight`: of
-    the KL loss; None: `kl_coef`.
+    Both are already normalised over the whole mini batch (through `loss_weights` and `token_share`): summed over micro
+    batches and over data- and context-parallel ranks they give the mini batch's loss and the metrics' means over its
+    masked tokens. `correction_scale`: see `correction.corrections`. `kl_weight`: of the KL loss; None: `kl_coef`.
     """
     inputs = with_proximal_policy(inputs, settings)
-    # What stands where masked is kept out of the sums below, and here out of gradients: on their way back 0 x nan is nan, too.
+    # Sums skip masked entries. Gradients must not see them either: in the backward pass 0 x nan is nan.
     inputs = replace(inputs, log_probs=inputs.masked(inputs.log_probs))
     if inputs.top_log_probs is not None and inputs.reference_top_log_probs is not None:
         where = inputs.loss_mask[:, None] > 0
@@ -104,22 +102,22 @@ def objective(
 
 
 def held_out_metrics(inputs: LossInputs, settings: AlgorithmConfig) -> dict[str, Tensor]:
-    """What one micro batch of held-out rows adds to each metric of an evaluation: the loss, without KL and entropy, and
-    what it reports. To be summed as those of `objective`, over all held-out rows.
+    """Return one micro batch's summand of each metric of a held-out evaluation: the loss, without KL and entropy, and its
+    metrics. Summed over all held-out rows as in `objective`.
 
-    Nothing is updated meanwhile, so the policy is its own proximal one.
+    No update happens in between, so the policy equals its proximal policy.
     """
     inputs = replace(inputs, old_log_probs=inputs.log_probs)
     token_loss, token_metrics = LOSSES[settings.loss].function(inputs, settings)
-    found = {}
+    metrics = {}
     for name, values in token_metrics.items():
         metric = name.removeprefix("actor/")
-        found[f"eval/{metric}"] = inputs.total(values, inputs.token_share)
-    return {**found, "eval/loss": inputs.total(token_loss, inputs.loss_weights)}
+        metrics[f"eval/{metric}"] = inputs.total(values, inputs.token_share)
+    return {**metrics, "eval/loss": inputs.total(token_loss, inputs.loss_weights)}
 
 
 def kl_to_reference(inputs: LossInputs, settings: AlgorithmConfig) -> Tensor:
-    """The KL loss of each token [T]; straight through: its value with the gradient of k2."""
+    """Return the KL loss of each token [T]; with `kl_straight_through`, its value with the gradient of k2."""
     assert inputs.reference_log_probs is not None
     value = KL_ESTIMATORS[settings.kl_estimator](inputs.log_probs, inputs.reference_log_probs)
     if not settings.kl_straight_through:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.inputs import LossInputs
-from megarl.algorithms.losses import Metrics, policy_loss
+from megarl.algorithms.loss_registry import Metrics, policy_loss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 )
 def dpo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Direct preference optimisation (DPO, arXiv 2305.18290): -log sigmoid(beta (margin of chosen - margin of rejected)),
-    a margin being the sum over an answer's tokens of log_prob - reference log_prob. With label smoothing e (cDPO):
-    (1 - e) times that, and e times the same with the pair turned round.
+    where a margin is the sum over an answer's tokens of log_prob - reference log_prob. With label smoothing e (cDPO):
+    (1 - e) times that, plus e times the same with the pair reversed.
 
-    Both answers' tokens carry the pair's loss, so `seq_mean_token_mean` makes it the mean over pairs.
+    Both answers' tokens carry the pair's loss, so `seq_mean_token_mean` gives the mean over pairs.
     """
     assert inputs.reference_log_probs is not None
     margins = inputs.sequence_sums(inputs.log_probs - inputs.reference_log_probs)  # [2 pairs]: chosen, rejected, ...

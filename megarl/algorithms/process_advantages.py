@@ -1,7 +1,7 @@
-"""Process rewards: of steps within a response. Where they lie in the vectors, and advantages that are made of them.
+"""Process rewards (rewards of steps within a response): their position in token vectors, and advantages from them.
 
-A token that the policy did not choose (a tool's answer) earns nothing: a step that ends there belongs to the last chosen
-token before its end, or, where there is none, to the first.
+A token that the policy did not choose (tool output) gets no reward: a step that ends there moves to the last chosen token
+before its end, or to the first chosen token if none precedes it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
 
 def placed(steps: Steps, mask: np.ndarray) -> np.ndarray:
-    """The number of each step of a sample at the token that ends it; those of one token are added up. mask [L]: tokens
-    that the policy chose. Returns float64 [L]."""
+    """Return each step's number at the token that ends the step, summed per token: float64 [L].
+
+    mask [L]: tokens that the policy chose.
+    """
     vector, chosen = np.zeros(len(mask)), np.flatnonzero(mask)
     if steps and len(chosen):
         ends, numbers = zip(*steps, strict=True)
@@ -30,13 +32,15 @@ def placed(steps: Steps, mask: np.ndarray) -> np.ndarray:
 
 
 def up_to(steps: Steps, mask: np.ndarray) -> np.ndarray:
-    """As `placed`, each number at all tokens up to the one that ends the step."""
+    """Return, at each token, the sum of the numbers of steps that end there or later: float64 [L]; see `placed`."""
     return np.cumsum(placed(steps, mask)[::-1])[::-1]
 
 
 def normalised_steps(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """Each step's reward less the mean over all steps of its group, over their standard deviation + 1e-6 (with
-    ``normalize_by_std``): float64 [S]. 0 in a group of one sample."""
+    """Return (step reward - group mean) / (group std + 1e-6), over all steps of the group: float64 [S].
+
+    Without ``normalize_by_std`` no division. 0 in a group of one sample.
+    """
     groups = outcomes.groups[outcomes.step_samples]
     steps = GroupStatistics.of(Outcomes(outcomes.step_rewards, groups, np.ones(len(groups))))
     centred = outcomes.step_rewards - steps.mean
@@ -48,8 +52,8 @@ def normalised_steps(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarra
 @advantage("grpo_process", settings=("normalize_by_std",), needs_siblings=True, of_steps=normalised_steps)
 def grpo_process(outcomes: Outcomes, settings: AlgorithmConfig) -> np.ndarray:
     """GRPO with process supervision (DeepSeekMath, arXiv 2402.03300, section 4.1.3): (r - mean) / (std + 1e-6) of each
-    step's reward over all steps of the group; a token's advantage is the sum of those of the steps that end at it or
-    later. What the scorer gives the whole response (`score`, and shaping) is apart from that: its `grpo` advantage is
-    added at every token, and is 0 where it is the same for all of the group, as without outcomes in the paper."""
-    earned = np.bincount(outcomes.step_samples, weights=outcomes.step_rewards, minlength=len(outcomes.rewards))
-    return grpo(replace(outcomes, rewards=outcomes.rewards - earned), settings)
+    step's reward over all steps of the group; a token's advantage is the sum over the steps that end at it or later. The
+    reward of the whole response (`score`, and shaping) is separate: its `grpo` advantage is added at every token, and is 0
+    if it is equal within the group, as without outcomes in the paper."""
+    step_totals = np.bincount(outcomes.step_samples, weights=outcomes.step_rewards, minlength=len(outcomes.rewards))
+    return grpo(replace(outcomes, rewards=outcomes.rewards - step_totals), settings)

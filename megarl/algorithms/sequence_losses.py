@@ -1,22 +1,14 @@
-"""Policy losses whose importance ratio is a whole sequence's, given to each of its tokens.
+"""Policy losses with one importance ratio per sequence, applied to each of its tokens.
 
-Aggregated with `seq_mean_token_mean`, as the papers do, each sequence then weighs the same.
+With the aggregation `seq_mean_token_mean`, as in the papers, every sequence has the same weight.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.inputs import LossInputs, with_slope
-from megarl.algorithms.losses import (
-    CLIP,
-    Metrics,
-    advantages_of,
-    clipped_surrogate,
-    log_ratio,
-    policy_loss,
-    positive_advantage,
-)
+from megarl.algorithms.inputs import LossInputs, advantages_of, with_slope
+from megarl.algorithms.loss_registry import CLIP, Metrics, clipped_surrogate, log_ratio, policy_loss, positive_advantage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,8 +18,8 @@ if TYPE_CHECKING:
 
 @policy_loss("gspo", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))
 def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Group sequence policy optimisation (GSPO, arXiv 2507.18071): PPO's clipped surrogate with the sequence's
-    s = exp(mean of log_probs - old_log_probs over its tokens) as the ratio. The paper's bounds: 3e-4 and 4e-4."""
+    """Group sequence policy optimisation (GSPO, arXiv 2507.18071): PPO's clipped surrogate with the sequence ratio
+    s = exp(mean of log_probs - old_log_probs over its tokens). The paper's bounds: 3e-4 and 4e-4."""
     change = log_ratio(inputs)
     ratio = inputs.on_tokens(inputs.sequence_means(change).exp())
     loss, metrics = clipped_surrogate(ratio, inputs, settings)
@@ -36,9 +28,8 @@ def gspo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics
 
 @policy_loss("gspo_token", needs_old_log_probs=True, settings=(*CLIP, "dual_clip"))
 def gspo_token(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """GSPO-token (arXiv 2507.18071, section 4.3): the value of GSPO's ratio with the gradient of the token's own,
-    sg(s) p / sg(p), so that tokens of a sequence may have advantages of their own. Where they have not, its gradient
-    is GSPO's."""
+    """GSPO-token (arXiv 2507.18071, section 4.3): GSPO's ratio with a per-token gradient, sg(s) p / sg(p), so that tokens
+    of a sequence may have different advantages. With equal advantages its gradient is GSPO's."""
     change = log_ratio(inputs).detach()
     ratio = inputs.on_tokens(inputs.sequence_means(change).exp())
     loss, metrics = clipped_surrogate(with_slope(ratio, ratio, inputs.log_probs), inputs, settings)
@@ -48,10 +39,10 @@ def gspo_token(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, M
 @policy_loss("gmpo", needs_old_log_probs=True, settings=CLIP)
 def gmpo(inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """Geometric-mean policy optimisation (GMPO, arXiv 2507.20673): -A exp(mean over the sequence's tokens of the
-    log-ratio d, clipped on the side that A gains from).
+    log-ratio d, clipped on the side where A gains).
 
-    Per token: with A > 0 min(d, clip(d, -low, high)), with A < 0 max of the two: the bounds are those of the
-    log-ratio, 0.4 and 0.4 in the paper. A is the mean of the tokens' advantages.
+    Per token: min(d, clip(d, -low, high)) if A > 0, max of the two if A < 0. The bounds apply to the log-ratio: 0.4 and
+    0.4 in the paper. A is the mean of the tokens' advantages.
     """
     advantages, change = advantages_of(inputs), log_ratio(inputs)
     fixed = change.detach()

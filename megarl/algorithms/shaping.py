@@ -1,4 +1,4 @@
-"""What happens to outcome rewards before advantages: DAPO's overlong treatment and group filter (arXiv 2503.14476)."""
+"""Outcome rewards before advantages: DAPO's overlong penalty, overlong filter and group filter (arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def overlong_penalty(response_lengths: np.ndarray, max_length: int, buffer: int, factor: float) -> np.ndarray:
-    """Soft overlong punishment, equation 13: [B] lengths -> [B] numbers <= 0 to add to the reward.
+    """Return the soft overlong punishment (equation 13): lengths [B] (tokens) -> [B] numbers <= 0 to add to the reward.
 
-    0 up to max_length - buffer, then falling linearly to -factor at max_length. buffer 0: no punishment.
+    0 up to max_length - buffer, then falling linearly to -factor at max_length. buffer 0: no penalty.
     """
     lengths = np.asarray(response_lengths, dtype=np.float64)
     if buffer == 0:
@@ -50,9 +50,9 @@ def kl_penalties(kl: Sequence[np.ndarray], weight: float) -> np.ndarray:
 
 
 def has_spread(samples: Sequence[Sample], metric: str) -> bool:
-    """Whether a group's samples differ in `metric` ("reward" or a reward part): only then is there a gradient.
+    """Return whether a group's samples differ in `metric` ("reward" or a reward part): only then is there a gradient.
 
-    Raises ValueError where the metric is no part of the reward.
+    Raises ValueError if the reward does not report the metric.
     """
     if metric == "reward":
         values = [sample.reward for sample in samples]
@@ -69,10 +69,10 @@ def has_spread(samples: Sequence[Sample], metric: str) -> bool:
 
 
 def counts_in_loss(sample: Sample, overlong_filter: bool) -> bool:
-    """Overlong filtering: a truncated sample says nothing about how its answer would have ended."""
+    """Return False for a truncated sample under overlong filtering: its reward does not reflect a finished answer."""
     return not (overlong_filter and sample.truncated)
 
 
 def group_numbers(groups: Sequence[Group]) -> np.ndarray:
-    """Group of each sample of a batch, in the batch's order: int64 [B]."""
+    """Return the group number of each sample of a batch, int64 [B]."""
     return np.repeat([group.number for group in groups], [len(group.samples) for group in groups])

@@ -1,7 +1,7 @@
-"""Advantage estimators that give each token a number of its own, computed where the token vectors are.
+"""Per-token advantage estimators, computed on the ranks that hold the token vectors.
 
-One takes `TokenOutcomes` of a micro batch and the recipe's `AlgorithmConfig` and returns advantages [T]. Whitening over
-the whole batch (`whiten_advantages`) comes after it, since no process sees the whole batch.
+An estimator takes `TokenOutcomes` of a micro batch and the recipe's `AlgorithmConfig` and returns advantages [T].
+Whitening over the whole batch (`whiten_advantages`) follows separately, since no rank holds the whole batch.
 """
 
 from __future__ import annotations
@@ -22,27 +22,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenOutcomes:
-    """The samples of one micro batch, one after the other: B samples of T tokens together."""
+    """The concatenated samples of one micro batch: B samples with T tokens in total."""
 
-    rewards: np.ndarray  # float64 [B]: outcomes, without what steps earned
+    rewards: np.ndarray  # float64 [B]: outcomes, without step rewards
     mask: np.ndarray  # bool [T]: tokens that the policy chose and the loss counts
     lengths: Sequence[int]  # [B]: they sum to T
-    step_rewards: np.ndarray | None = None  # float64 [T]: of the steps that end at a token; None: no sample has any
-    penalties: np.ndarray | None = (
-        None  # float64 [T]: what the KL takes from it, with its sign; None: no KL in the reward
-    )
+    step_rewards: np.ndarray | None = None  # float64 [T]: at the token that ends each step; None: no sample has steps
+    penalties: np.ndarray | None = None  # float64 [T]: KL penalty, negative sign included; None: no KL in the reward
 
     @property
     def token_rewards(self) -> np.ndarray | None:
-        """What each token earns besides outcomes [T]; None: nothing."""
+        """Return step rewards + penalties [T]; None if there are neither."""
         return sum_of(self.step_rewards, self.penalties)
 
 
-def sum_of(one: np.ndarray | None, other: np.ndarray | None) -> np.ndarray | None:
-    """Of two vectors that may not be there."""
-    if one is None or other is None:
-        return one if other is None else other
-    return one + other
+def sum_of(a: np.ndarray | None, b: np.ndarray | None) -> np.ndarray | None:
+    """Return the sum of two optional vectors; None if both are None."""
+    if a is None or b is None:
+        return a if b is None else b
+    return a + b
 
 
 TokenEstimator = Callable[[TokenOutcomes, "AlgorithmConfig"], np.ndarray]
@@ -51,8 +49,10 @@ TokenEstimator = Callable[[TokenOutcomes, "AlgorithmConfig"], np.ndarray]
 def token_advantage(
     name: str, *, settings: tuple[str, ...] = (), **more: Any
 ) -> Callable[[TokenEstimator], TokenEstimator]:
-    """Register an estimator under `name`, the word a recipe's `algorithm.advantage` uses. Arguments are those of
-    `AdvantageEstimator`."""
+    """Register an estimator under `name`, its value in a recipe's `algorithm.advantage`.
+
+    Further arguments: fields of `AdvantageEstimator`.
+    """
     check_settings(settings)
 
     def add(function: TokenEstimator) -> TokenEstimator:
@@ -66,8 +66,8 @@ def token_advantage(
 
 @token_advantage("reinforce_plus_plus", settings=("gamma",))
 def reinforce_plus_plus(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """REINFORCE++ (arXiv 2501.03262): each token's discounted return to go, rewards of steps and KL penalty included, no
-    baseline but the batch's mean (`whiten_advantages`). Tokens between turns take no part and no time."""
+    """REINFORCE++ (arXiv 2501.03262): the discounted return-to-go of each token, step rewards and KL penalty included, with
+    the batch mean as the only baseline (`whiten_advantages`). Tokens between turns are skipped and not discounted."""
     return returns_to_go(
         outcomes.rewards, outcomes.mask, outcomes.lengths, gamma=settings.gamma, token_rewards=outcomes.token_rewards
     )
@@ -75,7 +75,7 @@ def reinforce_plus_plus(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> n
 
 @token_advantage("on_policy_distillation", needs_kl_in_reward=True)
 def on_policy_distillation(outcomes: TokenOutcomes, settings: AlgorithmConfig) -> np.ndarray:
-    """On-policy distillation (Thinking Machines, 2025; MiniLLM, arXiv 2306.08543, without its later rewards): what the KL
-    takes from each token alone, -kl_coef (log p(policy) - log p(teacher)): neither outcomes nor rewards of steps."""
+    """On-policy distillation (Thinking Machines, 2025; MiniLLM, arXiv 2306.08543, without its later rewards): the advantage
+    is the KL penalty of each token, -kl_coef (log p(policy) - log p(teacher)); outcomes and step rewards are not used."""
     assert outcomes.penalties is not None
     return np.where(outcomes.mask, outcomes.penalties, 0.0)

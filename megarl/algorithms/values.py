@@ -1,4 +1,4 @@
-"""The critic's side of PPO: the value loss, and what is known of a batch's values. Pure."""
+"""The critic's value loss and value statistics. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValueMoments:
-    """Of the masked tokens of a batch, or of a part of it; parts add up."""
+    """Moments over the masked tokens of a batch or a part of it; parts add up."""
 
     values: Moments = Moments()
     returns: Moments = Moments()
@@ -28,18 +28,18 @@ class ValueMoments:
 
 @dataclass
 class ValueInputs:
-    """What the value loss sees: flat per-token vectors of one micro batch, all [T]. Only `values` carries gradients."""
+    """Inputs of the value loss: per-token vectors [T] of one micro batch. Only `values` carries gradients."""
 
     values: Tensor  # of the current weights
     old_values: Tensor  # before this step's updates
     returns: Tensor
     loss_mask: Tensor  # 1.0 where the loss counts the token, else 0.0
-    loss_weights: Tensor  # what each token weighs in the aggregated loss; 0 where masked
-    token_share: Tensor  # loss_mask / masked tokens of the mini batch: its sum over everything is 1
+    loss_weights: Tensor  # weight of each token in the aggregated loss; 0 where masked
+    token_share: Tensor  # loss_mask / masked tokens of the mini batch: sums to 1 over the mini batch
 
 
 def value_loss(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error of each token [T], and per-token metrics.
+    """Return half the squared error of each token [T], and per-token metrics.
 
     With `clip`, PPO's clipped form (as in OpenAI baselines' ppo2): the larger of the errors of V and of
     clamp(V, old V - clip, old V + clip), so that a step beyond `clip` gains nothing.
@@ -49,14 +49,14 @@ def value_loss(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[st
     values = inputs.values.detach()
     error = values - inputs.returns
     loss = 0.5 * error.square()
-    near = values.clamp(inputs.old_values - clip, inputs.old_values + clip)  # the value itself, where it is near
+    near = values.clamp(inputs.old_values - clip, inputs.old_values + clip)  # V if it is within clip of old V
     clipped = 0.5 * (near - inputs.returns).square()
     worse = (clipped - loss).gt_(0)  # such a token has no gradient
     return with_slope(loss.maximum(clipped), error * (1.0 - worse), inputs.values), {"critic/vf_clipfrac": worse}
 
 
 def value_objective(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
-    """What one micro batch adds to the mini batch's value loss, and to each metric; see `objective.objective`."""
+    """Return one micro batch's summand of the mini batch's value loss and of each metric; see `objective.objective`."""
     inputs = replace(inputs, values=kept(inputs.values, inputs.loss_mask))  # as `objective` does with log-probs
     token_loss, metrics = value_loss(inputs, clip)
 

@@ -1,28 +1,27 @@
-"""Which device computes which sample, and in which forward pass: pure functions over lengths.
+"""Pack samples into micro batches and assign them to data-parallel ranks: pure functions over lengths.
 
-Invariants, held by property tests:
-- every sample of a mini batch stands in exactly one micro batch of one data-parallel rank;
-- every rank has the same number of micro batches (collectives need that), none of them empty;
-- a micro batch holds at most `max_tokens` tokens, unless a single longer sample fills it alone;
+Invariants, checked by property tests:
+- every sample of a mini batch is in exactly one micro batch of one data-parallel rank;
+- every rank has the same number of micro batches (collectives need that), and none is empty;
+- a micro batch has at most `max_tokens` tokens, unless it holds a single longer sample;
 - the same input gives the same plan.
 
-Goals beyond these, in this order, and what is promised of them:
-1. Full: `share` is at least 0.97, for a batch whose tokens fill some whole number of rounds (one micro batch of each
-   rank) to between 0.97 and 0.99. Rounds are equally full, so a batch of 3.1 rounds takes 4 at 0.78 each; a batch of
-   50 rounds or more always has such a number.
-2. Even: `imbalance` is at most 1.03, counted in costs (FLOPs, attention's square included). Then pipeline stages do not
-   wait for each other, nor ranks that exchange tokens within a forward pass (expert parallel) or at its end.
-Both hold for lengths that spread (GSM8K-like, log-normal, Pareto, uniform: tests/batching/test_packing.py) where micro batches
-hold 8 samples or more on average and no sample costs more than half of what an average micro batch does. Elsewhere they
-are as even as swaps make them, which may be far from it: as many tokens cost more in long samples than in short ones, by
-attention's square, and a full micro batch cannot make up for that. A larger `max_tokens` mends it.
+Goals, in order of priority, and their guarantees:
+1. Full: `share` is at least 0.97, if the batch's tokens fill some whole number of rounds (one micro batch on each
+   rank) to between 0.97 and 0.99. Rounds are equally full, so a batch of 3.1 rounds takes 4 rounds at 0.78 each; a batch
+   of 50 or more rounds always has such a number.
+2. Even: `imbalance` is at most 1.03, measured in costs (FLOPs, with attention's square). Then pipeline stages do not
+   wait for each other, nor do ranks that communicate within a forward pass (expert parallel) or at its end.
+Both hold for spread-out lengths (GSM8K-like, log-normal, Pareto, uniform: tests/batching/test_packing.py) with at least
+8 samples per micro batch on average and no sample above half the cost of an average micro batch. Otherwise micro batches
+are as even as swaps make them, which may be far from even: long samples cost more per token than short ones, and a full
+micro batch has no room to compensate. A larger `max_tokens` helps.
 
-The method: longest first into the micro batch of least cost (Graham's LPT rule, 1969) that has room left. Where that does
-not fit or is uneven, micro batches are added as far as 1 allows, then samples are swapped between large and small ones;
-where nothing else fits, best fit decreasing (Johnson, 1974) finds the number. verl and slime find a number first (from
-the tokens, or by first fit) and divide into as many parts of near equal size by the largest differencing method
-(Karmarkar and Karp, 1982), which knows no limit: a part may exceed it. benchmarks/packing.py holds the methods to each
-other.
+Method: longest first, into the micro batch of least cost (Graham's LPT rule, 1969) with room left. If that does not fit
+or is uneven, micro batches are added within goal 1, then samples are swapped between large and small ones. If nothing
+else fits, best fit decreasing (Johnson, 1974) determines the number. verl and slime first determine a number (from the
+tokens, or by first fit) and then split into that many nearly equal parts with the largest differencing method (Karmarkar
+and Karp, 1982), which ignores the limit: a part may exceed it. benchmarks/packing.py compares the methods.
 """
 
 from __future__ import annotations
@@ -36,29 +35,29 @@ from typing import NamedTuple
 
 import numpy as np
 
-FULL = 0.97  # share down to which micro batches are added where that makes them even
+FULL = 0.97  # smallest share for which micro batches are added to improve balance
 EVEN = 1.03  # imbalance that needs no more micro batches
 
-_NEAR_ENOUGH = 1.01  # times the mean: what is not larger stays as it is
-_IDLE_ROUNDS = 4  # of swaps in which the largest micro batch did not shrink: then it stays as it is
-_PAIRS = 500_000  # of samples that are looked at in a round of swaps
+_NEAR_ENOUGH = 1.01  # times the mean: smaller bins are not swapped
+_IDLE_ROUNDS = 4  # rounds of swaps without a smaller largest micro batch before the search stops
+_PAIRS = 500_000  # sample pairs per round of swaps
 
 Bins = list[list[int]]
 
 
 class Slot(NamedTuple):
-    """One sample in a micro batch. A filler repeats a sample with weight 0 where a rank would have nothing to compute."""
+    """One sample in a micro batch. A filler repeats a sample with weight 0 on a rank that would have no work."""
 
     sample: int
     filler: bool = False
 
 
 Plan = list[list[list[Slot]]]
-"""For each rank its micro batches, in the order in which they are computed."""
+"""For each rank, its micro batches in order of execution."""
 
 
 def expand(plan: Plan, sizes: Sequence[int]) -> Plan:
-    """A plan of bundles, the b-th of `sizes[b]` neighbouring samples -> the plan of the samples, bundles kept whole."""
+    """Expand a plan of bundles (the b-th has `sizes[b]` neighbouring samples) to a plan of samples, bundles kept together."""
     firsts = np.cumsum([0, *sizes]).tolist()
 
     def samples(bundle: Slot) -> list[Slot]:
@@ -71,23 +70,25 @@ def expand(plan: Plan, sizes: Sequence[int]) -> Plan:
 
 
 def split_evenly(count: int, parts: int) -> list[range]:
-    """`count` things in order, cut into at most `parts` runs whose sizes differ by one at the most; no run is empty."""
+    """Split `count` ordered items into at most `parts` runs whose sizes differ by at most one, without empty runs."""
     parts = min(parts, count)
     bounds = [count * part // parts for part in range(parts + 1)] if parts else [0]
     return [range(start, end) for start, end in itertools.pairwise(bounds)]
 
 
 def share(plan: Plan, lengths: Sequence[int] | np.ndarray, max_tokens: int) -> float:
-    """Real tokens over what the plan's micro batches could hold. Nothing is padded up to `max_tokens`: a low share means
-    more, smaller forward passes than necessary, not padding that is computed. A sample longer than the limit counts as
-    the limit, and a filler as nothing."""
+    """Return the fraction of the micro batches' token capacity that holds real tokens.
+
+    Micro batches are not padded to `max_tokens`: a low share means more, smaller forward passes than necessary. A
+    sample longer than the limit counts as the limit, a filler as 0.
+    """
     real = [slot.sample for slot in _slots(plan) if not slot.filler]
     tokens = float(np.minimum(np.asarray(lengths)[real], max_tokens).sum())
     return tokens / (max_tokens * sum(len(micro_batches) for micro_batches in plan))
 
 
 def imbalance(plan: Plan, costs: Sequence[float] | np.ndarray) -> float:
-    """Cost of the largest micro batch, of any rank, over their mean; at least 1."""
+    """Return the cost of the largest micro batch of any rank divided by their mean; at least 1."""
     loads = [sum(costs[slot.sample] for slot in micro_batch) for rank in plan for micro_batch in rank]
     return float(max(loads) / np.mean(loads))
 
@@ -103,10 +104,10 @@ def plan_micro_batches(
     multiple_of: int = 1,
     costs: Sequence[float] | np.ndarray | None = None,
 ) -> Plan:
-    """Pack one mini batch: lengths [B] in tokens, positive -> for each of `ranks` its micro batches.
+    """Pack one mini batch with lengths [B] (tokens, positive): return the micro batches of each of `ranks`.
 
-    `costs` [B] are what samples take to compute, in any unit (`ModelFlops.of`); None: their lengths. The number of
-    micro batches of a rank is a multiple of `multiple_of` (pipeline stages under interleaving).
+    `costs` [B]: compute cost of each sample in any unit (`ModelFlops.of`); None: the lengths. The number of micro
+    batches of a rank is a multiple of `multiple_of` (pipeline stages under interleaving).
     """
     assert len(lengths) and ranks > 0 and multiple_of > 0
     length = np.asarray(lengths, dtype=np.int64)
@@ -115,7 +116,7 @@ def plan_micro_batches(
     def rounded(count: float) -> int:
         return math.ceil(count / multiple_of) * multiple_of
 
-    capacity = np.minimum(length, max_tokens).sum() / max_tokens / ranks  # micro batches of a rank, were they full
+    capacity = np.minimum(length, max_tokens).sum() / max_tokens / ranks  # micro batches per rank if all were full
     fewest = rounded(capacity)
     most = max(fewest, int(capacity / FULL) // multiple_of * multiple_of)
     best, least = None, math.inf
@@ -135,25 +136,27 @@ def plan_micro_batches(
 
 
 def _totals(bins: Bins, values: np.ndarray) -> np.ndarray:
-    """Sum of the members' values, float64 [bins]."""
+    """Return the sum of the members' values, float64 [bins]."""
     members = np.fromiter(itertools.chain.from_iterable(bins), dtype=np.int64)
     owners = np.repeat(np.arange(len(bins)), [len(bin_members) for bin_members in bins])
     return np.bincount(owners, weights=values[members], minlength=len(bins))
 
 
 def _longest_first(length: np.ndarray) -> list[tuple[int, int]]:
-    """(sample, length)"""
+    """Return (sample, length) pairs, longest first."""
     order = np.argsort(-length, kind="stable")
     return list(zip(order.tolist(), length[order].tolist(), strict=True))
 
 
 def _spread(length: np.ndarray, cost: np.ndarray, count: int, max_tokens: int) -> Bins | None:
-    """Longest first, each into the bin of least cost (LPT) that has room for it. None where none has."""
+    """Assign longest first to the bin of least cost (LPT) with room for it. None if a sample does not fit."""
     costs = cost.tolist()
     bins: Bins = [[] for _ in range(count)]
     room = [max_tokens] * count
     least = [(0.0, index) for index in range(count)]  # (cost, bin)
-    waiting: list[tuple[int, int, float]] = []  # (-room, bin, cost): too full for what comes now, not for all to come
+    waiting: list[
+        tuple[int, int, float]
+    ] = []  # (-room, bin, cost): too full for the current sample, not for shorter ones
     for sample, tokens in _longest_first(length):
         while waiting and -waiting[0][0] >= tokens:
             _, index, load = heapq.heappop(waiting)
@@ -171,16 +174,16 @@ def _spread(length: np.ndarray, cost: np.ndarray, count: int, max_tokens: int) -
 
 
 def _fill(length: np.ndarray, max_tokens: int) -> Bins:
-    """Longest first, each into the fullest bin that has room for it (best fit): few bins, uneven ones."""
+    """Assign longest first to the fullest bin with room for it (best fit): few but uneven bins."""
     bins: Bins = []
     rooms: list[tuple[int, int]] = []  # (room, bin), sorted
     for sample, tokens in _longest_first(length):
-        place = bisect.bisect_left(rooms, (tokens, -1))
-        if place == len(rooms):
+        position = bisect.bisect_left(rooms, (tokens, -1))
+        if position == len(rooms):
             room, index = max_tokens, len(bins)
             bins.append([])
         else:
-            room, index = rooms.pop(place)
+            room, index = rooms.pop(position)
         bins[index].append(sample)
         if room > tokens:
             bisect.insort(rooms, (room - tokens, index))
@@ -188,7 +191,7 @@ def _fill(length: np.ndarray, max_tokens: int) -> Bins:
 
 
 def _divide(bins: Bins, count: int) -> Bins:
-    """The same in `count` bins, none of them empty while there are samples: the shortest leave the most crowded bins."""
+    """Extend to `count` bins by moving the shortest sample out of the most crowded bin; none is empty if samples suffice."""
     crowded = [(-len(members), index) for index, members in enumerate(bins)]
     heapq.heapify(crowded)
     for _ in range(count - len(bins)):
@@ -199,8 +202,10 @@ def _divide(bins: Bins, count: int) -> Bins:
 
 
 def _even_out(bins: Bins, length: np.ndarray, cost: np.ndarray, max_tokens: int) -> float:
-    """Swap samples between large bins and small ones as long as the largest shrinks. Returns how many times the largest
-    is what it can be at best: the mean, or the costliest sample where that is more."""
+    """Swap samples between large and small bins until the largest stops shrinking.
+
+    Returns the largest load as a multiple of its lower bound: the mean, or the costliest sample if that is larger.
+    """
     load, room = _totals(bins, cost), max_tokens - _totals(bins, length)
     goal = max(load.mean(), cost.max())
     largest, idle = load.max(), 0
@@ -208,7 +213,7 @@ def _even_out(bins: Bins, length: np.ndarray, cost: np.ndarray, max_tokens: int)
         order, half = np.argsort(load, kind="stable"), len(load) // 2
         large = order[half:][::-1]
         large = large[load[large] > _NEAR_ENOUGH * load.mean()]
-        small = np.roll(order[:half], -idle)[: len(large)]  # where nothing came of it, other partners
+        small = np.roll(order[:half], -idle)[: len(large)]  # other partners after a round without improvement
         _swap(bins, large[: len(small)], small, length, cost, load, room, turn=idle)
         idle = 0 if load.max() < 0.999 * largest else idle + 1
         largest = load.max()
@@ -226,31 +231,35 @@ def _swap(
     *,
     turn: int,
 ) -> None:
-    """For each pair of bins large[p] and small[p]: the swap of a sample for a cheaper one, or for none, that brings
-    their loads closest. Keeps `load` and `room` up to date. `turn` varies which samples of a crowded bin are tried."""
+    """Swap a sample for a cheaper one, or for none, in each pair of bins large[p], small[p], to bring their loads closest.
+
+    Updates `load` and `room`. `turn` selects which samples of a crowded bin are tried.
+    """
     if not len(large):
         return
-    none = len(length)  # an index of no sample
+    none = len(length)  # index that stands for no sample
     length, cost = np.append(length, 0), np.append(cost, 0.0)
     width = int(np.clip(math.sqrt(_PAIRS / len(large)), 4, 64))
     out = np.array([_some(bins[index], width, turn, none) for index in large])
     back = np.array([[*_some(bins[index], width, turn, none), none] for index in small])
-    tokens = length[out][:, :, None] - length[back][:, None]  # [pairs, width, width + 1]: what the swap carries over
+    tokens = length[out][:, :, None] - length[back][:, None]  # [pairs, width, width + 1]: tokens moved by the swap
     carried = cost[out][:, :, None] - cost[back][:, None]
     gap = (load[large] - load[small])[:, None, None]
     fits = (tokens <= room[small][:, None, None]) & (-tokens <= room[large][:, None, None])
-    fits &= (carried > 0.02 * gap) & (carried < 0.98 * gap)  # so a bin's only sample stays: it carries the gap or more
+    fits &= (carried > 0.02 * gap) & (
+        carried < 0.98 * gap
+    )  # a bin's only sample never moves: it carries at least the gap
     miss = np.where(fits, np.abs(carried - gap / 2), np.inf).reshape(len(large), -1)
     for pair, best in enumerate(miss.argmin(axis=1).tolist()):
         if miss[pair, best] == np.inf:
             continue
         i, j = divmod(best, back.shape[1])
-        source, target, gone, come = large[pair], small[pair], int(out[pair, i]), int(back[pair, j])
-        bins[source].remove(gone)
-        bins[target].append(gone)
-        if come != none:
-            bins[target].remove(come)
-            bins[source].append(come)
+        source, target, leaving, entering = large[pair], small[pair], int(out[pair, i]), int(back[pair, j])
+        bins[source].remove(leaving)
+        bins[target].append(leaving)
+        if entering != none:
+            bins[target].remove(entering)
+            bins[source].append(entering)
         load[source] -= carried[pair, i, j]
         load[target] += carried[pair, i, j]
         room[source] += tokens[pair, i, j]
@@ -258,16 +267,16 @@ def _swap(
 
 
 def _some(members: list[int], width: int, turn: int, none: int) -> list[int]:
-    """`width` of a bin's members, spread over all of them; `none` where there are fewer."""
+    """Return `width` members of a bin, spread over all of them, padded with `none`."""
     stride = max(1, -(-len(members) // width))
     some = members[turn % stride :: stride]
     return some + [none] * (width - len(some))
 
 
 def _deal(bins: Bins, length: np.ndarray, cost: np.ndarray, ranks: int) -> Plan:
-    """What ranks compute at the same time are neighbours in load; the largest of them goes to the rank with least so far.
+    """Assign bins of similar load to ranks at the same time; the largest goes to the rank with the least load so far.
 
-    The smallest come first and last: while a pipeline fills and drains, stages wait for these.
+    The smallest run first and last: stages wait for them while a pipeline fills and drains.
     """
     load = _totals(bins, cost)
     order = np.argsort(load, kind="stable")[::-1].tolist()

@@ -1,9 +1,8 @@
-"""Micro batches whose sequences are padded to the longest of them (`megatron.packing: false`). Pure.
+"""Micro batches padded to their longest sequence (`megatron.packing: false`). Pure functions.
 
-What a micro batch costs is then sequences x longest, so sequences of like length go together. Invariants, as in
-schedule.py: each sample stands in one micro batch of one rank; all ranks have the same number of micro batches, none of
-them empty; a micro batch computes at most `max_tokens` tokens, padding up to the longest sequence included, unless a
-single longer sample fills it alone.
+A micro batch then costs sequences x longest, so sequences of similar length go together. Invariants, as in packing.py:
+each sample is in one micro batch of one rank; all ranks have the same number of micro batches, none empty; a micro batch
+computes at most `max_tokens` tokens, padding included, unless it holds a single longer sample.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ from megarl.batching.packing import Plan, Slot
 def plan_padded_micro_batches(
     lengths: Sequence[int] | np.ndarray, ranks: int, max_tokens: int, multiple_of: int = 1
 ) -> Plan:
-    """Lay out one mini batch: lengths [B] -> for each of `ranks` its micro batches, whose number is a multiple of
-    `multiple_of`."""
+    """Lay out one mini batch with lengths [B]: return the micro batches of each of `ranks`.
+
+    Their number per rank is a multiple of `multiple_of`.
+    """
     assert len(lengths) and ranks > 0 and multiple_of > 0
     order = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
     rectangles = []
@@ -27,21 +28,21 @@ def plan_padded_micro_batches(
         count = max(1, max_tokens // int(lengths[order[0]]))
         rectangles.append(order[:count])
         order = order[count:]
-    wanted = -(-len(rectangles) // (ranks * multiple_of)) * ranks * multiple_of
-    while len(rectangles) < wanted:
+    needed = -(-len(rectangles) // (ranks * multiple_of)) * ranks * multiple_of
+    while len(rectangles) < needed:
         largest = max(rectangles, key=lambda members: (len(members) > 1, len(members) * lengths[members[0]]))
         if len(largest) == 1:
             break
-        place, half = rectangles.index(largest), len(largest) // 2
-        rectangles[place : place + 1] = [largest[:half], largest[half:]]
+        position, half = rectangles.index(largest), len(largest) // 2
+        rectangles[position : position + 1] = [largest[:half], largest[half:]]
     shortest = min(range(len(lengths)), key=lambda sample: (lengths[sample], sample))
     slots = [[Slot(sample) for sample in sorted(members)] for members in rectangles]
-    slots += [[Slot(shortest, filler=True)] for _ in range(wanted - len(rectangles))]
+    slots += [[Slot(shortest, filler=True)] for _ in range(needed - len(rectangles))]
     return _deal(slots, lengths, ranks)
 
 
 def _deal(micro_batches: list[list[Slot]], lengths: Sequence[int] | np.ndarray, ranks: int) -> Plan:
-    """Each rank the same number, to and fro from the largest."""
+    """Assign micro batches to ranks from the largest on, in alternating rank order; every rank gets the same number."""
 
     def size(slots: list[Slot]) -> int:
         return len(slots) * int(max(lengths[slot.sample] for slot in slots))

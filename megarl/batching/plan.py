@@ -1,4 +1,4 @@
-"""From a batch to each data-parallel rank's shard: advantages, loss weights, mini and micro batches. Pure."""
+"""Lay a batch out over data-parallel ranks: advantages, loss weights, mini and micro batches. Pure functions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megarl.types import Group, Metrics, Sample, Shard, ShardSample, Steps
 
 @dataclass
 class StepPlan:
-    """What each data-parallel rank trains on, and what is known of the batch before anybody computes."""
+    """The shards of all data-parallel ranks, and facts of the batch that need no forward pass."""
 
     shards: list[Shard]
     metrics: Metrics
     outcomes: Outcomes  # of all samples of the batch
-    flops: float  # of one forward pass over the batch; 0 where the model's are not counted
+    flops: float  # of one forward pass over the batch; 0 if `model_flops` is None
     update_flops: float  # of the actor's forward and backward passes
 
 
@@ -38,9 +38,9 @@ def plan_step(
 ) -> StepPlan:
     """Lay out one batch over `data_parallel` ranks.
 
-    Mini batches are runs of whole groups in admission order. Every normaliser is counted here, over a
-    whole mini batch, before anything is split. Micro batches are balanced by FLOPs, or by tokens where
-    `model_flops` is None.
+    Mini batches are runs of whole groups in admission order. All normalisers are counted here, over a whole mini batch,
+    before it is split. Micro batches are balanced by FLOPs, or by tokens if `model_flops` is None. Raises ValueError if
+    the batch lacks greedy samples or step rewards that the advantage estimator needs.
     """
     samples = [sample for group in groups for sample in group.samples]
     loss_tokens = np.array(
@@ -52,7 +52,7 @@ def plan_step(
     of_samples = None if recipe.algorithm.kl_in_reward else estimator.function
     advantages = of_samples(outcomes, recipe.algorithm) if of_samples else np.zeros(len(samples))
     of_steps = _of_steps(estimator, outcomes, recipe, samples)
-    credited = _Credited(samples, advantages, of_steps)
+    scored = _ScoredSamples(samples, advantages, of_steps)
     lengths, costs = _lengths_and_costs(samples, model_flops)
     packing = _Packing()
     firsts = np.cumsum([0] + [len(group.samples) for group in groups])
@@ -62,16 +62,16 @@ def plan_step(
         sizes = _bundles(groups[run.start : run.stop], recipe)
         tokens = loss_tokens[members.start : members.stop]
         weights = AGGREGATIONS[recipe.algorithm.aggregation](tokens, recipe.rollout.max_response_length)
-        own_lengths, own_costs = lengths[members], costs[members]
-        plan = plan_mini_batch(own_lengths, own_costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
-        packing.add(plan, own_lengths, own_costs, _limit(recipe))
-        _add_mini_batch(shards, plan, int(tokens.sum()), credited, members, tokens, weights)
+        run_lengths, run_costs = lengths[members], costs[members]
+        plan = plan_mini_batch(run_lengths, run_costs, sizes, recipe, data_parallel, micro_batches_multiple_of)
+        packing.add(plan, run_lengths, run_costs, _limit(recipe))
+        _add_mini_batch(shards, plan, int(tokens.sum()), scored, members, tokens, weights)
     metrics = {**_length_metrics(samples, loss_tokens), **packing.metrics()}
     if recipe.train.source == "rollout":  # demonstrations are not scored
         metrics.update(_reward_metrics(samples))
         if outcomes.greedy_rewards is not None:
             metrics["critic/rewards/greedy"] = float(np.mean(outcomes.greedy_rewards))
-        if of_samples:  # else they come later
+        if of_samples:  # otherwise advantages are computed later
             metrics.update(spread("critic/advantages", advantages + _sums(of_steps)))
     if model_flops is None:
         return StepPlan(shards, metrics, outcomes, 0.0, 0.0)
@@ -80,9 +80,9 @@ def plan_step(
 
 
 def held_out_weights(loss_tokens: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """What each token of a held-out sample weighs in eval/loss: loss_tokens [B] of all of them -> weights [B].
+    """Return the weight of each sample's tokens in eval/loss: loss_tokens [B] of all held-out samples -> weights [B].
 
-    It is a mean over tokens, or over groups where the loss compares siblings, whatever `algorithm.aggregation` says.
+    A mean over tokens, or over groups for a loss that compares siblings, independent of `algorithm.aggregation`.
     """
     name = "seq_mean_token_mean" if LOSSES[recipe.algorithm.loss].whole_groups else "token_mean"
     return AGGREGATIONS[name](loss_tokens, recipe.rollout.max_response_length)
@@ -97,18 +97,18 @@ def plan_held_out(
     micro_batches_multiple_of: int,
     model_flops: ModelFlops | None = None,
 ) -> list[Shard]:
-    """Lay out some of the held-out rows over `data_parallel` ranks, as one mini batch that is only looked at.
+    """Lay out some of the held-out rows over `data_parallel` ranks, as one mini batch for evaluation only.
 
-    `weights` [B] of their samples and `loss_tokens` are counted over all held-out rows, so that metrics need only be
-    added up, however many pieces the rows are computed in.
+    `weights` [B] of their samples and `loss_tokens` are counted over all held-out rows, so metrics of several such
+    batches can simply be summed.
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths, costs = _lengths_and_costs(samples, model_flops)
     plan = plan_mini_batch(lengths, costs, _bundles(groups, recipe), recipe, data_parallel, micro_batches_multiple_of)
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
     tokens = np.array([sample.loss_tokens for sample in samples])
-    credited = _Credited(samples, np.zeros(len(samples)), [()] * len(samples))
-    _add_mini_batch(shards, plan, loss_tokens, credited, range(len(samples)), tokens, weights)
+    scored = _ScoredSamples(samples, np.zeros(len(samples)), [()] * len(samples))
+    _add_mini_batch(shards, plan, loss_tokens, scored, range(len(samples)), tokens, weights)
     return shards
 
 
@@ -118,52 +118,54 @@ def _lengths_and_costs(samples: Sequence[Sample], model_flops: ModelFlops | None
 
 
 def _bundles(groups: Sequence[Group], recipe: Recipe) -> list[int]:
-    """How many neighbouring samples stay together, bundle by bundle: a group's, where the loss compares them."""
+    """Return the sizes of runs of neighbouring samples that stay together: groups, for a loss that compares siblings."""
     sizes = [len(group.samples) for group in groups]
     return sizes if LOSSES[recipe.algorithm.loss].whole_groups else [1] * sum(sizes)
 
 
 def _steps_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
-    """Of all steps of the batch, what they earned [S] and whose they are [S]."""
+    """Return the rewards [S] of all steps of the batch, and the sample index of each [S]."""
     rewards = [reward for sample in samples for _, reward in sample.steps]
-    return np.array(rewards, dtype=np.float64), np.repeat(np.arange(len(samples)), [len(one.steps) for one in samples])
+    counts = [len(sample.steps) for sample in samples]
+    return np.array(rewards, dtype=np.float64), np.repeat(np.arange(len(samples)), counts)
 
 
 def _of_steps(
     estimator: AdvantageEstimator, outcomes: Outcomes, recipe: Recipe, samples: Sequence[Sample]
 ) -> list[Steps]:
-    """What the estimator says of the steps of each sample; nothing of any where it looks at whole samples alone.
+    """Return the step advantages of each sample; empty for an estimator without step advantages.
 
-    Raises ValueError where it looks at steps, and the scorer knows none."""
+    Raises ValueError if the estimator needs step rewards and the scorer returned none.
+    """
     if estimator.of_steps is None:
         return [()] * len(samples)
     if not any("steps" in sample.reward_parts for sample in samples):
         raise ValueError(
-            f"algorithm.advantage is '{recipe.algorithm.advantage}', which is made of rewards of steps, and the scorer gave "
+            f"algorithm.advantage is '{recipe.algorithm.advantage}', which needs rewards of steps, and the scorer gave "
             "none of the batch's samples any. Have it return `steps` (an empty list for a response without one), or "
             "choose another algorithm.advantage"
         )
-    found = iter(estimator.of_steps(outcomes, recipe.algorithm).tolist())
-    return [tuple((token, next(found)) for token, _ in sample.steps) for sample in samples]
+    advantages = iter(estimator.of_steps(outcomes, recipe.algorithm).tolist())
+    return [tuple((token, next(advantages)) for token, _ in sample.steps) for sample in samples]
 
 
 def _sums(steps: Sequence[Steps]) -> np.ndarray:
-    """Of the numbers of each sample's steps [B]."""
-    return np.array([sum(number for _, number in own) for own in steps])
+    """Return the sum over each sample's steps [B]."""
+    return np.array([sum(number for _, number in sample_steps) for sample_steps in steps])
 
 
 def sums_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """Of neighbours: the sum of the first `sizes[0]` values, of the next `sizes[1]`, ..."""
+    """Return sums over runs of neighbours: of the first `sizes[0]` values, of the next `sizes[1]`, ..."""
     return np.add.reduceat(values, np.cumsum([0, *sizes[:-1]]))
 
 
 def largest_of(values: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """As `sums_of`, the largest."""
+    """Return maxima over runs of neighbours: of the first `sizes[0]` values, of the next `sizes[1]`, ..."""
     return np.maximum.reduceat(values, np.cumsum([0, *sizes[:-1]]))
 
 
 def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:
-    """Of each sample's group [B]; None where no greedy samples were taken. Raises ValueError where only some were."""
+    """Return the greedy reward of each sample's group [B]; None without greedy samples. ValueError if only some have one."""
     rewards = [group.greedy.reward for group in groups if group.greedy is not None]
     if rewards and len(rewards) < len(groups):
         raise ValueError(
@@ -176,24 +178,24 @@ def _greedy_rewards(groups: Sequence[Group]) -> np.ndarray | None:
 def plan_mini_batch(
     lengths: np.ndarray, costs: np.ndarray, sizes: Sequence[int], recipe: Recipe, data_parallel: int, multiple_of: int
 ) -> Plan:
-    """Micro batches of one mini batch, in which bundles of `sizes` neighbouring samples stay together."""
+    """Return the micro batches of one mini batch; runs of `sizes` neighbouring samples stay together."""
     limit = _limit(recipe)
     if recipe.megatron.packing:
         bundles = sums_of(lengths, sizes), data_parallel, limit, multiple_of, sums_of(costs, sizes)
         return expand(plan_micro_batches(*bundles), sizes)
-    # As long as they are computed: each as the longest of its bundle.
+    # A padded bundle costs its size x its longest sample.
     padded = [size * longest for size, longest in zip(sizes, largest_of(lengths, sizes), strict=True)]
     return expand(plan_padded_micro_batches(padded, data_parallel, limit, multiple_of), sizes)
 
 
 def _limit(recipe: Recipe) -> int:
-    """Tokens of a micro batch. Context-parallel devices compute one together, a part of each sequence each."""
+    """Return the token limit of a micro batch. Context-parallel ranks share one, with a part of each sequence each."""
     return recipe.actor.max_tokens_per_micro_batch * recipe.megatron.context_parallel
 
 
 @dataclass
 class _Packing:
-    """How full and how even the micro batches of each mini batch are."""
+    """Fill and balance of the micro batches of each mini batch."""
 
     counts: list[int] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
@@ -213,41 +215,43 @@ class _Packing:
 
 
 @dataclass(frozen=True)
-class _Credited:
-    """The samples of a batch, and what is known of their advantages before any token is looked at."""
+class _ScoredSamples:
+    """The samples of a batch with the advantages that are known before any forward pass."""
 
     samples: Sequence[Sample]
     advantages: np.ndarray  # [B]
-    of_steps: Sequence[Steps]  # of each sample's steps
+    of_steps: Sequence[Steps]  # step advantages of each sample
 
 
 def _add_mini_batch(
     shards: Sequence[Shard],
     plan: Plan,
     loss_tokens: int,
-    credited: _Credited,
+    scored: _ScoredSamples,
     members: range,
     tokens: np.ndarray,
     weights: np.ndarray,
 ) -> None:
-    """Give each shard its micro batches of `plan`, which numbers the `members` of the batch from 0, as `tokens` and
-    `weights` do."""
+    """Append the micro batches of `plan` to each shard.
+
+    `plan`, `tokens` and `weights` count the `members` of the batch from 0.
+    """
     for shard, micro_batches in zip(shards, plan, strict=True):
         shard.loss_tokens.append(loss_tokens)
         shard.mini_batches.append(
             [
-                [_place(shard, slot, credited, members, tokens, weights) for slot in micro_batch]
+                [_place(shard, slot, scored, members, tokens, weights) for slot in micro_batch]
                 for micro_batch in micro_batches
             ]
         )
 
 
 def _place(
-    shard: Shard, slot: Slot, credited: _Credited, members: range, tokens: np.ndarray, weights: np.ndarray
+    shard: Shard, slot: Slot, scored: _ScoredSamples, members: range, tokens: np.ndarray, weights: np.ndarray
 ) -> int:
-    """Add one sample to a shard; returns its index there."""
+    """Append one sample to a shard; return its index there."""
     number = members[slot.sample]
-    sample = credited.samples[number]
+    sample = scored.samples[number]
     counts = not slot.filler and tokens[slot.sample] > 0
     shard.samples.append(
         ShardSample(
@@ -256,17 +260,17 @@ def _place(
             length=sample.length,
             number=number,
             reward=sample.outcome,
-            advantage=float(credited.advantages[number]),
+            advantage=float(scored.advantages[number]),
             loss_weight=float(weights[slot.sample]) if counts else 0.0,
             steps=sample.steps,
-            step_advantages=credited.of_steps[number],
+            step_advantages=scored.of_steps[number],
         )
     )
     return len(shard.samples) - 1
 
 
 def _length_metrics(samples: Sequence[Sample], loss_tokens: np.ndarray) -> Metrics:
-    """Lengths of what is trained on, under the names that users already plot."""
+    """Return metrics of the batch's lengths (tokens), under verl's names."""
     return {
         **spread("response_length", [sample.response_length for sample in samples]),
         **spread("prompt_length", [sample.prompt_length for sample in samples]),
@@ -277,7 +281,7 @@ def _length_metrics(samples: Sequence[Sample], loss_tokens: np.ndarray) -> Metri
 
 
 def _reward_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Rewards and their parts of what is trained on."""
+    """Return metrics of the batch's rewards and reward parts."""
     metrics = spread("critic/rewards", [sample.reward for sample in samples])
     if any("steps" in sample.reward_parts for sample in samples):
         metrics.update(spread("critic/step_count", [len(sample.steps) for sample in samples]))
@@ -287,7 +291,7 @@ def _reward_metrics(samples: Sequence[Sample]) -> Metrics:
 
 
 def spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
-    """Mean, maximum and minimum, as metrics."""
+    """Return mean, maximum and minimum as metrics."""
     return {
         f"{name}/mean": float(np.mean(values)),
         f"{name}/max": float(np.max(values)),
@@ -297,28 +301,28 @@ def spread(name: str, values: Sequence[float] | np.ndarray) -> Metrics:
 
 @dataclass(frozen=True)
 class Route:
-    """Which samples two shards of the same batch share: their numbers in the one and in the other, pair by pair."""
+    """Samples that two shards of the same batch share: their indices in the source and the target shard, pairwise."""
 
     source: list[int]
     target: list[int]
 
 
 def routes(sources: Sequence[Shard], targets: Sequence[Shard]) -> list[list[Route]]:
-    """What each of `sources` has for each of `targets`: [source][target], of the samples that count in the loss.
+    """Return the routes [source][target] of the samples that count in the loss.
 
-    Both are plans of one batch. Every such sample of a target is in one route to it.
+    Both sides are plans of one batch. Exactly one route leads to each such sample of a target.
     """
-    places = {
-        sample.number: (rank, own)
+    source_of = {
+        sample.number: (rank, index)
         for rank, shard in enumerate(sources)
-        for own, sample in enumerate(shard.samples)
+        for index, sample in enumerate(shard.samples)
         if sample.loss_weight > 0
     }
-    found = [[Route([], []) for _ in targets] for _ in sources]
+    table = [[Route([], []) for _ in targets] for _ in sources]
     for rank, shard in enumerate(targets):
-        for own, sample in enumerate(shard.samples):
+        for index, sample in enumerate(shard.samples):
             if sample.loss_weight > 0:
-                source, place = places[sample.number]
-                found[source][rank].source.append(place)
-                found[source][rank].target.append(own)
-    return found
+                source, source_index = source_of[sample.number]
+                table[source][rank].source.append(source_index)
+                table[source][rank].target.append(index)
+    return table

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.registry import import_own
+from megarl.registry import import_user_module
 from megarl.rewards.settings import ScorerSettings
 from megarl.types import Turn
 
@@ -301,7 +301,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _import_scorer(path: str) -> Scorer:
     module_name, _, function_name = path.partition(":")
     try:
-        module = import_own(module_name)
+        module = import_user_module(module_name)
     except Exception as error:
         raise ValueError(
             f"reward.function {path!r}: importing {module_name!r} failed with {type(error).__name__}: {error}. "

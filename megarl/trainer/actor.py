@@ -9,7 +9,7 @@ import numpy as np
 
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.correction import Mismatch, weight_totals
-from megarl.algorithms.covariance import TokenSums, threshold
+from megarl.algorithms.covariance import threshold
 from megarl.algorithms.moments import Moments, Whitening
 from megarl.algorithms.objective import (
     held_out_metrics,
@@ -23,6 +23,7 @@ from megarl.algorithms.objective import (
     with_proximal_policy,
 )
 from megarl.algorithms.token_advantages import TokenOutcomes
+from megarl.algorithms.token_sums import TokenSums
 from megarl.recipe.exchange import weights_directory
 from megarl.recipe.schema import Recipe
 from megarl.trainer.worker import Worker, collect_parts, traced

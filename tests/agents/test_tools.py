@@ -117,7 +117,7 @@ def test_what_cannot_be_told_to_a_policy_is_refused(function: Callable[..., Any]
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("code_interpretr", "there is no tool 'code_interpretr'; did you mean 'code_interpreter'"),
+        ("code_interpretr", "unknown tool 'code_interpretr'; did you mean 'code_interpreter'"),
         (f"{OWN}:ad", "ad of tests.support.agent_tools is not there; did you mean 'add'"),
         (f"{OWN}:not_a_tool", "is not decorated with megarl.agents.tool"),
         ("no_such_module:add", "importing 'no_such_module' failed with ModuleNotFoundError"),

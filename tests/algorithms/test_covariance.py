@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megarl.algorithms.catalogue import LOSSES
-from megarl.algorithms.covariance import TokenSums, covariances, threshold
+from megarl.algorithms.covariance import covariances, threshold
 from megarl.algorithms.inputs import LossInputs
+from megarl.algorithms.token_sums import TokenSums
 from megarl.recipe.algorithm import AlgorithmConfig
 from tests.support.loss_cases import inputs, part_of, random_inputs, sequences_of, settings
 

@@ -1,0 +1,91 @@
+"""Registry of policy losses, and parts that several losses share.
+
+A loss takes `LossInputs` and the recipe's `AlgorithmConfig` and returns the loss of each token [T] and metrics: per-token
+vectors [T], reported as means over the masked tokens. It declares the passes it needs, so that unused passes do not
+run, and the settings it reads, so that a recipe with an unused setting is refused. `objective` aggregates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megarl.algorithms.inputs import LossInputs, advantages_of, with_slope
+from megarl.algorithms.kl import limited
+from megarl.recipe.algorithm import check_settings
+from megarl.registry import Registry
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from megarl.algorithms.token_sums import TokenSums
+    from megarl.recipe.algorithm import AlgorithmConfig
+
+Metrics = dict[str, "Tensor"]
+TokenLoss = Callable[[LossInputs, "AlgorithmConfig"], "tuple[Tensor, Metrics]"]
+Scores = Callable[[LossInputs, "TokenSums", "np.ndarray", "AlgorithmConfig"], "np.ndarray"]
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """A registered loss."""
+
+    function: TokenLoss
+    needs_old_log_probs: bool  # it compares the policy with the proximal policy
+    settings: tuple[str, ...]  # the fields of `AlgorithmConfig` that it reads
+    scores: Scores | None = None  # selects the tokens of the mini batch with the highest scores: see covariance.py
+    source: str = "rollout"  # the `train.source` that it learns from
+    needs_advantages: bool = True
+    needs_reference: bool = False  # the reference policy's log-probs, even if `kl_coef` is 0
+    needs_top: bool = False  # log-probs of a teacher's most likely tokens, too
+    whole_groups: bool = False  # it compares siblings: a group's samples are adjacent in one micro batch
+
+
+LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+
+def policy_loss(
+    name: str, *, needs_old_log_probs: bool, settings: tuple[str, ...] = (), **more: Any
+) -> Callable[[TokenLoss], TokenLoss]:
+    """Register a loss under `name`, its value in a recipe's `algorithm.loss`. Further arguments: fields of `PolicyLoss`."""
+
+    check_settings(settings)
+
+    def add(function: TokenLoss) -> TokenLoss:
+        LOSSES.register(name)(PolicyLoss(function, needs_old_log_probs, settings, **more))
+        return function
+
+    return add
+
+
+CLIP = ("clip_low", "clip_high")
+
+
+def log_ratio(inputs: LossInputs) -> Tensor:
+    """Return log_probs - old_log_probs [T], clamped to +-20 so that exp() of an outlier is large, not inf."""
+    assert inputs.old_log_probs is not None
+    return limited(inputs.log_probs - inputs.old_log_probs)
+
+
+def positive_advantage(inputs: LossInputs) -> Tensor:
+    """Return 1.0 where the advantage is above 0, else 0.0: [T].
+
+    Comparisons in losses are in place and on floats: a bool vector takes ten times as long to create and to use.
+    """
+    return advantages_of(inputs).clone().gt_(0)
+
+
+def clipped_surrogate(ratio: Tensor, inputs: LossInputs, settings: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Return max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) [T]; with dual clip c and A < 0 at most -A c."""
+    downhill, fixed = -advantages_of(inputs), ratio.detach()
+    unclipped = downhill * fixed
+    loss = unclipped.maximum(fixed.clamp(1.0 - settings.clip_low, 1.0 + settings.clip_high).mul_(downhill))
+    metrics = {"actor/pg_clipfrac": (loss - unclipped).gt_(0), "actor/ratio": fixed}
+    if settings.dual_clip is not None:
+        bounded = loss.minimum(downhill.abs() * settings.dual_clip)  # above every loss where A > 0
+        metrics["actor/pg_clipfrac_lower"] = (loss - bounded).gt_(0)
+        loss = bounded
+    passing = (loss - unclipped).eq_(0)
+    return with_slope(loss, downhill * passing, ratio), metrics
