@@ -242,9 +242,7 @@ class TestGrpoProcess:
         )
         for sample in groups[0].samples:
             sample.reward_parts = {}
-        with pytest.raises(
-            ValueError, match="'grpo_process', which is made of rewards of steps, and the scorer gave none"
-        ):
+        with pytest.raises(ValueError, match="'grpo_process', which needs rewards of steps, and the scorer gave none"):
             given(recipe, groups)
 
 
