@@ -1,16 +1,20 @@
-"""What must survive a power cut."""
+"""Write files and directories so that a crash or power cut never leaves a partial one, with clear disk-full errors."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
+
 
 def sync(path: Path) -> None:
-    """Return once what was written to the file `path`, or renamed within the folder `path`, is on the disk."""
+    """Flush a file's contents, or a folder's directory entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -18,8 +22,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write a file whose contents are on the disk at the end. Its name is once `sync` of its folder returns."""
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and flush its contents to disk. Call `sync` on its folder to make its name durable, too."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -27,11 +31,11 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def give_default_mode(path: Path) -> None:
-    """Set the permissions that `open` gives a new file under this process's umask.
+    """Set the permissions of a new file under this process's umask.
 
-    safetensors writes through a private temporary file and leaves mode 0600, whatever the umask.
+    safetensors writes through a private temporary file and leaves mode 0600, independent of the umask.
     """
-    probe = path.with_name(f".{path.name}.mode")  # the umask itself can only be read by changing it for all threads
+    probe = path.with_name(f".{path.name}.mode")  # reading the umask would change it for all threads
     descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT, 0o666)
     try:
         mode = os.fstat(descriptor).st_mode & 0o777
@@ -42,14 +46,14 @@ def give_default_mode(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def written_whole(directory: Path) -> Iterator[Path]:
-    """A folder for the block to fill, that is called `directory` once it is full and on the disk, and not before.
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """Yield a temporary folder for the block to fill, then flush it to disk and rename it to `directory`.
 
-    Until then it is `.NAME.partial` beside it, which is deleted where the block raises; one that a killed process
-    left is deleted first. A `directory` of before is replaced: until the new one has its name, the old one is there,
-    for a moment as `.NAME.replaced`. Raises ValueError for a mount point, which cannot be renamed.
+    The temporary folder is `.NAME.partial` in the same parent. It is deleted if the block raises; one left by a killed
+    process is deleted first. An existing `directory` is replaced, and stays in place until then (for a moment as
+    `.NAME.replaced`). Raises ValueError for a mount point, which cannot be renamed.
     """
-    directory = directory.resolve()  # what a link points to is filled where it lies
+    directory = directory.resolve()  # for a link, replace its target
     if directory.is_mount():
         raise ValueError(f"{directory} is a mount point, which cannot be renamed: choose a folder in it")
     partial, replaced = (directory.with_name(f".{directory.name}.{state}") for state in ("partial", "replaced"))
@@ -71,3 +75,138 @@ def written_whole(directory: Path) -> Iterator[Path]:
     sync(directory.parent)
     if replaced.exists():
         shutil.rmtree(replaced)
+
+
+class DiskFullError(OSError):
+    """A write failed because the disk or quota is full. The message names the file and the remedy."""
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Convert "no space left" (ENOSPC) and "quota exceeded" (EDQUOT) in the block to a `DiskFullError`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL or isinstance(error, DiskFullError):
+            raise
+        raise DiskFullError(error.errno, _full_text(path, error)) from error
+
+
+def mount_point(path: Path) -> Path:
+    """Return the mount point of the file system of `path`, which need not exist."""
+    path = path.absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_mount())
+
+
+def _full_text(path: Path, error: OSError) -> str:
+    folder = path if path.is_dir() else path.parent
+    usage, disk = shutil.disk_usage(folder), mount_point(folder)
+    cause = "the quota is used up" if error.errno == errno.EDQUOT else "the disk is full"
+    return (
+        f"{path} could not be written: {cause} (file system mounted at {disk}: {usage.free:,} of {usage.total:,} bytes "
+        "free). All earlier writes are complete. Free some space there (old checkpoints are the largest files of a run; "
+        "train.keep_checkpoints sets how many are kept), or move the run's directory to a larger disk and set runs_dir. "
+        "Then resume with train.resume=auto."
+    )
+
+
+class AppendFile:
+    """An append-only file with all-or-nothing writes.
+
+    Other processes see a `write` as soon as it returns; with ``sync=True`` it also survives a power cut.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool = False) -> None:
+        self.path = path
+        with disk_errors(path):
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if fresh else 0)
+            self._descriptor: int | None = os.open(path, flags, 0o666)  # minus the umask
+
+    def write(self, data: bytes, *, sync: bool = False) -> None:
+        """Append `data`. On an error, such as `DiskFullError`, the file is unchanged."""
+        assert self._descriptor is not None, f"{self.path} is closed"
+        before = os.fstat(self._descriptor).st_size
+        with disk_errors(self.path):
+            try:
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+                if sync:
+                    os.fsync(self._descriptor)
+            except OSError:
+                os.ftruncate(self._descriptor, before)
+                raise
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+class Reserve:
+    """Disk space reserved for a small file that must be written even if the disk is full.
+
+    Raises `DiskFullError` if the space is not available now. On file systems that free space with a delay (some network
+    file systems) the reserve has no effect.
+    """
+
+    def __init__(self, path: Path, size: int = 1 << 18) -> None:
+        self._path = path
+        with disk_errors(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                os.posix_fallocate(descriptor, 0, size)
+            except OSError as error:
+                path.unlink()
+                if error.errno not in _NO_FALLOCATE:
+                    raise
+            finally:
+                os.close(descriptor)
+
+    def release(self) -> None:
+        """Free the space. Later calls do nothing."""
+        self._path.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by `data` atomically: a reader sees the old or the new file, also after a crash."""
+    part = _part(path)
+    try:
+        file = AppendFile(part, fresh=True)
+        try:
+            file.write(data, sync=True)
+        finally:
+            file.close()
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def check_target(option: str, path: Path) -> None:
+    """Check before long work that its result can be written to `path`. Raises ValueError that names `option`."""
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder. Name a file in it, as in {path / 'page.html'}.")
+    if not path.parent.is_dir():
+        problem = "is a file" if path.parent.exists() else "does not exist"
+        raise ValueError(f"{option} {path}: the folder {path.parent} {problem}. Make it, or name another place.")
+    part = _part(path)
+    try:
+        AppendFile(part, fresh=True).close()
+        part.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{option} {path}: nothing can be written to the folder {path.parent} ({error.strerror}). Name another place."
+        ) from error
+
+
+def check_new(option: str, path: Path) -> None:
+    """Run `check_target`, and raise ValueError if the file exists: it would be overwritten."""
+    check_target(option, path)
+    if path.exists():
+        raise ValueError(f"{option} {path} is there already, and would be lost. Name another file, or move this one.")
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.atomic_files import sync, write_durably
+from megarl.atomic_files import sync, write_synced
 from megarl.checkpoint.manifest import FileSum, find_damage, write_manifest
 from megarl.rollout.admission import TriedGroup
 from megarl.types import Group, InlineData, Sample, SampleFailure, SampleImages, SampleTokens, ToolUse, Turn
@@ -199,8 +199,8 @@ def _write_state(folder: Path, state: dict[str, Any]) -> None:
     plain = {**state, "source": {**state["source"], "gathered": gathered}}
     file = io.BytesIO()
     np.savez(file, **vectors)  # type: ignore[arg-type]
-    write_durably(folder / "waiting.npz", file.getvalue())
-    write_durably(folder / "controller.json", json.dumps(plain).encode())
+    write_synced(folder / "waiting.npz", file.getvalue())
+    write_synced(folder / "controller.json", json.dumps(plain).encode())
 
 
 def _write_group(item: TriedGroup, vectors: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from megarl.atomic_files import write_durably
+from megarl.atomic_files import write_synced
 
 MANIFEST = "manifest.json"
 _BLOCK = 1 << 22
@@ -36,7 +36,7 @@ def write_manifest(folder: Path, computed: dict[str, FileSum]) -> None:
     sums = {name: list(computed.get(name) or file_sum(folder / name)) for name in _files(folder)}
     missing = sorted(set(computed) - set(sums))
     assert not missing, f"files were written but are missing: {missing}"
-    write_durably(folder / MANIFEST, json.dumps({"files": sums}, indent=0).encode())
+    write_synced(folder / MANIFEST, json.dumps({"files": sums}, indent=0).encode())
 
 
 def find_damage(folder: Path, *, checksums: bool = True) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.atomic_files import write_durably
+from megarl.atomic_files import write_synced
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.schema import DataConfig
 
@@ -71,7 +71,7 @@ class TokenCache:
         partial = path.with_name(f".{uuid.uuid4().hex}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_durably(partial, hashlib.sha256(data).digest() + data)
+            write_synced(partial, hashlib.sha256(data).digest() + data)
             partial.rename(path)
         except OSError as error:
             self.notice(f"tokenised rows could not be kept in {self.directory} ({error.strerror}): set data.cache")

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 
-from megarl.atomic_files import sync, write_durably
+from megarl.atomic_files import sync, write_synced
 from megarl.checkpoint.manifest import FileSum, file_sum
 from megarl.megatron.checkpoint_shards import set_updates, shards_to_load, shards_to_save, updates
 from megarl.megatron.model import Model, seed_everything
@@ -110,7 +110,7 @@ class Save:
         sync(self.directory / random_file(self.rank))
         names = [random_file(self.rank)]
         if self.rank == 0:
-            write_durably(self.directory / _STATE_FILE, json.dumps(self._state).encode())
+            write_synced(self.directory / _STATE_FILE, json.dumps(self._state).encode())
             names.append(_STATE_FILE)
         return files | {name: file_sum(self.directory / name) for name in names}
 
@@ -118,7 +118,7 @@ class Save:
         """Write and rename: a poller never sees a partial receipt."""
         partial = self.receipt.with_suffix(".partial")
         try:
-            write_durably(partial, json.dumps(receipt).encode())
+            write_synced(partial, json.dumps(receipt).encode())
             partial.rename(self.receipt)
         except OSError as error:
             self._error = self._error or _failed_write(self.directory, self.bytes, error)

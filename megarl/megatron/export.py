@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from megarl.atomic_files import give_default_mode, written_whole
+from megarl.atomic_files import atomic_directory, give_default_mode
 from megarl.hf.weights import CONVERSION
 
 _SHARD_BYTES = 4 * 2**30
@@ -47,7 +47,7 @@ def save_hf(
     Raises RuntimeError if any other tensor of `source` is missing from `weights`, instead of mixing trained and old
     weights. `change`: for a model that differs from `source`.
 
-    `directory` replaces an earlier one atomically, after a sync; see `atomic_files.written_whole`.
+    `directory` replaces an earlier one atomically, after a sync; see `atomic_files.atomic_directory`.
     """
     rank = torch.distributed.get_rank()
     if rank != 0:
@@ -55,7 +55,7 @@ def save_hf(
             pass
         torch.distributed.barrier()
         return
-    with written_whole(directory) as partial:
+    with atomic_directory(directory) as partial:
         for file in sorted(source.iterdir()):
             if file.is_file() and not file.name.endswith((".safetensors", ".bin", ".pt", ".pth", _INDEX, CONVERSION)):
                 shutil.copyfile(file, partial / file.name)

@@ -15,8 +15,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megarl.atomic_files import AppendFile, Reserve, write_atomically
 from megarl.observe.console import Console, make_console
-from megarl.observe.files import AppendFile, Reserve, drop_torn_line, json_line, strict, write_whole
+from megarl.observe.json_lines import drop_torn_line, json_line, strict
 from megarl.observe.metrics import MetricsLog, read_metrics
 from megarl.observe.report.page import write_report
 from megarl.observe.run_dir import RunDirectory
@@ -273,7 +274,7 @@ class RunLog:
             "evaluation": _before_and_after(lines),
             "sessions": self._sessions,
         }
-        write_whole(self.run_dir.summary, json.dumps(strict(summary), indent=1).encode())
+        write_atomically(self.run_dir.summary, json.dumps(strict(summary), indent=1).encode())
 
 
 def _before_and_after(lines: list[dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.observe.files import AppendFile, drop_torn_line, json_line, write_whole
+from megarl.atomic_files import AppendFile, write_atomically
+from megarl.observe.json_lines import drop_torn_line, json_line
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.sinks import Sink
 
@@ -81,7 +82,7 @@ class MetricsLog:
 
     def _rewrite(self, lines: list[bytes]) -> None:
         self._file.close()
-        write_whole(self._run_dir.metrics, b"".join(lines))
+        write_atomically(self._run_dir.metrics, b"".join(lines))
         self._file = AppendFile(self._run_dir.metrics)
 
 

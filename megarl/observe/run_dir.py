@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.observe.files import disk_errors, write_whole
+from megarl.atomic_files import disk_errors, write_atomically
 
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -123,8 +123,8 @@ class RunDirectory:
             number = 1
             while (kept := self.path / f"recipe.resolved.{number}.yaml").exists():
                 number += 1
-            write_whole(kept, old)
-        write_whole(self.recipe, data)
+            write_atomically(kept, old)
+        write_atomically(self.recipe, data)
 
     def _held_text(self) -> str:
         holder = self._read_holder()

@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from megarl.atomic_files import disk_errors, write_atomically
 from megarl.batching.packing import split_evenly
-from megarl.observe.files import disk_errors, json_line, read_lines, write_whole
+from megarl.observe.json_lines import json_line, read_lines
 from megarl.observe.run_dir import RunDirectory
 from megarl.types import Group, Sample, SampleTokens, Turn
 
@@ -105,7 +106,7 @@ def write_samples(run_dir: RunDirectory, step: int, records: Sequence[dict[str, 
     path = sample_path(run_dir, step)
     with disk_errors(path):
         run_dir.samples.mkdir(parents=True, exist_ok=True)
-    write_whole(path, b"".join(json_line(dict(record)) for record in chosen))
+    write_atomically(path, b"".join(json_line(dict(record)) for record in chosen))
     return len(chosen)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
-from megarl.observe.files import disk_errors, write_whole
+from megarl.atomic_files import disk_errors, write_atomically
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.schema import Recipe
 
@@ -205,4 +205,4 @@ def _tracker_id(run_dir: RunDirectory, tracker: str) -> str | None:
 
 def _keep_tracker_id(run_dir: RunDirectory, tracker: str, run_id: str) -> None:
     ids = json.loads(run_dir.tracker_ids.read_text()) if run_dir.tracker_ids.exists() else {}
-    write_whole(run_dir.tracker_ids, json.dumps({**ids, tracker: run_id}).encode())
+    write_atomically(run_dir.tracker_ids, json.dumps({**ids, tracker: run_id}).encode())

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.observe.files import AppendFile, json_line
+from megarl.atomic_files import AppendFile
+from megarl.observe.json_lines import json_line
 
 _TAIL = 4 << 20  # bytes read back for the report's timeline
 

@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.atomic_files import AppendFile, DiskFullError, write_atomically
 from megarl.commands.data.tiny_weights import write_weights
 from megarl.megatron.export import _Shards
-from megarl.observe.files import AppendFile, DiskFullError, json_line, write_whole
+from megarl.observe.json_lines import json_line
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import MetricsLog, read_metrics
 from megarl.observe.run_dir import RunDirectory
@@ -159,9 +160,9 @@ def test_full_disk_leaves_whole_lines_and_says_what_to_do(tmp_path: Path) -> Non
 
 def test_replacing_a_file_on_a_full_disk_keeps_the_old_one(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
-        write_whole(disk / "summary.json", b"old")
+        write_atomically(disk / "summary.json", b"old")
         with pytest.raises(DiskFullError, match=r"summary\.json"):
-            write_whole(disk / "summary.json", b"x" * 100_000)
+            write_atomically(disk / "summary.json", b"x" * 100_000)
         assert (disk / "summary.json").read_bytes() == b"old"
         assert [path.name for path in disk.iterdir()] == ["summary.json"]
 
@@ -219,7 +220,7 @@ def test_a_run_without_room_for_its_summary_does_not_start(tmp_path: Path) -> No
 def test_files_get_the_permissions_of_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
     old = os.umask(mask)
     try:
-        write_whole(tmp_path / "whole", b"x")
+        write_atomically(tmp_path / "whole", b"x")
         _Shards(tmp_path).write(iter([("weight", torch.zeros(2))]))
         write_weights(tmp_path / "tiny.safetensors", TINY, 0, 0.1)
     finally:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megarl.observe.files import read_lines
+from megarl.observe.json_lines import read_lines
 from megarl.observe.log import RunLog
 from megarl.observe.metrics import read_metrics
 from megarl.observe.run_dir import RunDirectory

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.observe.files import json_line
+from megarl.observe.json_lines import json_line
 from megarl.observe.report.page import write_report
 from megarl.observe.report.samples import MAX_TURNS, TURNS_BYTES, _fair_length, shortened
 from megarl.observe.run_dir import RunDirectory

@@ -10,10 +10,10 @@ from typing import Any, NoReturn
 import pytest
 
 from megarl import assembly, cli
+from megarl.atomic_files import DiskFullError
 from megarl.checkpoint import next_commands
 from megarl.errors import InputError
 from megarl.exit_status import Terminated, guarded
-from megarl.observe.files import DiskFullError
 from megarl.observe.log import RunLog
 from tests.runs.test_train import settings
 from tests.support.checkpoint_parts import saver, state

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.atomic_files import write_durably
+from megarl.atomic_files import write_synced
 from megarl.checkpoint.manifest import file_sum
 from megarl.checkpoint.saver import Saver
 from megarl.recipe.schema import TrainConfig
@@ -85,9 +85,9 @@ class Trainers:
         for rank in range(2):
             directory.mkdir(exist_ok=True)
             name = f"tensors_{rank}"
-            write_durably(directory / name, contents + bytes([rank]))
+            write_synced(directory / name, contents + bytes([rank]))
             receipt = {"files": {name: file_sum(directory / name)}, "tensors": {"w": [5, 10]}, "seconds": 0.5 + rank}
-            write_durably(directory / f"receipt_{rank}.json", json.dumps(receipt).encode())
+            write_synced(directory / f"receipt_{rank}.json", json.dumps(receipt).encode())
         self._wrote = True
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl import platform as platforms
+from megarl.atomic_files import write_atomically
 from megarl.commands.accept.bundle import VERDICT, write_bundle
 from megarl.commands.accept.catalogue import BUNDLE, BUNDLE_MINUTES, STAGES, Stage, shares, stage_numbers
 from megarl.commands.accept.result import FAIL, PASS, to_json, verdict_of
@@ -18,7 +19,6 @@ from megarl.commands.accept.settings import FILE, Settings, parse_stages, read_s
 from megarl.commands.doctor.found import torch_sees
 from megarl.commands.doctor.machine import Machine
 from megarl.errors import InputError, as_input_error
-from megarl.observe.files import write_whole
 from megarl.platform.kinds import kind_of
 
 CPU_PROCESSES = 2  # ranks that a CPU stands for
@@ -124,7 +124,7 @@ def _resumed(options: Options) -> Settings:
     if options.stages is not None and not options.expect:
         again = parse_stages(options.stages, stage_numbers())
         kept = [result for result in results if result.number not in again]
-        write_whole(options.resume / RESULTS, to_json(kept).encode())
+        write_atomically(options.resume / RESULTS, to_json(kept).encode())
         settings = replace(settings, stages=tuple(sorted({*settings.stages, *again})))
         write_settings(options.resume, settings)
     return settings

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import megarl
+from megarl.atomic_files import write_atomically
 from megarl.cluster.orphan_reaper import OrphanReaper
 from megarl.commands.accept.catalogue import Stage
 from megarl.commands.accept.context import CHECKS, DOING
@@ -27,7 +28,6 @@ from megarl.commands.accept.result import (
 )
 from megarl.commands.accept.stage_main import ERROR
 from megarl.errors import InputError
-from megarl.observe.files import write_whole
 
 RESULTS, LOG = "results.json", "log.txt"
 STACK_SECONDS = 30.0  # left to processes to write their stacks; they end as soon as they have
@@ -67,7 +67,7 @@ def run_stages(
         with lock:
             results[stage.number] = result
             say(f"{result.line()}, {result.seconds:.0f} s")
-            write_whole(directory / RESULTS, to_json([results[number] for number in sorted(results)]).encode())
+            write_atomically(directory / RESULTS, to_json([results[number] for number in sorted(results)]).encode())
 
     for stage in stages:
         if stage.number in results:

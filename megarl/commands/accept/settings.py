@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megarl.atomic_files import write_atomically
 from megarl.errors import InputError
-from megarl.observe.files import write_whole
 
 FILE = "settings.json"
 
@@ -32,7 +32,7 @@ class Settings:
 
 
 def write_settings(folder: Path, settings: Settings) -> None:
-    write_whole(folder / FILE, (json.dumps(asdict(settings), indent=1) + "\n").encode())
+    write_atomically(folder / FILE, (json.dumps(asdict(settings), indent=1) + "\n").encode())
 
 
 def read_settings(folder: Path) -> Settings:

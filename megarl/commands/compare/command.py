@@ -6,9 +6,10 @@ import json
 import re
 from pathlib import Path
 
+from megarl.atomic_files import check_target, disk_errors, write_atomically
 from megarl.commands.compare.logs import read_log
 from megarl.commands.compare.rules import Options, compare_logs
-from megarl.observe.files import check_target, disk_errors, strict, write_whole
+from megarl.observe.json_lines import strict
 
 
 def compare(run_a: Path, run_b: Path, options: Options, *, html: Path | None, as_json: bool) -> bool:
@@ -23,7 +24,7 @@ def compare(run_a: Path, run_b: Path, options: Options, *, html: Path | None, as
         from megarl.commands.compare.show import render
 
         with disk_errors(html):
-            write_whole(html, render(result).encode("utf-8", "backslashreplace"))
+            write_atomically(html, render(result).encode("utf-8", "backslashreplace"))
     if as_json:
         print(json.dumps(strict(result.as_json()), indent=2, ensure_ascii=False, allow_nan=False))
     else:

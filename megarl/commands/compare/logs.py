@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.observe.files import read_lines
+from megarl.observe.json_lines import read_lines
 from megarl.observe.metrics import numbers_again
 from megarl.observe.run_dir import RunDirectory
 from megarl.text import pluralize

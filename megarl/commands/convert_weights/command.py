@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.atomic_files import give_default_mode, sync, write_durably
+from megarl.atomic_files import disk_errors, give_default_mode, sync, write_synced
 from megarl.commands.convert_weights.fp8_shards import (
     FP8,
     SCALE,
@@ -40,7 +40,6 @@ from megarl.commands.convert_weights.layout import Entry, Layout, read_layout
 from megarl.errors import InputError
 from megarl.hf.weights import CONVERSION, INDEX, read_index
 from megarl.observe.console import clock
-from megarl.observe.files import disk_errors
 from megarl.text import pluralize
 
 MOST_WORKERS = 4  # by default
@@ -327,7 +326,7 @@ def _write_manifest(source: Source, out: Path, done: dict[str, Any]) -> None:
     content = {"source": str(source.folder.absolute()), "block": source.block, "files": dict(sorted(done.items()))}
     part = partial_path(out / CONVERSION)
     with disk_errors(out):
-        write_durably(part, json.dumps(content, indent=1).encode())
+        write_synced(part, json.dumps(content, indent=1).encode())
         part.replace(out / CONVERSION)
         sync(out)
 
@@ -349,11 +348,11 @@ def _write_small_files(source: Source, out: Path) -> None:
         places = {tensor: name for name, layout in layouts.items() for tensor in layout.entries}
         total = sum(entry.size for layout in layouts.values() for entry in layout.entries.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        write_durably(out / INDEX, json.dumps(index, indent=2).encode())
+        write_synced(out / INDEX, json.dumps(index, indent=2).encode())
     removed = ("quantization_config", "auto_map")  # auto_map names Python files, which are left out
     config = {name: value for name, value in source.config.items() if name not in removed}
     config |= dict.fromkeys(({"dtype", "torch_dtype"} & config.keys()) or {"torch_dtype"}, "bfloat16")
-    write_durably(partial_path(out / "config.json"), json.dumps(config, indent=2).encode() + b"\n")
+    write_synced(partial_path(out / "config.json"), json.dumps(config, indent=2).encode() + b"\n")
     partial_path(out / "config.json").replace(out / "config.json")
     sync(out)
 

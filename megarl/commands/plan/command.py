@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from megarl.atomic_files import check_target
 from megarl.commands.plan.build import make_plan
 from megarl.commands.plan.count.types import Plan
 from megarl.commands.plan.environment import environment_of
@@ -22,7 +23,6 @@ from megarl.commands.plan.time.calibration import read_calibration
 from megarl.commands.plan.time.timed import with_estimate
 from megarl.engines.routes import check_route
 from megarl.errors import InputError, as_input_error
-from megarl.observe.files import check_target
 from megarl.platform.devices import Device
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import CRITIC, JUDGE, POLICY, TEACHER

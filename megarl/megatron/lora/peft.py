@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megarl.atomic_files import give_default_mode, written_whole
+from megarl.atomic_files import atomic_directory, give_default_mode
 from megarl.megatron.lora.attach import Lora, matrices, trained_modules
 from megarl.recipe.training import LoraConfig
 
@@ -26,7 +26,7 @@ def save_adapter(directory: Path, lora: Lora, base: str) -> None:
     if torch.distributed.get_rank() == 0:
         named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
         config = adapter_config(modules, lora.settings, base)
-        with written_whole(directory) as partial:
+        with atomic_directory(directory) as partial:
             save_file(named, partial / "adapter_model.safetensors", metadata={"format": "pt"})
             give_default_mode(partial / "adapter_model.safetensors")
             (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from megarl.observe.console import clock, short
-from megarl.observe.files import read_lines
+from megarl.observe.json_lines import read_lines
 from megarl.observe.metrics import numbers_again
 from megarl.observe.report.curves import MAX_POINTS, rounded, series
 from megarl.observe.report.samples import embedded_samples

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.observe.files import strict, write_whole
+from megarl.atomic_files import write_atomically
+from megarl.observe.json_lines import strict
 from megarl.observe.report.charts import present
 from megarl.observe.report.data import ReportData, collect
 from megarl.observe.run_dir import RunDirectory
@@ -23,7 +24,7 @@ def write_report(run_dir: Path) -> Path:
     """
     run = RunDirectory(run_dir)
     page = render(collect(run))
-    write_whole(run.report, page.encode("utf-8", "backslashreplace"))
+    write_atomically(run.report, page.encode("utf-8", "backslashreplace"))
     return run.report
 
 

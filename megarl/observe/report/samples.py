@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from megarl.observe.files import json_line, strict
+from megarl.observe.json_lines import json_line, strict
 from megarl.observe.run_dir import RunDirectory
 from megarl.observe.samples import choose, read_samples, sample_steps
 

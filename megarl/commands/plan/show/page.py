@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from megarl.atomic_files import disk_errors, write_atomically
 from megarl.commands.plan.count.types import EngineRank, Place, Plan, Stage
 from megarl.commands.plan.show import drawing
 from megarl.commands.plan.show.console import host_columns
@@ -13,7 +14,6 @@ from megarl.commands.plan.show.estimate_table import seconds as in_seconds
 from megarl.commands.plan.show.tables import transposed
 from megarl.commands.plan.show.units import GIB, Unit, sized
 from megarl.observe.console import clock, short
-from megarl.observe.files import disk_errors, write_whole
 from megarl.observe.report.page import page
 from megarl.text import pluralize
 
@@ -21,7 +21,7 @@ from megarl.text import pluralize
 def write_page(plan: Plan, path: Path) -> None:
     """Write the page; `path` is the old file or the new one, never a part of it."""
     with disk_errors(path):
-        write_whole(path, render(plan).encode("utf-8", "backslashreplace"))
+        write_atomically(path, render(plan).encode("utf-8", "backslashreplace"))
 
 
 def render(plan: Plan) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megarl.atomic_files import check_new
 from megarl.commands.plan.build import make_plan
 from megarl.commands.plan.count.types import Estimate
 from megarl.commands.plan.time.calibrate import calibrate, calibration_lines, calibration_of
@@ -13,7 +14,6 @@ from megarl.commands.plan.time.estimate import estimate_of
 from megarl.commands.plan.time.measured import read_run
 from megarl.errors import as_input_error
 from megarl.hf.shape import model_shape
-from megarl.observe.files import check_new
 from megarl.platform.devices import Device
 from megarl.recipe.schema import Recipe
 

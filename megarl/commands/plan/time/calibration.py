@@ -29,8 +29,8 @@ from typing import Any
 
 import yaml
 
+from megarl.atomic_files import write_atomically
 from megarl.errors import InputError
-from megarl.observe.files import write_whole
 from megarl.platform.devices import Device
 from megarl.registry import nearest
 
@@ -166,7 +166,7 @@ class Calibration:
 
     def write(self, path: Path) -> None:
         """Write the file; `path` is the old file or the whole new one."""
-        write_whole(path, f"# `megarl plan RECIPE --calibration` reads this file.\n{self.to_yaml()}".encode())
+        write_atomically(path, f"# `megarl plan RECIPE --calibration` reads this file.\n{self.to_yaml()}".encode())
 
 
 def read_calibration(path: Path) -> Calibration:

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from megarl.batching.flops import ModelFlops
 from megarl.commands.plan.time.lengths import Lengths
 from megarl.hf.shape import ModelShape
-from megarl.observe.files import read_lines
+from megarl.observe.json_lines import read_lines
 from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
