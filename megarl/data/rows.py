@@ -43,36 +43,25 @@ class Row:
         return value
 
 
-def read_rows(files: Sequence[str | Path], *layouts: Sequence[str], optional: Sequence[str] = ()) -> list[Row]:
-    """Read the rows of all `files` in order, with only the columns in `layouts` and `optional`.
+def iterate_rows(file: Path, *layouts: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
+    """Iterate over the rows of one file, with a few thousand in memory at a time and only the columns in the arguments.
 
-    `layouts`: alternative sets of columns; a file must have all columns of one set.
+    `layouts`: alternative sets of columns; the file must have all columns of one set. `optional`: columns to read if present.
 
     Raises:
-        ValueError: `files` is empty; or a file is missing, unreadable, empty, of an unknown format or lacks a required
-            column (the message lists its columns).
+        ValueError: the file is missing, unreadable, of an unknown format or lacks a required column (the message lists its
+            columns).
     """
-    if not files:
-        raise ValueError("no data files were named: set data.train_files (or data.eval_files)")
-    rows: list[Row] = []
-    for file in map(Path, files):
-        rows_of_file = list(iterate_rows(file, *layouts, optional=optional))
-        if not rows_of_file:
-            raise ValueError(f"{file}: the file has no rows")
-        rows += rows_of_file
-    return rows
-
-
-def iterate_rows(file: Path, *layouts: Sequence[str], optional: Sequence[str] = ()) -> Iterator[Row]:
-    """Iterate over the rows of one file, with a few thousand in memory at a time. Otherwise as `read_rows`."""
     _check_file(file)
     yield from (_parquet_rows if file.suffix == ".parquet" else _jsonl_rows)(file, layouts, optional)
 
 
 def sample_rows(file: Path, count: int, *layouts: Sequence[str], optional: Sequence[str] = ()) -> tuple[list[Row], int]:
-    """Return at most `count` evenly spread rows of one file, and its total number of rows. Otherwise as `read_rows`.
+    """Return at most `count` evenly spread rows of one file, and its total number of rows. Otherwise as `iterate_rows`.
 
-    From a parquet file with many row groups only a few groups are read, so that any file takes seconds."""
+    From a parquet file with many row groups only a few groups are read, so that any file takes seconds. ValueError if the
+    file has no rows.
+    """
     _check_file(file)
     read = _parquet_sample if file.suffix == ".parquet" else _jsonl_sample
     rows, total = read(file, count, layouts, optional)

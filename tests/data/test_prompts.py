@@ -94,6 +94,11 @@ def test_a_wrong_row_is_named(dataset, change, message):
         dataset([row("2+2?"), row("2+2?") | change], chat_template=False)
 
 
+def test_a_run_needs_data_files(tokenizer):
+    with pytest.raises(ValueError, match=r"data\.train_files"):
+        PromptDataset([], tokenizer, DataConfig())
+
+
 def test_rows_need_what_the_scorers_need_and_no_more(tokenizer, tmp_path):
     path = tmp_path / "my_rows.jsonl"
     path.write_text('{"prompt": "2+2?"}\n{"prompt": "3+3?", "reward_model": {"ground_truth": "6"}}\n')

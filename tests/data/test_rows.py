@@ -6,7 +6,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megarl.data.rows import Row, messages_of, read_rows, unique_uids, write_parquet
+from megarl.data.rows import Row, messages_of, sample_rows, unique_uids, write_parquet
+from tests.support.rows import read_rows
 
 ROWS = [
     {
@@ -71,9 +72,7 @@ def test_whatever_is_wrong_with_a_file_is_named(tmp_path):
         "uneven.jsonl": "uneven.jsonl, line 2: no column 'prompt'; it has question",
     }.items():
         with pytest.raises(ValueError, match=message):
-            read_rows([tmp_path / "good.parquet", tmp_path / name], ("prompt",))
-    with pytest.raises(ValueError, match=r"data\.train_files"):
-        read_rows([], ("prompt",))
+            sample_rows(tmp_path / name, 10, ("prompt",))
 
 
 def test_missing_columns_are_named_with_those_that_are_there(tmp_path):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from megarl.commands.data.gsm8k import prepare
-from megarl.data.rows import read_rows
 from megarl.rewards import RewardError, ScoreRequest, resolve, score
+from tests.support.rows import read_rows
 
 SAMPLE = Path(__file__).parents[1] / "fixtures" / "gsm8k"
 REAL = Path(os.environ.get("MEGARL_GSM8K", Path(__file__).parents[3] / "shared" / "data" / "gsm8k"))

@@ -16,7 +16,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def rows_of(
     source: str, split: str, *layouts: Sequence[str], optional: Sequence[str] = (), config: str | None = None
 ) -> Iterator[Row]:
-    """The rows of one split, with the columns named (see `rows.read_rows`), a few thousand in memory at a time.
+    """The rows of one split, with the columns named (see `rows.iterate_rows`), a few thousand in memory at a time.
 
     `source` is a .parquet or .jsonl file, which then is the split; a folder with `split`.jsonl or `split`.parquet, or as
     the hub keeps it, `split`-00000-of-00001.parquet, there or in its data/; or the name of a data set on the hub, whose

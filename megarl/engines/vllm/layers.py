@@ -135,6 +135,8 @@ class LayerwiseUpdate:
 
 
 class _Layer:
+    """A layer that an update is filling."""
+
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.parameters: dict[int, str] = {}  # number in the slice table -> name in the module

@@ -65,9 +65,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}  # by storage; keeps the tensor and so the storage alive
-        self._derived: dict[
-            int, tuple[set[str], torch.Tensor]
-        ] = {}  # results computed from watched tensors: their names
+        self._derived: dict[int, tuple[set[str], torch.Tensor]] = {}  # by storage: computed from the sources named
         self._targets: dict[int, tuple[str, torch.Tensor]] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             self._targets.setdefault(storage_id(tensor), (name, tensor))

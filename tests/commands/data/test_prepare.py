@@ -16,9 +16,10 @@ from megarl.commands.data import gsm8k, word_problems
 from megarl.commands.data.command import app
 from megarl.commands.data.quickstart import prepare_quickstart
 from megarl.data import PromptDataset, SFTDataset, load_tokenizer
-from megarl.data.rows import read_rows, write_parquet
+from megarl.data.rows import write_parquet
 from megarl.recipe.schema import DataConfig
 from megarl.rewards import ScoreRequest, resolve, score
+from tests.support.rows import read_rows
 
 SAMPLE = Path(__file__).parents[2] / "fixtures" / "gsm8k"
 

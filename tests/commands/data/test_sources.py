@@ -16,9 +16,10 @@ from megarl.commands.data import aime, dapo_math, deepscaler, geo3k, math, retoo
 from megarl.commands.data.command import app
 from megarl.commands.data.tiny_tokenizer import make_tiny_tokenizer
 from megarl.data import SFTDataset, load_tokenizer
-from megarl.data.rows import read_rows, write_parquet
+from megarl.data.rows import write_parquet
 from megarl.recipe.schema import DataConfig
 from megarl.rewards import ScoreRequest, resolve, score
+from tests.support.rows import read_rows
 
 VERL = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
