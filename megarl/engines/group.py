@@ -109,7 +109,7 @@ class EngineGroup:
             first_failure = local_failure
         self._gloo = None  # closes the connections, so that waiting engines notice
         time.sleep(GRACE_SECONDS)
-        return cause if first_failure == local_failure else f"{cause}. In its group, before it: {first_failure}"
+        return cause if first_failure == local_failure else f"{cause}. Earlier failure in its group: {first_failure}"
 
 
 def free_ports(count: int) -> int:

@@ -123,7 +123,7 @@ def test_who_failed_because_another_did_says_of_whom(engines: Engines) -> None:
         for loop, command in zip(engines.loops, (run_out, lose, lose), strict=True)
     ]
     for other in others:
-        with pytest.raises(EngineDead, match=r"In its group, before it: engine 'e0' .*no room for the weights"):
+        with pytest.raises(EngineDead, match=r"Earlier failure in its group: engine 'e0' .*no room for the weights"):
             other.result(10)
     with pytest.raises(MemoryError, match="no room"):
         first.result(10)
@@ -226,7 +226,7 @@ def test_idle_engines_hear_of_a_failure_and_its_cause(engines: Engines) -> None:
     for number, call in enumerate(watching):
         with pytest.raises(EngineDead, match=f"engine 'e{number}' .*ZeroDivisionError: half loaded"):
             call.result(10)
-    assert "before it: engine 'e1' died: ZeroDivisionError" in str(watching[0].exception())
+    assert "Earlier failure in its group: engine 'e1' died: ZeroDivisionError" in str(watching[0].exception())
 
 
 def test_one_that_is_told_to_end_ends_all_without_a_failure(engines: Engines) -> None:
