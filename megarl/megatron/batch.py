@@ -39,7 +39,7 @@ class MicroBatch:
     routing: Routing | None = None  # mixture of experts: to be recorded or replayed; None: routers choose freely
     images: Images | None = None  # None: text only
     counted: list[bool] | None = None  # per sequence: whether the loss counts it; None: all
-    candidates: Candidates | None = None  # further tokens whose log-probs the loss reads
+    candidates: Candidates | None = None  # further tokens, for losses that read their log-probs
 
     def __post_init__(self) -> None:
         assert sum(self.lengths) == len(self.tokens), (self.lengths, len(self.tokens))
@@ -188,7 +188,7 @@ def _predictions(
 
 
 def _candidates(batch: MicroBatch, sources: torch.Tensor, targets: torch.Tensor, size: int) -> torch.Tensor | None:
-    """Return candidates of the whole stream [size, K]: each row has those of the token it predicts."""
+    """Return candidates of the whole stream [size, K]: each row has the candidates of the token it predicts."""
     if batch.candidates is None:
         return None
     tokens = batch.candidates.tokens

@@ -142,7 +142,7 @@ def _shards_of_range(entry: Any, held: _OptimizerRange, tensors: dict[str, torch
 
 
 def _divided(optimizer: Any) -> set[int]:
-    """Return ids of parameters whose optimizer states are divided over data-parallel ranks."""
+    """Return ids of parameters with optimizer states divided over data-parallel ranks."""
     return {
         id(parameter)
         for member in members(optimizer)

@@ -25,7 +25,7 @@ _INPUTS = [field.name for field in dataclasses.fields(ValueInputs) if field.name
 
 
 def _as_token_classifier(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert a causal language model's config.json to that of a critic."""
+    """Convert a causal language model's config.json to a critic's."""
     architectures = [
         name.replace("ForCausalLM", "ForTokenClassification") for name in config.get("architectures") or []
     ]
@@ -79,7 +79,7 @@ class CriticTrainer(Trainer):
         return self._update(micro_batches, loss, ValueHead())
 
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights of a token classification model, whose head also has a bias: zero."""
+        """Yield the weights of a token classification model; its head also has a bias: zero."""
         for name, weight in super().export_weights():
             yield name, weight
             if name == WEIGHT:

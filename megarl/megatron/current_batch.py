@@ -30,7 +30,7 @@ class StreamParams(PackedSeqParams):
 
 
 def stream_params(stream: PackedStream) -> StreamParams:
-    """Return the parameters for Megatron's model. A tracked model's layers only receive those of a packed stream."""
+    """Return the parameters for Megatron's model. A tracked model's layers only receive them for a packed stream."""
     if not stream.packed:
         return StreamParams(qkv_format="sbhd", max_seqlen_q=stream.longest, max_seqlen_kv=stream.longest, stream=stream)
     offsets = stream.cu_seqlens

@@ -103,7 +103,7 @@ def _config(source: Path) -> dict[str, Any]:
 
 
 def _untrained(names: Iterable[str], source: Path) -> list[str]:
-    """Return those of `names` in multi-token-prediction layers, which follow the model's last layer."""
+    """Return the `names` in multi-token-prediction layers, which follow the model's last layer."""
     config = _config(source)
     if not config.get("num_nextn_predict_layers"):
         return []

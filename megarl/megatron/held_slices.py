@@ -2,7 +2,7 @@
 
 mbridge joins the shards of all tensor-parallel ranks and splits the result into the checkpoint's tensors. Probes that
 hold row, column and rank numbers pass through the same two methods, and show where each element of a parameter ends up.
-There is no communication, and each kind of parameter is probed once. No table of models is needed: every model that
+Ranks do not communicate, and each kind of parameter is probed once. No table of models is needed: every model that
 mbridge can export can be described.
 """
 

@@ -31,7 +31,7 @@ class ImageLayout:
 class Images:
     """Images of a micro batch, in token order.
 
-    Example: the second sequence has one image of 4 x 6 patches whose 6 tokens start at its index 2:
+    Example: the second sequence has one image of 4 x 6 patches; its 6 tokens start at index 2:
     ``Images(pixels=tensor [24, 1176], grids=tensor([[1, 4, 6]]), sequences=[1], starts=[2])``.
     """
 
@@ -65,7 +65,7 @@ class StreamImages:
 
     pixels: torch.Tensor  # float32 [patches, values per patch]
     grids: torch.Tensor  # int64 [images, 3]
-    rows: torch.Tensor  # int64 [k]: the tower's rows whose tokens this rank holds
+    rows: torch.Tensor  # int64 [k]: the tower's rows that replace tokens of this rank
     places: torch.Tensor  # int64 [k]: their indices in this rank's part of the stream
 
 
@@ -110,7 +110,7 @@ def tokens_of(images: Images, layout: ImageLayout) -> list[int]:
 
 
 def positions_of(length: int, starts: list[int], grids: list[list[int]], merge: int) -> torch.Tensor:
-    """Return position ids [3, length] (time, row, column) of a sequence whose images start at `starts`."""
+    """Return position ids [3, length] (time, row, column) of a sequence with images at `starts`."""
     parts, token, position = [], 0, 0
     for start, (_, rows, columns) in zip(starts, grids, strict=True):
         parts.append((position + torch.arange(start - token)).expand(3, -1))

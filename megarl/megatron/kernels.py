@@ -40,7 +40,7 @@ def grouped_gemm(device: torch.device, dtype: torch.dtype) -> Kernel:
 @lru_cache(maxsize=16)
 def _grouped_gemm(device: str, dtype: torch.dtype) -> Kernel:
     if device == "meta":
-        return Kernel(_shape_of_product, "shapes alone")
+        return Kernel(_shape_of_product, "shapes only")
     for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")):
         function = getattr(owner, name, None)
         if function is None:

@@ -272,6 +272,6 @@ def _transformer_settings(recipe: Recipe, hf_config: Any, platform: Platform) ->
 
 
 def parameters_on_rank(model: Model, *, trained: bool = False) -> int:
-    """Count this rank's parameters; `trained`: only those that the optimizer updates."""
+    """Count this rank's parameters; `trained`: only parameters that the optimizer updates."""
     parameters = [parameter for chunk in model.chunks for parameter in chunk.parameters()]
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad or not trained)

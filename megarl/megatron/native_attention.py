@@ -320,7 +320,7 @@ class NativeAttention(torch.nn.Module):
 def _last_keys(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """Return the causal mask of queries that are the last positions of their keys; torch's device kernels treat it as a flag.
 
-    None if queries and keys are equally many (plain causal mask), and for meta tensors, whose kernel takes no mask.
+    None if queries and keys are equally many (plain causal mask), and for meta tensors: their kernel takes no mask.
     """
     queries, keys = query.shape[2], key.shape[2]
     if queries == keys or query.device.type == "meta":

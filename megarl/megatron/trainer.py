@@ -185,7 +185,7 @@ class Trainer:
     def _update(self, micro_batches: list[MicroBatch], loss: Any, head: OutputHead) -> dict[str, float] | None:
         """Run one optimizer step. `loss(batch, *head(...))`: see `step.run`.
 
-        Returns the summed metrics and those of the step (see `train_step`); None except on the last pipeline stage.
+        Returns the summed metrics and the step's metrics (see `train_step`); None except on the last pipeline stage.
         """
         contributions = self.accumulate(micro_batches, loss, head)
         self.step += 1
