@@ -1,4 +1,4 @@
-"""Devices, and what must be patched before Megatron is imported. Imports no torch by itself."""
+"""Device kinds (CPU, CUDA, Ascend) and the patches that Megatron needs on them. Imports torch only in `select`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ __all__ = ["Platform", "kind", "select"]
 
 
 def kind(device: str = "auto") -> str:
-    """The kind of device that `select` takes for `device` (recipe key `cluster.device`), whether it is here or not.
+    """Resolve `device` (recipe key `cluster.device`) to the name of a device kind.
 
-    auto takes the first of `kinds.KINDS` that is here: of those that torch needs a package for, where it is installed,
-    else where torch says that there are such devices; the CPU always is.
+    auto resolves to the first of `kinds.KINDS` that is available (`DeviceKind.is_here`); the CPU always is. Other names
+    are returned unchecked.
     """
-    return next(one.name for one in KINDS if one.is_here()) if device == "auto" else device
+    return next(candidate.name for candidate in KINDS if candidate.is_here()) if device == "auto" else device
 
 
 def select(device: str = "auto") -> Platform:
-    """The platform for `device`: "auto", or the name of one of `kinds.KINDS`.
+    """Return the platform for `device`: "auto", or the name of one of `kinds.KINDS`.
 
-    Raises ValueError for a device that this machine does not have, and for an unknown name.
+    Raises ValueError for an unknown name and for a device kind that is not available here.
     """
     chosen = kind_of(kind(device))
     if device != "auto" and not chosen.is_here():
         raise ValueError(
-            f"cluster.device is {device}, but {chosen.absent}, in this environment on this machine. "
+            f"cluster.device is {device}, but {chosen.absent} in this environment on this machine. "
             f"{chosen.install[0].upper()}{chosen.install[1:]}, or set cluster.device: cpu."
         )
     return chosen.platform()

@@ -1,4 +1,4 @@
-"""What megarl asks of a device."""
+"""Platform: the interface of a device kind to trainers and engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Profiler(Protocol):
-    """torch's, or a device's own."""
+    """Interface of torch's profiler and of vendors' profilers."""
 
     def start(self) -> None: ...
 
@@ -28,63 +28,60 @@ class Profiler(Protocol):
 
 
 class Platform(ABC):
-    """One kind of device: its names, its environment, and the few calls that differ between kinds.
+    """One device kind: its names, its environment variables, and the calls that differ between kinds.
 
-    A trainer process calls `prepare`, then `set_device`, only then imports Megatron, and calls `adapt` before model
-    parallel is initialised.
-    Engine processes take `rollout_env` and nothing else: what `prepare` patches is process-wide
-    and would break an engine.
+    A trainer process calls `prepare`, then `set_device`, then imports Megatron, and calls `adapt` before it initializes
+    model parallelism. Engine processes use only `rollout_env`: the patches of `prepare` are process-wide and would break
+    an engine.
     """
 
     kind: DeviceKind
     process_group_backend: str  # for torch.distributed.init_process_group
-    can_offload: bool  # the device has memory of its own, which moving tensors to the host frees
-    overlaps_shared_experts: bool = (
-        True  # linear layers skip their collectives where Megatron's shared experts ask for it
-    )
-    holds_values: bool = (
-        True  # False: tensors have shapes and no memory, so that there is nothing to load or to compute
-    )
+    can_offload: bool  # the device has separate memory, which moving tensors to the host frees
+    overlaps_shared_experts: bool = True  # linear layers can skip collectives for Megatron's overlapped shared experts
+    holds_values: bool = True  # False: tensors have shapes but no memory, so nothing can be loaded or computed
 
     @property
     def name(self) -> str:
-        """The value of cluster.device."""
+        """Name of the kind, as in cluster.device."""
         return self.kind.name
 
     @property
     def ray_resource(self) -> str | None:
-        """What Ray counts; None where processes need no device."""
+        """Ray resource of the device; None if processes need no device."""
         return self.kind.ray_resource
 
     @property
     def visible_devices_env(self) -> str:
-        """The variable that restricts a process to some devices; "" where there is none."""
+        """Environment variable with the visible devices of a process; "" if the kind has none."""
         return self.kind.visible
 
     @property
     @abstractmethod
     def uses_native_layers(self) -> bool:
-        """True where Transformer Engine is absent and megarl/megatron/native_layers.py stands in for it."""
+        """True if Transformer Engine is missing and megarl/megatron/native_layers.py replaces it."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Patch what must be patched before Megatron is imported. Idempotent; trainer processes only."""
+        """Apply the patches that must precede the import of Megatron. Idempotent; trainer processes only."""
 
     def adapt(self, settings: Mapping[str, Any]) -> None:
-        """Tell what adapts Megatron to this device, where something does, how the process's model is laid out and
-        computed. `settings`: under Megatron's names, as config_fields.adaptor_settings has them. The last call counts."""
-        del settings  # Megatron needs no adapting
+        """Configure the library that adapts Megatron to this device, if any. The last call counts.
+
+        `settings`: layout and computation of the process's model, from `config_fields.adaptor_settings`.
+        """
+        del settings  # Megatron supports this device itself
 
     def trainer_env(self, timeout: float) -> dict[str, str]:
         """Environment of a trainer process, to be set before it starts. `timeout`: the recipe's cluster.timeout."""
         return {}
 
     def deterministic_env(self) -> dict[str, str]:
-        """What a trainer process needs in its environment for `train.deterministic`, besides what torch itself is told."""
+        """Variables of a trainer process for `train.deterministic`, in addition to torch's own settings."""
         return {}
 
     def installation_notices(self) -> list[str]:
-        """What this environment lacks for the device, or has in untested versions, and what that costs; for the start."""
+        """Notices about missing packages and untested versions, with their cost, for the start of a run."""
         return []
 
     def rollout_env(self) -> dict[str, str]:
@@ -92,45 +89,46 @@ class Platform(ABC):
         return {}
 
     def deterministic_rollout_env(self) -> dict[str, str]:
-        """What an engine process needs besides for `train.deterministic`. Empty where engines need nothing for it."""
+        """Additional variables of an engine process for `train.deterministic`."""
         return {}
 
     def engines_env(self, deterministic: bool) -> dict[str, str]:
-        """`rollout_env`, with `deterministic_rollout_env` for recipes with `train.deterministic`."""
+        """Environment of an engine process: `rollout_env`, and `deterministic_rollout_env` if `deterministic`."""
         return self.rollout_env() | (self.deterministic_rollout_env() if deterministic else {})
 
     @abstractmethod
     def set_device(self, local_rank: int) -> None:
-        """Make device number `local_rank` (among the visible ones) this process's own."""
+        """Use device number `local_rank` (among the visible ones) in this process."""
 
     @abstractmethod
     def device(self) -> torch.device:
-        """This process's device."""
+        """Device of this process."""
 
     @abstractmethod
     def device_name(self) -> str:
-        """The model of this process's device, as its vendor's library names it: what `peaks.py` goes by."""
+        """Model name of this process's device from the vendor's library, for `devices.device_of`."""
 
     @abstractmethod
     def empty_cache(self) -> None:
-        """Give cached, unused device memory back."""
+        """Release cached, unused device memory."""
 
     @abstractmethod
     def peak_memory(self) -> float:
-        """The most memory that this process has held so far, in GiB: of tensors on the device, or, where
-        there is no device memory, of the whole process (resident)."""
+        """Peak memory of this process in GiB: of tensors on the device; on a CPU, resident memory of the process."""
 
     def free_memory(self) -> float | None:
-        """Free memory of this process's device in GiB, whoever holds the rest; None where the device has none of its own."""
+        """Free memory of this process's device in GiB; None if the device has no separate memory."""
         return None
 
     def synchronize(self) -> None:
-        """Wait until everything that was queued on this process's device is done."""
+        """Wait until all work queued on this process's device is done."""
 
     @abstractmethod
     def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        """A group of processes (a c10d backend, outside of torch's default group) that broadcast tensors of this device to
-        each other. `timeout`: of a collective. Blocks until all have come, or returns before, as the library does."""
+        """Create a process group (a c10d backend, outside of torch's default group) for broadcasts of device tensors.
+
+        `timeout`: of each collective. Some libraries block until all ranks have joined, others return earlier.
+        """
 
     @abstractmethod
     def shareable_memory(self, size: int) -> Shareable:
@@ -138,21 +136,23 @@ class Platform(ABC):
 
     @abstractmethod
     def open_shared(self, handle: dict[str, Any]) -> torch.Tensor:
-        """Map memory of another process on this machine: uint8 [size]. `handle`: of `Shareable.handle`, made for this process.
-        Raises RuntimeError or OSError where it cannot be mapped."""
+        """Map memory of another process on this machine: uint8 [size]. `handle`: from its `Shareable.handle`.
+
+        Raises RuntimeError or OSError if the memory cannot be mapped.
+        """
 
     def abort_collective(self, group: Any) -> None:
-        """Call off what `group` has under way, where its library can: the other end is gone."""
+        """Abort pending collectives of `group` after the loss of a peer, if the library supports it."""
         del group
 
     def profiler(self, directory: Path, name: str, options: TraceOptions) -> Profiler:
-        """Return a profiler of this process between `start` and `stop`; the latter writes to `directory`, under `name`."""
+        """Return a profiler of this process; its `stop` writes the trace to `directory`, under `name`."""
         import torch.profiler as profiler
 
         host = profiler.ProfilerActivity.CPU
-        kinds = profiler.supported_activities()  # CPU, and CUDA where there is one
+        supported = profiler.supported_activities()  # CPU, and CUDA if available
         return profiler.profile(
-            activities=[one for one in kinds if options.records("cpu" if one == host else "device")],
+            activities=[activity for activity in supported if options.records("cpu" if activity == host else "device")],
             record_shapes=options.records("shapes"),
             profile_memory=options.records("memory"),
             with_stack=options.records("stack"),

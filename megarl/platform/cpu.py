@@ -1,8 +1,8 @@
-"""The CPU as a device: Megatron and gloo on cores.
+"""CPU platform: Megatron and gloo on CPU cores.
 
-Megatron names its accelerator ``torch.cuda`` and ``"cuda"``. Where there is none, `stand_in` gives these names
-another device's meaning, in this process and before Megatron is imported: what torch_npu's ``transfer_to_npu`` does
-for Ascend. Each function below is one such name, with its reason.
+Megatron uses the names ``torch.cuda`` and ``"cuda"`` for its accelerator. Without CUDA, `stand_in` redirects these names to
+another device, in this process and before Megatron is imported, as torch_npu's ``transfer_to_npu`` does for Ascend.
+Each function below patches one group of names and states the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 
 class CPUPlatform(Platform):
-    """CPU cores with gloo: the same code path as on accelerators, at a small scale."""
+    """CPU cores with gloo: the code path of accelerators at a small scale."""
 
     kind = cpu_kind.CPU
     process_group_backend = "gloo"
@@ -54,7 +54,7 @@ class CPUPlatform(Platform):
         return _ENVIRONMENT
 
     def set_device(self, local_rank: int) -> None:
-        """Nothing to choose: every process computes on the machine's cores."""
+        """Do nothing: every process computes on the machine's cores."""
 
     def device(self) -> torch.device:
         return CPU
@@ -63,7 +63,7 @@ class CPUPlatform(Platform):
         return "cpu"
 
     def empty_cache(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: torch does not cache CPU memory."""
 
     def collective(self, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         import torch.distributed as dist
@@ -82,7 +82,7 @@ class CPUPlatform(Platform):
 
 
 def stand_in(device: torch.device) -> None:
-    """Let `device`, "cpu" or "meta", answer for what Megatron calls CUDA."""
+    """Redirect Megatron's CUDA calls to `device`, "cpu" or "meta"."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     _device_queries(device)
@@ -96,8 +96,10 @@ def stand_in(device: torch.device) -> None:
 
 
 def _give(owner: Any, names: str, result: Any = None) -> None:
-    """Make each of `names` a function that returns `result`. One function object a name: torch._dynamo
-    keeps a table from functions to rules and refuses an object that stands under two names."""
+    """Replace each of `names` by a function that returns `result`.
+
+    Each name gets a separate function object: torch._dynamo maps functions to rules and rejects a function with two names.
+    """
     for name in names.split():
         setattr(owner, name, lambda *_, _result=result, **__: _result)
 
@@ -111,7 +113,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _device_queries(device: torch.device) -> None:
-    """Megatron passes `torch.cuda.current_device()` straight on as ``device=``: a device, not a number."""
+    """Patch device queries. Megatron passes `torch.cuda.current_device()` as ``device=``, so it returns a device."""
     _give(torch.cuda, "current_device", device)
     _give(torch.cuda, "device_count", 0)
     _give(torch.cuda, "set_device synchronize empty_cache reset_peak_memory_stats _lazy_init")
@@ -119,7 +121,7 @@ def _device_queries(device: torch.device) -> None:
 
 
 class _Stream:
-    """A stream whose work is always complete; waits and records do nothing."""
+    """A stream on which all work is complete; waits and records do nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
@@ -142,7 +144,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has always happened."""
+    """An event that is always complete."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -164,7 +166,7 @@ class _Event:
 
 
 def _streams() -> None:
-    """Gradient buckets, the MoE dispatcher and shared experts use side streams."""
+    """Patch streams and events, which gradient buckets, the MoE dispatcher and shared experts use."""
     cuda = torch.cuda
     cuda.Stream, cuda.Event = _Stream, _Event
     _give(cuda, "current_stream default_stream", _Stream())
@@ -175,7 +177,7 @@ def _streams() -> None:
 
 
 def _random_states(device: torch.device) -> None:
-    """Megatron's tracker of random states works on CUDA generators: here on the one CPU generator."""
+    """Redirect the CUDA generators of Megatron's random state tracker to the CPU generator."""
     cuda = torch.cuda
     for owner in (cuda, cuda.random):
         owner.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -183,7 +185,7 @@ def _random_states(device: torch.device) -> None:
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
     cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
     cuda.default_generators = {device: torch.default_generator}
-    # Without a GPU torch would queue this call until CUDA starts, that is, for ever and without a word.
+    # Without a GPU torch would queue this call until CUDA is initialized, which never happens.
     cuda._lazy_call = lambda function, **_: function()
 
 
@@ -194,7 +196,7 @@ _FACTORIES = (
 
 
 def _factories(stand: torch.device) -> None:
-    """``device="cuda"`` stands as a literal in many calls; and there is no pinned memory."""
+    """Redirect ``device="cuda"``, a literal in many calls, and drop ``pin_memory``, which needs an accelerator."""
 
     def on_stand_in(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(function)
@@ -207,19 +209,19 @@ def _factories(stand: torch.device) -> None:
 
         return wrapped
 
-    # torch caches the set of factories at first use; it must hold the originals or
-    # ``with torch.device("meta")`` no longer recognises them.
+    # torch caches the set of factories at first use. The cache must contain the original functions, or
+    # ``with torch.device("meta")`` does not recognize them.
     torch.utils._device._device_constructors()
     for name in _FACTORIES.split():
         setattr(torch, name, on_stand_in(getattr(torch, name)))
 
 
 def _moves(stand: torch.device) -> None:
-    """``.cuda()`` and ``.to("cuda")`` lead to the stand-in, ``.pin_memory()`` nowhere."""
+    """Redirect ``.cuda()`` and ``.to("cuda")`` to the stand-in; ``.pin_memory()`` returns the tensor itself."""
     tensor_to = torch.Tensor.to
     torch.Tensor.pin_memory = lambda self, *_, **__: self
     torch.Tensor.cuda = lambda self, *_, **__: tensor_to(self, stand)
-    torch.nn.Module.cuda = lambda self, *_, **__: self  # modules are built where they are to be
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # modules are built on their final device
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if args and not isinstance(args[0], (torch.Tensor, torch.dtype)) and _is_cuda(args[0]):
@@ -232,7 +234,7 @@ def _moves(stand: torch.device) -> None:
 
 
 def _type_names() -> None:
-    """Megatron's optimizers sort parameters by `Tensor.type()`, compared with 'torch.cuda.FloatTensor'."""
+    """Return CUDA type names: Megatron's optimizers compare `Tensor.type()` with 'torch.cuda.FloatTensor'."""
     tensor_type = torch.Tensor.type
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -245,13 +247,13 @@ def _type_names() -> None:
 
 
 def _split_sizes() -> None:
-    """The MoE dispatcher turns split sizes into lists only where they are CUDA tensors."""
-    exchange = torch.distributed.all_to_all_single
+    """Convert split sizes to lists: the MoE dispatcher does so only for CUDA tensors."""
+    original = torch.distributed.all_to_all_single
 
     def as_list(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
-    @functools.wraps(exchange)
+    @functools.wraps(original)
     def all_to_all_single(
         output: torch.Tensor,
         input: torch.Tensor,
@@ -262,16 +264,16 @@ def _split_sizes() -> None:
     ) -> Any:
         for name in ("output_split_sizes", "input_split_sizes"):
             kw[name] = as_list(kw.get(name, output_splits if name.startswith("output") else input_splits))
-        return exchange(output, input, kw.pop("output_split_sizes"), kw.pop("input_split_sizes"), *args, **kw)
+        return original(output, input, kw.pop("output_split_sizes"), kw.pop("input_split_sizes"), *args, **kw)
 
     torch.distributed.all_to_all_single = all_to_all_single
 
 
 def _unequal_parts() -> None:
-    """Gathering and scattering parts of different sizes, which NCCL and HCCL can and gloo refuses.
+    """Support all_gather and reduce_scatter of parts of different sizes, which gloo rejects and NCCL and HCCL support.
 
-    Expert parallel with expert-tensor parallel does it: ranks that share an expert got different numbers of
-    tokens for it. Each part travels by itself, as it does in NCCL.
+    Expert parallelism with expert tensor parallelism needs it: ranks that share an expert have different numbers of
+    tokens for it. Each part is sent in a separate collective, as in NCCL.
     """
     distributed = torch.distributed
     gather, scatter = distributed.all_gather, distributed.reduce_scatter
@@ -301,7 +303,7 @@ def _unequal_parts() -> None:
     ) -> Any:
         if async_op or equal(input_list):
             return scatter(output, input_list, op, group, async_op)
-        sums = [part.clone() for part in input_list]  # what a sum leaves on ranks that it is not for is undefined
+        sums = [part.clone() for part in input_list]  # reduce leaves undefined values on other ranks
         for owner, part in zip(distributed.get_process_group_ranks(group), sums, strict=True):
             if part.numel():
                 distributed.reduce(part, owner, op, group)
@@ -312,27 +314,27 @@ def _unequal_parts() -> None:
 
 
 _EXPECTED_WARNINGS = (
-    # Both are CUDA extensions: megarl/megatron/native_layers.py and adam.py stand in for them.
+    # Both are CUDA extensions, replaced by megarl/megatron/native_layers.py and adam.py.
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
     "If you are using transformer_engine as the transformer implementation, the core_attn is from",
-    # Megatron's own calls, of names that torch is about to retire.
+    # Megatron's calls of deprecated torch functions.
     r"`torch\.distributed\.\w+` is deprecated",
     "`load_state_dict` is deprecated",
     "Please use DTensor instead and we are deprecating ShardedTensor",
-    # Megatron's distributed optimizer asks shards, which are views, for a gradient; they have none.
+    # Megatron's distributed optimizer reads the gradient of shards, which are views without one.
     r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed",
-    # Megatron's own default, and its advice for CUDA.
+    # Megatron's default, and advice for CUDA.
     "full scope is deprecated. Use empty cuda_graph_scope",
     "When using sequence parallelism it is recommended to set the environment variable CUDA_DEVICE_MAX_CONNECTIONS",
 )
 
 
 def _expected_warnings() -> None:
-    """Leave out what Megatron says in every run on a CPU and nobody can act on; any other warning is shown."""
+    """Suppress Megatron's warnings that appear in every CPU run and need no action; all others are shown."""
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    # One generator plays both the CPU's and CUDA's part.
+    # The CPU generator also serves as CUDA's.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )

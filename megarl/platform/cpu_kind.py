@@ -1,4 +1,4 @@
-"""CPU cores, as `DeviceKind` has them. The set of versions is launch/requirements-cpu.txt."""
+"""DeviceKind of CPU cores. The version set equals launch/requirements-cpu.txt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = DeviceKind(
     implementation="megarl.platform.cpu:CPUPlatform",
     collective="gloo",
     cheap_seeds=True,
-    no_host_optimizer=("on a CPU all states are in the host's memory already", "leave it out"),
+    no_host_optimizer=("on a CPU all states are already in host memory", "leave it out"),
     tracing=Tracing(contents=("cpu", "memory", "shapes", "stack")),
     sets=(
         VersionSet(

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs."""
+"""CUDA platform: NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class CUDAPlatform(Platform):
         return importlib.util.find_spec("transformer_engine") is None
 
     def prepare(self) -> None:
-        """Nothing: Megatron is written for CUDA."""
+        """Do nothing: Megatron supports CUDA itself."""
 
     def installation_notices(self) -> list[str]:
         return installation_notices()
 
     def trainer_env(self, timeout: float) -> dict[str, str]:
-        # Megatron overlaps communication with computation by the order in which kernels are queued.
-        # Segments that grow keep free memory in one piece: micro batches have ever other lengths.
+        # Megatron's overlap of communication and computation depends on the order in which kernels are queued.
+        # Expandable segments avoid fragmentation, as micro batches vary in length.
         return {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
     def rollout_env(self) -> dict[str, str]:
-        # vLLM's sleep mode allocates from a pool of its own, which cannot have expandable segments: 0.32 switches them off
-        # there, older versions refuse them (device_allocator/cumem.py).
+        # vLLM's sleep mode allocates from a separate pool without expandable segments: 0.32 disables them there, older
+        # versions fail with them (device_allocator/cumem.py).
         return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}
 
     def deterministic_env(self) -> dict[str, str]:
-        # cuBLAS's own buffers, as torch asks for; Transformer Engine's attention; NCCL's sums in rings, always the same.
+        # cuBLAS workspaces as torch requires; Transformer Engine's attention; NCCL sums in a fixed ring order.
         return {
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
             "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
@@ -68,12 +68,11 @@ class CUDAPlatform(Platform):
 
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        # A rank has one of these groups for each other that it exchanges weights with. What NCCL keeps for one grows with its
-        # thread blocks, and two of them drive a network card.
+        # A rank has one such group per weight sync peer. NCCL's buffers grow with the number of thread blocks, and two
+        # blocks saturate a network card.
         options.config.max_ctas = 2
-        with _environment(
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
-        ):  # a peer's death must not end this process: it is told of
+        # A peer's death must not end this process: the weight sync reports it.
+        with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
             return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def abort_collective(self, group: Any) -> None:
@@ -102,7 +101,7 @@ class CUDAPlatform(Platform):
 
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
-    """`name` is `value`, for what reads it meanwhile."""
+    """Set the environment variable `name` to `value` within the block."""
     former = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -1,5 +1,4 @@
-"""NVIDIA GPUs, as `DeviceKind` has them. The set of versions is the extra of setup.cfg; launch/requirements-cuda.txt has an
-exact one."""
+"""DeviceKind of NVIDIA GPUs. The version set equals the extra in setup.cfg; launch/requirements-cuda.txt pins one version."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from megarl.platform.device_kind import DeviceKind
 from megarl.platform.version_sets import VersionSet, meets
 
 WITHOUT_TRANSFORMER_ENGINE = (
-    "Transformer Engine is not installed: trainers compute with megarl's native layers on torch's kernels. Their passes are "
-    "expected to take 1.2 to 2 times as long, mixture-of-experts models most (estimated, not measured). docs/cuda.md says "
-    "how to install it"
+    "Transformer Engine is not installed: trainers use megarl's native layers on torch's kernels. Their passes are "
+    "expected to take 1.2 to 2 times as long, longest for mixture-of-experts models (estimated, not measured). See "
+    "docs/cuda.md for its installation"
 )
 
 CUDA = DeviceKind(
@@ -53,24 +52,24 @@ CUDA = DeviceKind(
                 "ray": "==2.60.0",
             },
             install="pip install -r launch/requirements-cuda.txt",
-            remark="vLLM 0.32 goes with torch 2.13, 0.33 with torch 2.14",
+            remark="vLLM 0.32 needs torch 2.13, 0.33 needs torch 2.14",
         ),
     ),
 )
 
 
 def installation_notices() -> list[str]:
-    """What this environment lacks of the CUDA set, or has in versions outside of it, and what that costs."""
+    """Notices about packages of the CUDA set that are missing or have untested versions, with the cost."""
     notices = []
     if not transformer_engine.is_importable():
         notices.append(WITHOUT_TRANSFORMER_ENGINE)
     elif (version := transformer_engine.version_of_whole()) and (problem := transformer_engine.problem_of(version)):
         notices.append(problem)
-    wanted = CUDA.sets[0].packages["vllm"]
+    tested = CUDA.sets[0].packages["vllm"]
     try:
         version = importlib.metadata.version("vllm")
     except importlib.metadata.PackageNotFoundError:
         return notices
-    if not meets(version, wanted):
-        notices.append(f"vllm {version} is outside of {wanted}, which this version of megarl goes with: untested")
+    if not meets(version, tested):
+        notices.append(f"vllm {version} is untested: this version of megarl supports {tested}")
     return notices

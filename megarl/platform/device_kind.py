@@ -1,4 +1,4 @@
-"""What the rest of megarl knows of a kind of device, in plain values: nothing here imports torch."""
+"""DeviceKind: facts about a device kind in plain values, without an import of torch."""
 
 from __future__ import annotations
 
@@ -17,62 +17,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PortRange:
-    """Ports that a collective library listens on: the variable that sets them, and what megarl sets it to."""
+    """Ports that a collective library listens on: the variable that sets them, and megarl's value."""
 
     variable: str
     default: str
-    on_host: bool  # ports of the machine, of which each process needs one; else of the devices' own network
+    on_host: bool  # ports of the machine, one per process; False: ports of the device network
 
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """One kind of device. Sentences in it are parts of messages: they begin small and end without a point."""
+    """One device kind. Texts are parts of messages: they begin in lower case and end without a period."""
 
-    name: str  # the value of cluster.device, which is also what vLLM calls it
-    plural: str  # in texts
+    name: str  # value of cluster.device, also vLLM's name of the device type
+    plural: str  # in messages
     implementation: str  # "module:class" of its Platform
-    sets: tuple[VersionSet, ...]  # of packages that go together, the default first
-    collective: str  # the library of its process groups
-    ray_resource: str | None = None  # what Ray counts; None where processes need no device
-    visible: str = ""  # the variable that restricts a process to some devices; "" where there is none
+    sets: tuple[VersionSet, ...]  # compatible package versions, the default set first
+    collective: str  # library of its process groups
+    ray_resource: str | None = None  # Ray resource of the device; None if processes need no device
+    visible: str = ""  # environment variable with the visible devices; "" if there is none
     ddp: Mapping[str, Any] = field(default_factory=dict)  # defaults of `megatron.ddp`
-    tracing: Tracing = field(default_factory=Tracing)  # what its profiler can record
-    no_host_optimizer: tuple[str, str] | None = (
-        None  # why Megatron's optimizer_cpu_offload is not for it, and what to do
-    )
-    cheap_seeds: bool = False  # a random generator for each request costs an engine nothing that counts
-    files: str = ""  # pattern of its devices in /dev
+    tracing: Tracing = field(default_factory=Tracing)  # settings of its profiler
+    no_host_optimizer: tuple[str, str] | None = None  # why it lacks Megatron's optimizer_cpu_offload, and the remedy
+    cheap_seeds: bool = False  # a random generator per request costs an engine next to nothing
+    files: str = ""  # glob pattern of its devices in /dev
 
-    # How it is found: where `package` is installed, or else where `torch.<torch_api>` says that it is available.
+    # Detection: `package` is installed or, without a package, `torch.<torch_api>.is_available()`.
     package: str = ""
-    distribution: str = ""  # that `package` comes in
-    torch_api: str = ""  # torch's module for it
-    present: str = ""  # said where it was found
-    absent: str = ""  # said where it was not
-    install: str = ""  # what to do then
+    distribution: str = ""  # distribution of `package`
+    torch_api: str = ""  # torch's module for the device
+    present: str = ""  # text if it is available
+    absent: str = ""  # text if it is not available
+    install: str = ""  # remedy if it is not available
 
-    # What the doctor looks at, and says.
-    checks: str = ""  # the module whose CHECKS concern it alone, imported by the doctor
+    # Fields for `megarl doctor` and `megarl accept`.
+    checks: str = ""  # module with the CHECKS of this kind, imported by the doctor
     built_against: tuple[BuiltAgainst, ...] = ()
     displaced: tuple[Displaced, ...] = ()
-    interface_variables: dict[str, bool] = field(default_factory=dict)  # -> whether it takes whole names alone
+    interface_variables: dict[str, bool] = field(default_factory=dict)  # variable -> needs complete interface names
     port_ranges: tuple[PortRange, ...] = ()
-    port_error: str = ""  # the library's code for a port that is taken
-    buffer_variable: str = ""  # environment variable of a communicator's buffer in MiB, which takes twice as much
+    port_error: str = ""  # the library's error code for a port in use
+    buffer_variable: str = ""  # environment variable of a communicator's buffer size in MiB; twice that is allocated
     sleep_keeps_weights: bool = (
-        False  # engines that sleep copy their weights to the host (engines/vllm/engine.py: level 1)
+        False  # sleeping engines copy their weights to the host (engines/vllm/engine.py: level 1)
     )
-    many_files: bool = False  # it opens so many files that the usual limit is low
-    status_command: str = ""  # shows devices and who holds them
-    status_commands: tuple[tuple[str, ...], ...] = ()  # what `megarl accept` keeps the output of
-    device_commands: tuple[tuple[str, ...], ...] = ()  # the same, run for each device: "{device}" is its number
-    logs: tuple[str, ...] = ()  # patterns of the logs that runtime and driver write, ~ for the home directory
+    many_files: bool = False  # opens more files than the usual limit
+    status_command: str = ""  # shows devices and their processes
+    status_commands: tuple[tuple[str, ...], ...] = ()  # commands with output that `megarl accept` saves
+    device_commands: tuple[tuple[str, ...], ...] = ()  # the same per device: "{device}" is its number
+    logs: tuple[str, ...] = ()  # patterns of log files of runtime and driver, ~ for the home directory
     environment: tuple[str, ...] = ()  # prefixes of variables that a report may show
-    pass_in: str = ""  # how a container is given the devices
-    import_remedy: str = "install torch again, from the index for this machine"  # where `import torch` fails
+    pass_in: str = ""  # how to pass the devices into a container
+    import_remedy: str = "install torch again, from the index for this machine"  # if `import torch` fails
 
     def is_here(self) -> bool:
-        """Whether processes of this Python can use one."""
+        """Return True if processes of this Python can use such a device."""
         if self.package:
             return importlib.util.find_spec(self.package) is not None
         if not self.torch_api:
@@ -84,6 +82,6 @@ class DeviceKind:
         return bool(getattr(torch, self.torch_api).is_available())
 
     def platform(self) -> Platform:
-        """Its Platform. Imports torch, and whatever the devices need."""
+        """Create its Platform. Imports torch and the device's packages."""
         module, name = self.implementation.split(":")
         return getattr(importlib.import_module(module), name)()

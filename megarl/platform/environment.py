@@ -1,6 +1,9 @@
-"""The environment of a role's processes: megarl's defaults, then the recipe's `cluster.environment`, then the shell of the
-command, which comes first. A required setting is neither: the recipe's other value is refused, the shell's overruled with a
-notice."""
+"""Environment variables of trainers and engines.
+
+Precedence, highest first: the shell of the command, the recipe's `cluster.environment`, megarl's defaults. If a process
+needs certain values of a variable (`Requirement`), another value in the recipe is an error, and another value in the shell
+is overridden with a notice.
+"""
 
 from __future__ import annotations
 
@@ -11,36 +14,36 @@ from dataclasses import dataclass, field
 
 from megarl.errors import RecipeError
 
-# Before this process is made a trainer too, as rank 0 under torchrun is, whose settings are then in os.environ.
-_STARTED_WITH = dict(os.environ)
-# Two names of one setting. torch_npu 2.10 refuses both together; torch ignores the device's name where the other is set.
-_ALSO = {"PYTORCH_NPU_ALLOC_CONF": "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
+# Copied at import: rank 0 under torchrun is a trainer too, which later adds its variables to os.environ.
+_SHELL = dict(os.environ)
+# Two names of one setting. torch_npu 2.10 rejects both together; torch ignores the device's name if the other is set.
+_ALIASES = {"PYTORCH_NPU_ALLOC_CONF": "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF": "PYTORCH_ALLOC_CONF"}
 
 
 @dataclass(frozen=True)
 class Requirement:
-    """Why a process needs a setting, and which other values also do."""
+    """Values of a variable that a process works with, and the reason."""
 
     why: str
-    goes: Callable[[str], bool]
-    value: str = ""  # computed from a recipe; "": the platform's own
+    accepts: Callable[[str], bool]
+    value: str = ""  # computed from a recipe; "": the platform's default
 
 
 def at_least(number: int, why: str) -> Requirement:
-    """A setting that must be `number` or more."""
-    return Requirement(why, lambda given: given.strip().isdecimal() and int(given) >= number, str(number))
+    """Require an integer of at least `number`."""
+    return Requirement(why, lambda value: value.strip().isdecimal() and int(value) >= number, str(number))
 
 
 def _needs(why: str, pattern: str) -> Requirement:
-    """A setting that must match `pattern` as a whole, case aside."""
-    return Requirement(why, lambda given: re.fullmatch(pattern, given, re.IGNORECASE) is not None)
+    """Require a full match of `pattern`, ignoring case."""
+    return Requirement(why, lambda value: re.fullmatch(pattern, value, re.IGNORECASE) is not None)
 
 
 _FIXED_ORDER = "train.deterministic needs sums in a fixed order"
-# Required settings of the platforms.
+# Requirements of the platforms, by (variable, default).
 NEEDED = {
     ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments:False"): _needs(
-        "engines that sleep cannot have expandable segments", r"(?!.*expandable_segments:\s*true).*"
+        "engines that sleep cannot use expandable segments", r"(?!.*expandable_segments:\s*true).*"
     ),
     ("TASK_QUEUE_ENABLE", "1"): _needs("graphs are not captured at 2", "[01]"),
     ("VLLM_ASCEND_ENABLE_NZ", "0"): _needs("weights in NZ format cannot be updated", "0"),
@@ -58,83 +61,86 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """Settings of one role's processes by who decides them."""
+    """Environment variables of one role's processes, by source."""
 
     role: str  # "trainers" or "engines"
-    own: Mapping[str, str]  # megarl's defaults
+    defaults: Mapping[str, str]  # megarl's
     recipe: Mapping[str, str] = field(default_factory=dict)  # cluster.environment
     required: Mapping[str, Requirement] = field(default_factory=dict)  # computed from the recipe
 
     def check(self) -> None:
-        """Raise RecipeError for a variable of the recipe with which the processes would be wrong."""
+        """Raise RecipeError if a variable of the recipe does not meet its requirement."""
         for name, value in self.recipe.items():
-            need = self._need(name)
-            if need is not None and not need.goes(value):
-                remedy = f"leave it out: megarl sets {self._settled(with_recipe=False).get(name) or 'what is needed'}"
-                raise RecipeError(f"cluster.environment.{self.role}.{name}", need.why, remedy, value=value)
+            requirement = self._requirement(name)
+            if requirement is not None and not requirement.accepts(value):
+                default = self._before_shell(with_recipe=False).get(name) or "the required value"
+                remedy = f"leave it out: megarl sets {default}"
+                raise RecipeError(f"cluster.environment.{self.role}.{name}", requirement.why, remedy, value=value)
 
-    def environment(self, users: Mapping[str, str] = _STARTED_WITH) -> dict[str, str]:
-        """Variables for a process; `users`: the shell's. Raises RecipeError as `check` does."""
+    def environment(self, shell: Mapping[str, str] = _SHELL) -> dict[str, str]:
+        """Return the variables of a process; `shell`: variables of the user's shell. Raises RecipeError like `check`."""
         self.check()
-        theirs = {  # under the user's name of it: torch_npu refuses both
-            name: value if why else users[name] for name, value, why in self._theirs(users)
+        shared = {  # under the shell's name of the setting: torch_npu rejects two names of it
+            name: value if why else shell[name] for name, value, why in self._shared(shell)
         }
-        settled = self._settled()
-        return {name: value for name, value in settled.items() if not _names(name) & users.keys()} | theirs
+        settings = self._before_shell()
+        return {name: value for name, value in settings.items() if not _names(name) & shell.keys()} | shared
 
-    def notices(self, users: Mapping[str, str] = _STARTED_WITH) -> list[str]:
-        """A sentence for each setting that the shell has otherwise."""
+    def notices(self, shell: Mapping[str, str] = _SHELL) -> list[str]:
+        """Notices about variables that have another value in the shell."""
         return [
-            f"the environment has {name}={users[name]}, which is overruled: {self.role} have {name}={value}, since {why}"
+            f"the environment has {name}={shell[name]}, which is overridden: {self.role} get {name}={value}, since {why}"
             if why
-            else f"the environment has {name}={users[name]}, which stays; {self.role} would have {name}={value}"
-            for name, value, why in self._theirs(users)
-            if users[name] != value
+            else f"the environment has {name}={shell[name]}, which is kept; otherwise {self.role} would get {name}={value}"
+            for name, value, why in self._shared(shell)
+            if shell[name] != value
         ]
 
-    def computed(self, users: Mapping[str, str] = _STARTED_WITH) -> list[tuple[str, str, str]]:
-        """(name, value, reason) of variables that the recipe sets or needs, as processes will have them."""
-        environment = self.environment(users)
+    def computed(self, shell: Mapping[str, str] = _SHELL) -> list[tuple[str, str, str]]:
+        """(name, value, reason) of variables that the recipe sets or requires, with their final values."""
+        environment = self.environment(shell)
         return [
-            (name, environment[name], need.why if name not in self.recipe and need else "cluster.environment")
+            (
+                name,
+                environment[name],
+                requirement.why if name not in self.recipe and requirement else "cluster.environment",
+            )
             for name in sorted({*self.recipe, *self.required})
             if name in environment
-            for need in [self.required.get(name)]
+            for requirement in [self.required.get(name)]
         ]
 
-    def _settled(self, *, with_recipe: bool = True) -> dict[str, str]:
-        """Settings before the shell's."""
+    def _before_shell(self, *, with_recipe: bool = True) -> dict[str, str]:
+        """Defaults, computed requirements and the recipe's variables, without the shell's."""
         recipe = self.recipe if with_recipe else {}
-        settled = dict(self.own) | {name: need.value for name, need in self.required.items()}
-        return {name: value for name, value in settled.items() if not _names(name) & recipe.keys()} | dict(recipe)
+        settings = dict(self.defaults) | {name: requirement.value for name, requirement in self.required.items()}
+        return {name: value for name, value in settings.items() if not _names(name) & recipe.keys()} | dict(recipe)
 
-    def _need(self, name: str) -> Requirement | None:
+    def _requirement(self, name: str) -> Requirement | None:
         if name in self.required:
             return self.required[name]
-        return next(
-            (NEEDED[one, value] for one, value in self.own.items() if name in _names(one) and (one, value) in NEEDED),
-            None,
-        )
+        defaults = (item for item in self.defaults.items() if name in _names(item[0]))
+        return next((NEEDED[item] for item in defaults if item in NEEDED), None)
 
-    def _theirs(self, users: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-        """Variables of the shell: name, the value that megarl or the recipe would set, and why the shell's does not go
-        ("": it does)."""
-        for name, value in self._settled().items():
-            need = self._need(name)
-            for theirs in sorted(_names(name) & users.keys()):
-                yield theirs, value, "" if need is None or need.goes(users[theirs]) else need.why
+    def _shared(self, shell: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+        """Variables that the shell sets too: name, megarl's or the recipe's value, reason to reject the shell's or ""."""
+        for name, value in self._before_shell().items():
+            requirement = self._requirement(name)
+            for alias in sorted(_names(name) & shell.keys()):
+                accepted = requirement is None or requirement.accepts(shell[alias])
+                yield alias, value, "" if accepted or requirement is None else requirement.why
 
 
-def users_first(own: Mapping[str, str], users: Mapping[str, str] = _STARTED_WITH) -> dict[str, str]:
-    """`own` settings, each as the shell has it where it does and that goes."""
-    return RoleSettings("processes", own).environment(users)
+def users_first(defaults: Mapping[str, str], shell: Mapping[str, str] = _SHELL) -> dict[str, str]:
+    """Return `defaults` with the shell's values where the shell has valid ones."""
+    return RoleSettings("processes", defaults).environment(shell)
 
 
-def notices(role: str, own: Mapping[str, str], users: Mapping[str, str] = _STARTED_WITH) -> list[str]:
-    """A sentence for each of `own` settings of a role's processes that the shell has otherwise."""
-    return RoleSettings(role, own).notices(users)
+def notices(role: str, defaults: Mapping[str, str], shell: Mapping[str, str] = _SHELL) -> list[str]:
+    """Notices about `defaults` of a role that have another value in the shell."""
+    return RoleSettings(role, defaults).notices(shell)
 
 
 def _names(name: str) -> set[str]:
-    """The variable, and another name of the same setting."""
-    return {name} | {other for pair in _ALSO.items() for other in pair if name in pair}
+    """The variable and its aliases."""
+    return {name} | {other for pair in _ALIASES.items() for other in pair if name in pair}

@@ -1,9 +1,9 @@
-"""Memory of one process's device that other processes of the machine map, without a name in /dev/shm.
+"""Device memory that other processes of the machine can map, without a name in /dev/shm.
 
-torch describes device memory to another process by eight values (torch/multiprocessing/reductions.py: reduce_tensor, and
-torch_npu/multiprocessing/reductions.py): a device, the allocation's handle, the storage's size and place in it, a reference
-count, and an event. All but the device travel as JSON, where torch itself would pickle them. A reader maps the memory from its
-own device, whichever the owner's is: that one may be invisible to the reader.
+torch describes device memory by eight values (torch/multiprocessing/reductions.py: reduce_tensor, and
+torch_npu/multiprocessing/reductions.py): device, handle of the allocation, size and offset of the storage, reference count
+and event. All except the device are sent as JSON; torch would pickle them. A reader maps the memory through its own device,
+because the owner's device may be invisible to it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ import torch
 
 
 class Shareable(Protocol):
-    """Memory of this process that others of the machine can map."""
+    """Memory of this process that other processes of the machine can map."""
 
     memory: torch.Tensor  # uint8 [size]
 
     def handle(self) -> dict[str, Any]:
-        """Describe the memory to one reader, as JSON. A handle is for one reader and is opened once."""
+        """Create a handle, as JSON. Each reader needs a new handle and opens it once."""
         ...
 
     def close(self) -> None:
-        """Give the memory back, once readers have closed theirs."""
+        """Release the memory after all readers have closed theirs."""
         ...
 
 
 class DeviceMemory:
-    """Device memory, described by torch's storage."""
+    """Device memory with handles from torch's storage."""
 
     def __init__(self, memory: torch.Tensor, describe: str) -> None:
-        """`memory`: a whole allocation. `describe`: the method of torch's storage that makes a handle."""
+        """`memory`: a whole allocation. `describe`: name of the method of torch's storage that creates a handle."""
         self.memory, self._describe = memory, describe
 
     def handle(self) -> dict[str, Any]:
         storage = self.memory.untyped_storage()
         if not hasattr(storage, self._describe):
             raise RuntimeError(
-                f"this version of {self.memory.device.type}'s torch library shares no device memory between processes (it has no "
+                f"the installed torch for {self.memory.device.type} cannot share device memory between processes (it has no "
                 f"{self._describe}); set exchange.transport=auto"
             )
-        # torch counts readers: each needs a reference count of its own, and so a call.
+        # torch counts references per reader, so each reader needs a separate call.
         _, handle, size, offset, count, count_offset, event, waits = getattr(storage, self._describe)()
         return {
             "handle": handle.hex(),
@@ -64,9 +64,11 @@ class DeviceMemory:
 
 
 def open_device_memory(handle: dict[str, Any], device: torch.device, rebuild: str) -> torch.Tensor:
-    """Map what `DeviceMemory.handle` describes, for `device`: uint8 [size]. `rebuild`: the method of torch's storage class.
+    """Map the memory of a `DeviceMemory.handle` through `device`: uint8 [size].
 
-    Raises RuntimeError where the devices or the container do not let this process map it."""
+    rebuild: name of the method of torch's storage class that opens a handle.
+    Raises RuntimeError if the devices or the container do not allow this process to map it.
+    """
     storage = getattr(torch.UntypedStorage, rebuild)(
         device.index,
         bytes.fromhex(handle["handle"]),
@@ -82,13 +84,15 @@ def open_device_memory(handle: dict[str, Any], device: torch.device, rebuild: st
 
 @contextlib.contextmanager
 def without_expandable_segments(variable: str, change: Callable[[str], None], *, whole: bool) -> Iterator[None]:
-    """Allocate inside in segments of fixed size, whose handle any process of the same user can open.
+    """Disable expandable segments within the block, so that any process of the same user can open the handles.
 
-    The handle of a segment that grows is a file descriptor, which most containers let no other process take ("pidfd_getfd:
-    Operation not permitted", https://github.com/pytorch/pytorch/issues/165685). torch's allocator does not reuse a growing
-    segment while they are off (c10/cuda/CUDACachingAllocator.cpp: get_free_block). `variable` is the platform's, which comes
-    before PYTORCH_ALLOC_CONF in its allocator; `change` sets the allocator's settings. `whole`: it resets settings that it is
-    not given (c10/core/AllocatorConfig.cpp: parseArgs), so it gets all of them; else expandable_segments alone.
+    The handle of an expandable segment is a file descriptor, and most containers do not allow another process to duplicate
+    it ("pidfd_getfd: Operation not permitted", https://github.com/pytorch/pytorch/issues/165685). While they are disabled,
+    torch's allocator does not reuse expandable segments (c10/cuda/CUDACachingAllocator.cpp: get_free_block).
+
+    variable: the platform's variable, which its allocator prefers to PYTORCH_ALLOC_CONF. change: sets the allocator's
+    settings. whole: `change` resets all settings that are absent from its argument (c10/core/AllocatorConfig.cpp:
+    parseArgs), so it receives all of them; otherwise only expandable_segments.
     """
     settings = os.environ.get(variable, os.environ.get("PYTORCH_ALLOC_CONF", ""))
     setting = re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE)
@@ -104,13 +108,13 @@ def without_expandable_segments(variable: str, change: Callable[[str], None], *,
 
 
 class HostMemory:
-    """Memory of a file without a name, which ends with the last process that maps it: what a CPU has for device memory."""
+    """Memory of an unnamed file, freed with the last process that maps it: the CPU's counterpart of device memory."""
 
     def __init__(self, size: int) -> None:
-        """Raises OSError where the machine has not so much memory left."""
+        """Allocate `size` bytes. Raises OSError if the machine has too little memory."""
         self._descriptor = os.memfd_create("megarl-weights", os.MFD_CLOEXEC)
         try:
-            # Pages are claimed now: a sparse file would end the process with SIGBUS on first touch.
+            # Allocate the pages now: with a sparse file, the first access could end the process with SIGBUS.
             os.posix_fallocate(self._descriptor, 0, size)
         except OSError as error:
             os.close(self._descriptor)
@@ -131,7 +135,10 @@ class HostMemory:
 
 
 def open_host_memory(handle: dict[str, Any]) -> torch.Tensor:
-    """Map what `HostMemory.handle` describes: uint8 [size]. Raises OSError where its process is gone or another user's."""
+    """Map the memory of a `HostMemory.handle`: uint8 [size].
+
+    Raises OSError if the owning process has ended or belongs to another user.
+    """
     descriptor = os.open(f"/proc/{handle['process']}/fd/{handle['descriptor']}", os.O_RDWR | os.O_CLOEXEC)
     try:
         return torch.frombuffer(mmap.mmap(descriptor, handle["size"]), dtype=torch.uint8)

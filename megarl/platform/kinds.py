@@ -1,6 +1,6 @@
-"""Every kind of device, in the order in which they are preferred: a new one is a line here and files of its own.
+"""All device kinds, in order of preference. A new kind needs an entry here and a pair of files like cuda.py, cuda_kind.py.
 
-Outside this package and the engines, nothing asks which of them a device is, but for what a `DeviceKind` says of it.
+Code outside this package and the engines reads the fields of a `DeviceKind` and never compares the kind's name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS: tuple[DeviceKind, ...] = (NPU, CUDA, CPU)
 
 
 def kind_of(name: str) -> DeviceKind:
-    """The kind called `name`. Raises ValueError for a name that there is not."""
+    """Return the device kind `name`. Raises ValueError for an unknown name."""
     for kind in KINDS:
         if kind.name == name:
             return kind

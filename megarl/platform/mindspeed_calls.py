@@ -1,7 +1,7 @@
-"""Functions and attributes of MindSpeed that megarl calls, or whose behaviour it depends on, read off its sources.
+"""Read the MindSpeed functions and attributes that megarl depends on from MindSpeed's sources.
 
-They are part of a `mindspeed_keys.Table`: the tables are recorded, so that tests compare megarl's calls with MindSpeed
-where it is not installed. `RELIED` lists the places, each with the part of megarl that depends on it.
+They are part of the recorded `mindspeed_keys.Table`s, so that tests can compare megarl's calls with MindSpeed without an
+installation. `RELIED` lists them, each with the part of megarl that depends on it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ Record = dict[str, list[str]]
 
 @dataclass(frozen=True)
 class Relied:
-    """A function, method or class of MindSpeed. `attributes` are those of a class; `reads`: whether to record which
-    attributes of a `config` a function reads, instead of its arguments."""
+    """A function, method or class of MindSpeed that megarl depends on.
+
+    attributes: of a class, to look for. reads: record the attributes of `config` that a function reads, instead of its
+    arguments.
+    """
 
     file: str  # relative to the package
     name: str  # a dot separates class and method
@@ -37,7 +40,7 @@ _ATTENTION = "te/pytorch/attention/dot_product_attention/dot_product_attention.p
 RELIED = (
     Relied("megatron_adaptor.py", "repatch", "NPUPlatform.adapt calls it"),
     Relied("megatron_adaptor.py", "patch_features", "importing the module patches Megatron: NPUPlatform.prepare"),
-    Relied("op_builder/builder.py", "MindSpeedOpBuilder.load", "platform/mindspeed_ops.py lets processes take turns"),
+    Relied("op_builder/builder.py", "MindSpeedOpBuilder.load", "platform/mindspeed_ops.py serializes builds"),
     Relied(
         _SWAP,
         "SwapDistributedOptimizer",
@@ -45,16 +48,18 @@ RELIED = (
         attributes=(HOST_TENSORS, TO_HOST, f"optimizer.{SWAPS}"),
     ),
     Relied(_SWAP, "swap_adamw_step", "platform/swapped.py: it counts steps in a tensor of the group"),
-    Relied(_LATENT, "multi_latent_attention_init_impl", "upstream_fixes gives the configuration old names", reads=True),
+    Relied(
+        _LATENT, "multi_latent_attention_init_impl", "upstream_fixes sets old names in the configuration", reads=True
+    ),
     Relied(_ATTENTION, "TEDotProductAttention.forward", "qwen2_5_vl sets the tower's mask type", reads=True),
 )
 
 
 def read_calls(source: Path) -> dict[str, list[str]]:
-    """Return what each of `RELIED` has in the checkout or site-packages folder `source`; those that are absent are left out.
+    """Read the present entries of `RELIED` from `source`, a checkout or site-packages folder.
 
-    Functions: their arguments in order. Classes: which of the attributes their bodies set, or their methods on `self` or
-    below it. With `reads`: attributes of `config` and `self.config`. Names are sorted except for arguments.
+    Values: the arguments of a function, in order; the attributes of `RELIED` that a class or its methods set; with `reads`,
+    the attributes of `config` and `self.config` that a function reads. All except arguments are sorted.
     """
     record: Record = {}
     for relied in RELIED:
@@ -71,7 +76,7 @@ def read_calls(source: Path) -> dict[str, list[str]]:
 
 
 def _find(file: Path, name: str) -> ast.ClassDef | ast.FunctionDef | None:
-    """The last definition wins, as it does when the module is executed."""
+    """Find the last definition of `name`, which counts when the module is executed."""
     body: list[ast.stmt] = ast.parse(file.read_text(encoding="utf-8")).body
     node: ast.ClassDef | ast.FunctionDef | None = None
     for part in name.split("."):
@@ -90,7 +95,7 @@ def _arguments(function: ast.FunctionDef | ast.ClassDef) -> list[str]:
 
 
 def _attributes(owner: ast.ClassDef) -> set[str]:
-    """Class attributes, and attributes set on `self` or on an attribute of it (`self.optimizer.name`)."""
+    """Class attributes, and attributes set on `self` or on an attribute of `self` (`self.optimizer.name`)."""
     names = set()
     for node in ast.walk(owner):
         for target in node.targets if isinstance(node, ast.Assign) else ():

@@ -1,11 +1,11 @@
-"""Operators that MindSpeed compiles at their first use: in turn on a machine, whatever became of an earlier process.
+"""Serialize MindSpeed's operator builds on a machine, with a lock that ends with its process.
 
-Every rank of a node meets an operator at about the same time. torch builds it in one of them, and lets the others wait for
-a file, `lock`, in the operator's folder to go (`torch.utils.cpp_extension`). A process that is killed while it compiles
-leaves that file, and the next run would wait for ever. The lock here ends with its process.
+MindSpeed compiles operators at first use, which all ranks of a node reach at about the same time. torch builds in one of
+them; the others wait until a file `lock` in the operator's folder disappears (`torch.utils.cpp_extension`). A process that
+is killed during the build leaves that file, and the next run would wait forever.
 
-Machines never share a build folder: nodes often share a home directory, and not every network file system shows the lock of
-one node to another.
+Each machine has a separate build folder: nodes often share a home directory, and not every network file system makes locks
+visible to other nodes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ OPERATORS = (
     "RotaryPositionEmbeddingOpBuilder",
     "fused_adamw_v2_builder.FusedAdamWV2OpBuilder",
 )
-"""Builders below `mindspeed.op_builder` of the operators that recipes of ours and common settings of MindSpeed use."""
+"""Builders in `mindspeed.op_builder` of the operators that megarl's recipes and common MindSpeed settings use."""
 
 
 def separate_build_folder() -> None:
-    """Let torch build below a folder of this machine and Python, unless the environment names one (TORCH_EXTENSIONS_DIR)."""
+    """Set TORCH_EXTENSIONS_DIR to a folder of this machine and Python version, unless it is set."""
     from torch.utils.cpp_extension import get_default_build_root
 
     name = f"{socket.gethostname()}-py{sys.version_info.major}{sys.version_info.minor}"
@@ -41,14 +41,14 @@ def separate_build_folder() -> None:
 
 
 def build_in_turn(builder: Any) -> None:
-    """Let the processes of a machine call `builder.load`, a method of MindSpeedOpBuilder, one after the other.
+    """Serialize calls of `builder.load`, a method of MindSpeedOpBuilder, among the processes of a machine. Idempotent.
 
-    The first one compiles; those behind it load what it has built. Idempotent.
+    The first process compiles an operator; the others load the result.
     """
     load = builder.load
     if getattr(load, "in_turn", False):
         return
-    loaded: dict[str, Any] = {}  # by operator: `load` is called whenever one is used
+    loaded: dict[str, Any] = {}  # by operator: MindSpeed calls `load` at every use
 
     def load_in_turn(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.name not in loaded:
@@ -63,8 +63,8 @@ def _load(builder: Any, load: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.cpp_extension import _get_build_directory
 
     folder = Path(_get_build_directory(builder.name, False))
-    # No name that ends in "lock": MindSpeed removes the whole folder where it sees one (megatron_adaptor.py).
-    with (folder.parent / f".{builder.name}.turn").open("w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        (folder / "lock").unlink(missing_ok=True)  # whoever made it has died: every other process waits above
+    # The name must not end in "lock": MindSpeed removes the whole folder if it finds such a file (megatron_adaptor.py).
+    with (folder.parent / f".{builder.name}.turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)  # stale: living processes wait in flock
         return load(builder, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Ascend NPUs: torch_npu, and MindSpeed, which adapts Megatron to them."""
+"""Ascend platform: NPUs with torch_npu and MindSpeed, which adapts Megatron to them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from megarl.platform.tracing import TraceOptions
 
 
 class NPUPlatform(Platform):
-    """Ascend devices with HCCL. MindSpeed supplies what Transformer Engine supplies on CUDA."""
+    """Ascend devices with HCCL. MindSpeed replaces Transformer Engine."""
 
     kind = NPU
     process_group_backend = "cpu:gloo,npu:hccl"
     can_offload = True
-    # MindSpeed's column-parallel linear gathers the sequence whatever `parallel_mode` is, with which Megatron tells shared
-    # experts that run beside the dispatcher not to (core_r0.16.0, mindspeed/te/pytorch/module/linear.py:315).
+    # MindSpeed's column-parallel linear ignores `parallel_mode` and always gathers the sequence. Megatron sets that mode to
+    # skip the gather for overlapped shared experts (core_r0.16.0, mindspeed/te/pytorch/module/linear.py:315).
     overlaps_shared_experts = False
 
     @property
@@ -41,7 +41,7 @@ class NPUPlatform(Platform):
         self._assert_before_megatron()
         import torch_npu  # noqa: F401
 
-        # MindSpeed reads sys.argv into a process-wide namespace, unknown flags included: ours are not for it.
+        # MindSpeed parses sys.argv into a process-wide namespace, unknown flags included, so megarl's are removed.
         arguments, sys.argv = sys.argv, sys.argv[:1]
         try:
             with _without_aliases():
@@ -61,8 +61,8 @@ class NPUPlatform(Platform):
                 repatch(mindspeed.arguments(settings))
         except ModuleNotFoundError as error:
             raise ValueError(
-                f"MindSpeed needs the module {error.name} for one of the settings in megatron.extra: leave that one out, or "
-                "install what has the module (megatron.training is in a checkout of Megatron-LM, not in megatron-core)."
+                f"MindSpeed needs the module {error.name} for a setting in megatron.extra: leave the setting out, or install "
+                "the module (megatron.training is in a checkout of Megatron-LM, not in megatron-core)."
             ) from error
 
     def trainer_env(self, timeout: float) -> dict[str, str]:
@@ -70,14 +70,14 @@ class NPUPlatform(Platform):
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
             "TASK_QUEUE_ENABLE": "2",
-            # Whole seconds, and of the first those that CANN takes.
+            # Whole seconds; CANN limits the first to this range.
             "HCCL_CONNECT_TIMEOUT": str(min(max(math.ceil(timeout), 120), 7200)),
             "HCCL_EXEC_TIMEOUT": str(math.ceil(timeout)),
             **_MANY_PROCESSES,
         }
 
     def deterministic_env(self) -> dict[str, str]:
-        # Sums of collectives, of matrix products over their inner dimension, and of ATB's in a fixed order.
+        # Fixed order of sums in collectives, in matrix products over their inner dimension, and in ATB.
         return {
             "HCCL_DETERMINISTIC": "true",
             "LCCL_DETERMINISTIC": "1",
@@ -87,18 +87,18 @@ class NPUPlatform(Platform):
 
     def rollout_env(self) -> dict[str, str]:
         return {
-            # vllm-ascend's sleep mode refuses them; under torchrun an engine would inherit a trainer's.
+            # vllm-ascend's sleep mode rejects expandable segments, which an engine under torchrun would inherit.
             "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False",
-            "TASK_QUEUE_ENABLE": "1",  # 2 does not go with ACL graphs
+            "TASK_QUEUE_ENABLE": "1",  # 2 is incompatible with ACL graphs
             "HCCL_CONNECT_TIMEOUT": "3600",
             "HCCL_EXEC_TIMEOUT": "3600",
             "HCCL_OP_EXPANSION_MODE": "AIV",
-            "VLLM_ASCEND_ENABLE_NZ": "0",  # weights keep their layout, so that they can be updated in place
+            "VLLM_ASCEND_ENABLE_NZ": "0",  # weights keep their layout, which in-place updates need
             **_MANY_PROCESSES,
         }
 
     def deterministic_rollout_env(self) -> dict[str, str]:
-        # vllm-ascend sets the last two itself (batch_invariant.py, override_envs_for_invariance), in the middle of its start.
+        # vllm-ascend sets the last two itself, but late in its start (batch_invariant.py, override_envs_for_invariance).
         return {"VLLM_BATCH_INVARIANT": "1", "HCCL_DETERMINISTIC": "strict", "LCCL_DETERMINISTIC": "1"}
 
     def set_device(self, local_rank: int) -> None:
@@ -115,24 +115,23 @@ class NPUPlatform(Platform):
 
         options = ProcessGroupHCCL.Options()
         options._timeout = timeout
-        # A group without ranks is torch_npu's default one from then on.
+        # Without ranks, torch_npu would make this group its default group.
         options.global_ranks_in_group = list(range(size))
         options.group_id = f"megarl-{next(_GROUPS)}"
         options.hccl_config = {
-            # A rank has one of these groups for each other that it exchanges weights with, and HCCL keeps twice so many MiB
-            # for one: 200 unless told.
+            # A rank has one such group per weight sync peer. HCCL allocates twice this size, in MiB; its default is 200.
             "hccl_buffer_size": 16,
-            # Both ends the same way, of which engines' environment asks for another (`rollout_env`): by the host.
+            # On the host. Both ends must agree, and the engines' environment has another mode (`rollout_env`).
             "hccl_op_expansion_mode": 1,
         }
         return ProcessGroupHCCL(store, rank, size, options)
 
     def abort_collective(self, group: Any) -> None:
-        group.clear_workmeta_list()  # else the group's watchdog would find an error, and end the process
-        group.abort_hccl_comm("the other end of a weight exchange is gone")
+        group.clear_workmeta_list()  # otherwise the group's watchdog detects an error and ends the process
+        group.abort_hccl_comm("a peer of the weight sync has ended")
 
     def shareable_memory(self, size: int) -> DeviceMemory:
-        change = torch.npu.memory._set_allocator_settings  # takes some settings alone, this one among them
+        change = torch.npu.memory._set_allocator_settings  # changes only the given setting
         with without_expandable_segments("PYTORCH_NPU_ALLOC_CONF", change, whole=False):
             return DeviceMemory(torch.empty(size, dtype=torch.uint8, device=self.device()), "_share_npu_")
 
@@ -163,7 +162,7 @@ class NPUPlatform(Platform):
             with_modules=options.records("modules"),
             experimental_config=profiler._ExperimentalConfig(
                 profiler_level=getattr(profiler.ProfilerLevel, (options.level or "level0").capitalize()),
-                # torch_npu's own default, PipeUtilization, is reset with a warning at level0.
+                # torch_npu's default, PipeUtilization, is reset with a warning at level0.
                 aic_metrics=getattr(profiler.AiCMetrics, options.metrics or "AiCoreNone"),
                 export_type=getattr(profiler.ExportType, (options.export or "text").capitalize()),
                 mstx=options.marks,
@@ -183,10 +182,12 @@ _MANY_PROCESSES = {ports.variable: ports.default for ports in NPU.port_ranges}
 
 @contextlib.contextmanager
 def _without_aliases() -> Iterator[None]:
-    """MindSpeed asks each module of the process for each name that it patches. Transformers 5 has modules that import
-    others when they are asked (`models.X.image_processing_X_fast`), of every vision model, and fail where torchvision is
-    missing: meanwhile these have nothing but what they hold."""
-    asked = [
+    """Disable module-level `__getattr__` in transformers within the block.
+
+    MindSpeed looks up every name that it patches in every loaded module. In transformers 5 a lookup in the alias modules of
+    vision models (`models.X.image_processing_X_fast`) imports other modules, and fails without torchvision.
+    """
+    lazy = [
         (module, vars(module).pop("__getattr__"))
         for name, module in list(sys.modules.items())
         if name.startswith("transformers.") and "__getattr__" in vars(module)
@@ -194,5 +195,5 @@ def _without_aliases() -> Iterator[None]:
     try:
         yield
     finally:
-        for module, function in asked:
+        for module, function in lazy:
             module.__getattr__ = function  # type: ignore[method-assign]

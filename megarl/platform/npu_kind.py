@@ -1,4 +1,4 @@
-"""Ascend NPUs, as `DeviceKind` has them.
+"""DeviceKind of Ascend NPUs.
 
 The version sets follow vllm-ascend's versioning policy and Dockerfiles, the table of CANN versions in torch_npu's wheels, and
 verl's images for CANN 8.3.RC1, 8.5.1, 8.5.2, 9.0.0 and 9.1.0 (read, not run). Dockerfile.npu builds each set from launch/npu_versions/;
@@ -6,8 +6,8 @@ a test compares those files with this table.
 
 Drivers, from CANN's release notes: 9.1.X works with HDK 25.2.X and later and not with 25.0.X, 9.0.X and 8.5.2 with 25.0.X and later
 (hiascend.com/document, CANNCommunityEdition/910, releasenote/9.1.0, "CANN and Ascend HDK Version Compatibility"); 8.5.0 with 25.0.X and
-later (canncommercial/850, releasenote_0000), and 8.5.1 with the drivers of 8.5.0 (MindIE 26.0.0's release notes). The driver that a CANN was released with is the
-`required_soft` of ascend-deployer's CANN_<version>.json.
+later (canncommercial/850, releasenote_0000), and 8.5.1 with the drivers of 8.5.0 (MindIE 26.0.0's release notes). The driver
+released with a CANN version is `required_soft` in ascend-deployer's CANN_<version>.json.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.platform.device_kind import DeviceKind, PortRange
 from megarl.platform.tracing import CONTENTS, Tracing
 from megarl.platform.version_sets import BuiltAgainst, Displaced, VersionSet
 
-# Names in a set's `system`: CANN's version, the oldest driver that this CANN works with, and the driver it was released with.
+# Keys of a set's `system`: the CANN version, the oldest driver that works with it, and the driver released with it.
 CANN, DRIVER, RELEASED_WITH = "CANN", "driver (HDK), at least", "driver (HDK), released with"
 
 _CANN_9_1 = VersionSet(
@@ -101,7 +101,7 @@ _CANN_8_3 = VersionSet(
     },
     {CANN: "8.3.RC1", RELEASED_WITH: "25.3.rc1"},
     install="Dockerfile.npu with --build-arg CANN=8.3.rc1",
-    remark="it only evaluates: its vLLM cannot take weights, and megarl is written for Megatron 0.16",
+    remark="for evaluation only: its vLLM cannot receive weights, and megarl needs Megatron 0.16",
 )
 
 # Names of torch_npu.profiler, equal in 2.7.1, 2.9.0, 2.9.0.post2 and 2.10.0.post4 (profiler/experimental_config.py).
@@ -123,15 +123,15 @@ _TRACING = Tracing(
     level_of_marks="level_none",
     marks=True,
     analysis=True,
-    engines="vllm-ascend traces its engines at level1 with PipeUtilization and exports text, whatever observe.profile_level, profile_metrics and profile_export say",
+    engines="vllm-ascend always traces its engines at level1 with PipeUtilization and text export, regardless of observe.profile_level, profile_metrics and profile_export",
 )
 
 NPU = DeviceKind(
     name="npu",
     plural="NPUs",
     no_host_optimizer=(
-        "Megatron's HybridDeviceOptimizer moves CUDA tensors alone",
-        "set megatron.extra.swap_optimizer: true, with which MindSpeed keeps the states on the host",
+        "Megatron's HybridDeviceOptimizer moves only CUDA tensors",
+        "set megatron.extra.swap_optimizer: true, so that MindSpeed keeps the states on the host",
     ),
     implementation="megarl.platform.npu:NPUPlatform",
     sets=(_CANN_9_1, _CANN_9_0, _CANN_8_5, _CANN_8_3),
@@ -152,10 +152,10 @@ NPU = DeviceKind(
             "torch-npu",
             "torch",
             3,
-            "torch_npu is built against one torch, and fails to load, or crashes, beside another",
+            "torch_npu is built against one torch version, and crashes or fails to load with another",
         ),
-        # Two numbers: a checkout of vllm-ascend's releases/v0.23.0 calls itself 0.23.1.dev.
-        BuiltAgainst("vllm-ascend", "vllm", 2, "vllm-ascend overwrites parts of one vLLM"),
+        # Two numbers: a checkout of vllm-ascend's releases/v0.23.0 has version 0.23.1.dev.
+        BuiltAgainst("vllm-ascend", "vllm", 2, "vllm-ascend overwrites parts of one vLLM version"),
     ),
     displaced=(
         Displaced(

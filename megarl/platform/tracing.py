@@ -1,21 +1,21 @@
-"""What a device's profiler can record, and what a run asks of it, in plain values: nothing here imports torch."""
+"""Profiler settings of a device kind and of a run, in plain values, without an import of torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 CONTENTS = ("device", "cpu", "memory", "shapes", "modules", "stack")
-CHEAP = ("device", "cpu", "shapes")  # recorded where a run names no contents
+CHEAP = ("device", "cpu", "shapes")  # default contents
 
 
 @dataclass(frozen=True)
 class Tracing:
-    """The settings that the profiler of a kind of device understands. Empty: it has no such setting.
+    """Settings that the profiler of a device kind supports. Empty: the profiler has no such setting.
 
-    contents: of CONTENTS. levels, metrics, exports: values by their names in recipes. levels_of_metrics: the levels that
-    record metrics. level_of_marks: the level that records marks alone. marks: whether it records marks that libraries set in
-    the stream. analysis: whether it writes raw data first and tables afterwards, so that the second may be left for later.
-    engines: what an engine's traces have fixed, for a notice.
+    contents: supported values of CONTENTS. levels, metrics, exports: names of the values in recipes. levels_of_metrics:
+    levels that record metrics. level_of_marks: level that records only marks. marks: supports marks that libraries set in
+    the stream. analysis: writes raw data first, so that the analysis can be postponed. engines: notice about settings that
+    engines ignore.
     """
 
     contents: tuple[str, ...] = ("device", "cpu", "memory", "shapes", "stack")
@@ -31,8 +31,7 @@ class Tracing:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What one run records. `contents`: empty for those of CHEAP that the device has. `level`, `metrics`, `export`: "" for
-    the profiler's own default."""
+    """Profiler settings of a run. Empty `contents`: CHEAP. "" for `level`, `metrics`, `export`: the profiler's default."""
 
     contents: tuple[str, ...] = ()
     level: str = ""
@@ -42,5 +41,5 @@ class TraceOptions:
     analysis: bool = True
 
     def records(self, content: str) -> bool:
-        """Return whether `content`, one of CONTENTS, is recorded."""
+        """Return True if `content`, one of CONTENTS, is recorded."""
         return content in (self.contents or CHEAP)

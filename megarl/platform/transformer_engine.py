@@ -1,4 +1,4 @@
-"""The installed Transformer Engine: its version, and whether Megatron takes it. One place for run, recipe checks and doctor."""
+"""Version of the installed Transformer Engine and its compatibility with Megatron, for runs, recipe checks and doctor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from packaging.version import InvalidVersion, Version
 from megarl.platform.version_sets import meets
 
 WANTED = ">=2.9,<2.12"
-"""Versions that megatron-core 0.16.1 asks for: its metadata, extra `dev`."""
+"""Versions that megatron-core 0.16.1 requires, by the extra `dev` in its metadata."""
 
 PARTS = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
-"""Its distributions. The first names the version of the whole."""
+"""Its distributions. The first has the version of Transformer Engine as a whole."""
 
 
 def _version_here(name: str) -> str | None:
@@ -25,23 +25,22 @@ def _version_here(name: str) -> str | None:
 
 
 def installed(version_of: Callable[[str], str | None] = _version_here) -> dict[str, str]:
-    """Versions of the installed parts, by distribution. `version_of`: the lookup of another machine than this one."""
+    """Versions of the installed parts, by distribution. `version_of`: lookup of a distribution's version or None."""
     return {name: version for name in PARTS if (version := version_of(name))}
 
 
 def is_importable() -> bool:
-    """Return whether this environment has the package `transformer_engine`."""
+    """Return True if this environment has the package `transformer_engine`."""
     return importlib.util.find_spec("transformer_engine") is not None
 
 
 def version_of_whole() -> str | None:
-    """Version of the Transformer Engine that this environment imports; None without one. Builds from source may have the CUDA
-    part's distribution alone."""
+    """Version of Transformer Engine in this environment, or None. Builds from source may have only a CUDA distribution."""
     return next(iter(installed().values()), None) if is_importable() else None
 
 
 def is_at_least(version: str | None, since: str) -> bool:
-    """Return whether `version` is `since` or later; False for None, and for a text that is no version."""
+    """Return True if `version` is `since` or later; False for None and invalid versions."""
     try:
         return version is not None and Version(version) >= Version(since)
     except InvalidVersion:
@@ -49,7 +48,7 @@ def is_at_least(version: str | None, since: str) -> bool:
 
 
 def problem_of(version: str) -> str | None:
-    """A sentence for a version that megatron-core does not ask for; None for one that it does."""
+    """Message for a version that megatron-core does not support; None if it does."""
     if meets(version, WANTED):
         return None
-    return f"transformer-engine {version} is outside of {WANTED}, which megatron-core 0.16.1 asks for: untested"
+    return f"transformer-engine {version} is untested: megatron-core 0.16.1 requires {WANTED}"

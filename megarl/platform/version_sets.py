@@ -1,4 +1,4 @@
-"""Versions of packages that go together, and which of several sets a machine is nearest to."""
+"""Sets of compatible package versions."""
 
 from __future__ import annotations
 
@@ -10,21 +10,24 @@ from packaging.version import InvalidVersion
 
 @dataclass(frozen=True)
 class VersionSet:
-    """Packages by the name of their distribution, each with a specifier (PEP 440) that its version must meet; an empty
-    one where any will do. `python`: minor versions. `system`: versions of what is no Python package, by its name."""
+    """A set of compatible versions.
+
+    packages: PEP 440 specifier by distribution; "" allows any version. python: minor versions. system: versions of software
+    that is not a Python package.
+    """
 
     name: str
-    device: str  # a value of cluster.device
+    device: str  # value of cluster.device
     python: tuple[str, ...]
     packages: dict[str, str] = field(default_factory=dict)
     system: dict[str, str] = field(default_factory=dict)
-    install: str = ""  # how one gets it: a command, or words
+    install: str = ""  # command or description of the installation
     remark: str = ""
 
 
 @dataclass(frozen=True)
 class BuiltAgainst:
-    """`package` is built against `other`: the first `numbers` of their versions must be equal; `why`: what if not."""
+    """`package` is built against `other`: the first `numbers` of their versions must be equal. `why`: the consequence."""
 
     package: str
     other: str
@@ -34,16 +37,16 @@ class BuiltAgainst:
 
 @dataclass(frozen=True)
 class Displaced:
-    """`wrong` must not be installed beside `right`; `why`."""
+    """`wrong` must not be installed together with `right`, for the reason `why`."""
 
     wrong: str
     right: str
     why: str
 
 
-def meets(version: str | None, wanted: str) -> bool:
-    """Whether an installed version is what a specifier wants; False for none, and for one that is no version."""
+def meets(version: str | None, specifier: str) -> bool:
+    """Return True if a version meets a PEP 440 specifier; False for None and invalid versions."""
     try:
-        return version is not None and SpecifierSet(wanted).contains(version, prereleases=True)
+        return version is not None and SpecifierSet(specifier).contains(version, prereleases=True)
     except InvalidVersion:
         return False

@@ -39,7 +39,8 @@ def test_a_user_cannot_take_it_back_unnoticed() -> None:
     assert users_first(NPU, users) == NPU
     said = " ".join(notices("engines", NPU, users))
     assert (
-        "VLLM_BATCH_INVARIANT=0, which is overruled" in said and "HCCL_DETERMINISTIC=false, which is overruled" in said
+        "VLLM_BATCH_INVARIANT=0, which is overridden" in said
+        and "HCCL_DETERMINISTIC=false, which is overridden" in said
     )
 
 

@@ -49,7 +49,7 @@ def recipe_of(extra: dict[str, Any], device: str = "cuda") -> Recipe:
         ({**OFFLOAD, "optimizer_offload_fraction": "1.0"}, "cuda", "takes a number"),
         ({"optimizer_cpu_offload": "no"}, "npu", "true or false"),  # before the device is asked
         ({**OFFLOAD, "pin_cpu_grads": 1}, "cuda", "true or false"),
-        (OFFLOAD, "cpu", "in the host's memory already"),
+        (OFFLOAD, "cpu", "already in host memory"),
         (OFFLOAD, "npu", r"megatron\.extra\.swap_optimizer: true"),
     ],
 )

@@ -46,17 +46,17 @@ def test_an_entry_takes_the_place_of_one_of_the_table(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("Mine: {like: H100, memry: 96}", "Mine has no field 'memry'. Nearest: memory"),
-        ("Mine: {like: H10, memory: 96}", "Mine is like H10, which is not known. Nearest: H100"),
+        ("Mine: {like: H10, memory: 96}", "Mine is like H10, which is unknown. Nearest: H100"),
         ("Mine: {memory: 96}", "Mine lacks source, flops, .* `like: NAME`"),
-        ("Mine: {like: H100, memory: lots}", "Mine.memory is 'lots'. Give a number"),
-        ("Mine: {like: H100, memory: 0}", "Give a number above 0"),
-        ("Mine: {like: H100, memory: true}", "Give a number above 0"),
-        ("Mine: {like: H100, memory: .inf}", "Give a number above 0"),
-        ("Mine: {like: H100, train_share: 40}", "Mine.train_share is 40, a share of a rate: at most 1"),
-        ("Mine: {like: H100, per_node: 7.5}", "Mine.per_node is 7.5. Give a whole number"),
-        ("Mine: {like: H100, factors: 2}", "Mine.factors is 2. Give a mapping"),
+        ("Mine: {like: H100, memory: lots}", "Mine.memory is 'lots'; it must be a number"),
+        ("Mine: {like: H100, memory: 0}", "must be a number above 0"),
+        ("Mine: {like: H100, memory: true}", "must be a number above 0"),
+        ("Mine: {like: H100, memory: .inf}", "must be a number above 0"),
+        ("Mine: {like: H100, train_share: 40}", "Mine.train_share is 40; a share must be at most 1"),
+        ("Mine: {like: H100, per_node: 7.5}", "Mine.per_node is 7.5; it must be a whole number"),
+        ("Mine: {like: H100, factors: 2}", "Mine.factors is 2; it must be a mapping"),
         ("Mine: {like: H100, factors: {gen: fast}}", "Mine.factors.gen is 'fast'"),
-        ("A: {like: B}\nB: {like: A}", "A is like B is like A, in a ring"),
+        ("A: {like: B}\nB: {like: A}", "A is like B is like A, which is a cycle"),
         ("[H100]", "is not a table of devices"),
         ("H100: 80", "is not a table of devices"),
         ("a: [", "cannot be read as YAML"),
@@ -82,7 +82,7 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
     first, *others = str(raised.value).splitlines()
     assert first.startswith(f"{own}: Mine has no field 'memry'")
     assert [line.strip().split(".")[0] for line in others] == [
-        "Mine", "Mine", "Mine", "Like", "Last", "Other is like H10, which is not known", "A is like B is like C is like A, in a ring",
+        "Mine", "Mine", "Mine", "Like", "Last", "Other is like H10, which is unknown", "A is like B is like C is like A, which is a cycle",
         "Last lacks source, flops, bandwidth, link, network, host_link, host_memory, train_share, prefill_share, "
         "decode_share, link_share, layer_seconds",
     ]  # fmt: skip
@@ -114,5 +114,5 @@ def test_the_pages_examples_load(tmp_path: Path) -> None:
 
 
 def test_an_unknown_device_is_refused_with_the_nearest() -> None:
-    with pytest.raises(InputError, match=r"910D is not known; .* Nearest: 910"):
+    with pytest.raises(InputError, match=r"910D is unknown; .* Nearest: 910"):
         device_named("910D")

@@ -170,7 +170,7 @@ def test_roles_differ_where_they_must() -> None:
 def test_what_the_user_has_set_stays_and_is_said() -> None:
     own, users = {"HCCL_CONNECT_TIMEOUT": "1800", "TASK_QUEUE_ENABLE": "2"}, {"HCCL_CONNECT_TIMEOUT": "5400", "A": "1"}
     assert users_first(own, users) == {"HCCL_CONNECT_TIMEOUT": "5400", "TASK_QUEUE_ENABLE": "2"}
-    said = "the environment has HCCL_CONNECT_TIMEOUT=5400, which stays; trainers would have HCCL_CONNECT_TIMEOUT=1800"
+    said = "the environment has HCCL_CONNECT_TIMEOUT=5400, which is kept; otherwise trainers would get HCCL_CONNECT_TIMEOUT=1800"
     assert notices("trainers", own, users) == [said]
     assert notices("trainers", own, own) == []
     memory, other = {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True"}, {"PYTORCH_ALLOC_CONF": ""}
@@ -195,7 +195,7 @@ def test_what_the_user_has_set_stays_and_is_said() -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_has_what_its_notice_says(engine, variable, value, engine_args, has, monkeypatch) -> None:
     """The user's setting, but for one with which the engine would not be right."""
-    monkeypatch.setitem(environment._STARTED_WITH, variable, value)
+    monkeypatch.setitem(environment._SHELL, variable, value)
     recipe, platform = Recipe(), NPUPlatform()
     recipe.rollout.engine, recipe.rollout.engine_args = engine, engine_args
     made = engine_env(engine, platform.rollout_env(), 1, engine_args)
@@ -204,15 +204,15 @@ def test_an_engine_has_what_its_notice_says(engine, variable, value, engine_args
     said = [
         said for said in environment_notices(recipe, platform, training=False) if f"has {variable}={value}, " in said
     ]
-    assert len(said) == 1 and ("which stays" in said[0]) == (has == value)
-    assert has == value or f"overruled: engines have {variable}={has}, since " in said[0]
+    assert len(said) == 1 and ("which is kept" in said[0]) == (has == value)
+    assert has == value or f"overridden: engines get {variable}={has}, since " in said[0]
 
 
 def test_the_users_setting_does_not_end_determinism() -> None:
     hccl, nccl = NPUPlatform().deterministic_env(), CUDAPlatform().deterministic_env()
     assert users_first(hccl, {"HCCL_DETERMINISTIC": "false", "LCCL_DETERMINISTIC": "0"}) == hccl
     assert users_first(nccl, {"NCCL_ALGO": "Tree"}) == nccl
-    assert "overruled: trainers have NCCL_ALGO=Ring" in notices("trainers", nccl, {"NCCL_ALGO": "Tree"})[0]
+    assert "overridden: trainers get NCCL_ALGO=Ring" in notices("trainers", nccl, {"NCCL_ALGO": "Tree"})[0]
     stays = {"HCCL_DETERMINISTIC": "strict"}, {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
     assert users_first(hccl, stays[0]) == hccl | stays[0] and users_first(nccl, stays[1]) == nccl | stays[1]
 
@@ -251,7 +251,7 @@ def test_processes_start_in_their_roles_environment(monkeypatch: pytest.MonkeyPa
     given: dict[str, Any] = {}
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setitem(environment._STARTED_WITH, "HCCL_EXEC_TIMEOUT", "77")
+    monkeypatch.setitem(environment._SHELL, "HCCL_EXEC_TIMEOUT", "77")
     monkeypatch.setattr("megarl.cluster.torchrun.cluster.TorchrunCluster", lambda *_, **roles: given.update(roles))
     recipe = Recipe()
     recipe.train.deterministic = True

@@ -87,13 +87,13 @@ def test_an_environment_without_transformer_engine_says_what_that_costs(monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing, vllm = installation_notices()
     assert "1.2 to 2 times as long" in missing and "estimated, not measured" in missing
-    assert vllm.startswith("vllm 0.34.1 is outside of >=0.32,<0.34")
+    assert vllm.startswith("vllm 0.34.1 is untested: this version of megarl supports >=0.32,<0.34")
     versions |= {"vllm": "0.33.0", "transformer-engine": "2.11.0"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert installation_notices() == []
     versions["transformer-engine"] = "2.12.0"
     (engine,) = installation_notices()
-    assert engine.startswith("transformer-engine 2.12.0 is outside of >=2.9,<2.12")
+    assert engine.startswith("transformer-engine 2.12.0 is untested: megatron-core 0.16.1 requires >=2.9,<2.12")
 
 
 def test_a_start_on_gpus_says_what_the_installation_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

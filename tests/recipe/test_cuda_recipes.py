@@ -14,8 +14,7 @@ import pytest
 
 from docs.generate.supported_recipes import Row
 from megarl import load_recipe
-from megarl.platform.devices import device_named
-from megarl.platform.machines import DEVICES_OF
+from megarl.platform.devices import DEVICES_OF, device_named
 from megarl.recipe.header import hardware_of
 from megarl.recipe.offload import offloads
 from tests.recipe import test_supported_recipes as held

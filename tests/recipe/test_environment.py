@@ -38,7 +38,7 @@ def test_the_shell_comes_before_the_recipe_and_the_recipe_before_defaults() -> N
     found = settings({"A": "recipe", "C": "recipe"}).environment({"C": "shell", "D": "shell"})
     assert found == {"A": "recipe", "B": "own", "C": "shell"}
     notices = settings({"A": "recipe"}).notices({"A": "shell", "B": "own"})
-    assert notices == ["the environment has A=shell, which stays; engines would have A=recipe"]
+    assert notices == ["the environment has A=shell, which is kept; otherwise engines would get A=recipe"]
 
 
 def test_a_computed_requirement_is_set_raised_or_refused() -> None:
@@ -48,7 +48,7 @@ def test_a_computed_requirement_is_set_raised_or_refused() -> None:
     overruled = settings({}, FORTY)
     assert overruled.environment({"SIZE": "39"})["SIZE"] == "40"
     assert overruled.notices({"SIZE": "39"}) == [
-        "the environment has SIZE=39, which is overruled: engines have SIZE=40, since tables are large"
+        "the environment has SIZE=39, which is overridden: engines get SIZE=40, since tables are large"
     ]
     with pytest.raises(RecipeError, match=r"(?s)cluster.environment.engines.SIZE = '39'.*tables are large.*sets 40"):
         settings({"SIZE": "39"}, FORTY).environment({})
@@ -110,7 +110,7 @@ def test_processes_start_with_the_recipes_variables(monkeypatch: pytest.MonkeyPa
     roles: dict[str, Any] = {}
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setitem(environment._STARTED_WITH, "FROM_SHELL", "shell")
+    monkeypatch.setitem(environment._SHELL, "FROM_SHELL", "shell")
     monkeypatch.setattr("megarl.cluster.torchrun.cluster.TorchrunCluster", lambda *_, **found: roles.update(found))
     recipe = of("all.FROM_SHELL=recipe", "trainers.ONE=1", "engines.TWO=2")
     cluster.connect(recipe, NPUPlatform())
@@ -136,8 +136,8 @@ def test_the_dispatch_of_deepseek_v3_by_hand() -> None:
     assert buffer is not None and buffer.megabytes == -(-size // 2**20) == 240
     assert "1 experts x 32 tokens x 256 ranks x 14848 bytes" in buffer.arithmetic
     found = required_environment(spec_of(), "npu", read("DeepSeek-V3"))
-    assert found["HCCL_BUFFSIZE"].value == "240" and found["HCCL_BUFFSIZE"].goes("240")
-    assert not found["HCCL_BUFFSIZE"].goes("239")
+    assert found["HCCL_BUFFSIZE"].value == "240" and found["HCCL_BUFFSIZE"].accepts("240")
+    assert not found["HCCL_BUFFSIZE"].accepts("239")
     assert required_environment(spec_of(), "cuda", read("DeepSeek-V3")) == {}
 
 
@@ -248,4 +248,4 @@ def test_torch_reads_the_neutral_name_of_the_allocator_first() -> None:
     found = RoleSettings("trainers", own)
     assert found.environment(shell) == shell, "torch would ignore the other name"
     (notice,) = found.notices(shell)
-    assert "PYTORCH_ALLOC_CONF=max_split_size_mb:64, which stays" in notice
+    assert "PYTORCH_ALLOC_CONF=max_split_size_mb:64, which is kept" in notice

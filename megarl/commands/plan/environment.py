@@ -52,7 +52,7 @@ def environment_of(
 
 def _of_role(settings: RoleSettings, users: Mapping[str, str]) -> list[Variable]:
     """Computed variables with those of the shell, which come first unless the layout needs more."""
-    reasons = {name: (value, why) for name, value, why in settings.computed(users={})}
+    reasons = {name: (value, why) for name, value, why in settings.computed(shell={})}
     found = []
     for name, value, why in settings.computed(users):
         found.append(Variable(settings.role, name, value, why if reasons[name][0] == value else OF_SHELL))

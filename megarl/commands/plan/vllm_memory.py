@@ -11,7 +11,7 @@ import torch
 
 from megarl.commands.plan.vllm_rank import RankModel
 from megarl.engines.base import EngineLimits, EngineSpec
-from megarl.platform.memory import asleep
+from megarl.platform.adaptor import asleep
 
 # Of a sequence's logits: as the model puts them out, in float32, their log-probs, probabilities, and the draws of these
 # (vLLM 0.32, v1/sample/sampler.py and ops/topk_topp_sampler.py).

@@ -12,8 +12,8 @@ from rich.console import Console
 from megarl.commands.plan.count.host import Tenants, host_refusals, host_uses
 from megarl.commands.plan.count.types import EngineRank, HostUse, RankMemory, Stage
 from megarl.commands.plan.show.console import host_table
+from megarl.platform.adaptor import asleep, pinned
 from megarl.platform.devices import device_named
-from megarl.platform.memory import asleep, pinned
 from megarl.recipe.schema import Recipe
 
 GIB, MIB = 2**30, 2**20

@@ -328,7 +328,7 @@ def test_a_folder_that_cannot_hold_a_twin_is_refused_first(
     ("override", "words"),
     [
         ("megatron.extra.swap_optimiser=true", "Nearest: swap_optimizer"),
-        ("megatron.extra.reuse_fp32_param=true", "it does not go with reuse_fp32_param"),
+        ("megatron.extra.reuse_fp32_param=true", "it is incompatible with reuse_fp32_param"),
         ("megatron.expert_parallel=48", "expert_parallel=48 does not divide"),
     ],
 )

@@ -19,7 +19,7 @@ from megarl.commands.plan.count.types import EngineRank, Place, Refusal, Stage, 
 from megarl.commands.plan.count.workload import is_time_shared, trainers_offload
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.hf.config import text_fields
-from megarl.platform.memory import swapped_parts
+from megarl.platform.adaptor import swapped_parts
 from megarl.recipe.critic import critic_view
 from megarl.recipe.exchange import planned_by_recipe
 from megarl.recipe.schema import Recipe

@@ -12,7 +12,7 @@ from megarl.commands.plan.count.types import RankMemory
 from megarl.megatron.model import parameters_on_rank
 from megarl.megatron.optimizer import members
 from megarl.megatron.trainer import PolicyTrainer, Trainer
-from megarl.platform.memory import pinned
+from megarl.platform.adaptor import pinned
 from megarl.recipe.optimizer_extra import host_share
 
 _MOMENT_BYTES = 8  # Adam's two float32 moments of a parameter

@@ -19,7 +19,7 @@ from megarl.megatron.config_fields import check_extra, fields_of_megatron
 from megarl.megatron.layout import check_layout
 from megarl.megatron.lora.targets import check_lora
 from megarl.megatron.model_checks import check_model
-from megarl.platform.memory import swapped_parts
+from megarl.platform.adaptor import swapped_parts
 from megarl.recipe.critic import critic_view
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megarl.commands.plan.count.workload import largest
 from megarl.hf.shape import ModelShape
 from megarl.megatron.layout import layers_of_chunks, uses_sequence_parallel
-from megarl.platform.memory import swapped_parts
+from megarl.platform.adaptor import swapped_parts
 from megarl.recipe.optimizer_extra import host_share
 from megarl.recipe.schema import Recipe
 

@@ -14,8 +14,8 @@ from megarl.commands.plan.time.cost import Cost, all_to_all_seconds, offload_sec
 from megarl.commands.plan.time.lengths import MicroBatches
 from megarl.hf.shape import ModelShape
 from megarl.megatron.layout import layers_of_chunks
+from megarl.platform.adaptor import swapped_parts
 from megarl.platform.devices import Device
-from megarl.platform.memory import swapped_parts
 from megarl.recipe.optimizer_extra import host_share
 from megarl.recipe.schema import Recipe
 
