@@ -1,12 +1,15 @@
-"""Weights from the trainer to the engines.
+"""Weight sync: send new weights from the trainers to the engines.
 
-The trainer's rank 0 owns a `FullSender`; every engine worker owns a `FullReceiver`. They meet
-in an `FullSession` (plain values, so it travels through any transport). A version travels in
-buckets, from host to host (`relay.py`); it counts when every receiver has acknowledged every bucket with the sender's fingerprint
-and has finished loading: both sides then hold equal `FullReport`s.
+Two ways, chosen once per run by `connect.py`:
 
-Or, planned, every trainer rank owns a `ShardedSender` and every engine rank a `ShardedReceiver`: each box of a tensor
-goes to where it is needed, and nowhere else; see docs/architecture.md.
+- sharded (`exchange.route: planned`): every trainer rank has a `ShardedSender`, every engine rank a `ShardedReceiver`. Each
+  slice of a tensor goes only to the engine ranks that need it.
+- full (`exchange.route: export`): the trainers' rank 0 has a `FullSender` and sends all weights as whole tensors; every
+  engine rank has a `FullReceiver`.
+
+Both sides join a session (`session.py`: plain values, so it travels through any transport). Weights travel in buckets. An
+update succeeds only if every receiver has acknowledged every bucket with the sender's fingerprint and has loaded it: the
+reports of both sides are then equal. See docs/architecture.md.
 
     sender = FullSender.open(host, endpoints, bucket_bytes=..., timeout=...)
     engine.connect_exchange(sender.session)

@@ -1,9 +1,9 @@
-"""Who takes part in a planned exchange is alive; or the session ends for everyone, with the name of who is not.
+"""Heartbeats of a sharded session: if a member dies or stops, the session ends for all members, with its name.
 
-Each member has a connection to the process of the trainers' rank 0. A process that ends, however it does, closes its own:
-the kernel tells that at once, and never of one that is merely busy. What closes nothing (a process that was stopped, a
-machine or network that is gone, a connection that a forked child still holds) shows by missing beats: a thread of each
-member sends one a second, and gets one back, while the member is in an update, and at no other time.
+Each member has a connection to the process of the trainers' rank 0. When a process ends, in whatever way, the kernel closes
+its connection at once; a busy process never loses it. Stopped processes, lost machines or networks, and connections that a
+forked child inherited close nothing. Missing heartbeats reveal those: during an update, and only then, a thread of each
+member sends a heartbeat every second and receives a reply.
 """
 
 from __future__ import annotations
@@ -25,138 +25,138 @@ from typing import Any
 from megarl.weight_sync.session import ShardedSession, WeightSyncError
 from megarl.weight_sync.store import StoreChannel
 
-BEAT_SECONDS = 1.0
-_PORT = "vigil"
+HEARTBEAT_SECONDS = 1.0
+_PORT = "heartbeat port"
 _LEFT = "left"
-_LONGEST = 4096  # bytes of a message
-_SILENT = "it is stopped, or its machine or the network is gone (if it only pauses, raise exchange.silence)"
+_MAX_MESSAGE = 4096  # bytes
+_TIMEOUT_CAUSE = "it is stopped, or its machine or the network is gone (if it only pauses, raise exchange.silence)"
 
 
-def _silence(session: ShardedSession) -> tuple[int, str]:
-    """After how many missing beats in a row a member is silent, and what is said of it then.
+def _heartbeat_timeout(session: ShardedSession) -> tuple[int, str]:
+    """Return how many heartbeats in a row a live member may miss, and the message for more.
 
-    A busy one misses none or two: torch, numpy, files and sockets let other threads run, and what does not (an import, a
-    garbage collection) lasts a second or so. They are counted, not timed, so that nobody takes a pause of its own for the
-    silence of others."""
-    beats = math.ceil(session.heartbeat_timeout / BEAT_SECONDS)
-    return beats, f"gave no sign of life for {beats * BEAT_SECONDS:g} s"
+    A busy member misses at most two: torch, numpy, files and sockets release the GIL, and an import or a garbage collection
+    lasts about a second. Heartbeats are counted, not timed, so that a pause of this process does not count against others.
+    """
+    heartbeats = math.ceil(session.heartbeat_timeout / HEARTBEAT_SECONDS)
+    return heartbeats, f"sent no heartbeat for {heartbeats * HEARTBEAT_SECONDS:g} s"
 
 
 @dataclass
 class _Member:
     connection: socket.socket
-    who: str = ""  # once it has said so
-    version: int | None = None  # of the update that it is in
+    name: str = ""  # set by its first message
+    version: int | None = None  # of its current update
     left: bool = False
-    missing: int = 0  # beats
+    missed: int = 0  # heartbeats
     unread: bytes = b""
 
 
 class HeartbeatMonitor:
-    """In the process of the trainers' rank 0: ends the session where a member is gone, or silent in an update."""
+    """Ends the session if a member dies, or misses heartbeats during an update. Runs in the trainers' rank 0."""
 
     def __init__(self, session: ShardedSession, channel: StoreChannel) -> None:
         self._session = session
-        self._beats, self._silent = _silence(session)
-        both = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if both else socket.AF_INET
-        everyone = len(session.senders) + len(session.receivers)
+        self._allowed, self._timeout_message = _heartbeat_timeout(session)
+        dual_stack = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if dual_stack else socket.AF_INET
+        members = len(session.senders) + len(session.receivers)
         if _is_loopback(session.host):
-            self._listener = socket.create_server((session.host, 0), backlog=everyone)
+            self._listener = socket.create_server((session.host, 0), backlog=members)
         else:
-            self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=everyone)
-        self._over = threading.Event()
+            self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=dual_stack, backlog=members)
+        self._stop = threading.Event()
         with contextlib.ExitStack() as undo:
             undo.enter_context(self._listener)
             self._listener.setblocking(False)
             channel.publish(_PORT, self._listener.getsockname()[1])
             threading.Thread(target=self._watch, name="megarl-heartbeat-monitor", daemon=True).start()
-            undo.pop_all()  # it is the thread's now
+            undo.pop_all()  # the thread closes the listener
 
     def close(self) -> None:
-        """End the watch, within a beat."""
-        self._over.set()
+        """Stop within one heartbeat."""
+        self._stop.set()
 
     def _watch(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # noqa: BLE001 - told to everyone: unwatched, a death would be found by time-outs alone
+        except Exception as error:  # noqa: BLE001 - ends the session: without a monitor only timeouts would reveal a death
             with contextlib.suppress(WeightSyncError):
-                self._session.abort(f"trainer 0 can no longer watch over the others: {type(error).__name__}: {error}")
+                self._session.abort(f"trainer 0 can no longer monitor heartbeats: {type(error).__name__}: {error}")
 
     def _serve(self) -> None:
         with self._listener, contextlib.ExitStack() as connections, selectors.DefaultSelector() as selector:
             selector.register(self._listener, selectors.EVENT_READ)
-            next_round = time.monotonic() + BEAT_SECONDS
-            while not self._over.is_set():
+            next_round = time.monotonic() + HEARTBEAT_SECONDS
+            while not self._stop.is_set():
                 for key, _ in selector.select(max(0.0, next_round - time.monotonic())):
                     if key.data is None:
                         self._admit(selector, connections)
-                    elif not self._heard(key.data):
+                    elif not self._receive(key.data):
                         self._dismiss(selector, key.data, "died", "connection closed by the end of its process")
                 if time.monotonic() >= next_round:
-                    self._count(selector)
-                    next_round = time.monotonic() + BEAT_SECONDS
+                    self._count_missed(selector)
+                    next_round = time.monotonic() + HEARTBEAT_SECONDS
 
     def _admit(self, selector: selectors.BaseSelector, connections: contextlib.ExitStack) -> None:
-        # Whoever called has hung up already; or no files are left, which it will say.
+        # Fails if the peer has hung up already, or if this process has no file descriptors left: the peer reports that.
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
             connection.setblocking(False)
             selector.register(connections.enter_context(connection), selectors.EVENT_READ, _Member(connection))
 
-    def _heard(self, member: _Member) -> bool:
-        """Take in what it said. False where it is gone."""
+    def _receive(self, member: _Member) -> bool:
+        """Process a member's messages. Returns False if its connection has ended or is not a member's."""
         try:
-            said = member.connection.recv(_LONGEST)
+            data = member.connection.recv(_MAX_MESSAGE)
         except BlockingIOError:
             return True
-        except OSError:  # reset, as by the end of a process that had not read everything
+        except OSError:  # reset: its process ended with unread data
             return False
-        *lines, member.unread = (member.unread + said).split(b"\n")
-        if not said or len(member.unread) > _LONGEST:
+        *lines, member.unread = (member.unread + data).split(b"\n")
+        if not data or len(member.unread) > _MAX_MESSAGE:
             return False
         for line in lines:
             try:
                 message = json.loads(line)
-            except (ValueError, RecursionError):  # the port is open to anybody
+            except (ValueError, RecursionError):  # any process of the network can connect to the port
                 return False
-            if not member.who:
-                member.who = self._introduced(message)
-                if not member.who:
+            if not member.name:
+                member.name = self._name_from_handshake(message)
+                if not member.name:
                     return False
                 continue
             member.left = message == _LEFT
             member.version = message if isinstance(message, int) else None
-        member.missing = 0
-        with contextlib.suppress(OSError):  # it is gone, which the next look tells
+        member.missed = 0
+        with contextlib.suppress(OSError):  # a closed connection shows at the next read
             member.connection.send(b".")
         return True
 
-    def _introduced(self, message: Any) -> str:
-        """Who that is; nobody, of whom does not know the session."""
-        known = isinstance(message, list) and len(message) == 2 and message[0] == self._session.prefix
-        return str(message[1]) if known else ""
+    def _name_from_handshake(self, message: Any) -> str:
+        """Return the peer's name, or "" if the handshake carries the wrong session prefix."""
+        valid = isinstance(message, list) and len(message) == 2 and message[0] == self._session.prefix
+        return str(message[1]) if valid else ""
 
-    def _count(self, selector: selectors.BaseSelector) -> None:
-        """Once in each `BEAT_SECONDS`, when everything that has come was heard."""
+    def _count_missed(self, selector: selectors.BaseSelector) -> None:
+        """Count a missed heartbeat for each member. Runs every `HEARTBEAT_SECONDS`, after all received messages."""
         for member in [key.data for key in selector.get_map().values() if key.data is not None]:
-            member.missing += 1
-            if member.missing > self._beats and (member.version is not None or not member.who):
-                self._dismiss(selector, member, self._silent, _SILENT)
+            member.missed += 1
+            if member.missed > self._allowed and (member.version is not None or not member.name):
+                self._dismiss(selector, member, self._timeout_message, _TIMEOUT_CAUSE)
 
-    def _dismiss(self, selector: selectors.BaseSelector, member: _Member, what: str, why: str) -> None:
+    def _dismiss(self, selector: selectors.BaseSelector, member: _Member, event: str, cause: str) -> None:
         selector.unregister(member.connection)
         member.connection.close()
-        if not member.who or member.left:
+        if not member.name or member.left:
             return
-        when = "while it was in no update" if member.version is None else f"in the update to version {member.version}"
-        with contextlib.suppress(WeightSyncError):  # this process keeps the store: it ends, and everyone sees that
-            self._session.abort(f"{member.who} {what} {when}: {why}")
+        when = "between updates" if member.version is None else f"in the update to version {member.version}"
+        with contextlib.suppress(WeightSyncError):  # this process serves the store: it is ending, and members see that
+            self._session.abort(f"{member.name} {event} {when}: {cause}")
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether all members are on this machine: nobody else needs to reach it then."""
+    """Return True if all members run on this machine, so that the port need not be reachable from others."""
     try:
         return ipaddress.IPv4Address(host).is_loopback
     except ValueError:
@@ -164,49 +164,49 @@ def _is_loopback(host: str) -> bool:
 
 
 class HeartbeatClient:
-    """Of a member: says that it lives, and finds out where the trainers' rank 0, which all others hear of, does not."""
+    """Sends a member's heartbeats, and detects the end of the trainers' rank 0, which no other process could report."""
 
-    def __init__(self, channel: StoreChannel, who: str) -> None:
-        """`who`: its name, in messages. Waits for the `HeartbeatMonitor`."""
+    def __init__(self, channel: StoreChannel, name: str) -> None:
+        """Wait for the `HeartbeatMonitor` and connect to it. `name`: of this member, for messages."""
         session = channel.session
-        assert isinstance(session, ShardedSession), "no other exchange has members that beat"
-        (self._port,) = channel.wait([_PORT], "the trainers' rank 0 to open the exchange")
+        assert isinstance(session, ShardedSession), "only sharded sessions have heartbeats"
+        (self._port,) = channel.wait([_PORT], "the trainers' rank 0 to open the session")
         self._channel = channel
-        self._beats, self._silent = _silence(session)
+        self._allowed, self._timeout_message = _heartbeat_timeout(session)
         try:
             self._connection = socket.create_connection((session.host, self._port), session.timeout)
         except OSError as error:
             raise WeightSyncError(
-                f"{session.host}:{self._port}, where the trainers' rank 0 listens for signs of life, cannot be reached "
+                f"{session.host}:{self._port}, where the trainers' rank 0 receives heartbeats, cannot be reached "
                 f"({error}); is its process alive, and is the port open between the two hosts?"
             ) from error
         self._version: int | None = None
-        self._missing = 0
-        self._over = threading.Event()
-        self._lock = threading.Lock()  # of all of these
+        self._missed = 0
+        self._stop = threading.Event()
+        self._lock = threading.Lock()  # guards the fields above
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
             self._connection.setblocking(False)
-            # `left` must be on its way before the end.
+            # `_LEFT` must be sent before the connection closes.
             self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            found = socket.getaddrinfo(session.host, session.port, type=socket.SOCK_STREAM)
-            self._store = {info[4][0] for info in found}
-            self._say([session.prefix, f"{who} (process {os.getpid()} on {socket.gethostname()})"])
-            threading.Thread(target=self._beat, name="megarl-heartbeat", daemon=True).start()
+            addresses = socket.getaddrinfo(session.host, session.port, type=socket.SOCK_STREAM)
+            self._store_addresses = {info[4][0] for info in addresses}
+            self._send([session.prefix, f"{name} (process {os.getpid()} on {socket.gethostname()})"])
+            threading.Thread(target=self._run, name="megarl-heartbeat", daemon=True).start()
             undo.pop_all()
 
     def begin(self, version: int) -> None:
-        """This member is in an update, until `end`."""
+        """Send heartbeats from now on, until `end`."""
         if self._channel.lost is not None:
-            raise WeightSyncError(f"the weight exchange has ended: {self._channel.lost}")
+            raise WeightSyncError(f"weight sync has ended: {self._channel.lost}")
         with self._lock:
-            self._version, self._missing = version, 0
-            self._say(version)
+            self._version, self._missed = version, 0
+            self._send(version)
 
     def end(self) -> None:
         with self._lock:
             self._version = None
-            self._say(None)
+            self._send(None)
 
     @contextlib.contextmanager
     def update(self, version: int) -> Iterator[None]:
@@ -217,50 +217,53 @@ class HeartbeatClient:
             self.end()
 
     def close(self) -> None:
-        """Leave, so that the connection's end is nobody's death. May be called twice."""
+        """Leave the session, so that the closed connection does not count as a death. May be called twice."""
         with self._lock:
-            if not self._over.is_set():
-                self._over.set()
-                self._say(_LEFT)
+            if not self._stop.is_set():
+                self._stop.set()
+                self._send(_LEFT)
                 self._connection.close()
 
-    def _say(self, message: Any) -> None:
-        with contextlib.suppress(OSError):  # rank 0 is gone, which the next beat finds out
+    def _send(self, message: Any) -> None:
+        with contextlib.suppress(OSError):  # rank 0 is gone: the next heartbeat detects it
             self._connection.send(json.dumps(message).encode() + b"\n")
 
-    def _beat(self) -> None:
-        while not self._over.wait(BEAT_SECONDS):
+    def _run(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
             with self._lock:
-                if self._over.is_set() or self._version is None:
+                if self._stop.is_set() or self._version is None:
                     continue
-                self._channel.lost = self._lost()
+                self._channel.lost = self._exchange_heartbeat()
             if self._channel.lost is not None:
-                self._hang_up()  # again with each beat: a connection may just have been made
+                self._disconnect_store()  # repeated every time: a connection may just have been made
 
-    def _lost(self) -> str | None:
-        """Why there is no trainers' rank 0 any more; None where it lives."""
-        self._say(self._version)
-        self._missing += 1
+    def _exchange_heartbeat(self) -> str | None:
+        """Send a heartbeat and read replies. Returns why the trainers' rank 0 is gone; None if it is alive."""
+        self._send(self._version)
+        self._missed += 1
         try:
-            if not self._connection.recv(_LONGEST):
-                return "the process of trainer 0 has ended, left the exchange, or took this process for silent"
-            self._missing = 0
+            if not self._connection.recv(_MAX_MESSAGE):
+                return "the process of trainer 0 has ended, left the session, or counted this process as dead"
+            self._missed = 0
         except BlockingIOError:
-            if self._missing > self._beats:
-                return f"trainer 0 {self._silent}: {_SILENT}"
+            if self._missed > self._allowed:
+                return f"trainer 0 {self._timeout_message}: {_TIMEOUT_CAUSE}"
         except OSError:
             return "connection closed by the end of trainer 0's process"
         return None
 
-    def _hang_up(self) -> None:
-        """End this process's connections to the store, which lives with trainer 0: whoever waits for its answer would go on
-        waiting, also past every time-out, since torch sets none for this."""
+    def _disconnect_store(self) -> None:
+        """Shut down this process's connections to the store, which ended with trainer 0.
+
+        Without this, a thread that waits for the store's answer would wait past every timeout: torch sets none on its socket.
+        """
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):  # closed meanwhile, or not connected
                 if stat.S_ISSOCK(os.stat(f"/proc/self/fd/{name}").st_mode):
-                    with socket.socket(fileno=os.dup(int(name))) as one:
-                        if one.family in (socket.AF_INET, socket.AF_INET6) and self._is_store(*one.getpeername()[:2]):
-                            one.shutdown(socket.SHUT_RDWR)
+                    with socket.socket(fileno=os.dup(int(name))) as connection:
+                        is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                        if is_internet and self._is_store(*connection.getpeername()[:2]):
+                            connection.shutdown(socket.SHUT_RDWR)
 
     def _is_store(self, address: str, port: int) -> bool:
-        return port == self._channel.session.port and address.removeprefix("::ffff:") in self._store
+        return port == self._channel.session.port and address.removeprefix("::ffff:") in self._store_addresses

@@ -1,7 +1,7 @@
-"""Buckets over a network: groups of a holder (rank 0) and the receiver of another host that it passes buckets on to.
+"""Groups of two processes that carry buckets over a network: rank 0 holds them, rank 1 receives them on another host.
 
-Over gloo, from host memory, on every platform and next to whatever collective library training uses; or from a device's
-memory to another's, over the library of that device.
+They use gloo from host memory, on every platform and independently of the training's collective library; or the device's
+library, from device memory to device memory.
 """
 
 from __future__ import annotations
@@ -19,45 +19,47 @@ from megarl.platform import Platform
 from megarl.weight_sync.session import WeightSyncError
 from megarl.weight_sync.store import StoreChannel
 
-CAUSE_SECONDS = 1.0  # left to the cause of a broken connection to become known
+CAUSE_SECONDS = 1.0  # time for the cause of a broken connection to reach the session
 _POLL_SECONDS = 0.001
 
 
 class BroadcastGroup:
-    """Forms the group; every member must do so at about the same time.
+    """A process group for broadcasts. The constructor forms it, so all members must call it at about the same time.
 
-    Broadcasts, also between two: gloo's sending and receiving move nothing until someone waits, so that nothing could
-    be done beside it.
+    Broadcasts serve even between two: gloo's send and receive progress only during a wait, and so cannot overlap with work.
 
-    gloo cannot call a transfer off. Its own group, as it goes, waits for one that has no other end, up to the time-out, and
-    so would an exception's way out or the process's end. So nothing but `close` lets it go, and only if all is over;
-    otherwise it is called off where the library can do that, and stays until the process ends, which waits for nobody.
+    gloo cannot cancel a transfer. Destroying its group, at scope exit, in an exception or at process exit, blocks on a
+    transfer without a peer until the timeout. So an extra reference keeps the group alive, and `close` drops it only if all
+    transfers are complete. Otherwise `close` aborts the group, if the library can; the group then lives until the process
+    ends, which does not wait for it.
     """
 
     def __init__(
         self, channel: StoreChannel, rank: int, size: int, platform: Platform, name: str = "group", client: Any = None
     ) -> None:
-        """`platform`: of whose memory buckets are; the CPU's for the host's. `name` tells the session's groups apart.
-        `client`: of the session's store, for groups that form one after the other; it cannot be the channel's, since forming
-        blocks inside it and the channel must stay free to notice an abort."""
+        """`platform`: of the buckets' memory; the CPU's for host memory. `name`: unique in the session.
+
+        `client`: a client of the session's store, shared by groups that form one after the other. It must not be the
+        channel's: forming blocks inside it, and the channel must remain free to detect an abort.
+        """
         self._channel, self._platform = channel, platform
         session = channel.session
         store = dist.PrefixStore(session.key(name), client or session.open_store())
-        made: list[Any] = []
-        failed: list[BaseException] = []
+        formed: list[Any] = []
+        errors: list[BaseException] = []
 
         def form() -> None:
             try:
-                if device.index is not None:  # which device a thread is on is its own affair
+                if device.index is not None:  # the current device is per thread
                     platform.set_device(device.index)
                 byte = torch.zeros(1, dtype=torch.uint8, device=device)
-                made.append(platform.collective(store, rank, size, timedelta(seconds=session.timeout)))
-                first = _broadcast(made[0], byte)  # libraries of devices connect with it, and block meanwhile
+                formed.append(platform.collective(store, rank, size, timedelta(seconds=session.timeout)))
+                first = _broadcast(formed[0], byte)  # device libraries connect here, and block
                 while not first.is_completed():
                     time.sleep(_POLL_SECONDS)
                 first.wait()
-            except Exception as error:  # noqa: BLE001 - handed to the waiting thread
-                failed.append(error)
+            except Exception as error:  # noqa: BLE001 - raised by the waiting thread
+                errors.append(error)
 
         device = platform.device()  # of this thread
         library = platform.kind.collective
@@ -69,42 +71,42 @@ class BroadcastGroup:
                 lambda: not thread.is_alive(), lambda: f"the {library} group of {size} processes to form (rank {rank})"
             )
         except WeightSyncError:
-            for group in made:
+            for group in formed:
                 platform.abort_collective(group)
             raise
-        if failed:
+        if errors:
             raise WeightSyncError(
-                f"the {library} group of {size} processes could not form (rank {rank}): {failed[0]}. "
+                f"the {library} group of {size} processes could not form (rank {rank}): {errors[0]}. "
                 f"Check that the hosts reach each other; {interface} selects the network interface"
-            ) from failed[0]
-        self._group = made[0]
+            ) from errors[0]
+        self._group = formed[0]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
-        self._under_way: list[Any] = []
+        self._in_flight: list[Any] = []
 
     def start(self, memory: torch.Tensor) -> Any:
-        """Begin to broadcast rank 0's `memory` (uint8, on the platform's device) into everyone's. `finish` ends it."""
+        """Start a broadcast of rank 0's `memory` (uint8, on the platform's device). `finish` completes it."""
         work = _broadcast(self._group, memory)
-        self._under_way = [*(one for one in self._under_way if not one.is_completed()), work]
+        self._in_flight = [*(transfer for transfer in self._in_flight if not transfer.is_completed()), work]
         return work
 
     def finish(self, work: Any, awaited: str) -> None:
-        """Wait for a broadcast. Raises WeightSyncError where a member died, fell silent or aborted."""
+        """Wait for a broadcast. Raises WeightSyncError if a member died, stopped or aborted."""
         self._channel.wait_until(work.is_completed, lambda: awaited)
         try:
-            work.wait()  # the errors; and the stream of this thread goes on behind the broadcast
+            work.wait()  # raises its error, and orders this thread's stream after it
         except RuntimeError as error:
-            told = time.monotonic() + CAUSE_SECONDS  # of whoever is gone, the session tells more
-            self._channel.wait_until(lambda: time.monotonic() > told, lambda: awaited)
+            deadline = time.monotonic() + CAUSE_SECONDS  # the session may name the dead peer: that error is better
+            self._channel.wait_until(lambda: time.monotonic() > deadline, lambda: awaited)
             raise WeightSyncError(f"{awaited} failed: {error}") from error
 
     def close(self) -> None:
-        """Waits for nothing; whoever else is part of what is under way hears of its end in another way. May be called twice."""
+        """Release the group without waiting. Peers of unfinished transfers learn of it from the session. May be called twice."""
         if self._group is not None:
-            if all(work.is_completed() for work in self._under_way):
+            if all(work.is_completed() for work in self._in_flight):
                 ctypes.pythonapi.Py_DecRef(ctypes.py_object(self._group))
             else:
                 self._platform.abort_collective(self._group)
-        self._group, self._under_way = None, []
+        self._group, self._in_flight = None, []
 
 
 def _broadcast(group: Any, memory: torch.Tensor) -> Any:

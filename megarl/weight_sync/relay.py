@@ -1,8 +1,8 @@
-"""Whose memory the buckets of a stream lie in, and who reads them there.
+"""Relays: the path of a stream's buckets through the memory of several hosts.
 
-A bucket is packed by a trainer into memory that engine ranks of its host read. Where the stream goes on to another host,
-the first engine rank there gets it over the network, into memory of its own, out of which the others of that host read it;
-and so on. So it is packed once, and crosses each network link once.
+A trainer packs a bucket into memory that engine ranks of its host read. If the stream continues on another host, the first
+engine rank there receives the bucket over the network into its memory, where the other ranks of that host read it, and so
+on. So a bucket is packed once and crosses each network link once.
 """
 
 from __future__ import annotations
@@ -19,68 +19,73 @@ Peer = tuple[str, int]  # ("trainer", rank) or ("engine", rank)
 
 @dataclass(frozen=True)
 class Relay:
-    """The buckets of one stream, from the memory of `holder`. Numbers are those of engine ranks."""
+    """One station of a stream: `holder` has its buckets in memory. Readers are engine ranks."""
 
     holder: Peer
-    local: tuple[int, ...]  # who reads it there
-    remote: int | None  # who gets it over the network
+    local: tuple[int, ...]  # read the holder's memory
+    remote: int | None  # receives from the holder over the network
 
     @property
     def readers(self) -> tuple[int, ...]:
         return self.local if self.remote is None else (*self.local, self.remote)
 
 
-def hops(stream: Stream, session: ShardedSession) -> list[Relay]:
-    """In the order in which buckets take them."""
+def stream_relays(stream: Stream, session: ShardedSession) -> list[Relay]:
+    """Return the relays of a stream, in the order that buckets pass them."""
     hosts = Hosts(session.senders, [host for _, host in session.receivers])
-    return path(stream.source, stream.targets, hosts, shares_memory=session.shares_memory)
+    return relay_path(stream.source, stream.targets, hosts, shares_memory=session.shares_memory)
 
 
 def full_relays(session: FullSession) -> list[Relay]:
-    """The hops of every exported bucket, host after host; engine ranks are numbered as `session.receivers`.
+    """Return the relays of every bucket of a full session, host after host. Engine ranks are indices of `session.receivers`.
 
-    A host gets a bucket once and sends it at most once, so a version takes about as long to reach many hosts as one.
+    A host receives a bucket once and sends it at most once. So a version reaches many hosts in about the time of one.
     """
     sender, *receivers = session.hosts
-    if session.directory is not None:  # all read files
+    if session.directory is not None:  # every receiver reads files
         return [Relay(("trainer", 0), tuple(range(len(receivers))), None)]
     first = {host: number for number, host in reversed(list(enumerate(receivers)))}
     order = sorted(range(len(receivers)), key=lambda at: (receivers[at] != sender, first[receivers[at]], at))
-    return path(0, order, Hosts([sender], receivers), shares_memory=session.shares_memory)
+    return relay_path(0, order, Hosts([sender], receivers), shares_memory=session.shares_memory)
 
 
-def path(source: int, targets: Sequence[int], hosts: Hosts, *, shares_memory: bool) -> list[Relay]:
-    """From a trainer rank to engine ranks. `shares_memory`: ranks of a host read each other's, else all is sent."""
-    found: list[Relay] = []
+def relay_path(source: int, targets: Sequence[int], hosts: Hosts, *, shares_memory: bool) -> list[Relay]:
+    """Return the relays from a trainer rank to engine ranks.
+
+    `shares_memory`: ranks of a host read each other's memory; otherwise every rank receives its own copy.
+    """
+    relays: list[Relay] = []
     holder: Peer = ("trainer", source)
     host, local = hosts.trainers[source], []
     for target in targets:
-        there = hosts.engines[target]
-        if shares_memory and there == host:
+        target_host = hosts.engines[target]
+        if shares_memory and target_host == host:
             local.append(target)
             continue
-        found.append(Relay(holder, tuple(local), target))
-        holder, host, local = ("engine", target), there, []
-    return [*found, Relay(holder, tuple(local), None)] if local else found
+        relays.append(Relay(holder, tuple(local), target))
+        holder, host, local = ("engine", target), target_host, []
+    return [*relays, Relay(holder, tuple(local), None)] if local else relays
 
 
-def max_connections(made: TransferPlan, *, shares_memory: bool) -> int:
-    """How many others a rank sends to, or gets from, over a network: of the rank that has the most."""
-    pairs = {
-        (hop.holder, hop.remote)
-        for source, targets in zip(made.sources.tolist(), made.targets, strict=True)
-        for hop in path(source, targets, made.hosts, shares_memory=shares_memory)
-        if hop.remote is not None
+def max_connections(plan: TransferPlan, *, shares_memory: bool) -> int:
+    """Return the largest number of network connections that any rank has."""
+    links = {
+        (relay.holder, relay.remote)
+        for source, targets in zip(plan.sources.tolist(), plan.targets, strict=True)
+        for relay in relay_path(source, targets, plan.hosts, shares_memory=shares_memory)
+        if relay.remote is not None
     }
-    ends = Counter(party for holder, reader in pairs for party in (holder, ("engine", reader)))
+    ends = Counter(peer for holder, reader in links for peer in (holder, ("engine", reader)))
     return max(ends.values(), default=0)
 
 
-def of_holder(holder: Peer, streams: Iterable[Stream], session: ShardedSession) -> dict[int, Relay]:
-    """The hop that begins in the memory of `holder`, by number of its stream; of streams that have one."""
-    return {one.number: hop for one in streams for hop in hops(one, session) if hop.holder == holder}
+def relays_from(holder: Peer, streams: Iterable[Stream], session: ShardedSession) -> dict[int, Relay]:
+    """Return the relay of each stream that `holder` has to pass on, by the stream's number."""
+    return {
+        stream.number: relay for stream in streams for relay in stream_relays(stream, session) if relay.holder == holder
+    }
 
 
-def name_of(party: Peer, names: Sequence[str]) -> str:
-    """`names`: of the engine ranks."""
-    return f"trainer {party[1]}" if party[0] == "trainer" else names[party[1]]
+def peer_name(peer: Peer, names: Sequence[str]) -> str:
+    """Return a peer's name for messages. `names`: of the engine ranks."""
+    return f"trainer {peer[1]}" if peer[0] == "trainer" else names[peer[1]]

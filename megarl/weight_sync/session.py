@@ -1,4 +1,4 @@
-"""What sender and receivers agree on, as plain values, and what they report."""
+"""Sessions of a weight sync and reports of its updates, as plain values."""
 
 from __future__ import annotations
 
@@ -14,33 +14,28 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 SHARED_MEMORY_DIR = "/dev/shm"
-# Buckets that a sender holds at most. Exported: the next one is packed while engines load the last. Planned, at every rank:
-# some are packed while engines take the others in.
+# Buckets that a holder keeps in memory at most. Full: it packs the next bucket while engines load the last. Sharded, on
+# every rank: it packs some buckets while engines load the others.
 FULL_SLOTS, SHARDED_SLOTS = 2, 4
-RECEIVE_AHEAD = (
-    2  # buckets that are on their way to a receiver over a network at a time, the one that is being loaded included
-)
+RECEIVE_AHEAD = 2  # buckets that a receiver has in flight over a network, including the one it loads
 TRANSPORTS = ("auto", "shared_memory", "ipc", "collective", "device", "files")
-HOST_MEMORY_TRANSPORTS = ("auto", "shared_memory")  # those by which ranks of a host read each other's files in /dev/shm
-SHARED_MEMORY_TRANSPORTS = (
-    *HOST_MEMORY_TRANSPORTS,
-    "ipc",
-)  # those by which ranks of a host read each other's memory, wherever it is
-WORDS = 2**20  # of 32 bits, of which `ipc` takes sums at a time
-SUM_BYTES = 4 * 8 * WORDS  # which become 64 bits: they, their places, factors and products
-DEVICE_TRANSPORTS = ("device", "ipc")  # those whose buckets lie in devices' memory
+HOST_MEMORY_TRANSPORTS = ("auto", "shared_memory")  # ranks of a host map each other's files in /dev/shm
+SHARED_MEMORY_TRANSPORTS = (*HOST_MEMORY_TRANSPORTS, "ipc")  # ranks of a host map each other's host or device memory
+DEVICE_TRANSPORTS = ("device", "ipc")  # buckets are in device memory
+SUM_WORDS = 2**20  # 32-bit words that `ipc` sums at a time
+SUM_BYTES = 4 * 8 * SUM_WORDS  # device memory of that: words, indices, factors and products, 64 bits each
 _ABORT_CONNECT_SECONDS = 5.0
 
 
 class WeightSyncError(RuntimeError):
-    """An update failed. The message says where and why; the session is dead and needs a new one."""
+    """An update failed, and its session with it: open a new one. The message names the place and the cause."""
 
 
 def host_id(shm_dir: str = SHARED_MEMORY_DIR) -> str:
-    """Names what processes must share to reach each other's files in `shm_dir`.
+    """Identify the processes that see the same files in `shm_dir`.
 
-    The kernel's boot id tells machines apart; the directory's device and inode tell containers of
-    one machine apart, unless they share it.
+    The kernel's boot id distinguishes machines. The directory's device and inode distinguish containers of one machine,
+    unless they share the directory.
     """
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
@@ -49,13 +44,12 @@ def host_id(shm_dir: str = SHARED_MEMORY_DIR) -> str:
 
 
 def resolve_transports(transport: str, sender_host: str, endpoints: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """How each receiver (name, host id) is reached: "shared_memory", "collective", "device" or "files".
+    """Return the transport to each receiver (name, host id): "shared_memory", "collective", "device", "ipc" or "files".
 
-    Raises ValueError for an unknown transport, a name that comes twice, no receivers, or shared
-    memory asked for across hosts.
+    Raises ValueError for an unknown transport, a duplicate name, no receivers, or "shared_memory" across hosts.
     """
     if transport not in TRANSPORTS:
-        raise ValueError(f"exchange.transport is {transport!r}; it is one of {', '.join(TRANSPORTS)}")
+        raise ValueError(f"exchange.transport is {transport!r}; must be one of {', '.join(TRANSPORTS)}")
     resolved: dict[str, str] = {}
     for name, host in endpoints:
         if name in resolved:
@@ -65,19 +59,19 @@ def resolve_transports(transport: str, sender_host: str, endpoints: Iterable[tup
                 f"exchange.transport is shared_memory, but receiver {name!r} does not share /dev/shm with the "
                 f"sending trainer (it runs on {host}, the trainer on {sender_host}); use auto or collective"
             )
-        near = "shared_memory" if transport == "auto" and host == sender_host else "collective"
-        resolved[name] = near if transport == "auto" else transport
+        automatic = "shared_memory" if transport == "auto" and host == sender_host else "collective"
+        resolved[name] = automatic if transport == "auto" else transport
     if not resolved:
-        raise ValueError("a weight exchange needs at least one receiver; none was given")
+        raise ValueError("weight sync needs at least one receiver")
     return resolved
 
 
 @dataclass(frozen=True, kw_only=True)
 class SessionBase:
-    """Where everyone that takes part in an exchange meets. Plain values: it travels as JSON.
+    """Address of a session's key-value store and what both kinds of session share. Plain values: it travels as JSON.
 
-    `host` and `port` are those of a key-value store in the process of the trainer's rank 0; `prefix` is random and
-    keeps sessions apart. `receivers` have two words each, the first their name.
+    The trainers' rank 0 serves the store at `host` and `port`. `prefix` is random and separates the keys of sessions.
+    `receivers` are pairs that begin with a name.
     """
 
     host: str
@@ -85,7 +79,7 @@ class SessionBase:
     prefix: str
     receivers: tuple[tuple[str, str], ...]
     bucket_bytes: int
-    timeout: float  # seconds that any one wait may take
+    timeout: float  # seconds, of each wait
     shm_dir: str = SHARED_MEMORY_DIR
 
     def to_json(self) -> str:
@@ -94,7 +88,7 @@ class SessionBase:
     @classmethod
     def from_json(cls, text: str) -> Self:
         values = json.loads(text)
-        values["receivers"] = tuple((name, other) for name, other in values["receivers"])
+        values["receivers"] = tuple((name, value) for name, value in values["receivers"])
         return cls(**values)
 
     def key(self, name: str) -> str:
@@ -120,10 +114,10 @@ class SessionBase:
             ) from error
 
     def abort(self, reason: str) -> None:
-        """End every wait of the session within a second or two, with `reason`. The first reason stands.
+        """End every wait of the session within a second or two. Only the first `reason` is kept.
 
-        Any process that knows the session may call it. Raises WeightSyncError where the sender's
-        process is gone; its receivers have then noticed already.
+        Any process that has the session may call it. Raises WeightSyncError if the process of the trainers' rank 0 is gone;
+        receivers notice that without this call.
         """
         import torch.distributed as dist
 
@@ -136,19 +130,21 @@ class SessionBase:
 
 @dataclass(frozen=True, kw_only=True)
 class FullSession(SessionBase):
-    """Rank 0 sends all weights to everyone. `receivers` are (name, transport). `hosts`: host ids of the sender, then of each
-    receiver; `hops.full_relays` derives from them the way of every bucket. `shares_memory`: receivers of one host read
-    the same memory, else each gets its own over gloo. `directory`: of files, for "files".
+    """Session in which the trainers' rank 0 sends all weights to every receiver (`exchange.route: export`).
 
-    With `adapter_alpha` the first update brings the model's own weights and then its adapters, A and B of each linear under
-    PEFT's names ("model.layers.0.self_attn.q_proj.lora_A.weight"), and each later one adapters alone: beside a linear
-    engines add adapter_alpha / rank * B A x.
+    `receivers`: (name, transport). `hosts`: host ids of the sender and then of each receiver; `relay.full_relays` derives
+    the path of every bucket from them. `shares_memory`: receivers of one host read the same memory; otherwise each gets its
+    own copy over gloo. `directory`: for the transport "files".
+
+    With `adapter_alpha`, the first update brings the model's weights and then its adapters, A and B of each linear under
+    PEFT's names ("model.layers.0.self_attn.q_proj.lora_A.weight"). Later updates bring adapters alone. Engines add
+    adapter_alpha / rank * B A x to the output of each linear.
     """
 
     hosts: tuple[str, ...] = ()
     shares_memory: bool = True
     directory: str | None = None
-    adapter_alpha: float | None = None  # None: every update brings whole weights
+    adapter_alpha: float | None = None  # None: every update brings all weights
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -158,33 +154,38 @@ class FullSession(SessionBase):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedSession(SessionBase):
-    """Every trainer rank sends the boxes that engine ranks need, and no others. `receivers` are (name, host id); their
-    order numbers the engine ranks. `senders`: host ids of the trainer ranks.
+    """Session in which every trainer rank sends engine ranks the slices they need (`exchange.route: planned`).
 
-    `check_every`: the first update, and every so many after it, is held to the trainers' export as well. `silence`: seconds
-    without a sign of life, in an update, after which a rank is taken for gone.
+    `receivers`: (name, host id); their order numbers the engine ranks. `senders`: host ids of the trainer ranks.
+    `check_every`: the first update, and every `check_every`-th after it, is compared with the trainers' export (0: the first
+    only). `heartbeat_timeout`: seconds without a heartbeat, during an update, after which a rank counts as dead.
     """
 
     senders: tuple[str, ...]
-    transport: str  # as `exchange.transport`
+    transport: str  # value of `exchange.transport`
     check_every: int
     heartbeat_timeout: float
-    device: str = "cpu"  # in whose memory buckets lie, as `cluster.device` has it; "cpu" unless the transport is of DEVICE_TRANSPORTS
+    device: str = (
+        "cpu"  # device of the buckets, a value of `cluster.device`; "cpu" unless `transport` is in DEVICE_TRANSPORTS
+    )
 
     @property
     def shares_memory(self) -> bool:
-        """Whether receivers map what a sender of their machine packs into."""
+        """True if receivers map the memory that a sender of their host packs into."""
         return self.transport in SHARED_MEMORY_TRANSPORTS
 
     @property
     def stays_on_devices(self) -> bool:
-        """Whether buckets reach the host's memory only where they go on to another machine."""
+        """True if buckets enter host memory only to go to another host."""
         return self.transport == "ipc"
 
     @property
     def network_device(self) -> str:
-        """From whose memory buckets cross a network. Devices' collective libraries connect no two processes of one device,
-        which `ipc` is for: gloo has a copy in the host's memory there."""
+        """Device of the memory that network transfers read and write.
+
+        Collective libraries cannot connect two processes of one device, the case that `ipc` is for: with `ipc`, gloo
+        transfers a copy in host memory.
+        """
         return self.device if self.transport == "device" else "cpu"
 
     @classmethod
@@ -196,13 +197,13 @@ class ShardedSession(SessionBase):
     def names(self) -> list[str]:
         return [name for name, _ in self.receivers]
 
-    def checked(self, version: int, first: int) -> bool:
-        """Whether the update to `version` is held to the export; `first`: the first one that was sent."""
+    def is_checked(self, version: int, first: int) -> bool:
+        """Return True if the update to `version` is compared with the export. `first`: version of the first update."""
         return is_check_due(version, first, self.check_every)
 
 
 def is_check_due(version: int, first: int, every: int) -> bool:
-    """Whether an update is checked: the `first`, and every so many after it (0: no other)."""
+    """Return True for the `first` version and each `every`-th after it. 0: the first only."""
     return version == first or (every > 0 and (version - first) % every == 0)
 
 
@@ -210,17 +211,17 @@ Session = FullSession | ShardedSession
 
 
 def session_from_json(text: str) -> Session:
-    """The session that was written as JSON, whichever kind it is."""
+    """Read a session of either kind from JSON."""
     return (ShardedSession if "senders" in json.loads(text) else FullSession).from_json(text)
 
 
 @dataclass(frozen=True)
 class FullReport:
-    """What one side of an update saw. Sender's and receivers' must agree in all but `seconds`."""
+    """One side's report of a full update. Sender's and receivers' must be equal except for `seconds`."""
 
     version: int
     fingerprint: str  # 16 hexadecimal digits over names, types, shapes and bytes, in order
-    bytes: int  # buckets as packed: tensors and alignment
+    bytes: int  # of packed buckets, with alignment
     tensors: int
     buckets: int
     seconds: float
@@ -236,30 +237,34 @@ def compare_full_reports(sent: FullReport, received: Mapping[str, FullReport]) -
     """Raise WeightSyncError unless every receiver's report (by name) agrees with the sender's."""
     for name, report in received.items():
         if not sent.agrees_with(report):
-            raise WeightSyncError(f"receiver {name!r} does not hold what was sent: sent {sent}, received {report}")
+            raise WeightSyncError(
+                f"receiver {name!r} did not load the weights that were sent: sent {sent}, received {report}"
+            )
 
 
-PHASES = ("pack", "fingerprint", "wait", "load", "check")  # of a planned update, on either side
+PHASES = ("pack", "fingerprint", "wait", "load", "check")  # of a sharded update, on either side
 
 
 @dataclass(frozen=True)
 class ShardedReport:
-    """What some of the ranks of a planned update sent, or received. The trainers' together and the engines' together
-    must have the same `streams`."""
+    """Report of one or more ranks of a sharded update, as senders or as receivers.
+
+    The merged reports of all trainers and of all engines must have equal `streams`.
+    """
 
     version: int
-    streams: dict[str, str]  # by `stream_key`: fingerprint of what travelled, in order
+    streams: dict[str, str]  # by `stream_key`: fingerprint of the stream's buckets, in order
     bytes: int
     buckets: int
-    checked: int  # boxes that were held to the trainers' export
-    seconds: dict[str, float]  # by phase; of several ranks, the longest
+    checked: int  # slices compared with the trainers' export
+    seconds: dict[str, float]  # by phase; in a merged report, the longest of all ranks
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 def abbreviate_names(names: Sequence[str]) -> str:
-    """Tensors of a bucket, for messages."""
+    """Return the first names and the number of all, for messages."""
     return ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
 
 
@@ -267,7 +272,7 @@ Report = FullReport | ShardedReport
 
 
 def report_from_dict(values: Mapping[str, Any]) -> Report:
-    """The report that was told as plain values, whichever kind it is."""
+    """Rebuild a report of either kind from `to_dict`."""
     return ShardedReport(**values) if "streams" in values else FullReport(**values)
 
 
@@ -276,7 +281,7 @@ def stream_key(stream: int, receiver: str) -> str:
 
 
 def merge_reports(reports: Sequence[ShardedReport]) -> ShardedReport:
-    """Of several ranks, or engines."""
+    """Merge the reports of several ranks or engines into one."""
     phases = dict.fromkeys(phase for report in reports for phase in report.seconds)
     return ShardedReport(
         version=reports[0].version,
@@ -289,17 +294,17 @@ def merge_reports(reports: Sequence[ShardedReport]) -> ShardedReport:
 
 
 def compare_sharded_reports(sent: ShardedReport, received: ShardedReport) -> None:
-    """Raise WeightSyncError unless what was sent is what was received: the same streams with the same fingerprints."""
+    """Raise WeightSyncError unless both sides have the same streams with the same fingerprints."""
     differing = sorted(
         key
         for key in sent.streams.keys() | received.streams.keys()
         if sent.streams.get(key) != received.streams.get(key)
     )
     if differing or sent.version != received.version:
-        shown = ", ".join(
+        examples = ", ".join(
             f"{key}: sent {sent.streams.get(key)}, received {received.streams.get(key)}" for key in differing[:3]
         )
         raise WeightSyncError(
-            f"engines do not hold what was sent as version {sent.version} (they: {received.version}); "
-            f"{len(differing)} streams differ: {shown}"
+            f"engines did not load the weights that were sent: sent version {sent.version}, received {received.version}; "
+            f"{len(differing)} streams differ: {examples}"
         )

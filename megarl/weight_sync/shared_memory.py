@@ -1,9 +1,8 @@
-"""Memory that the sender packs into and receivers of its host map: files in /dev/shm, or the sender's device memory.
+"""Slots of memory for buckets: files in /dev/shm or device memory, which a sender packs into and receivers of its host map.
 
-A slot's file has a name only until every receiver has mapped it; then it is unlinked, so its
-memory goes with the last process that maps it, however that process ends. For the moment before,
-the sender holds a lock on the file, and a new sender deletes named files whose lock is free. A lock
-says what a process id cannot: whether the owner lives, also where containers share the directory.
+A slot's file is unlinked once every receiver has mapped it. So the kernel frees the memory when the last process that maps
+it ends, however it ends. Until then the sender locks the file, and a new sender deletes named files that are not locked.
+Unlike a process id, a lock shows whether the owner is alive even where containers share the directory.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ _FILE_PREFIX = "megarl-weights-"
 
 
 class SharedSlot:
-    """A growing piece of shared memory, owned by the sender."""
+    """Shared memory of the sender, which grows on demand."""
 
     def __init__(self, shm_dir: str) -> None:
         self._dir = shm_dir
         self._fd = -1
         self._size = 0
-        self.path: str | None = None  # while receivers may still have to open it
-        self.name = ""  # of the file; changes when the slot grows
+        self.path: str | None = None  # None once the file is unlinked
+        self.name = ""  # of the file; a new one when the slot grows
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, size: int) -> torch.Tensor:
-        """uint8 [size] in shared memory. Raises OSError with the arithmetic where it does not fit."""
+        """Return uint8 [size] in shared memory. Raises OSError, with needed and free bytes, if it does not fit."""
         if size > self._size:
-            self.close()  # first: the new file may need the old one's memory
+            self.close()  # first: the new file may need the memory of the old one
             self._create(size)
         return self._memory[:size]
 
@@ -49,9 +48,9 @@ class SharedSlot:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             if os.fstat(self._fd).st_nlink > 0:
                 break
-            os.close(self._fd)  # a sweep took it for stale between these two calls
+            os.close(self._fd)  # another sender deleted it as stale before it was locked
         try:
-            # Pages are claimed now: a sparse file would end the process with SIGBUS on first touch.
+            # Allocate pages now: with a sparse file the first access to a missing page would raise SIGBUS.
             os.posix_fallocate(self._fd, 0, size)
         except OSError as error:
             self.close()
@@ -62,11 +61,11 @@ class SharedSlot:
         self._size = size
 
     def handle(self) -> str:
-        """What a receiver opens it by."""
+        """Return the handle with which receivers open the slot."""
         return self.name
 
     def unlink(self) -> None:
-        """Take the file's name away: everyone who needs it has mapped it."""
+        """Unlink the file, once every receiver has mapped it."""
         if self.path is not None:
             os.unlink(self.path)
             self.path = None
@@ -79,7 +78,7 @@ class SharedSlot:
 
 
 class DeviceSlot:
-    """Memory of the sender's device, which receivers of its host map."""
+    """Device memory of the sender, which receivers of its host map."""
 
     name = ""
 
@@ -87,25 +86,25 @@ class DeviceSlot:
         self._platform, self._shareable = platform, platform.shareable_memory(1)
 
     def reserve(self, size: int) -> torch.Tensor:
-        """uint8 [size]. Grows before receivers have mapped it, and not after."""
+        """Return uint8 [size]. The slot may grow only before receivers have mapped it."""
         if size > len(self._shareable.memory):
             self._shareable.close()
             self._shareable = self._platform.shareable_memory(size)
         return self._shareable.memory[:size]
 
     def handle(self) -> dict[str, Any]:
-        """What one receiver opens it by, once."""
+        """Return a handle with which one receiver opens the slot once."""
         return self._shareable.handle()
 
     def unlink(self) -> None:
-        """Nothing has a name."""
+        """Do nothing: device memory has no file."""
 
     def close(self) -> None:
         self._shareable.close()
 
 
 class PrivateSlot:
-    """Memory of this process, where no receiver maps the sender's."""
+    """Private memory, for buckets that no receiver maps."""
 
     name = ""
 
@@ -118,22 +117,21 @@ class PrivateSlot:
         return self._memory[:size]
 
     def unlink(self) -> None:
-        """Nothing has a name."""
+        """Do nothing: private memory has no file."""
 
     def close(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
 
 
 class MappedSlots:
-    """The sender's slots as a receiver sees them: each is mapped once."""
+    """A receiver's mappings of senders' slots. Each slot is mapped once."""
 
     def __init__(self, shm_dir: str) -> None:
         self._dir = shm_dir
         self._memories: dict[Hashable, tuple[str, torch.Tensor]] = {}
 
     def memory(self, slot: Hashable, name: str) -> torch.Tensor:
-        """uint8 memory of `slot`, a number among the sender's (and, of several senders, whose), whose file is called
-        `name`."""
+        """Return the memory (uint8) of a slot. `slot`: any key that identifies it; `name`: of its file."""
         if slot not in self._memories or self._memories[slot][0] != name:
             self._memories.pop(slot, None)
             fd = os.open(os.path.join(self._dir, name), os.O_RDWR | os.O_CLOEXEC)
@@ -149,7 +147,7 @@ class MappedSlots:
 
 
 def remove_stale_files(shm_dir: str) -> list[str]:
-    """Delete slot files that a killed sender left behind; returns their names."""
+    """Delete slot files that a killed sender left behind and return their names."""
     removed = []
     for name in os.listdir(shm_dir):
         if not name.startswith(_FILE_PREFIX):
@@ -157,13 +155,13 @@ def remove_stale_files(shm_dir: str) -> list[str]:
         path = os.path.join(shm_dir, name)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except (FileNotFoundError, PermissionError):  # just gone, or another user's
+        except (FileNotFoundError, PermissionError):  # just deleted, or another user's
             continue
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.unlink(path)
             removed.append(name)
-        except (BlockingIOError, FileNotFoundError):  # its owner lives, or has just unlinked it
+        except (BlockingIOError, FileNotFoundError):  # its owner is alive, or has just unlinked it
             continue
         finally:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""One side's line to the session's key-value store: JSON values, and waits that can be ended."""
+"""Connection to a session's key-value store: JSON values, and waits that an abort ends."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0002, 0.005
 
 
 class StoreChannel:
-    """Used by one thread at a time.
+    """One process's connection to the store. Use it from one thread at a time.
 
-    Waiting polls, for a key and now and then for an abort: the store can block on keys that must
-    all appear, not on the first of several, and its own time-outs print warnings.
+    Waits poll for their keys and, less often, for an abort. The store's blocking wait takes keys that must all appear, not
+    the first of several, and prints warnings on time-outs.
     """
 
     def __init__(self, session: SessionBase, store: Any = None) -> None:
         self.session = session
         self.store = session.open_store() if store is None else store
-        self.lost: str | None = None  # why there is no store to talk to any more, once that is known
+        self.lost: str | None = None  # set once the store is gone: the reason
 
     def publish(self, key: str, value: Any) -> None:
         self._call(self.store.set, self.session.key(key), json.dumps(value))
@@ -33,19 +33,19 @@ class StoreChannel:
     def publish_bytes(self, key: str, value: bytes) -> None:
         self._call(self.store.set, self.session.key(key), value)
 
-    def bytes_of(self, key: str) -> bytes:
-        """Of a key that is there already."""
+    def read_bytes(self, key: str) -> bytes:
+        """Return the value of a key that exists."""
         return bytes(self._call(self.store.get, self.session.key(key)))
 
     def has(self, key: str) -> bool:
         return bool(self._call(self.store.check, [self.session.key(key)]))
 
-    def latest(self, keys: Sequence[str]) -> list[Any]:
-        """The values of keys that are there already, in one request."""
+    def read(self, keys: Sequence[str]) -> list[Any]:
+        """Return the values of keys that exist, in one request."""
         return [json.loads(value) for value in self._call(self.store.multi_get, [self.session.key(k) for k in keys])]
 
     def next_number(self, counter: str) -> int:
-        """0, 1, 2, ...: each once, whoever asks."""
+        """Return 0, 1, 2, ...: each number once, across all processes."""
         return int(self._call(self.store.add, self.session.key(counter), 1)) - 1
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ class StoreChannel:
             self._call(self.store.delete_key, self.session.key(key))
 
     def wait(self, keys: Sequence[str], awaited: str) -> list[Any]:
-        """The values of all `keys`, once each is there. `awaited` says in errors what they stand for."""
+        """Wait until all `keys` exist and return their values. `awaited` describes them in error messages."""
         missing = list(keys)
 
         def arrived() -> bool:
@@ -62,10 +62,10 @@ class StoreChannel:
             return not missing
 
         self.wait_until(arrived, lambda: f"{awaited} ({', '.join(missing)})")
-        return self.latest(keys)
+        return self.read(keys)
 
     def wait_until(self, done: Callable[[], bool], awaited: Callable[[], str]) -> None:
-        """Poll `done`. Raises WeightSyncError on an abort of the session or after its time-out."""
+        """Poll `done` until it is true. Raises WeightSyncError if the session is aborted or its timeout passes."""
         try:
             in_time = self._poll(done)
         except WeightSyncError as error:
@@ -77,7 +77,7 @@ class StoreChannel:
             )
 
     def _poll(self, done: Callable[[], bool]) -> bool:
-        """False where it is not `done` within the session's time-out."""
+        """Return False if `done` is still false after the session's timeout."""
         start = time.monotonic()
         next_abort_poll, pause = start + _ABORT_POLL_SECONDS, _FIRST_PAUSE
         while not done():
@@ -94,10 +94,10 @@ class StoreChannel:
     def raise_if_aborted(self) -> None:
         key = self.session.key("abort")
         if self._call(self.store.check, [key]):
-            raise WeightSyncError(f"the weight exchange was aborted: {self._call(self.store.get, key).decode()}")
+            raise WeightSyncError(f"weight sync was aborted: {self._call(self.store.get, key).decode()}")
 
     def abort(self, reason: str) -> None:
-        """As `FullSession.abort`, over this connection."""
+        """Abort the session over this connection. See `SessionBase.abort`."""
         self._call(self.store.compare_set, self.session.key("abort"), "", reason)
 
     def _call(self, operation: Callable[..., Any], *arguments: Any) -> Any:

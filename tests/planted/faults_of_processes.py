@@ -102,14 +102,14 @@ def corrupted_bucket(module: Any) -> None:
     """One bit of every bucket flips on its way into the engine's process; trainers are as they should be."""
     if "RANK" in os.environ:
         return
-    original = module.Fingerprints.passing
+    original = module.Fingerprinter.streaming
 
     def flipped(self: Any, memory: Any) -> Any:
         changed = memory.clone()
         changed[len(changed) // 2] ^= 8
         return original(self, changed)
 
-    module.Fingerprints.passing = flipped
+    module.Fingerprinter.streaming = flipped
 
 
 def unmappable_memory(module: Any) -> None:

@@ -95,7 +95,7 @@ def with_digests(spec, device):
 def some_whole(model, tensors):
     """For `replace`: needed slices of an engine whose loader does not copy slices of the first layer's attention and the second's experts."""
     from megarl.engines.vllm.needed_slices import needed_slices
-    from megarl.weight_sync.sharded.slices import BOX, SliceTableBuilder
+    from megarl.weight_sync.sharded.slices import SLICE_COLUMNS, SliceTableBuilder
 
     need = needed_slices(model, tensors)
     layers = ("model.layers.0.self_attn.qkv_proj.", "model.layers.1.mlp.experts.")
@@ -110,7 +110,7 @@ def some_whole(model, tensors):
         describer.add(describer.tensor(name, told[name][0]), (row, column, rows, columns), number, offset, stride)
     for name in whole:
         describer.add_whole(name, *told[name])
-    assert len(BOX) == 8 and len(whole) > 10
+    assert len(SLICE_COLUMNS) == 8 and len(whole) > 10
     return describer.build()
 
 

@@ -152,7 +152,7 @@ class Trainer:
     def send_and_die(self, version: int) -> Any:
         """The last rank dies when it has packed its first bucket."""
         if self.rank == dist.get_world_size() - 1:
-            self.planned._outbox.send = lambda *_: os._exit(9)
+            self.planned._outgoing.send = lambda *_: os._exit(9)
         return self.send_planned(version)
 
 

@@ -11,7 +11,7 @@ class _Length(module.StreamingFingerprint):
     def __init__(self, memory: torch.Tensor) -> None:
         self._length = len(memory)
 
-    def reached(self, byte: int) -> None:
+    def advance(self, byte: int) -> None:
         pass
 
     def result(self) -> str:

@@ -136,7 +136,7 @@ def test_a_death_ends_the_update_everywhere(tmp_path, monkeypatch, party, places
     ("number", "words"),
     [
         (signal.SIGKILL, "(its process is gone|the process of trainer 0 has ended)"),
-        pytest.param(signal.SIGSTOP, "trainer 0 gave no sign of life for 2 s", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, "trainer 0 sent no heartbeat for 2 s", marks=pytest.mark.slow),
     ],
 )
 def test_trainer_0_whom_all_others_hear_of(tmp_path, number, words):
@@ -165,7 +165,7 @@ def test_whoever_is_stopped_is_found_by_missing_beats(tmp_path, ranks):
     }
     with split(tmp_path, APART, *ranks, **fault) as one:
         told = struck(one, SECONDS + 3)
-    found = rf"\(process {one.process.pid} on .*\) gave no sign of life for 2 s in the update to version 2: it is"
+    found = rf"\(process {one.process.pid} on .*\) sent no heartbeat for 2 s in the update to version 2: it is"
     failed = [error for error in told if error != "None"]
     assert failed and all(re.search(found, error) for error in failed), told
 
@@ -199,9 +199,9 @@ def test_strangers_at_the_port_change_nothing(tmp_path):
     """It is open to whoever reaches the machine: nonsense, what breaks a parser, too much, a wrong session, and nothing."""
     with exchange(tmp_path) as one:
         one.connect()
-        vigil_of = one.senders[0]._vigil
-        assert vigil_of is not None
-        where = vigil_of._listener.getsockname()[:2]
+        monitor = one.senders[0]._monitor
+        assert monitor is not None
+        where = monitor._listener.getsockname()[:2]
         said = [b"no json\n", b"[" * 4000 + b"\n", b"x" * 10000, b'["another", "trainer 1"]\n', b"7\n", b"null\n", b""]
         strangers = [socket.create_connection(where) for _ in said]
         for stranger, words in zip(strangers, said, strict=True):
@@ -222,7 +222,7 @@ def test_a_process_ends_without_waiting_for_a_transfer_that_nobody_takes(tmp_pat
         raise MemoryError("no room")
 
     with split(tmp_path, APART, [3], []) as one:
-        monkeypatch.setattr(ShardedReceiver, "_take", full)
+        monkeypatch.setattr(ShardedReceiver, "_start", full)
         under_way = one.start(2)
         start = time.monotonic()
         told = one.process.communicate()[1]

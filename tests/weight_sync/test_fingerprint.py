@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.weight_sync.fingerprint import PIECE, StreamingFingerprint, VersionFingerprint, fingerprint
+from megarl.weight_sync.fingerprint import CHUNK_BYTES, StreamingFingerprint, VersionFingerprint, fingerprint
 
 BLOCK = 1024  # bytes: what XXH3 mixes at a time, and more than its short forms take
 
@@ -78,24 +78,24 @@ def test_version_counts_headers_and_order():
 
 
 @settings(max_examples=60, deadline=None)
-@given(size=st.integers(1, 3 * PIECE), data=st.data())
+@given(size=st.integers(1, 3 * CHUNK_BYTES), data=st.data())
 def test_taken_in_passing_it_is_the_same(size, data):
     """Whatever pieces memory is gone through in, and also where its end is never told."""
     memory = random_bytes(size)
     ends = sorted(data.draw(st.lists(st.integers(0, size), max_size=8)))
     passing = StreamingFingerprint(torch.from_numpy(memory))
     for end in ends:
-        passing.reached(end)
+        passing.advance(end)
     assert passing.result() == fingerprint(memory)
 
 
 def test_memory_is_read_while_it_is_in_the_cache():
     """What comes behind a piece that was told of is not read before it is told of, too."""
-    memory = torch.zeros(4 * PIECE, dtype=torch.uint8)
+    memory = torch.zeros(4 * CHUNK_BYTES, dtype=torch.uint8)
     passing = StreamingFingerprint(memory)
-    memory[: 2 * PIECE] = 1
-    passing.reached(2 * PIECE)
-    memory[2 * PIECE :] = 2
+    memory[: 2 * CHUNK_BYTES] = 1
+    passing.advance(2 * CHUNK_BYTES)
+    memory[2 * CHUNK_BYTES :] = 2
     wanted = fingerprint(memory.numpy())
-    memory[:PIECE] = 7
+    memory[:CHUNK_BYTES] = 7
     assert passing.result() == wanted

@@ -29,7 +29,7 @@ from megarl.weight_sync.fingerprint import word_sums
 from megarl.weight_sync.process_group import BroadcastGroup
 from megarl.weight_sync.sharded import receiver
 from megarl.weight_sync.sharded.buckets import OutgoingBuckets
-from megarl.weight_sync.sharded.mailbox import Answers
+from megarl.weight_sync.sharded.mailbox import AckWriter
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from tests.support.planned_ranks import exchange
 from tests.support.upstream_sources import missing, torch_npu
@@ -138,7 +138,7 @@ def test_a_changed_word_is_found(tmp_path, monkeypatch):
 def test_an_answer_comes_after_the_devices_copies(tmp_path, monkeypatch):
     """The holder packs the next bucket into the slot once it has the answer."""
     order: list[str] = []
-    tell = Answers.tell
+    tell = AckWriter.publish
 
     class Device(CPUPlatform):
         def synchronize(self) -> None:
@@ -148,7 +148,7 @@ def test_an_answer_comes_after_the_devices_copies(tmp_path, monkeypatch):
         order.append("answered")
         tell(self, *arguments)
 
-    monkeypatch.setattr(Answers, "tell", told)
+    monkeypatch.setattr(AckWriter, "publish", told)
     monkeypatch.setattr(receiver, "select", lambda name: Device())
     with exchange(tmp_path, HERE, transport="ipc") as one:
         one.connect()

@@ -51,7 +51,7 @@ def threads(before: set[threading.Thread]) -> list[str]:
 
 
 def port_of(session: Any, store: Any) -> int:
-    return int(StoreChannel(session, store).latest(["vigil"])[0])
+    return int(StoreChannel(session, store).read(["heartbeat port"])[0])
 
 
 def assert_released(port: int, before: set[threading.Thread]) -> None:
@@ -84,7 +84,7 @@ def test_a_sender_that_cannot_be_made(tmp_path, monkeypatch, fault):
     if fault == "client":
         monkeypatch.setattr(planned_sender, "HeartbeatClient", fail)
     elif fault == "slice table":
-        monkeypatch.setattr(manifest, "tell", fail)
+        monkeypatch.setattr(manifest, "publish", fail)
     else:
         without_thread(monkeypatch, f"megarl-{fault.removesuffix(' thread')}")
     with pytest.raises((WeightSyncError, RuntimeError), match=r"cannot be told|new thread") as caught:
@@ -114,7 +114,7 @@ def test_a_receiver_that_cannot_be_made(tmp_path, monkeypatch, fault):
     sender.close()
 
 
-@pytest.mark.parametrize("place", ["expect_answers", "handles"])
+@pytest.mark.parametrize("place", ["create_ack_keys", "handles_key"])
 def test_memory_of_buckets_that_cannot_be_offered(tmp_path, monkeypatch, place):
     """Its files have names still: nobody would take these away as long as this process lives."""
     made: list[OutgoingBuckets] = []

@@ -93,8 +93,8 @@ def test_a_lost_network_is_found_on_both_sides(
         alone = one.process.communicate(timeout=TIMEOUT / 2)[1]
         there = time.monotonic() - cut[0]
     who = "trainer 3" if ranks[0] else "engine rank e1/1"
-    found = rf"aborted: {who} \(process \d+ on .*\) gave no sign of life for 8 s in the update to version 2: it is"
+    found = rf"aborted: {who} \(process \d+ on .*\) sent no heartbeat for 8 s in the update to version 2: it is"
     failed = [error for error in told if error != "None"]
     assert failed and all(re.search(found, error) for error in failed), told
-    assert "trainer 0 gave no sign of life for 8 s" in alone, alone
+    assert "trainer 0 sent no heartbeat for 8 s" in alone, alone
     assert max(here, there) < SECONDS, (here, there)

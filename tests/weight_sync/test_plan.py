@@ -145,7 +145,7 @@ def test_every_needed_element_arrives_once(exchange) -> None:
         assert received[number] == wanted
     for stream in range(len(made.targets)):
         pieces = made.pieces[made.starts[stream] : made.starts[stream + 1]]
-        sizes = np.add.reduceat(pieces[:, 4] * pieces[:, 5], made.buckets(stream)[:-1])
+        sizes = np.add.reduceat(pieces[:, 4] * pieces[:, 5], made.bucket_starts(stream)[:-1])
         assert (sizes <= max(bucket_bytes // ITEM_BYTES[("float32", "bfloat16")[made.dtypes[stream]]], 1)).all()
 
 

@@ -124,7 +124,7 @@ def halves(*rows: tuple[int, int]) -> list[SliceTable]:
     "haves, message",
     [
         (halves((0, 4), (5, 3)), "engine ranks 0, 1 need 8 rows .* of w: of these 32 elements the trainers hold 28"),
-        (halves((0, 5), (4, 4)), "trainer rank 0 and trainer rank 1 hold boxes of w .* 1 rows from row 4"),
+        (halves((0, 5), (4, 4)), "trainer rank 0 and trainer rank 1 hold slices of w .* 1 rows from row 4"),
         ([*halves((0, 5), (4, 4))][:1] * 2, "engine ranks 0, 1 need .* hold 20"),
         ([holding(("w", (4, 8), (0, 0, 4, 8)))], r"w is \[8, 4\] at engine rank 0, and \[4, 8\] at trainer rank 0"),
         ([holding(("v", (8, 4), (0, 0, 8, 4)))], "hold 0"),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megarl.platform.cpu import CPUPlatform
 from megarl.platform.cuda import CUDAPlatform
 from megarl.platform.npu import NPUPlatform
-from megarl.weight_sync.fingerprint import Fingerprints, fingerprint
+from megarl.weight_sync.fingerprint import Fingerprinter, fingerprint
 from megarl.weight_sync.process_group import BroadcastGroup
 from megarl.weight_sync.session import WeightSyncError
 from megarl.weight_sync.sharded.sender import open_sharded_session
@@ -189,9 +189,9 @@ def test_a_device_is_read_when_it_is_written(monkeypatch):
 
     devices = SimpleNamespace(set_device=order.append, Stream=Stream, stream=stream)
     monkeypatch.setattr(torch, "get_device_module", lambda device: devices)
-    fingerprints = Fingerprints()
+    fingerprints = Fingerprinter()
     fingerprints._host = torch.full((64,), 7, dtype=torch.uint8)  # pinned, where there is a device
     assert fingerprints._of_device(memory, "written") == fingerprint(wanted.numpy())
     assert order == [memory.device, "beside", "written", "copied"]
-    assert fingerprints.beside(memory).result() == fingerprint(wanted.numpy())
+    assert fingerprints.start(memory).result() == fingerprint(wanted.numpy())
     fingerprints.close()

@@ -13,8 +13,8 @@ import torch
 
 from megarl.errors import RecipeError
 from megarl.preflight.load import load_recipe
-from megarl.weight_sync.fingerprint import Fingerprints, fingerprint
-from megarl.weight_sync.relay import Relay, hops, max_connections, path
+from megarl.weight_sync.fingerprint import Fingerprinter, fingerprint
+from megarl.weight_sync.relay import Relay, max_connections, relay_path, stream_relays
 from megarl.weight_sync.session import (
     ShardedSession,
     WeightSyncError,
@@ -24,7 +24,7 @@ from megarl.weight_sync.session import (
 )
 from megarl.weight_sync.sharded import receiver as planned_receiver
 from megarl.weight_sync.sharded import verify
-from megarl.weight_sync.sharded.copy import Boxes
+from megarl.weight_sync.sharded.copy import StreamCopier
 from megarl.weight_sync.sharded.plan import Hosts, Stream
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from megarl.weight_sync.sharded.sender import open_sharded_session
@@ -85,7 +85,7 @@ def test_each_bucket_is_read_for_its_fingerprint_once_at_either_end(tmp_path, mo
     counts: Counter[str] = Counter()
 
     def counted(name):
-        taken = getattr(Fingerprints, name)
+        taken = getattr(Fingerprinter, name)
 
         def count(self, memory):
             counts[name] += 1
@@ -96,20 +96,20 @@ def test_each_bucket_is_read_for_its_fingerprint_once_at_either_end(tmp_path, mo
     with exchange(tmp_path, places) as one:
         one.connect()
         one.update(1)
-        for name in ("passing", "beside"):
-            monkeypatch.setattr(Fingerprints, name, counted(name))
+        for name in ("streaming", "start"):
+            monkeypatch.setattr(Fingerprinter, name, counted(name))
         sent, received = one.update(2)
-        assert counts["beside"] > 0 and sum(counts.values()) == sent.buckets + received.buckets
+        assert counts["start"] > 0 and sum(counts.values()) == sent.buckets + received.buckets
 
 
 def test_rows_that_are_longer_than_a_cache_are_cut(monkeypatch):
     from megarl.weight_sync.sharded import copy
 
-    monkeypatch.setattr(copy, "PIECE", 40)
+    monkeypatch.setattr(copy, "CHUNK_BYTES", 40)
     held, bucket = torch.arange(60.0), torch.zeros(55)
     copies = [[0, 0, 0, 25, 2, 25], [50, 0, 51, 0, 1, 5]]  # rows of 25 elements, and a short one
     ends = []
-    for end, part, piece in Boxes._pieces(bucket, copies, lambda _: held):
+    for end, part, piece in StreamCopier._chunks(bucket, copies, lambda _: held):
         assert part.shape == piece.shape and part.nbytes <= 40
         part.copy_(piece)
         ends.append(end)
@@ -146,17 +146,17 @@ def test_who_reads_whose_memory(tmp_path):
         transport="auto", bucket_bytes=1, timeout=1.0, check_every=0, heartbeat_timeout=8, shm_dir=str(tmp_path),
     )  # fmt: skip
     stream = Stream(7, 1, (0, 1, 2, 3, 4), "float32", *[torch.zeros(0).numpy()] * 3)
-    assert hops(stream, session) == [
+    assert stream_relays(stream, session) == [
         Relay(("trainer", 1), (0, 1), 2),
         Relay(("engine", 2), (3,), 4),
     ]
     hosts = Hosts(("a", "a"), ("a", "a", "b", "b", "c"))
-    assert [hop.remote for hop in path(1, stream.targets, hosts, shares_memory=False)] == [0, 1, 2, 3, 4]
+    assert [hop.remote for hop in relay_path(1, stream.targets, hosts, shares_memory=False)] == [0, 1, 2, 3, 4]
     made = SimpleNamespace(sources=torch.tensor([1, 0]).numpy(), targets=[stream.targets, (0, 3)], hosts=hosts)
     assert max_connections(made, shares_memory=True) == 2, "engine 2: from trainer 1, and to engine 4"
     assert max_connections(made, shares_memory=False) == 4, "engine 0: from both trainers, and to engines 1 and 3"
     alone = Stream(8, 0, (4,), "float32", *[torch.zeros(0).numpy()] * 3)
-    assert hops(alone, session) == [Relay(("trainer", 0), (), 4)]
+    assert stream_relays(alone, session) == [Relay(("trainer", 0), (), 4)]
     with pytest.raises(ValueError, match="'0' does not share /dev/shm"):
         open_sharded_session(
             "127.0.0.1", ["a"], [("0", "b")],
@@ -222,7 +222,10 @@ def test_what_was_loaded_is_held_to_the_export(tmp_path, check_every):
             assert told == [None] * 8 and one.exports == exports
             return
         message = str(told[5])
-        assert "what receiver 'e0/1' loaded is not what the trainers export, in 1 tensors: embed (bucket" in message
+        assert (
+            "the weights that receiver 'e0/1' loaded differ from the trainers' export, in 1 tensors: embed (bucket"
+            in message
+        )
         assert "from trainer" in message and "set exchange.route=export" in message
         assert any(error is not None for error in told[:4])
 
@@ -260,7 +263,7 @@ def test_plans_from_other_descriptions_are_refused(tmp_path):
         one.connect()
         one.receivers[2]._held = one.receivers[2]._held[:3]
         told = failures(one, 1)
-        assert "plan the weight exchange from different descriptions" in str(told[6])
+        assert "plan weight sync from different slice tables" in str(told[6])
 
 
 def test_another_version_than_expected(tmp_path):
@@ -278,7 +281,7 @@ def test_checked_versions():
         host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
         check_every=3, heartbeat_timeout=8,
     )  # fmt: skip
-    assert [version for version in range(5, 16) if session.checked(version, 5)] == [5, 8, 11, 14]
+    assert [version for version in range(5, 16) if session.is_checked(version, 5)] == [5, 8, 11, 14]
 
 
 def test_a_full_shared_memory_is_said(tmp_path, monkeypatch):
@@ -348,12 +351,12 @@ def test_boxes_are_converted_once():
     stream = Stream(0, 0, (0,), "bfloat16", np.array([6]), np.array([[0, 0, 0, 1, 4, 2, 3]]), np.array([0]))
     held = torch.arange(12, dtype=torch.float32) / 3
     memory = torch.empty(12, dtype=torch.uint8)
-    fingerprints = Fingerprints()
-    packed = Boxes(stream).pack(0, memory, lambda _: held, fingerprints).result()
+    fingerprints = Fingerprinter()
+    packed = StreamCopier(stream).pack(0, memory, lambda _: held, fingerprints).result()
     wanted = held[1:9].view(2, 4)[:, :3].bfloat16()
     assert torch.equal(memory.view(torch.bfloat16).view(2, 3), wanted)
     target = torch.zeros(12)
-    written, found = Boxes(stream).unpack(0, memory, lambda _: target, fingerprints)
+    written, found = StreamCopier(stream).unpack(0, memory, lambda _: target, fingerprints)
     assert written == [(0, 6)] and found.result() == packed == fingerprint(memory.numpy())
     assert torch.equal(target[1:9].view(2, 4)[:, :3], wanted.float())
 
@@ -365,12 +368,12 @@ def test_fingerprints_of_boxes_see_each_element(tmp_path):
         one.weights = {name: torch.randn(shape) for name, shape in SHAPES.items()}
         one.engines[2].load(one.weights)
         examined = verify.SliceFingerprints(need)
-        examined.examine(range(6), one.engines[2].tensor)
-        (wanted,) = verify.expected(one.weights.items(), [need])
+        examined.add(range(6), one.engines[2].tensor)
+        (wanted,) = verify.expected_fingerprints(one.weights.items(), [need])
         assert wanted == examined.fingerprints
         one.engines[2].view(5)[3, 2] += 1
-        examined.examine([5], one.engines[2].tensor)
-        assert verify.differing(need, examined.fingerprints, wanted) == ["odd"]
+        examined.add([5], one.engines[2].tensor)
+        assert verify.differing_tensors(need, examined.fingerprints, wanted) == ["odd"]
 
 
 def test_the_dead_rank_is_named_and_not_whom_it_left_behind(tmp_path):

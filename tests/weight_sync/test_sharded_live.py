@@ -171,9 +171,9 @@ def test_faults(tmp_path: Path, fault: str) -> None:
         assert process.generate(make_requests(1))[1]
         send = "send_planned"
         if fault == "flipped bit":
-            process.replace("megarl.weight_sync.fingerprint:Fingerprints", "passing", "flipping")
+            process.replace("megarl.weight_sync.fingerprint:Fingerprinter", "streaming", "flipping")
         elif fault == "engine dies":
-            process.replace("megarl.weight_sync.fingerprint:Fingerprints", "passing", "dying")
+            process.replace("megarl.weight_sync.fingerprint:Fingerprinter", "streaming", "dying")
         elif fault == "other values":
             trainers.call("break_one")
         else:

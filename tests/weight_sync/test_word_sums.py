@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megarl.weight_sync import fingerprint
-from megarl.weight_sync.fingerprint import Fingerprints, WordSumFingerprint, word_sums
-from megarl.weight_sync.sharded.copy import Boxes
-from megarl.weight_sync.sharded.plan import COPY
+from megarl.weight_sync.fingerprint import Fingerprinter, WordSumFingerprint, word_sums
+from megarl.weight_sync.sharded.copy import StreamCopier
+from megarl.weight_sync.sharded.plan import COPY_COLUMNS
 
 
 def plain(data: bytes) -> list[int]:
@@ -26,7 +26,7 @@ def test_sums_of_words(monkeypatch, size):
     data = random.Random(size).randbytes(size)
     memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     assert word_sums(memory).tolist() == plain(data)
-    monkeypatch.setattr(fingerprint, "WORDS", 7)
+    monkeypatch.setattr(fingerprint, "SUM_WORDS", 7)
     assert word_sums(memory).tolist() == plain(data), "in pieces"
 
 
@@ -52,11 +52,11 @@ def test_a_flipped_bit_and_swapped_words_change_the_sums():
 
 
 def test_what_is_asked_of_memory_that_is_not_filled_yet_is_taken_at_the_end():
-    taken = Fingerprints(on_device=True)
+    taken = Fingerprinter(on_device=True)
     memory = torch.zeros(64, dtype=torch.uint8)
-    passing, beside = taken.passing(memory), taken.beside(memory)
+    passing, beside = taken.streaming(memory), taken.start(memory)
     memory[:] = 3
-    passing.reached(64)
+    passing.advance(64)
     assert passing.result() == WordSumFingerprint(memory, filled=True).result() != beside.result()
     taken.close()
 
@@ -64,12 +64,12 @@ def test_what_is_asked_of_memory_that_is_not_filled_yet_is_taken_at_the_end():
 @pytest.mark.parametrize("on_device", [True, False])
 def test_sums_of_what_came_over_a_network_are_taken_on_the_device(monkeypatch, on_device):
     """A host takes them a hundred times slower than XXH3."""
-    copies = np.array([[0] * COPY.index("bucket") + [0, 0, 0, 0, 4, 2, 2]])
+    copies = np.array([[0] * COPY_COLUMNS.index("bucket") + [0, 0, 0, 0, 4, 2, 2]])
     stream = SimpleNamespace(dtype="float32", buckets=[4], copies=copies)
     read: list[str] = []
-    fingerprints = Fingerprints(on_device=on_device)
-    monkeypatch.setattr(fingerprints, "beside", lambda memory: read.append(memory.device.type))
+    fingerprints = Fingerprinter(on_device=on_device)
+    monkeypatch.setattr(fingerprints, "start", lambda memory: read.append(memory.device.type))
     parameter = torch.zeros(8, device="meta")
-    Boxes(stream).unpack(0, torch.zeros(16, dtype=torch.uint8), [parameter].__getitem__, fingerprints)  # type: ignore[arg-type]
+    StreamCopier(stream).unpack(0, torch.zeros(16, dtype=torch.uint8), [parameter].__getitem__, fingerprints)  # type: ignore[arg-type]
     assert read == ["meta" if on_device else "cpu"]
     fingerprints.close()

@@ -58,7 +58,7 @@ def totals(made: TransferPlan) -> Totals:
         relayed_by_rank=int(relayed.max()),
         between_hosts=int((nbytes * _hops_between_hosts(made)).sum()),
         streams=len(nbytes),
-        buckets=sum(len(made.buckets(number)) - 1 for number in range(len(nbytes))),
+        buckets=sum(len(made.bucket_starts(number)) - 1 for number in range(len(nbytes))),
     )
 
 
@@ -112,7 +112,7 @@ def _flow(
 
 def _buckets(made: TransferPlan) -> np.ndarray:
     """The bucket of each piece, counted over all streams."""
-    sizes = [np.diff(made.buckets(number)) for number in range(len(made.targets))]
+    sizes = [np.diff(made.bucket_starts(number)) for number in range(len(made.targets))]
     return np.repeat(np.arange(sum(map(len, sizes))), np.concatenate(sizes))
 
 

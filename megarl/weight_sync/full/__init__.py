@@ -1,1 +1,1 @@
-"""Rank 0 exports whole tensors and every engine reads all of them."""
+"""Full weight sync: the trainers' rank 0 sends whole tensors to every engine rank."""

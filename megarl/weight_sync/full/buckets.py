@@ -1,4 +1,4 @@
-"""Buckets: many tensors in one piece of memory, and the words that describe it."""
+"""Buckets of whole tensors: cut an export into buckets, pack them, and describe their contents."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIGNMENT = 64  # bytes; every data type's alignment, and a cache line
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one tensor lies in its bucket."""
+    """One tensor of a bucket and its location there."""
 
     name: str
     dtype: str  # torch's name: "bfloat16"
@@ -24,7 +24,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together, before they are packed. `nbytes` counts alignment."""
+    """Tensors to be packed together. `nbytes` includes alignment."""
 
     entries: list[Entry]
     tensors: list[torch.Tensor]
@@ -33,10 +33,10 @@ class Bucket:
 
 
 def fill_buckets(weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[Bucket]:
-    """Cut `weights` into buckets of at most `bucket_bytes`; a larger tensor has one of its own.
+    """Cut `weights` into buckets of at most `bucket_bytes`; a larger tensor is a bucket alone.
 
-    Tensors are held, not copied, until their bucket is full: the iterator must not reuse their
-    memory meanwhile. Raises ValueError for no weights at all and for a name that comes twice.
+    Tensors are not copied before their bucket is full: the iterator must not reuse their memory until then. Raises
+    ValueError for an empty export and for a duplicate name.
     """
     entries: list[Entry] = []
     tensors: list[torch.Tensor] = []
@@ -69,7 +69,7 @@ def pack(bucket: Bucket, memory: torch.Tensor) -> None:
 
 
 def tensor_in(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """The tensor that `entry` describes, as a view into `memory` (uint8)."""
+    """Return the tensor of `entry` as a view of `memory` (uint8)."""
     dtype = getattr(torch, entry.dtype)
     size = dtype.itemsize
     for length in entry.shape:
@@ -78,14 +78,15 @@ def tensor_in(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def describe(entries: list[Entry]) -> str:
-    """Canonical text of what a bucket holds; `parse` reads it back."""
+    """Return canonical text of a bucket's entries, for `parse`."""
     return json.dumps([[e.name, e.dtype, list(e.shape), e.offset] for e in entries], separators=(",", ":"))
 
 
 def parse(text: str) -> list[Entry]:
+    """Read the entries that `describe` wrote."""
     rows: list[Any] = json.loads(text)
     return [Entry(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in rows]
 
 
 def _aligned(size: int) -> int:
-    return max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT  # at least one: memory of no bytes cannot be mapped
+    return max(-(-size // _ALIGNMENT), 1) * _ALIGNMENT  # at least one unit: empty memory cannot be mapped

@@ -1,4 +1,4 @@
-"""Buckets as safetensors files in a directory: the slowest transport, and one whose every byte can be looked at afterwards."""
+"""Buckets as safetensors files in a directory: a slow transport for debugging, since every file can be inspected."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from megarl.atomic_files import give_default_mode
 from megarl.weight_sync.full.buckets import Entry, tensor_in
 from megarl.weight_sync.session import WeightSyncError
 
-_KEPT = 2  # versions: what engines have, and what they had before
+_KEPT = 2  # versions: the engines' current one and the previous one
 _VERSION = "version-{:08d}"
 
 
 class BucketFiles:
-    """The sender's. `directory`: on a file system that every receiver sees."""
+    """The sender's files. `directory`: on a file system that every receiver shares."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
         self._version, self._buckets = -1, 0
 
     def write(self, version: int, entries: list[Entry], memory: torch.Tensor) -> str:
-        """A packed bucket of `version`, as a file of its own; returns where. Older versions than the last two go, also those of
-        earlier runs."""
+        """Write a packed bucket to a file and return its path. Deletes all but the last two versions, of earlier runs too."""
         folder = self._directory / _VERSION.format(version)
         try:
             if version != self._version:
@@ -39,23 +38,25 @@ class BucketFiles:
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(
                 f"a bucket of {len(memory):,} bytes could not be written to {folder} ({error}); two versions of the whole "
-                f"model must fit there: name another exchange.directory, or set exchange.transport=auto"
+                f"model must fit there: set another exchange.directory, or set exchange.transport=auto"
             ) from error
         return str(path)
 
     def _begin(self, folder: Path) -> None:
-        if folder.exists():  # of a run that went on from an earlier step
+        if folder.exists():  # from a run that later resumed at an earlier step
             shutil.rmtree(folder)
         folder.mkdir(parents=True)
-        others = set(self._directory.glob("version-????????")) - {folder}
-        oldest = sorted(others, key=lambda other: (other < folder, other))  # first those of a run that had come further
-        for other in oldest[: 1 - _KEPT]:
-            shutil.rmtree(other, ignore_errors=True)  # whoever looks at them may tidy up, too
+        old = set(self._directory.glob("version-????????")) - {folder}
+        oldest_first = sorted(old, key=lambda path: (path < folder, path))  # higher versions are from an older run
+        for path in oldest_first[: 1 - _KEPT]:
+            shutil.rmtree(path, ignore_errors=True)  # users may delete them, too
 
 
 def read(path: str, entries: list[Entry], memory: torch.Tensor) -> torch.Tensor:
-    """A bucket as it was packed, into `memory` (uint8), which is returned. Raises WeightSyncError where the file cannot be read
-    or lacks a tensor; other bytes show in the bucket's fingerprint."""
+    """Read a bucket into `memory` (uint8), as it was packed, and return it.
+
+    Raises WeightSyncError if the file cannot be read or lacks a tensor. The bucket's fingerprint detects changed bytes.
+    """
     memory.zero_()  # the gaps between tensors
     try:
         with safe_open(path, "pt") as file:
@@ -63,7 +64,7 @@ def read(path: str, entries: list[Entry], memory: torch.Tensor) -> torch.Tensor:
                 tensor_in(memory, entry).copy_(file.get_tensor(entry.name))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise WeightSyncError(
-            f"{path}, which the sender wrote, cannot be read here ({error}); exchange.directory has to be on a file system "
+            f"{path}, which the sender wrote, cannot be read here ({error}); exchange.directory must be on a file system "
             f"that trainers and engines share"
         ) from error
     return memory

@@ -1,4 +1,4 @@
-"""An engine worker's side of the weight exchange."""
+"""An engine rank's side of full weight sync."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from megarl.weight_sync.store import StoreChannel
 
 
 class FullReceiver:
-    """Takes versions in, one after the other. Not thread-safe.
+    """Receives versions one after the other. Not thread-safe.
 
-    For each version: iterate `weights(version)` to its end, load what it yields, then `finish()`;
-    on any error call `fail(reason)`, which ends the update everywhere.
+    For each version iterate over all of `weights(version)`, load the tensors, then call `finish()`. On any error call
+    `fail(reason)`, which ends the update on all ranks.
     """
 
     def __init__(self, session: FullSession, name: str) -> None:
-        """`name` is this receiver's in `session.receivers` (ValueError if it is not)."""
+        """`name`: of this receiver in `session.receivers`; ValueError if it is not there."""
         transports = dict(session.receivers)
         if name not in transports:
-            raise ValueError(f"receiver {name!r} is not part of this weight exchange; it has {sorted(transports)}")
+            raise ValueError(f"receiver {name!r} is not part of this session; it has {sorted(transports)}")
         self.name = name
         self._session = session
         self._channel = StoreChannel(session)
-        self._hop: Relay | None = None  # that brings buckets here, once everyone is there
-        self._group: BroadcastGroup | None = None  # with its holder, where it crosses a network
-        self._relay: RelaySender | None = None  # to others of this host, and to the next host
+        self._incoming: Relay | None = None  # brings buckets here; set once all are connected
+        self._group: BroadcastGroup | None = None  # with the holder of `_incoming`, if that crosses a network
+        self._onward: RelaySender | None = None  # to other receivers of this host, and to the next host
         self._slots = MappedSlots(session.shm_dir)
         self._copies = _Copies()
         self._next_bucket = 0
@@ -47,14 +47,14 @@ class FullReceiver:
         self._channel.publish(f"hello/{name}", True)
 
     def weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every (name, tensor) of `version`, on the CPU, in the sender's order.
+        """Yield every (name, tensor) of `version`, on the CPU, in the sender's order.
 
-        Tensors stay valid: they lie in a copy of their bucket that no one writes to again. Raises
-        WeightSyncError for another version, changed bytes, an abort, or a sender that died or fell silent.
+        Tensors stay valid: they are views of a private copy of their bucket. Raises WeightSyncError for a wrong version,
+        changed bytes, an abort, or a sender that died or stopped.
         """
         self._started, self._pending = time.perf_counter(), None
-        if self._hop is None:
-            self._hop = self._connect()
+        if self._incoming is None:
+            self._incoming = self._connect()
         total = VersionFingerprint()
         nbytes = tensors = buckets = 0
         last = False
@@ -64,7 +64,7 @@ class FullReceiver:
             if header["version"] != version:
                 raise WeightSyncError(f"receiver {self.name!r} expects version {version}, got {header['version']}")
             entries = parse(header["tensors"])
-            memory = self._take(number, header, entries, self._hop)
+            memory = self._take(number, header, entries, self._incoming)
             value = fingerprint(memory.numpy())
             if value != header["fingerprint"]:
                 names = [entry.name for entry in entries]
@@ -76,79 +76,78 @@ class FullReceiver:
             last = header["last"]
             for entry in entries:
                 yield entry.name, tensor_in(memory, entry)
-        if self._relay is not None:
-            self._relay.settle()
+        if self._onward is not None:
+            self._onward.settle()
         self._pending = FullReport(version, total.hexdigest(), nbytes, tensors, buckets, 0.0)
 
     def _connect(self) -> Relay:
-        """Connect with the hosts before and behind this one, where buckets come from or go to one; returns the hop here."""
-        names, everyone = [name for name, _ in self._session.receivers], full_relays(self._session)
-        own = names.index(self.name)
-        here = next(hop for hop in everyone if own in hop.readers)
-        onward = next((hop for hop in everyone if hop.holder == ("engine", own)), None)
-        if here.remote == own:
+        """Connect with the host before and the host after this one, if any. Returns the relay that brings buckets here."""
+        names, relays = [name for name, _ in self._session.receivers], full_relays(self._session)
+        rank = names.index(self.name)
+        incoming = next(relay for relay in relays if rank in relay.readers)
+        onward = next((relay for relay in relays if relay.holder == ("engine", rank)), None)
+        if incoming.remote == rank:
             self._channel.wait(["form"], "the sender and all other receivers to connect")
-            self._group = BroadcastGroup(self._channel, 1, 2, select("cpu"), group_name(here))
+            self._group = BroadcastGroup(self._channel, 1, 2, select("cpu"), group_name(incoming))
         if onward is not None:
             remove_stale_files(self._session.shm_dir)
-            self._relay = RelaySender(self._channel, self._session, onward)
-            self._relay.connect()
-        return here
+            self._onward = RelaySender(self._channel, self._session, onward)
+            self._onward.connect()
+        return incoming
 
-    def _take(self, number: int, header: dict, entries: list[Entry], hop: Relay) -> torch.Tensor:
-        """A private copy of the bucket's bytes."""
+    def _take(self, number: int, header: dict, entries: list[Entry], relay: Relay) -> torch.Tensor:
+        """Return a private copy of the bucket's bytes."""
         memory = self._copies.reserve(header["nbytes"])
         if self._session.directory is not None:
             return files.read(header["file"], entries, memory)
         if self._group is None:
-            key = slot_key(number, hop.holder)
+            key = slot_key(number, relay.holder)
             ((slot, file),) = self._channel.wait([key], f"bucket {number} in the memory of this host")
             return memory.copy_(self._slots.memory(slot, file)[: header["nbytes"]])
-        arrived = memory
-        if self._relay is not None:
-            arrived = self._relay.reserve(number, header["nbytes"], last=header["last"])
-        self._group.finish(self._group.start(arrived), f"the broadcast of bucket {number}")
-        if self._relay is not None:
-            self._relay.offer(number, arrived, header["fingerprint"], [entry.name for entry in entries])
-            memory.copy_(arrived)
+        received = memory
+        if self._onward is not None:
+            received = self._onward.reserve(number, header["nbytes"], last=header["last"])
+        self._group.finish(self._group.start(received), f"the broadcast of bucket {number}")
+        if self._onward is not None:
+            self._onward.offer(number, received, header["fingerprint"], [entry.name for entry in entries])
+            memory.copy_(received)
         return memory
 
     def finish(self) -> FullReport:
-        """Tell the sender that the version is loaded. Raises WeightSyncError where not all of it was taken."""
+        """Report to the sender that the version is loaded. Raises WeightSyncError if `weights` was not exhausted."""
         if self._pending is None:
             raise WeightSyncError(f"receiver {self.name!r} stopped before the end of the version's weights")
         seconds = time.perf_counter() - self._started
         report = FullReport(**{**self._pending.to_dict(), "seconds": seconds})
         self._channel.publish(f"done/{report.version}/{self.name}", report.to_dict())
         self._pending = None
-        self._copies = _Copies()  # the engine needs its memory for other things between updates
+        self._copies = _Copies()  # frees the memory for the engine between updates
         return report
 
     def fail(self, reason: str) -> None:
-        """End the update everywhere: this receiver could not take or load it."""
+        """Abort the update on all ranks: this receiver could not receive or load it."""
         self._channel.abort(f"receiver {self.name!r}: {reason}")
 
     def close(self) -> None:
         if self._group is not None:
             self._group.close()
-        if self._relay is not None:
-            self._relay.close()
+        if self._onward is not None:
+            self._onward.close()
         self._slots.close()
 
 
 class _Copies:
-    """Memory for copies of buckets, used again once no tensor looks into it.
+    """Memory for copies of buckets, reused once no tensor refers to it.
 
-    Fresh memory costs a page fault every 4 KiB: copying into it is about a third as fast. A tensor
-    made by `from_numpy` holds a reference to its array, and so does every view of it, so the
-    array's reference count says whether it is free.
+    Fresh memory costs a page fault every 4 KiB: copying into it is about a third as fast. A tensor made by `from_numpy`
+    holds a reference to its array, and so does every view of it. So the array's reference count shows whether it is free.
     """
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
 
     def reserve(self, size: int) -> torch.Tensor:
-        """uint8 [size] that no one else sees."""
+        """Return uint8 [size] that nothing else refers to."""
         for array, references in zip(self._arrays, _references(self._arrays), strict=True):
             if len(array) >= size and references == _REFERENCES_OF_FREE:
                 return torch.from_numpy(array)[:size]

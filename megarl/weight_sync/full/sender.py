@@ -1,4 +1,4 @@
-"""The trainer's side of the weight exchange."""
+"""The trainers' side of full weight sync."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from megarl.weight_sync.store import StoreChannel
 
 
 class FullSender:
-    """Owned by the trainer's rank 0, the source of all weights. Not thread-safe.
+    """Sends all weights from the trainers' rank 0. Not thread-safe.
 
-    Other trainer ranks only drain the export, which is collective. After an error the session is
-    dead: close this sender and open another one.
+    Other trainer ranks only drain the export, which is collective. After an error the session is unusable: close this
+    sender and open another.
     """
 
     def __init__(self, session: FullSession, store: Any) -> None:
-        """Use `open`. `store` is the session's key-value store, served by this process."""
+        """Use `open` instead. `store`: the session's store, served by this process."""
         self.session = session
         self._channel = StoreChannel(session, store)
         self._connected = False
         self._relay = RelaySender(self._channel, session, full_relays(session)[0])
         self._files = None if session.directory is None else BucketFiles(session.directory)
-        self._next_bucket = 0  # counts over versions: slots and keys follow from it
+        self._next_bucket = 0  # counts over all versions; determines slots and keys
         atexit.register(self.close)
 
     @classmethod
@@ -62,11 +62,11 @@ class FullSender:
         directory: str | None = None,
         adapter_alpha: float | None = None,
     ) -> FullSender:
-        """Start a session. `host`: this machine's address as receivers reach it. `endpoints`: (name,
-        `host_id`) of every receiver. `timeout`: seconds that any one wait may take. `directory`: where `transport` "files"
-        puts them. `adapter_alpha`: see `FullSession`.
+        """Start a session.
 
-        Raises ValueError where the transport cannot reach a receiver.
+        `host`: this machine's address as receivers reach it. `endpoints`: (name, `host_id`) of every receiver. `timeout`:
+        seconds of each wait. `directory`: for the files of `transport` "files". `adapter_alpha`: see `FullSession`. Raises
+        ValueError if the transport cannot reach a receiver.
         """
         here = host_id(shm_dir)
         transports = resolve_transports(transport, here, endpoints)
@@ -88,17 +88,17 @@ class FullSender:
         return cls(session, store)
 
     def send(self, version: int, weights: Iterable[tuple[str, torch.Tensor]]) -> FullReport:
-        """Send (name, tensor) pairs, on any device, as `version`; returns when every receiver has loaded it.
+        """Send (name, tensor) pairs, on any device, as `version`, and wait until every receiver has loaded it.
 
-        Tensors may not change or be reused until their bucket is packed. Raises WeightSyncError where
-        a receiver failed, fell silent or got other bytes, OSError where /dev/shm is full. `weights`
-        is then drained all the same, so that the other ranks of a collective export come through.
+        Tensors must not change until their bucket is packed. Raises WeightSyncError if a receiver failed, stopped or got
+        other bytes, OSError if /dev/shm is full. On errors `weights` is drained nevertheless, so that the other ranks of a
+        collective export can finish.
         """
         iterator = _Drainable(weights)
         try:
             return self._send(version, iterator)
         except BaseException as error:
-            with contextlib.suppress(WeightSyncError):  # only where this process's own store is broken
+            with contextlib.suppress(WeightSyncError):  # raised only if this process's store is broken
                 self._channel.abort(f"the sender failed: {type(error).__name__}: {error}")
             iterator.drain()
             raise
@@ -124,7 +124,7 @@ class FullSender:
         return FullReport(**{**report.to_dict(), "seconds": time.perf_counter() - start})
 
     def _connect(self) -> None:
-        """Once: wait for every receiver to be there, and connect with the first one of another host."""
+        """Wait once for every receiver, and connect with the first receiver of the next host."""
         if self._connected:
             return
         self._channel.wait([f"hello/{name}" for name, _ in self.session.receivers], "receivers to connect")
@@ -133,7 +133,7 @@ class FullSender:
         self._connected = True
 
     def _put(self, version: int, bucket: Bucket) -> str:
-        """Pack and publish a bucket; returns its fingerprint."""
+        """Pack and publish a bucket. Returns its fingerprint."""
         number = self._next_bucket
         self._next_bucket += 1
         memory = self._relay.reserve(number, bucket.nbytes, last=bucket.last)
@@ -153,13 +153,13 @@ class FullSender:
         return value
 
     def close(self) -> None:
-        """Give the slots' memory back. May be called twice."""
+        """Free the slots. May be called twice."""
         atexit.unregister(self.close)
         self._relay.close()
 
 
 class _Drainable:
-    """An iterable that can be run to its end after its consumer gave up, unless it failed itself."""
+    """An iterable that can be drained after its consumer failed, unless the iterable itself failed."""
 
     def __init__(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self._iterator = iter(weights)
@@ -167,7 +167,7 @@ class _Drainable:
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         while True:
-            self._ended = True  # holds if the next line raises, for whatever reason
+            self._ended = True  # stays set if the next line raises
             try:
                 item = next(self._iterator)
             except StopIteration:

@@ -1,4 +1,4 @@
-"""Buckets that a rank holds for others: packed, announced, and free again when everyone has said what it read."""
+"""Buckets that a rank holds for its readers: packed, announced, and reused once all readers have acknowledged them."""
 
 from __future__ import annotations
 
@@ -11,179 +11,197 @@ import torch
 
 from megarl.platform import select
 from megarl.weight_sync.process_group import BroadcastGroup
-from megarl.weight_sync.relay import Peer, Relay, name_of
+from megarl.weight_sync.relay import Peer, Relay, peer_name
 from megarl.weight_sync.session import SHARDED_SLOTS, ShardedSession, WeightSyncError
-from megarl.weight_sync.sharded.mailbox import MailboxWriter, await_answers, expect_answers
+from megarl.weight_sync.sharded.mailbox import MailboxWriter, create_ack_keys, wait_for_acks
 from megarl.weight_sync.shared_memory import DeviceSlot, PrivateSlot, SharedSlot
 from megarl.weight_sync.store import StoreChannel
 
-Link = tuple[Peer, int]  # whose memory, and which engine rank gets it over the network
+Link = tuple[Peer, int]  # a holder, and the engine rank that receives from it over the network
 
 
 @dataclass
-class Held:
+class BucketMemory:
     """Memory for one bucket."""
 
     slot: int
     memory: torch.Tensor  # uint8
-    network: torch.Tensor  # uint8, what crosses a network: `memory` itself, or its copy in the host's memory
+    network: torch.Tensor  # uint8, for network transfers: `memory` itself, or a copy in host memory
 
     def copy_to_network(self) -> None:
-        """After packing `memory`."""
+        """Call after `memory` is packed."""
         if self.network is not self.memory:
             self.network.copy_(self.memory)
 
     def copy_from_network(self) -> None:
-        """After `network` has arrived."""
+        """Call after `network` is received."""
         if self.network is not self.memory:
             self.memory.copy_(self.network)
 
 
 @dataclass
 class _InFlight:
-    held: Held
-    count: int  # of this holder's buckets
+    memory: BucketMemory
+    count: int  # number among this holder's buckets, over all versions
     fingerprint: str
-    what: str
-    hop: Relay
-    broadcast: Any  # under way, where a reader gets it over a network
+    description: str
+    relay: Relay
+    broadcast: Any  # the running network transfer, or None
 
 
 class OutgoingBuckets:
+    """The slots of one holder and the buckets in them."""
+
     def __init__(
-        self, channel: StoreChannel, session: ShardedSession, party: Peer, hops: Iterable[Relay], bucket_bytes: int
+        self,
+        channel: StoreChannel,
+        session: ShardedSession,
+        holder: Peer,
+        relays: Iterable[Relay],
+        bucket_bytes: int,
     ) -> None:
-        """Begin to connect to readers; `connect` ends it. `hops`: all that begin with `party`. `bucket_bytes`: of the
-        largest bucket."""
-        self._channel, self._session, self._party = channel, session, party
-        hops = list(hops)
-        self._local = sorted({reader for hop in hops for reader in hop.local})
-        self._readers = sorted({reader for hop in hops for reader in hop.readers})
-        number = SHARDED_SLOTS if hops else 0
-        slots = [self._slot() for _ in range(number)]
+        """Allocate and offer the slots; `connect` completes the connection to readers.
+
+        `relays`: every relay that starts at `holder`. `bucket_bytes`: of the largest bucket.
+        """
+        self._channel, self._session, self._holder = channel, session, holder
+        relays = list(relays)
+        self._local = sorted({reader for relay in relays for reader in relay.local})
+        self._readers = sorted({reader for relay in relays for reader in relay.readers})
+        number = SHARDED_SLOTS if relays else 0
+        slots = [self._new_slot() for _ in range(number)]
         self._slots = slots
-        # An engine rank's buckets have arrived over a network, also those that go no further.
-        crosses = party[0] == "engine" or any(hop.remote is not None for hop in hops)
+        # All buckets of an engine rank have crossed a network, even those that it sends to local readers only.
+        crosses = holder[0] == "engine" or any(relay.remote is not None for relay in relays)
         copies = crosses and session.stays_on_devices
         self._copies = [PrivateSlot(select("cpu").device()) for _ in range(number if copies else 0)]
         self._free = list(range(len(slots)))
         self._in_flight: list[_InFlight] = []  # oldest first
         self._count = 0
         self._links: Mapping[Link, BroadcastGroup] = {}
-        with contextlib.ExitStack() as undo:  # nobody else would give the memory back
+        with contextlib.ExitStack() as undo:  # free the memory if a step fails
             undo.callback(self.close)
             for slot in slots:
                 slot.reserve(bucket_bytes)
-            expect_answers(channel, party, self._readers)
+            create_ack_keys(channel, holder, self._readers)
             for reader in self._local:
                 channel.publish(
-                    handles(party, reader), [slot.handle() for slot in slots if not isinstance(slot, PrivateSlot)]
+                    handles_key(holder, reader), [slot.handle() for slot in slots if not isinstance(slot, PrivateSlot)]
                 )
             undo.pop_all()
 
-    def _slot(self) -> SharedSlot | DeviceSlot | PrivateSlot:
+    def _new_slot(self) -> SharedSlot | DeviceSlot | PrivateSlot:
         session = self._session
-        if not self._local:  # `device`, also where gloo gets a copy: sums of words are slow on a host
+        if not self._local:  # on `device` even if gloo sends a host copy: sums of words are slow on a host
             return PrivateSlot(select(session.device).device())
         return DeviceSlot(select(session.device)) if session.stays_on_devices else SharedSlot(session.shm_dir)
 
     def connect(self, links: Mapping[Link, BroadcastGroup]) -> None:
-        """Wait until the readers of this host have mapped the memory, whose files then need no name. `links`: of
-        `form_links`, which from now on are this outbox's."""
+        """Wait until local readers have mapped the slots, then unlink their files.
+
+        `links`: from `form_links`; `close` closes them.
+        """
         self._links = links
         names = ", ".join(self._session.names[reader] for reader in self._local)
-        self._channel.wait([mapped(self._party, reader) for reader in self._local], f"{names} to map its memory")
+        self._channel.wait([mapped_key(self._holder, reader) for reader in self._local], f"{names} to map its memory")
         for slot in self._slots:
             slot.unlink()
-        self._inboxes = MailboxWriter(self._channel, self._readers, "engines to plan what they receive")
+        self._mailboxes = MailboxWriter(self._channel, self._readers, "engines to plan what they receive")
 
-    def claim(self, nbytes: int) -> Held:
-        """Memory for a bucket; waits until the oldest one has been read where all of it is in use."""
+    def claim(self, nbytes: int) -> BucketMemory:
+        """Return memory for a bucket. If all slots are in use, waits until the oldest bucket has been read."""
         if not self._free:
-            self._settle()
+            self._wait_for_oldest()
         number = self._free.pop(0)
         memory = self._slots[number].reserve(nbytes)
-        return Held(number, memory, self._copies[number].reserve(nbytes) if self._copies else memory)
+        return BucketMemory(number, memory, self._copies[number].reserve(nbytes) if self._copies else memory)
 
-    def send(self, held: Held, hop: Relay, header: dict[str, Any], what: str) -> None:
-        """Announce a packed bucket. `header` has its `fingerprint`; `what` says in errors which one it is."""
-        told = {
+    def send(self, memory: BucketMemory, relay: Relay, header: dict[str, Any], description: str) -> None:
+        """Announce a packed bucket. `header` has its `fingerprint`; `description` is for error messages."""
+        notice = {
             **header,
-            "holder": list(self._party),
+            "holder": list(self._holder),
             "count": self._count,
-            "slot": held.slot,
+            "slot": memory.slot,
         }
-        for reader in hop.local:
-            self._inboxes.tell(reader, {**told, "local": True})
+        for reader in relay.local:
+            self._mailboxes.post(reader, {**notice, "local": True})
         broadcast = None
-        if hop.remote is not None:
-            self._inboxes.tell(hop.remote, {**told, "local": False})
-            broadcast = self._links[self._party, hop.remote].start(held.network)
-        self._in_flight.append(_InFlight(held, self._count, header["fingerprint"], what, hop, broadcast))
+        if relay.remote is not None:
+            self._mailboxes.post(relay.remote, {**notice, "local": False})
+            broadcast = self._links[self._holder, relay.remote].start(memory.network)
+        self._in_flight.append(_InFlight(memory, self._count, header["fingerprint"], description, relay, broadcast))
         self._count += 1
 
     def drain(self) -> None:
-        """Wait until everything has been read."""
+        """Wait until all buckets have been read."""
         while self._in_flight:
-            self._settle()
+            self._wait_for_oldest()
 
-    def _settle(self) -> None:
-        """Wait until the oldest bucket has been read, and read right."""
+    def _wait_for_oldest(self) -> None:
+        """Wait for the oldest bucket's readers, compare their fingerprints and free its slot."""
         bucket = self._in_flight[0]
         names = self._session.names
-        readers = bucket.hop.readers
+        readers = bucket.relay.readers
         if bucket.broadcast is not None:
-            assert bucket.hop.remote is not None
-            group = self._links[self._party, bucket.hop.remote]
-            group.finish(bucket.broadcast, f"{bucket.what} to reach {names[bucket.hop.remote]}")
-        values = await_answers(
-            self._channel, self._party, bucket.count, readers, [names[reader] for reader in readers], bucket.what
+            assert bucket.relay.remote is not None
+            group = self._links[self._holder, bucket.relay.remote]
+            group.finish(bucket.broadcast, f"{bucket.description} to reach {names[bucket.relay.remote]}")
+        values = wait_for_acks(
+            self._channel,
+            self._holder,
+            bucket.count,
+            readers,
+            [names[reader] for reader in readers],
+            bucket.description,
         )
         for reader, value in zip(readers, values, strict=True):
             if value != bucket.fingerprint:
                 raise WeightSyncError(
-                    f"receiver {names[reader]!r} got other bytes than {name_of(self._party, names)} sent in "
-                    f"{bucket.what}: fingerprint {value}, sent {bucket.fingerprint}"
+                    f"receiver {names[reader]!r} got other bytes than {peer_name(self._holder, names)} sent in "
+                    f"{bucket.description}: fingerprint {value}, sent {bucket.fingerprint}"
                 )
         self._in_flight.pop(0)
-        self._free.append(bucket.held.slot)
+        self._free.append(bucket.memory.slot)
 
     def close(self) -> None:
-        """Give memory and `links` back. Waits for nobody."""
+        """Free the slots and close the links, without waiting."""
         for link in self._links.values():
             link.close()
         for slot in [*self._slots, *self._copies]:
             slot.close()
 
 
-def handles(holder: Peer, reader: int) -> str:
-    """Where a holder says how engine rank `reader` maps its memory."""
+def handles_key(holder: Peer, reader: int) -> str:
+    """Key of the handles with which engine rank `reader` maps the holder's slots."""
     return f"handles/{holder[0]}{holder[1]}/{reader}"
 
 
-def mapped(holder: Peer, reader: int) -> str:
-    """Where engine rank `reader` says that it has mapped them."""
+def mapped_key(holder: Peer, reader: int) -> str:
+    """Key that engine rank `reader` publishes once it has mapped the holder's slots."""
     return f"mapped/{holder[0]}{holder[1]}/{reader}"
 
 
 def form_links(
-    channel: StoreChannel, session: ShardedSession, party: Peer, hops: Iterable[Relay]
+    channel: StoreChannel, session: ShardedSession, peer: Peer, relays: Iterable[Relay]
 ) -> dict[Link, BroadcastGroup]:
-    """The connections over a network that `party` takes part in, on either side. `hops`: all that it has to do with.
+    """Form all network connections of `peer`, as holder or as reader. `relays`: every relay of `peer`.
 
-    Everyone forms its own in the same order, so that the first of all that is not formed yet has both ends waiting for it."""
-    wanted = sorted(
+    Every rank forms its links in sorted order. So both ends of the first unformed link are always waiting for it, and no
+    deadlock is possible.
+    """
+    keys = sorted(
         {
-            (hop.holder, hop.remote)
-            for hop in hops
-            if hop.remote is not None and party in (hop.holder, ("engine", hop.remote))
+            (relay.holder, relay.remote)
+            for relay in relays
+            if relay.remote is not None and peer in (relay.holder, ("engine", relay.remote))
         }
     )
-    client, platform = session.open_store() if wanted else None, select(session.network_device)
+    client, platform = session.open_store() if keys else None, select(session.network_device)
     links: dict[Link, BroadcastGroup] = {}
-    with contextlib.ExitStack() as undo:  # those that were formed before one that could not be
-        for holder, reader in wanted:
-            name, rank = f"link/{holder[0]}{holder[1]}/{reader}", 0 if holder == party else 1
+    with contextlib.ExitStack() as undo:  # close the formed ones if one fails
+        for holder, reader in keys:
+            name, rank = f"link/{holder[0]}{holder[1]}/{reader}", 0 if holder == peer else 1
             group = BroadcastGroup(channel, rank, 2, platform, name, client)
             links[holder, reader] = undo.enter_context(contextlib.closing(group))
         undo.pop_all()

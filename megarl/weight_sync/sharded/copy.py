@@ -1,4 +1,4 @@
-"""A bucket's boxes, out of a rank's parameters and into another's."""
+"""Copy slices between a rank's parameters and the buckets of a stream."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from concurrent.futures import Future
 import numpy as np
 import torch
 
-from megarl.weight_sync.fingerprint import PIECE, Fingerprint, Fingerprints
-from megarl.weight_sync.sharded.plan import COPY, Stream
+from megarl.weight_sync.fingerprint import CHUNK_BYTES, Fingerprint, Fingerprinter
+from megarl.weight_sync.sharded.plan import COPY_COLUMNS, Stream
 from megarl.weight_sync.sharded.slices import ITEM_BYTES
 
-_BUCKET = COPY.index("bucket")
+_BUCKET = COPY_COLUMNS.index("bucket")
 _CPU = torch.device("cpu")
 
 
-class Boxes:
-    """The boxes of one stream, bucket by bucket. `tensor` gives the memory of a parameter by its number; a box may be
-    part of any contiguous one."""
+class StreamCopier:
+    """Packs and unpacks the buckets of one stream. `tensor` arguments map a parameter's number to its contiguous memory."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -36,82 +35,86 @@ class Boxes:
         return max(self.nbytes(bucket) for bucket in range(len(self.stream.buckets)))
 
     def pack(
-        self, bucket: int, memory: torch.Tensor, tensor: Callable[[int], torch.Tensor], fingerprints: Fingerprints
+        self, bucket: int, memory: torch.Tensor, tensor: Callable[[int], torch.Tensor], fingerprinter: Fingerprinter
     ) -> Fingerprint:
-        """Into `memory` (uint8, on the host or the parameters' device), converted to what travels. Returns its
-        fingerprint."""
+        """Copy slices into `memory` (uint8, on the host or the parameters' device), in the stream's dtype."""
         flat = memory.view(self.dtype)
         copies = self._copies[self._starts[bucket] : self._starts[bucket + 1]]
         device = tensor(copies[0][1]).device
         if device == flat.device == _CPU:
-            passing = fingerprints.passing(memory)
-            for at, part, piece in self._pieces(flat, copies, tensor):
-                part.copy_(piece)
-                passing.reached(at)
-            return passing
+            fingerprint = fingerprinter.streaming(memory)
+            for end, packed_part, parameter_part in self._chunks(flat, copies, tensor):
+                packed_part.copy_(parameter_part)
+                fingerprint.advance(end)
+            return fingerprint
         packed = flat if device == flat.device else torch.empty(len(flat), dtype=self.dtype, device=device)
         for at, parameter, offset, stride, rows, columns in copies:
             part = packed[at : at + rows * columns].view(rows, columns)
-            part.copy_(box(tensor(parameter), offset, stride, rows, columns))
+            part.copy_(slice_view(tensor(parameter), offset, stride, rows, columns))
         if packed is not flat:
             flat.copy_(packed)
-        return fingerprints.beside(memory)
+        return fingerprinter.start(memory)
 
     def unpack(
         self,
         bucket: int,
         memory: torch.Tensor,
         tensor: Callable[[int], torch.Tensor],
-        fingerprints: Fingerprints,
-        known: Fingerprint | None = None,
+        fingerprinter: Fingerprinter,
+        fingerprint: Fingerprint | None = None,
     ) -> tuple[list[tuple[int, int]], Fingerprint]:
-        """Out of `memory` (uint8, on any device), converted to what each parameter has. Returns of each box the
-        parameter's number, and how many elements it has; and the fingerprint of `memory`, which may be `known`."""
+        """Copy slices from `memory` (uint8, any device) into parameters, in the parameters' dtypes.
+
+        Returns (parameter's number, elements) of each slice, and the fingerprint of `memory`. Pass `fingerprint` if it is
+        already computed.
+        """
         flat = memory.view(self.dtype)
         copies = self._copies[self._starts[bucket] : self._starts[bucket + 1]]
         written = [(parameter, rows * columns) for _, parameter, _, _, rows, columns in copies]
         if tensor(copies[0][1]).device == flat.device == _CPU:
-            found = known or fingerprints.passing(memory)
-            for at, part, piece in self._pieces(flat, copies, tensor):
-                if not isinstance(found, Future):
-                    found.reached(at)
-                piece.copy_(part)
-            return written, found
-        if known is None and fingerprints.on_device:
+            fingerprint = fingerprint or fingerprinter.streaming(memory)
+            for end, packed_part, parameter_part in self._chunks(flat, copies, tensor):
+                if not isinstance(fingerprint, Future):
+                    fingerprint.advance(end)
+                parameter_part.copy_(packed_part)
+            return written, fingerprint
+        if fingerprint is None and fingerprinter.on_device:
             flat = flat.to(tensor(copies[0][1]).device)
             memory = flat.view(torch.uint8)
-        found = known or fingerprints.beside(memory)
+        fingerprint = fingerprint or fingerprinter.start(memory)
         for at, parameter, offset, stride, rows, columns in copies:
             target = tensor(parameter)
             if flat.device != target.device:
                 flat = flat.to(target.device)
             part = flat[at : at + rows * columns].view(rows, columns)
-            box(target, offset, stride, rows, columns).copy_(part)
-        return written, found
+            slice_view(target, offset, stride, rows, columns).copy_(part)
+        return written, fingerprint
 
     @staticmethod
-    def _pieces(
+    def _chunks(
         flat: torch.Tensor, copies: list[list[int]], tensor: Callable[[int], torch.Tensor]
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Of boxes between `flat` and parameters: where a piece ends in the bucket, in bytes, and the piece on both sides;
-        in order, without gaps, and none much larger than a processor's cache is."""
+        """Cut copies into chunks of about `CHUNK_BYTES`, in order and without gaps.
+
+        Yields the chunk's end in the bucket, in bytes, and its views of the bucket and of the parameter.
+        """
         for at, parameter, offset, stride, rows, columns in copies:
-            part = flat[at : at + rows * columns].view(rows, columns)
-            whole = box(tensor(parameter), offset, stride, rows, columns)
-            fits = PIECE // flat.itemsize
-            some = max(1, fits // columns)
-            for row in range(0, rows, some):
-                for column in range(0, columns, fits):  # more than once where a row alone is longer
-                    end = at + (min(row + some, rows) - 1) * columns + min(column + fits, columns)
-                    cut = slice(row, row + some), slice(column, column + fits)
-                    yield end * flat.itemsize, part[cut], whole[cut]
+            packed = flat[at : at + rows * columns].view(rows, columns)
+            region = slice_view(tensor(parameter), offset, stride, rows, columns)
+            max_columns = CHUNK_BYTES // flat.itemsize
+            max_rows = max(1, max_columns // columns)
+            for row in range(0, rows, max_rows):
+                for column in range(0, columns, max_columns):  # more than one if a row is longer than a chunk
+                    end = at + (min(row + max_rows, rows) - 1) * columns + min(column + max_columns, columns)
+                    cut = slice(row, row + max_rows), slice(column, column + max_columns)
+                    yield end * flat.itemsize, packed[cut], region[cut]
 
     def names(self, bucket: int, tensors: tuple[str, ...]) -> list[str]:
-        """The checkpoint's tensors of which boxes are in `bucket`. `tensors`: of this rank's description."""
+        """Return the checkpoint tensors with slices in `bucket`. `tensors`: of this rank's slice table."""
         numbers = self.stream.tensors[self._starts[bucket] : self._starts[bucket + 1]]
         return [tensors[number] for number in dict.fromkeys(numbers.tolist())]
 
 
-def box(tensor: torch.Tensor, offset: int, stride: int, rows: int, columns: int) -> torch.Tensor:
-    """Elements `offset + i * stride + j` of a tensor's memory, as a matrix."""
+def slice_view(tensor: torch.Tensor, offset: int, stride: int, rows: int, columns: int) -> torch.Tensor:
+    """Return elements `offset + i * stride + j` of a tensor's memory, as a matrix [rows, columns]."""
     return tensor.as_strided((rows, columns), (stride, 1), tensor.storage_offset() + offset)

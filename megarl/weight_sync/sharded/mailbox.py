@@ -1,7 +1,7 @@
-"""What holders of buckets tell an engine rank, and its answers, in as few keys and requests of the store as they take.
+"""Mailboxes: notices of buckets from holders to an engine rank, and its acknowledgements, through the store.
 
-An inbox is a ring of keys, each of which is written again when its note has been read: nothing is asked for or deleted
-beside the notes themselves. An answer is one key of each holder and reader, with the last buckets that it took.
+A mailbox is a ring of keys. A key is written again once its notice has been read, so no notice needs a request to delete or
+confirm it. An engine rank acknowledges to each holder with one key, which has the last buckets that it read.
 """
 
 from __future__ import annotations
@@ -15,97 +15,104 @@ from megarl.weight_sync.store import StoreChannel
 
 
 class Mailbox:
+    """The mailbox of engine rank `reader`."""
+
     def __init__(self, channel: StoreChannel, reader: int, holders: int) -> None:
-        """Of engine rank `reader`, which so many holders write to. A holder has a note for each of its buckets that are under
-        way, so a ring of this size has no note in it that was not read when the next one comes there."""
+        """`holders`: number of peers that write to it.
+
+        Each holder has at most one unread notice per slot, so a ring of `holders * SHARDED_SLOTS` keys never overwrites an
+        unread notice.
+        """
         self._channel, self._reader, self._size = channel, reader, holders * SHARDED_SLOTS
-        self._next = 0  # over all versions
-        for place in range(self._size):
-            channel.publish(_note(reader, place), None)
-        channel.publish(_size(reader), self._size)
+        self._next = 0  # counts over all versions
+        for index in range(self._size):
+            channel.publish(_notice_key(reader, index), None)
+        channel.publish(_size_key(reader), self._size)
 
     def poll(self) -> dict[str, Any] | None:
-        """The next note, if it is there."""
-        (found,) = self._channel.latest([_note(self._reader, self._next % self._size)])
-        if found is None or found["number"] != self._next:
+        """Return the next notice, or None if it has not arrived."""
+        (notice,) = self._channel.read([_notice_key(self._reader, self._next % self._size)])
+        if notice is None or notice["number"] != self._next:
             return None
         self._next += 1
-        return dict(found)
+        return dict(notice)
 
-    def take(self, awaited: str) -> dict[str, Any]:
-        """The next note, once it is there."""
-        notes: list[dict[str, Any]] = []
+    def wait(self, awaited: str) -> dict[str, Any]:
+        """Wait for the next notice. `awaited` describes it in error messages."""
+        notices: list[dict[str, Any]] = []
 
-        def there() -> bool:
-            note = self.poll()
-            notes.extend([note] if note is not None else [])
-            return bool(notes)
+        def arrived() -> bool:
+            notice = self.poll()
+            notices.extend([notice] if notice is not None else [])
+            return bool(notices)
 
-        self._channel.wait_until(there, lambda: awaited)
-        return notes[0]
+        self._channel.wait_until(arrived, lambda: awaited)
+        return notices[0]
 
 
 class MailboxWriter:
-    """Of `readers`, to be written to by one holder."""
+    """One holder's access to the mailboxes of `readers`."""
 
     def __init__(self, channel: StoreChannel, readers: Sequence[int], awaited: str) -> None:
-        """Waits until each is there."""
+        """Wait until all mailboxes exist. `awaited` describes them in error messages."""
         self._channel = channel
-        sizes = channel.wait([_size(reader) for reader in readers], awaited)
+        sizes = channel.wait([_size_key(reader) for reader in readers], awaited)
         self._sizes: dict[int, int] = dict(zip(readers, sizes, strict=True))
 
-    def tell(self, reader: int, note: dict[str, Any]) -> None:
-        number = self._channel.next_number(f"notes/{reader}")
-        self._channel.publish(_note(reader, number % self._sizes[reader]), {**note, "number": number})
+    def post(self, reader: int, notice: dict[str, Any]) -> None:
+        number = self._channel.next_number(f"notices/{reader}")
+        self._channel.publish(_notice_key(reader, number % self._sizes[reader]), {**notice, "number": number})
 
 
-class Answers:
-    """Of one engine rank, to all holders: which buckets it took, and their fingerprints."""
+class AckWriter:
+    """Publishes which buckets of each holder an engine rank has read, with their fingerprints."""
 
     def __init__(self, channel: StoreChannel, reader: int) -> None:
         self._channel, self._reader = channel, reader
         self._last: dict[Peer, list[tuple[int, str]]] = {}
 
-    def tell(self, holder: Peer, count: int, fingerprint: str) -> None:
-        """`count`: the number of the bucket among all of `holder`."""
+    def publish(self, holder: Peer, count: int, fingerprint: str) -> None:
+        """Acknowledge bucket `count` of `holder`, counted over all versions."""
         last = [*self._last.get(holder, []), (count, fingerprint)][-SHARDED_SLOTS:]
         self._last[holder] = last
-        self._channel.publish(_answer(holder, self._reader), last)
+        self._channel.publish(_ack_key(holder, self._reader), last)
 
 
-def await_answers(
-    channel: StoreChannel, holder: Peer, count: int, readers: Sequence[int], names: Sequence[str], what: str
+def wait_for_acks(
+    channel: StoreChannel, holder: Peer, count: int, readers: Sequence[int], names: Sequence[str], bucket: str
 ) -> list[str]:
-    """Fingerprints of the holder's bucket `count`, once each of `readers` (with `names`) took it. `what` says in errors
-    which bucket it is."""
-    keys = [_answer(holder, reader) for reader in readers]
-    found: list[str | None] = [None] * len(keys)
+    """Wait until all `readers` (called `names`) have acknowledged bucket `count`, and return their fingerprints.
 
-    def answered() -> bool:
-        found[:] = [dict(last).get(count) for last in channel.latest(keys)]
-        return None not in found
+    `bucket` describes it in error messages.
+    """
+    keys = [_ack_key(holder, reader) for reader in readers]
+    values: list[str | None] = [None] * len(keys)
 
-    def silent() -> str:
-        missing = [name for name, value in zip(names, found, strict=True) if value is None]
-        return f"{', '.join(missing)} to take {what}"
+    def acknowledged() -> bool:
+        values[:] = [dict(last).get(count) for last in channel.read(keys)]
+        return None not in values
 
-    channel.wait_until(answered, silent)
-    return [value for value in found if value is not None]
+    def awaited() -> str:
+        missing = [name for name, value in zip(names, values, strict=True) if value is None]
+        return f"{', '.join(missing)} to read {bucket}"
+
+    channel.wait_until(acknowledged, awaited)
+    return [value for value in values if value is not None]
 
 
-def expect_answers(channel: StoreChannel, holder: Peer, readers: Sequence[int]) -> None:
-    """Before the first bucket: there is no answer yet."""
+def create_ack_keys(channel: StoreChannel, holder: Peer, readers: Sequence[int]) -> None:
+    """Create the keys that `wait_for_acks` reads, without any acknowledgement."""
     for reader in readers:
-        channel.publish(_answer(holder, reader), [])
+        channel.publish(_ack_key(holder, reader), [])
 
 
-def _note(reader: int, place: int) -> str:
-    return f"inbox/{reader}/{place}"
+def _notice_key(reader: int, index: int) -> str:
+    return f"mailbox/{reader}/{index}"
 
 
-def _size(reader: int) -> str:
-    return f"inbox/{reader}"
+def _size_key(reader: int) -> str:
+    return f"mailbox/{reader}"
 
 
-def _answer(holder: Peer, reader: int) -> str:
+def _ack_key(holder: Peer, reader: int) -> str:
     return f"ack/{holder[0]}{holder[1]}/{reader}"

@@ -1,4 +1,4 @@
-"""Descriptions of all ranks through the session's store, and the proof that everyone plans from the same ones."""
+"""Exchange the slice tables of all ranks through the session's store, and verify that all ranks plan from the same tables."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from megarl.weight_sync.sharded.slices import SliceTable
 from megarl.weight_sync.store import StoreChannel
 
 
-def tell(channel: StoreChannel, who: str, description: SliceTable) -> None:
-    """Publish what `who` holds, or needs. What ranks have in common is in the store once."""
-    blob = f"description/{description.digest}"
+def publish(channel: StoreChannel, key: str, table: SliceTable) -> None:
+    """Publish a rank's slice table under `key`. Ranks with equal tables share one copy in the store."""
+    blob = f"slices/{table.digest}"
     if not channel.has(blob):
-        channel.publish_bytes(blob, description.to_bytes())
-    channel.publish(who, description.digest)
+        channel.publish_bytes(blob, table.to_bytes())
+    channel.publish(key, table.digest)
 
 
-def hear(channel: StoreChannel, who: Sequence[str], awaited: str) -> list[SliceTable]:
-    """What all of them published, once each has. `awaited` says in errors what they stand for."""
-    digests = channel.wait(who, awaited)
-    unique = {digest: SliceTable.from_bytes(channel.bytes_of(f"description/{digest}")) for digest in set(digests)}
-    return [unique[digest] for digest in digests]
+def collect(channel: StoreChannel, keys: Sequence[str], awaited: str) -> list[SliceTable]:
+    """Wait for the slice tables of all `keys` and return them. `awaited` describes them in error messages."""
+    digests = channel.wait(keys, awaited)
+    tables = {digest: SliceTable.from_bytes(channel.read_bytes(f"slices/{digest}")) for digest in set(digests)}
+    return [tables[digest] for digest in digests]
 
 
-def holder(rank: int) -> str:
-    """The name under which trainer rank `rank` tells what it holds."""
+def held_key(rank: int) -> str:
+    """Key of the slices that trainer rank `rank` holds."""
     return f"holds/{rank}"
 
 
-def needing(receiver: str) -> str:
+def needed_key(receiver: str) -> str:
+    """Key of the slices that engine rank `receiver` needs."""
     return f"needs/{receiver}"
 
 
-def agree(
+def check_same_inputs(
     channel: StoreChannel,
     session: ShardedSession,
     held: Sequence[SliceTable],
@@ -44,16 +45,16 @@ def agree(
     *,
     first: bool,
 ) -> None:
-    """Raise WeightSyncError unless this rank plans from what trainer rank 0 (`first`) plans from."""
-    own = hashlib.blake2b(json.dumps(dataclasses.asdict(session)).encode(), digest_size=16)
-    for description in (*held, *needed):
-        own.update(description.digest.encode())
+    """Raise WeightSyncError unless this rank plans from the same inputs as trainer rank 0 (`first`)."""
+    digest = hashlib.blake2b(json.dumps(dataclasses.asdict(session)).encode(), digest_size=16)
+    for table in (*held, *needed):
+        digest.update(table.digest.encode())
     if first:
-        channel.publish("plan", own.hexdigest())
+        channel.publish("plan", digest.hexdigest())
         return
-    (theirs,) = channel.wait(["plan"], "the plan of the trainers' rank 0")
-    if theirs != own.hexdigest():
+    (expected,) = channel.wait(["plan"], "the plan of the trainers' rank 0")
+    if expected != digest.hexdigest():
         raise WeightSyncError(
-            "this process and the trainers' rank 0 plan the weight exchange from different descriptions: is the same "
-            "megarl installed on every machine?"
+            "this process and the trainers' rank 0 plan weight sync from different slice tables: is the same megarl "
+            "installed on every machine?"
         )

@@ -1,8 +1,8 @@
-"""Who sends which boxes to whom: what a plan of a weight exchange is made of.
+"""Plan who sends which slices to which engine ranks.
 
-A stream carries boxes that the same engine ranks need, in the same type, out of one trainer rank: to the first of them,
-which passes each bucket on to the second as it came, and so on. So a trainer sends a box once, however many engines need it.
-Engine ranks pass on to ranks of higher number alone, or of a later host: no two can wait for each other.
+A stream carries slices that the same engine ranks need, in the same dtype, from one trainer rank: to the first of these
+ranks, which passes each bucket on to the second unchanged, and so on. So a trainer sends a slice once, however many engines
+need it. Engine ranks pass buckets on only to higher ranks or to later hosts, so no two of them can wait for each other.
 """
 
 from __future__ import annotations
@@ -13,31 +13,40 @@ from functools import cached_property
 
 import numpy as np
 
-from megarl.weight_sync.sharded.intersect import DTYPES, ITEM_SIZES, PIECE, Side, expand, gather, match, split
-from megarl.weight_sync.sharded.senders import assign, chains, order_of
+from megarl.weight_sync.sharded.intersect import (
+    DTYPES,
+    ITEM_SIZES,
+    PIECE_COLUMNS,
+    SliceIndex,
+    expand,
+    index_slices,
+    intersect,
+    split_pieces,
+)
+from megarl.weight_sync.sharded.senders import assign, chain_order, chains
 from megarl.weight_sync.sharded.slices import SliceTable
 
-# Columns of `Stream.copies`: the bucket, the element in it at which the box begins (row after row, without gaps), and
-# where the box lies in this end's parameter: element (i, j) is `offset + i * stride + j` of its memory.
-COPY = ("bucket", "at", "parameter", "offset", "stride", "rows", "columns")
+# Columns of `Stream.copies`: the bucket, the slice's first element in it (rows follow each other without gaps), and the
+# slice's location in the rank's parameter: element (i, j) is `offset + i * stride + j` of its memory.
+COPY_COLUMNS = ("bucket", "at", "parameter", "offset", "stride", "rows", "columns")
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """As one of its ranks has to know it. The bytes of its buckets are the same at every rank; `copies` are its own."""
+    """A stream as one rank sees it. All its ranks see the same bytes in its buckets; `copies` differ."""
 
-    number: int  # in the whole plan: tells the streams between two ranks apart
+    number: int  # in the whole plan: distinguishes the streams between two ranks
     source: int  # trainer rank
     targets: tuple[int, ...]  # engine ranks, each of which passes buckets on to the next
-    dtype: str  # of what travels, by torch's name
+    dtype: str  # of the buckets, by torch's name
     buckets: np.ndarray  # int64 [k]: elements of each
-    copies: np.ndarray  # int64 [n, 7], columns as in COPY, in the order of their buckets
-    tensors: np.ndarray  # int64 [n]: of which tensor of the checkpoint each copy is (numbers of the rank's description)
+    copies: np.ndarray  # int64 [n, 7], columns as in COPY_COLUMNS, in the order of their buckets
+    tensors: np.ndarray  # int64 [n]: checkpoint tensor of each copy, by its number in the rank's slice table
 
 
 @dataclass(frozen=True)
 class Hosts:
-    """On which host each rank is; names that tell hosts apart, such as `session.host_id()`."""
+    """The host of each rank, by any names that distinguish hosts, such as `session.host_id()`."""
 
     trainers: Sequence[str]
     engines: Sequence[str]
@@ -45,34 +54,34 @@ class Hosts:
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """Of all ranks. The same descriptions in the same order give the same plan, on whatever rank it is made."""
+    """All streams of an update. Equal slice tables in equal order give the same plan on every rank."""
 
     names: tuple[str, ...]  # of the tensors
-    held: Side
-    needed: Side
+    held: SliceIndex
+    needed: SliceIndex
     bucket_bytes: int
     hosts: Hosts
-    pieces: np.ndarray  # int64 [n, 6], columns as in PIECE, in the order in which each stream carries them
+    pieces: np.ndarray  # int64 [n, 6], columns as in PIECE_COLUMNS, in the order that streams carry them
     starts: np.ndarray  # int64 [streams + 1]: stream k carries pieces[starts[k]:starts[k + 1]]
-    sources: np.ndarray  # int64 [streams]
+    sources: np.ndarray  # int64 [streams]: trainer rank of each
     dtypes: np.ndarray  # int64 [streams], numbers in DTYPES
-    targets: tuple[tuple[int, ...], ...]  # of each stream
+    targets: tuple[tuple[int, ...], ...]  # engine ranks of each stream
 
     def streams_from(self, trainer: int) -> tuple[Stream, ...]:
-        return self._part(self.held, trainer, np.flatnonzero(self.sources == trainer), "have")
+        return self._streams(self.held, trainer, np.flatnonzero(self.sources == trainer), "have")
 
     def streams_to(self, engine: int) -> tuple[Stream, ...]:
         streams = [number for number, ranks in enumerate(self.targets) if engine in ranks]
-        return self._part(self.needed, engine, np.array(streams, np.int64), "need")
+        return self._streams(self.needed, engine, np.array(streams, np.int64), "need")
 
     @cached_property
     def nbytes(self) -> np.ndarray:
-        """int64 [streams]: what each carries to each of its targets."""
+        """int64 [streams]: bytes that each stream carries to each of its targets."""
         sizes = np.append(0, np.cumsum(self.pieces[:, 4] * self.pieces[:, 5]))
         return np.diff(sizes[self.starts]) * ITEM_SIZES[self.dtypes]
 
-    def buckets(self, stream: int) -> np.ndarray:
-        """Where the buckets of a stream begin among its pieces, and their number at the end."""
+    def bucket_starts(self, stream: int) -> np.ndarray:
+        """Return the first piece of each bucket, counted from the stream's first; then the stream's number of pieces."""
         pieces = self.pieces[self.starts[stream] : self.starts[stream + 1]]
         ends = np.cumsum(pieces[:, 4] * pieces[:, 5])
         limit = max(self.bucket_bytes // int(ITEM_SIZES[self.dtypes[stream]]), 1)
@@ -83,28 +92,28 @@ class TransferPlan:
             starts.append(stop)
         return np.array(starts, np.int64)
 
-    def _part(self, side: Side, rank: int, streams: np.ndarray, what: str) -> tuple[Stream, ...]:
-        """Boxes of the plan, where they lie in the parameters of `rank`; once more for each place that takes the same box."""
-        boxes, rows = side.local(rank)
-        description = side.tables[side.class_of[rank]]
-        made = []
+    def _streams(self, index: SliceIndex, rank: int, streams: np.ndarray, column: str) -> tuple[Stream, ...]:
+        """Locate the pieces of `streams` in the parameters of `rank`. `column`: of PIECE_COLUMNS, its side's slices."""
+        numbers, rows = index.of_rank(rank)
+        table = index.tables[index.class_of[rank]]
+        result = []
         for number in streams.tolist():
             pieces = self.pieces[self.starts[number] : self.starts[number + 1]]
-            wanted = pieces[:, PIECE.index(what)]
-            low = np.searchsorted(boxes, wanted, "left")
-            # A trainer that holds a box in two places (tied embeddings) sends one; an engine fills all.
-            counts = np.ones_like(low) if what == "have" else np.searchsorted(boxes, wanted, "right") - low
-            piece, place = expand(counts)
-            own = description.slices[rows[low[piece] + place]]
-            starts = self.buckets(number)
+            slices = pieces[:, PIECE_COLUMNS.index(column)]
+            low = np.searchsorted(numbers, slices, "left")
+            # A trainer that holds a slice in two places (tied embeddings) sends one. An engine fills both.
+            counts = np.ones_like(low) if column == "have" else np.searchsorted(numbers, slices, "right") - low
+            piece, position = expand(counts)
+            local = table.slices[rows[low[piece] + position]]
+            starts = self.bucket_starts(number)
             sizes = pieces[:, 4] * pieces[:, 5]
             begin = np.append(0, np.cumsum(sizes))
             bucket = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
             at = begin[:-1] - begin[starts[bucket]]
-            part = pieces[piece]
-            offset = own[:, 6] + (part[:, 2] - own[:, 1]) * own[:, 7] + part[:, 3] - own[:, 2]
-            copies = np.column_stack([bucket[piece], at[piece], own[:, 5], offset, own[:, 7], part[:, 4:6]])
-            made.append(
+            region = pieces[piece]
+            offset = local[:, 6] + (region[:, 2] - local[:, 1]) * local[:, 7] + region[:, 3] - local[:, 2]
+            copies = np.column_stack([bucket[piece], at[piece], local[:, 5], offset, local[:, 7], region[:, 4:6]])
+            result.append(
                 Stream(
                     number,
                     int(self.sources[number]),
@@ -112,46 +121,46 @@ class TransferPlan:
                     DTYPES[self.dtypes[number]],
                     np.diff(begin[starts]),
                     copies,
-                    own[:, 0],
+                    local[:, 0],
                 )
             )
-        return tuple(made)
+        return tuple(result)
 
 
 def plan_transfers(
-    haves: Sequence[SliceTable], needs: Sequence[SliceTable], hosts: Hosts, bucket_bytes: int
+    held: Sequence[SliceTable], needed: Sequence[SliceTable], hosts: Hosts, bucket_bytes: int
 ) -> TransferPlan:
-    """Who sends what to whom, of what trainer ranks hold (`haves`) and engine ranks need, in the order of ranks.
+    """Plan an update from the slices that trainer ranks hold and engine ranks need, in the order of ranks.
 
-    ValueError, with the tensor and the ranks, where a needed element is held by nobody, where trainers hold boxes that overlap without
-    being the same, and where the two sides do not mean the same tensor by a name.
+    Raises ValueError, with the tensor and the ranks, if no trainer holds a needed element, if trainers hold slices that
+    overlap without being equal, or if a tensor has different shapes.
     """
-    names = _names(haves, needs)
+    names = _tensor_names(held, needed)
     numbers = {name: number for number, name in enumerate(names)}
-    needed, held = gather("engine", needs, numbers), gather("trainer", haves, numbers)
-    pieces = match(needed, held, names)
-    wire = _wire(held.slices[pieces[:, 1], 5], needed.slices[pieces[:, 0], 5])
-    pieces = split(pieces, ITEM_SIZES[wire], bucket_bytes)
-    wire = _wire(held.slices[pieces[:, 1], 5], needed.slices[pieces[:, 0], 5])
+    needed_index, held_index = index_slices("engine", needed, numbers), index_slices("trainer", held, numbers)
+    pieces = intersect(needed_index, held_index, names)
+    dtype = _transfer_dtype(held_index.slices[pieces[:, 1], 5], needed_index.slices[pieces[:, 0], 5])
+    pieces = split_pieces(pieces, ITEM_SIZES[dtype], bucket_bytes)
+    dtype = _transfer_dtype(held_index.slices[pieces[:, 1], 5], needed_index.slices[pieces[:, 0], 5])
 
     piece, choice, chain, candidates, routes = _routes(
-        needed.group[pieces[:, 0]], held.group[pieces[:, 1]], needed, held, hosts
+        needed_index.group[pieces[:, 0]], held_index.group[pieces[:, 1]], needed_index, held_index, hosts
     )
-    pieces, wire = pieces[piece], wire[piece]
+    pieces, dtype = pieces[piece], dtype[piece]
     order = np.lexsort((piece, chain))  # runs of a chain stay together
     sender = np.empty(len(piece), np.int64)
-    nbytes = pieces[:, 4] * pieces[:, 5] * ITEM_SIZES[wire]
-    sender[order] = assign(candidates, choice[order], nbytes[order], len(haves))
+    nbytes = pieces[:, 4] * pieces[:, 5] * ITEM_SIZES[dtype]
+    sender[order] = assign(candidates, choice[order], nbytes[order], len(held))
 
-    order = np.lexsort((piece, wire, chain, sender))
-    keys = np.column_stack([sender, chain, wire])[order]
+    order = np.lexsort((piece, dtype, chain, sender))
+    keys = np.column_stack([sender, chain, dtype])[order]
     first = np.ones(len(keys), bool)
     first[1:] = (keys[1:] != keys[:-1]).any(1)
     begins = np.flatnonzero(first)
     return TransferPlan(
         names,
-        held,
-        needed,
+        held_index,
+        needed_index,
         bucket_bytes,
         hosts,
         pieces[order],
@@ -162,42 +171,48 @@ def plan_transfers(
     )
 
 
-def _names(haves: Sequence[SliceTable], needs: Sequence[SliceTable]) -> tuple[str, ...]:
-    """Of all tensors, as engines need them: streams follow this order, and engines finish a layer after the other."""
+def _tensor_names(held: Sequence[SliceTable], needed: Sequence[SliceTable]) -> tuple[str, ...]:
+    """Return all tensor names in the engines' order. Streams follow it, so engines complete one layer after the other."""
     shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-    for ranks, descriptions in (("engine", needs), ("trainer", haves)):
-        for rank, one in {id(one): (rank, one) for rank, one in reversed(list(enumerate(descriptions)))}.values():
-            for name, shape in zip(one.tensors, one.shapes, strict=True):
-                known, who = shapes.setdefault(name, (shape, f"{ranks} rank {rank}"))
-                if known != shape:
-                    raise ValueError(f"{name} is {list(known)} at {who}, and {list(shape)} at {ranks} rank {rank}")
+    for ranks, tables in (("engine", needed), ("trainer", held)):
+        distinct = {id(table): (rank, table) for rank, table in reversed(list(enumerate(tables)))}
+        for rank, table in distinct.values():
+            for name, shape in zip(table.tensors, table.shapes, strict=True):
+                first_shape, first_rank = shapes.setdefault(name, (shape, f"{ranks} rank {rank}"))
+                if first_shape != shape:
+                    raise ValueError(
+                        f"{name} is {list(first_shape)} at {first_rank}, and {list(shape)} at {ranks} rank {rank}"
+                    )
     return tuple(shapes)
 
 
-def _wire(held: np.ndarray, needed: np.ndarray) -> np.ndarray:
-    """The type in which each travels: the smaller one. What the engine's loader would round, the trainer rounds."""
+def _transfer_dtype(held: np.ndarray, needed: np.ndarray) -> np.ndarray:
+    """Return the smaller of the two dtypes: the trainer rounds values that the engine's loader would round."""
     return np.where(ITEM_SIZES[needed] <= ITEM_SIZES[held], needed, held)
 
 
 def _routes(
-    audience: np.ndarray, holder: np.ndarray, needs: Side, haves: Side, hosts: Hosts
+    audience: np.ndarray, holder: np.ndarray, needed: SliceIndex, held: SliceIndex, hosts: Hosts
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Of each piece once for each of its chains: its number, and the numbers of who may send it and of the chain; then
-    what these two numbers mean."""
-    place = order_of(hosts.engines)
+    """Repeat each piece for each chain that carries it.
+
+    `audience`, `holder`: group of engine ranks and group of trainer ranks of each piece. Returns, per repetition, the
+    number of the piece, of its candidate senders and of its chain; then all candidates and all chains.
+    """
+    position = chain_order(hosts.engines)
     by_host: dict[str, set[int]] = {}
     for rank, host in enumerate(hosts.trainers):
         by_host.setdefault(host, set()).add(rank)
-    pairs, pair = np.unique(audience * len(haves.groups) + holder, return_inverse=True)
+    pairs, pair = np.unique(audience * len(held.groups) + holder, return_inverse=True)
     candidates: dict[tuple[int, ...], int] = {}
     routes: dict[tuple[int, ...], int] = {}
     numbers, counts = [], []
     for code in pairs.tolist():
-        group, held = divmod(code, len(haves.groups))
-        found = chains(needs.groups[group], haves.groups[held], place, hosts.engines, by_host)
-        counts.append(len(found))
-        for feeders, chain in found:
-            numbers.append((candidates.setdefault(feeders, len(candidates)), routes.setdefault(chain, len(routes))))
+        readers, holders = divmod(code, len(held.groups))
+        pair_chains = chains(needed.groups[readers], held.groups[holders], position, hosts.engines, by_host)
+        counts.append(len(pair_chains))
+        for senders, chain in pair_chains:
+            numbers.append((candidates.setdefault(senders, len(candidates)), routes.setdefault(chain, len(routes))))
     count = np.array(counts, np.int64)
     piece, which = expand(count[pair])
     at = (np.cumsum(count) - count)[pair[piece]] + which

@@ -1,4 +1,4 @@
-"""A trainer rank's side of a planned exchange."""
+"""A trainer rank's side of sharded weight sync."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.weight_sync.fingerprint import Fingerprint, Fingerprints, VersionFingerprint
+from megarl.weight_sync.fingerprint import Fingerprint, Fingerprinter, VersionFingerprint
 from megarl.weight_sync.heartbeat import HeartbeatClient, HeartbeatMonitor
 from megarl.weight_sync.process_group import CAUSE_SECONDS
-from megarl.weight_sync.relay import Peer, of_holder
+from megarl.weight_sync.relay import Peer, relays_from
 from megarl.weight_sync.session import (
     DEVICE_TRANSPORTS,
     SHARED_MEMORY_DIR,
@@ -31,11 +31,11 @@ from megarl.weight_sync.session import (
     stream_key,
 )
 from megarl.weight_sync.sharded import manifest
-from megarl.weight_sync.sharded.buckets import Held, OutgoingBuckets, form_links
-from megarl.weight_sync.sharded.copy import Boxes
+from megarl.weight_sync.sharded.buckets import BucketMemory, OutgoingBuckets, form_links
+from megarl.weight_sync.sharded.copy import StreamCopier
 from megarl.weight_sync.sharded.plan import Hosts, plan_transfers
 from megarl.weight_sync.sharded.slices import SliceTable
-from megarl.weight_sync.sharded.verify import differing, expected
+from megarl.weight_sync.sharded.verify import differing_tensors, expected_fingerprints
 from megarl.weight_sync.shared_memory import remove_stale_files
 from megarl.weight_sync.store import StoreChannel
 
@@ -55,11 +55,11 @@ def open_sharded_session(
     device: str = "cpu",
     shm_dir: str = SHARED_MEMORY_DIR,
 ) -> tuple[ShardedSession, Any]:
-    """Start a session, in the process of the trainers' rank 0: what everyone needs to take part, and its key-value store.
+    """Start a session and its key-value store. Call it in the process of the trainers' rank 0.
 
-    `host`: this machine's address as all others reach it. `senders`: `host_id` of every trainer rank. `receivers`: (name,
-    `host_id`) of every engine rank. `device`: the kind that all of them compute on, of which the transports "device" and "ipc" make use.
-    Raises ValueError where the transport cannot reach a receiver.
+    `host`: this machine's address as the others reach it. `senders`: `host_id` of every trainer rank. `receivers`: (name,
+    `host_id`) of every engine rank. `device`: device kind of all ranks, for the transports "device" and "ipc". Other
+    arguments: see `ShardedSession`. Raises ValueError if the transport cannot reach a receiver.
     """
     for sender in set(senders):
         resolve_transports(transport, sender, receivers)
@@ -83,18 +83,18 @@ def open_sharded_session(
 
 @dataclass
 class _Packed:
-    """A bucket that is told of when its fingerprint is known."""
+    """A packed bucket, not yet announced: its fingerprint is being computed."""
 
     stream: int
     bucket: int
-    held: Held
+    memory: BucketMemory
     fingerprint: Fingerprint
 
 
 class ShardedSender:
     """Sends this rank's streams of every version. Every trainer rank has one. Not thread-safe.
 
-    After an error the session is dead: close this sender and meet again.
+    After an error the session is unusable: close this sender and open a new session.
     """
 
     def __init__(
@@ -105,43 +105,48 @@ class ShardedSender:
         tensors: Callable[[], Sequence[torch.Tensor]],
         store: Any = None,
     ) -> None:
-        """`held`: what this rank holds; `tensors` gives its parameters as they are now, in the order of `held`. `store`: the
-        session's, in the process that serves it."""
+        """`held`: this rank's slice table. `tensors` returns its parameters' current values, in the order of `held`.
+
+        `store`: the session's store, in the process that serves it.
+        """
         remove_stale_files(session.shm_dir)
         self.session = session
         self._rank, self._held, self._tensors = rank, held, tensors
         self._channel = StoreChannel(session, store)
-        self._boxes: dict[int, Boxes] | None = None  # by stream, once all is planned
-        self._outbox: OutgoingBuckets | None = None
-        self._fingerprints = Fingerprints(on_device=session.stays_on_devices)
-        self._first: int | None = None  # version that was sent first
-        with contextlib.ExitStack() as undo:  # a thread and a connection each, should a later part fail
-            vigil = None if store is None else HeartbeatMonitor(session, self._channel)
-            self._vigil = vigil and undo.enter_context(contextlib.closing(vigil))
-            self._pulse = undo.enter_context(contextlib.closing(HeartbeatClient(self._channel, f"trainer {rank}")))
-            manifest.tell(self._channel, manifest.holder(rank), held)
+        self._copiers: dict[int, StreamCopier] | None = None  # by stream, once planned
+        self._outgoing: OutgoingBuckets | None = None
+        self._fingerprinter = Fingerprinter(on_device=session.stays_on_devices)
+        self._first: int | None = None  # the first version sent
+        with contextlib.ExitStack() as undo:  # close threads and connections if a later step fails
+            monitor = None if store is None else HeartbeatMonitor(session, self._channel)
+            self._monitor = monitor and undo.enter_context(contextlib.closing(monitor))
+            self._heartbeat = undo.enter_context(contextlib.closing(HeartbeatClient(self._channel, f"trainer {rank}")))
+            manifest.publish(self._channel, manifest.held_key(rank), held)
             undo.pop_all()
         atexit.register(self.close)
 
     def send(self, version: int, export: Export) -> ShardedReport:
-        """Send what engines need of this rank as `version`; returns when they have loaded it. Collective over the
-        trainer's ranks where the update is checked: `export` is then called, and all of it taken.
+        """Send the slices that engines need from this rank as `version`, and wait until they are loaded.
 
-        No parameter may change meanwhile. Raises WeightSyncError where an engine failed, fell silent or got other bytes,
-        or holds other values than those exported; OSError where /dev/shm is full.
+        If the update is checked, this call is collective over the trainer's ranks: it calls `export` and drains it. No
+        parameter may change meanwhile. Raises WeightSyncError if an engine failed, stopped, got other bytes or loaded other
+        values than those exported; OSError if /dev/shm is full.
         """
         try:
-            with self._pulse.update(version):
+            with self._heartbeat.update(version):
                 return self._send(version, export)
         except BaseException as error:
-            with contextlib.suppress(WeightSyncError):  # the session is aborted already, or its own store is broken
+            with contextlib.suppress(WeightSyncError):  # the session is aborted already, or its store is gone
                 if isinstance(error, RuntimeError) and "onnection" in str(error):
-                    self._leave_time_for_the_cause()
+                    self._wait_for_cause()
                 self._channel.abort(f"trainer {self._rank} failed: {type(error).__name__}: {error}")
             raise
 
-    def _leave_time_for_the_cause(self) -> None:
-        """Of a trainers' group that broke, the watch over ranks tells who died. Raises WeightSyncError once it has."""
+    def _wait_for_cause(self) -> None:
+        """Give the heartbeat monitor time to name the dead rank that broke the trainers' process group.
+
+        Raises WeightSyncError once the session is aborted.
+        """
         deadline = time.monotonic() + CAUSE_SECONDS
         while time.monotonic() < deadline:
             self._channel.raise_if_aborted()
@@ -150,124 +155,127 @@ class ShardedSender:
     def _send(self, version: int, export: Export) -> ShardedReport:
         self._channel.raise_if_aborted()
         seconds = dict.fromkeys(("pack", "fingerprint", "wait", "check"), 0.0)
-        boxes = self._plan() if self._boxes is None else self._boxes
-        assert self._outbox is not None
+        copiers = self._plan() if self._copiers is None else self._copiers
+        assert self._outgoing is not None
         self._first = version if self._first is None else self._first
-        totals = {number: VersionFingerprint() for number in boxes}
+        totals = {number: VersionFingerprint() for number in copiers}
         nbytes = buckets = 0
         tensors = self._tensors()
-        assert all(tensor.is_contiguous() for tensor in tensors), "boxes are places in memory"
+        assert all(tensor.is_contiguous() for tensor in tensors), "slices are locations in contiguous memory"
         last: _Packed | None = None
-        for number, bucket in _in_turns(boxes):
+        for number, bucket in _interleaved(copiers):
             times = [time.perf_counter()]
-            size = boxes[number].nbytes(bucket)
-            held = self._outbox.claim(size)
+            size = copiers[number].nbytes(bucket)
+            memory = self._outgoing.claim(size)
             times.append(time.perf_counter())
-            found = boxes[number].pack(bucket, held.memory, tensors.__getitem__, self._fingerprints)
-            if self._hops[number].remote is not None:
-                held.copy_to_network()
+            fingerprint = copiers[number].pack(bucket, memory.memory, tensors.__getitem__, self._fingerprinter)
+            if self._relays[number].remote is not None:
+                memory.copy_to_network()
             times.append(time.perf_counter())
-            self._tell(version, last, totals)
-            last = _Packed(number, bucket, held, found)
+            self._announce(version, last, totals)
+            last = _Packed(number, bucket, memory, fingerprint)
             times.append(time.perf_counter())
             for phase, begin, end in zip(("wait", "pack", "fingerprint"), times[:-1], times[1:], strict=True):
                 seconds[phase] += end - begin
             nbytes, buckets = nbytes + size, buckets + 1
         start = time.perf_counter()
-        self._tell(version, last, totals)
+        self._announce(version, last, totals)
         seconds["fingerprint"] += time.perf_counter() - start
         start = time.perf_counter()
-        self._outbox.drain()
+        self._outgoing.drain()
         drained = time.perf_counter()
-        checked = self._check(version, export) if self.session.checked(version, self._first) else 0
+        checked = self._check(version, export) if self.session.is_checked(version, self._first) else 0
         seconds["wait"] += drained - start
         seconds["check"] = time.perf_counter() - drained
         names = self.session.names
         streams = {
             stream_key(number, names[target]): totals[number].hexdigest()
-            for number, one in boxes.items()
-            for target in one.stream.targets
+            for number, copier in copiers.items()
+            for target in copier.stream.targets
         }
         report = ShardedReport(version, streams, nbytes, buckets, checked, seconds)
-        self._await_loaded(report)
+        self._wait_until_loaded(report)
         return report
 
-    def _tell(self, version: int, packed: _Packed | None, totals: dict[int, VersionFingerprint]) -> None:
-        """Announce a bucket, once its fingerprint is known."""
+    def _announce(self, version: int, packed: _Packed | None, totals: dict[int, VersionFingerprint]) -> None:
+        """Send a packed bucket to its readers, once its fingerprint is computed."""
         if packed is None:
             return
-        assert self._outbox is not None
+        assert self._outgoing is not None
         number, bucket, value = packed.stream, packed.bucket, packed.fingerprint.result()
         header = {"version": version, "stream": number, "bucket": bucket, "fingerprint": value}
-        self._outbox.send(packed.held, self._hops[number], header, self._what(number, bucket))
+        self._outgoing.send(packed.memory, self._relays[number], header, self._describe(number, bucket))
         totals[number].add(str(bucket), value)
 
-    def _plan(self) -> dict[int, Boxes]:
-        """Once, when all engine ranks have said what they need."""
+    def _plan(self) -> dict[int, StreamCopier]:
+        """Plan and connect, once, after all engine ranks have published their slice tables."""
         session, channel = self.session, self._channel
         ranks = range(len(session.senders))
-        held = manifest.hear(channel, [manifest.holder(rank) for rank in ranks], "the trainers' descriptions")
-        self._needed = manifest.hear(
-            channel, [manifest.needing(name) for name in session.names], "the engines to say what they need"
+        held = manifest.collect(channel, [manifest.held_key(rank) for rank in ranks], "the trainers' slice tables")
+        self._needed = manifest.collect(
+            channel, [manifest.needed_key(name) for name in session.names], "the engines' slice tables"
         )
-        manifest.agree(channel, session, held, self._needed, first=self._rank == 0)
+        manifest.check_same_inputs(channel, session, held, self._needed, first=self._rank == 0)
         hosts = Hosts(session.senders, [host for _, host in session.receivers])
         streams = plan_transfers(held, self._needed, hosts, session.bucket_bytes).streams_from(self._rank)
-        own: Peer = ("trainer", self._rank)
-        self._hops = of_holder(own, streams, session)
-        boxes = {one.number: Boxes(one) for one in streams}
-        largest = max((one.largest for one in boxes.values()), default=0)
-        self._outbox = OutgoingBuckets(channel, session, own, self._hops.values(), largest)
-        self._outbox.connect(form_links(channel, session, own, self._hops.values()))
-        self._boxes = boxes
-        return boxes
+        peer: Peer = ("trainer", self._rank)
+        self._relays = relays_from(peer, streams, session)
+        copiers = {stream.number: StreamCopier(stream) for stream in streams}
+        largest = max((copier.largest for copier in copiers.values()), default=0)
+        self._outgoing = OutgoingBuckets(channel, session, peer, self._relays.values(), largest)
+        self._outgoing.connect(form_links(channel, session, peer, self._relays.values()))
+        self._copiers = copiers
+        return copiers
 
-    def _what(self, stream: int, bucket: int) -> str:
-        assert self._boxes is not None
-        names = abbreviate_names(self._boxes[stream].names(bucket, self._held.tensors))
+    def _describe(self, stream: int, bucket: int) -> str:
+        """Return a bucket's description for messages."""
+        assert self._copiers is not None
+        names = abbreviate_names(self._copiers[stream].names(bucket, self._held.tensors))
         return f"bucket {bucket} of stream {stream} from trainer {self._rank} ({names})"
 
     def _check(self, version: int, export: Export) -> int:
-        """Compare what engine ranks loaded with the export, each engine rank in one trainer rank. Returns how many boxes
-        were compared here."""
-        mine = range(self._rank, len(self.session.receivers), len(self.session.senders))
-        needs = [self._needed[rank] for rank in mine]
-        wanted = expected(export(), needs)
-        for rank, need, own in zip(mine, needs, wanted, strict=True):
-            name = self.session.names[rank]
-            key = f"examined/{version}/{name}"
-            (found,) = self._channel.wait([key], f"receiver {name!r} to say what it loaded")
-            self._channel.delete([key])
-            self._channel.publish(f"verdict/{version}/{name}", differing(need, found, own))
-        return sum(len(one) for one in wanted)
+        """Compare the weights that engine ranks loaded with the export. Returns the number of slices compared here.
 
-    def _await_loaded(self, sent: ShardedReport) -> None:
-        """Until every engine rank that this rank sends to has loaded the version, and the same one."""
-        assert self._boxes is not None
-        targets = sorted({target for one in self._boxes.values() for target in one.stream.targets})
+        Trainer ranks divide the engine ranks among them.
+        """
+        ranks = range(self._rank, len(self.session.receivers), len(self.session.senders))
+        tables = [self._needed[rank] for rank in ranks]
+        all_expected = expected_fingerprints(export(), tables)
+        for rank, table, expected in zip(ranks, tables, all_expected, strict=True):
+            name = self.session.names[rank]
+            key = f"loaded/{version}/{name}"
+            (loaded,) = self._channel.wait([key], f"receiver {name!r} to publish the fingerprints of its weights")
+            self._channel.delete([key])
+            self._channel.publish(f"verdict/{version}/{name}", differing_tensors(table, loaded, expected))
+        return sum(len(expected) for expected in all_expected)
+
+    def _wait_until_loaded(self, sent: ShardedReport) -> None:
+        """Wait until every engine rank that this rank sends to has loaded the version, and compare reports."""
+        assert self._copiers is not None
+        targets = sorted({target for copier in self._copiers.values() for target in copier.stream.targets})
         names = [self.session.names[target] for target in targets]
         keys = [f"done/{sent.version}/{name}" for name in names]
-        loaded = [ShardedReport(**one) for one in self._channel.wait(keys, f"receivers to load version {sent.version}")]
-        if loaded:
-            received = merge_reports(loaded)
-            own = {key: value for key, value in received.streams.items() if key in sent.streams}
-            compare_sharded_reports(sent, ShardedReport(**{**received.to_dict(), "streams": own}))
+        values = self._channel.wait(keys, f"receivers to load version {sent.version}")
+        if values:
+            received = merge_reports([ShardedReport(**report) for report in values])
+            streams = {key: value for key, value in received.streams.items() if key in sent.streams}
+            compare_sharded_reports(sent, ShardedReport(**{**received.to_dict(), "streams": streams}))
 
     def close(self) -> None:
-        """Give the slots' memory back. May be called twice."""
+        """Free the slots and leave the session. May be called twice."""
         atexit.unregister(self.close)
-        self._pulse.close()
-        if self._vigil is not None:
-            self._vigil.close()
-        self._fingerprints.close()
-        if self._outbox is not None:
-            self._outbox.close()
+        self._heartbeat.close()
+        if self._monitor is not None:
+            self._monitor.close()
+        self._fingerprinter.close()
+        if self._outgoing is not None:
+            self._outgoing.close()
 
 
-def _in_turns(boxes: dict[int, Boxes]) -> Iterator[tuple[int, int]]:
-    """(stream, bucket): a bucket of each stream, then the next of each, so that all engine ranks have work."""
-    longest = max((len(one.stream.buckets) for one in boxes.values()), default=0)
+def _interleaved(copiers: dict[int, StreamCopier]) -> Iterator[tuple[int, int]]:
+    """Yield (stream, bucket): the first bucket of each stream, then the second of each, so that all engine ranks have work."""
+    longest = max((len(copier.stream.buckets) for copier in copiers.values()), default=0)
     for bucket in range(longest):
-        for number, one in boxes.items():
-            if bucket < len(one.stream.buckets):
+        for number, copier in copiers.items():
+            if bucket < len(copier.stream.buckets):
                 yield number, bucket

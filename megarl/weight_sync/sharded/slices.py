@@ -1,9 +1,9 @@
-"""What one rank holds, or needs, of a checkpoint's tensors: boxes, as arrays that travel without pickle.
+"""Slice tables: the slices of a checkpoint's tensors that a rank holds or needs, as arrays that travel without pickle.
 
-A tensor of the checkpoint is seen as a matrix: of one row where it has one dimension, else of its first dimension by all
-others. A box is some of its rows and columns, and where they lie in a parameter of this rank: element
-(i, j) of the box is element `offset + i * stride + j` of the parameter's memory. Trainers describe what they hold,
-engines what they need, in the same words.
+Every tensor is treated as a matrix: one row for a one-dimensional tensor, otherwise its first dimension by all others. A
+slice is a range of rows and columns, with its location in a parameter of the rank: element (i, j) of the slice is element
+`offset + i * stride + j` of the parameter's memory. Trainers describe the slices they hold, and engines the slices they
+need, in the same format.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-# Columns of `SliceTable.boxes`.
-BOX = ("tensor", "row", "column", "rows", "columns", "parameter", "offset", "stride")
+# Columns of `SliceTable.slices`.
+SLICE_COLUMNS = ("tensor", "row", "column", "rows", "columns", "parameter", "offset", "stride")
 
-# Bytes of an element, by torch's name of the type.
+# Bytes of an element, by torch's name of the dtype.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor of the checkpoint."""
+    """Return the rows and columns of a checkpoint tensor."""
     if len(shape) < 2:
         return 1, math.prod(shape)
     return shape[0], math.prod(shape[1:])
@@ -35,38 +35,38 @@ def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class SliceTable:
-    """Of one rank. `tensors` and `shapes` are those of the checkpoint that it has to do with, in its own order.
+    """The slices that one rank holds or needs. `tensors` and `shapes` are the checkpoint's, in this rank's order.
 
-    A parameter whose name is in `whole` is a tensor of the checkpoint itself, in the checkpoint's shape, which an engine
-    puts through its own loader: it makes something else of it than copies of boxes.
+    A parameter with its name in `whole` is an entire checkpoint tensor, in the checkpoint's shape. The engine passes it to
+    its weight loader, because the engine's parameter is not a plain copy of slices.
     """
 
     tensors: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     parameters: tuple[str, ...]
-    dtypes: tuple[str, ...]  # of the parameters, by torch's names: "bfloat16"
-    slices: np.ndarray  # int64 [n, 8], columns as in BOX
+    dtypes: tuple[str, ...]  # of the parameters, by torch's name: "bfloat16"
+    slices: np.ndarray  # int64 [n, 8], columns as in SLICE_COLUMNS
     whole: frozenset[str] = frozenset()
 
     def column(self, name: str) -> np.ndarray:
-        return self.slices[:, BOX.index(name)]
+        return self.slices[:, SLICE_COLUMNS.index(name)]
 
     @property
     def nbytes(self) -> int:
-        """Of all boxes, in the parameters' types."""
+        """Bytes of all slices, in the parameters' dtypes."""
         sizes = np.array([ITEM_BYTES[dtype] for dtype in self.dtypes], np.int64)
         return int((self.column("rows") * self.column("columns") * sizes[self.column("parameter")]).sum())
 
     @cached_property
     def digest(self) -> str:
-        """Equal for ranks that hold, or need, the same; whatever compresses there, which differs between machines."""
-        return hashlib.blake2b(_plain(self._head, [self.slices]), digest_size=16).hexdigest()
+        """Hash of the uncompressed table: equal tables have equal digests on every machine."""
+        return hashlib.blake2b(_uncompressed(self._header, [self.slices]), digest_size=16).hexdigest()
 
     def to_bytes(self) -> bytes:
-        return to_bytes(self._head, [self.slices])
+        return to_bytes(self._header, [self.slices])
 
     @property
-    def _head(self) -> dict[str, Any]:
+    def _header(self) -> dict[str, Any]:
         return {
             "tensors": self.tensors,
             "shapes": self.shapes,
@@ -77,35 +77,35 @@ class SliceTable:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SliceTable:
-        head, (boxes,) = from_bytes(data)
+        header, (slices,) = from_bytes(data)
         return cls(
-            tuple(head["tensors"]),
-            tuple(map(tuple, head["shapes"])),
-            tuple(head["parameters"]),
-            tuple(head["dtypes"]),
-            boxes,
-            frozenset(head["whole"]),
+            tuple(header["tensors"]),
+            tuple(map(tuple, header["shapes"])),
+            tuple(header["parameters"]),
+            tuple(header["dtypes"]),
+            slices,
+            frozenset(header["whole"]),
         )
 
 
 class SliceTableBuilder:
-    """Makes a description, box by box."""
+    """Builds a slice table, slice by slice."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, int] = {}
         self._shapes: list[tuple[int, ...]] = []
         self._parameters: dict[str, int] = {}
         self._dtypes: list[str] = []
-        self._boxes: list[tuple[int, ...]] = []
+        self._slices: list[tuple[int, ...]] = []
         self._whole: set[str] = set()
 
     def tensor(self, name: str, shape: Sequence[int]) -> int:
-        """The number of a tensor of the checkpoint. ValueError where it was told with another shape before."""
+        """Return the number of a checkpoint tensor. Raises ValueError if it was added with another shape."""
         number = self._tensors.setdefault(name, len(self._shapes))
         if number == len(self._shapes):
             self._shapes.append(tuple(shape))
         elif self._shapes[number] != tuple(shape):
-            raise ValueError(f"{name} is described as {list(shape)}, and as {list(self._shapes[number])}")
+            raise ValueError(f"{name} has shape {list(shape)} in one slice and {list(self._shapes[number])} in another")
         return number
 
     def parameter(self, name: str, dtype: str) -> int:
@@ -114,12 +114,12 @@ class SliceTableBuilder:
             self._dtypes.append(dtype)
         return number
 
-    def add(self, tensor: int, box: tuple[int, int, int, int], parameter: int, offset: int, stride: int) -> None:
-        """`box`: its first row and column, its rows and columns. `offset` and `stride` are the parameter's."""
-        self._boxes.append((tensor, *box, parameter, offset, stride))
+    def add(self, tensor: int, region: tuple[int, int, int, int], parameter: int, offset: int, stride: int) -> None:
+        """Add a slice. `region`: first row, first column, rows, columns. `offset`, `stride`: its location in the parameter."""
+        self._slices.append((tensor, *region, parameter, offset, stride))
 
     def add_whole(self, name: str, shape: Sequence[int], dtype: str) -> None:
-        """A tensor that no parameter of this rank is a box of."""
+        """Add an entire tensor that the rank's weight loader takes. See `SliceTable.whole`."""
         rows, columns = as_matrix(shape)
         self._whole.add(name)
         self.add(self.tensor(name, shape), (0, 0, rows, columns), self.parameter(name, dtype), 0, columns)
@@ -130,46 +130,47 @@ class SliceTableBuilder:
             tuple(self._shapes),
             tuple(self._parameters),
             tuple(self._dtypes),
-            np.array(self._boxes, np.int64).reshape(-1, len(BOX)),
+            np.array(self._slices, np.int64).reshape(-1, len(SLICE_COLUMNS)),
             frozenset(self._whole),
         )
 
 
-def to_bytes(head: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
-    """Plain values and int64 arrays as one compressed message."""
-    return zlib.compress(_plain(head, arrays), 1)
+def to_bytes(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+    """Pack JSON values and int64 arrays into one compressed message."""
+    return zlib.compress(_uncompressed(header, arrays), 1)
 
 
-def _plain(head: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
-    told = json.dumps([head, [array.shape for array in arrays]], separators=(",", ":")).encode()
+def _uncompressed(header: dict[str, Any], arrays: Sequence[np.ndarray]) -> bytes:
+    text = json.dumps([header, [array.shape for array in arrays]], separators=(",", ":")).encode()
     body = b"".join(np.ascontiguousarray(array, "<i8").tobytes() for array in arrays)
-    return len(told).to_bytes(8, "little") + told + body
+    return len(text).to_bytes(8, "little") + text + body
 
 
 def from_bytes(data: bytes) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Unpack a message of `to_bytes`."""
     plain = zlib.decompress(data)
     start = 8 + int.from_bytes(plain[:8], "little")
-    head, shapes = json.loads(plain[8:start])
+    header, shapes = json.loads(plain[8:start])
     arrays = []
     for shape in shapes:
         count = math.prod(shape)
         arrays.append(np.frombuffer(plain, "<i8", count, start).reshape(shape))
         start += 8 * count
-    return head, arrays
+    return header, arrays
 
 
-def held_tensors(haves: Sequence[SliceTable]) -> list[tuple[str, tuple[int, ...], str]]:
-    """Names, shapes and types of all that trainer ranks hold, layer by layer: what `vllm_needs.needs` asks about."""
-    found: dict[str, tuple[str, tuple[int, ...], str]] = {}
-    for one in {id(one): one for one in haves}.values():
+def held_tensors(tables: Sequence[SliceTable]) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return (name, shape, dtype) of every tensor that trainer ranks hold, layer by layer: input of engines' slice tables."""
+    tensors: dict[str, tuple[str, tuple[int, ...], str]] = {}
+    for table in {id(table): table for table in tables}.values():
         for tensor, parameter in dict(
-            zip(one.column("tensor").tolist(), one.column("parameter").tolist(), strict=True)
+            zip(table.column("tensor").tolist(), table.column("parameter").tolist(), strict=True)
         ).items():
-            name = one.tensors[tensor]
-            found.setdefault(name, (name, one.shapes[tensor], one.dtypes[parameter]))
-    return sorted(found.values(), key=lambda one: _in_order(one[0]))
+            name = table.tensors[tensor]
+            tensors.setdefault(name, (name, table.shapes[tensor], table.dtypes[parameter]))
+    return sorted(tensors.values(), key=lambda tensor: _natural_order(tensor[0]))
 
 
-def _in_order(name: str) -> list[tuple[bool, int, str]]:
-    """Layer 10 comes after layer 9."""
+def _natural_order(name: str) -> list[tuple[bool, int, str]]:
+    """Sort key that puts layer 10 after layer 9."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
