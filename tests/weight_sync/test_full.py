@@ -147,7 +147,7 @@ def sorted_as(weights, loaded):
 @pytest.mark.parametrize("fault", ["not shared", "changed", "full"])
 def test_files_that_do_not_come(tmp_path, monkeypatch, fault):
     words = {
-        "not shared": "cannot be read here .* has to be on a file system that trainers and engines share",
+        "not shared": "cannot be read here .* must be on a file system that trainers and engines share",
         "changed": "got other bytes than were sent in bucket 0",
         "full": "could not be written to .* two versions of the whole model must fit",
     }
