@@ -18,16 +18,16 @@ import numpy as np
 
 from benchmarks.numerics.engine_gap import Case, Gap, score
 from megarl import platform as platforms
-from megarl.algorithms.correction import total_mismatch
-from megarl.batching.plan import plan_step
 from megarl.cluster import connect, is_controller, serve
-from megarl.cluster.base import Cluster, Service, WorkerGroup
+from megarl.cluster.base import Cluster
 from megarl.cluster.calls import attach, wait
 from megarl.engines import engine_env
 from megarl.engines.base import EngineSpec
 from megarl.recipe.schema import Recipe, RewardConfig
+from megarl.rollout.engine_handle import EngineHandle
 from megarl.rollout.start_engines import ROLLOUT_SERVER
 from megarl.trainer.actor import ActorWorker
+from megarl.trainer.group import ActorGroup
 from megarl.types import GenerationRequest, Group, Prompt, Sampling
 from megarl.weight_sync.publish import publish
 from megarl.weight_sync.session import FullSession
@@ -83,15 +83,15 @@ class Driver:
 
     recipe: Recipe
     cluster: Cluster
-    trainers: WorkerGroup
-    service: Service
+    actor: ActorGroup
+    engine: EngineHandle
     session: FullSession
     vocabulary: int
     version: int = -1
 
     def publish(self) -> None:
         self.version += 1
-        publish(self.trainers, [self.service], self.session, self.version)
+        publish(self.actor, [self.engine], self.session, self.version)
 
     def sample(self) -> list[Group]:
         """The engine's samples of the present version, always of the same prompts."""
@@ -106,25 +106,23 @@ class Driver:
             )
             for number, length in enumerate(lengths)
         ]
-        submitted = self.service.call("submit", requests)
-        collected = [self.service.call_with_data("collect", request.group) for request in requests]
+        submitted = self.engine.submit(requests)
+        collected = [self.engine.collect(request.group) for request in requests]
         wait(submitted, self.cluster.check)
         return [attach(wait(result, self.cluster.check)) for result in collected]
 
     def gap(self, what: str, groups: list[Group]) -> Gap:
         """Load `groups` into the trainers and compare their log-probs with the engine's."""
-        ranks = self.trainers.call("describe")
-        plan = plan_step(groups, self.recipe, ranks[0]["dp_size"], micro_batches_multiple_of=1)
-        self.trainers.scatter("load_shard", [(plan.shards[rank["dp_rank"]],) for rank in ranks])
-        found = total_mismatch(self.trainers.call("compute_old_log_probs")).metrics()
-        mean, largest = found["rollout/logprob_gap_mean"], found["rollout/logprob_gap_max"]
+        self.actor.load_shards(self.actor.plan(groups).shards)
+        metrics = self.actor.compute_old_log_probs()
+        mean, largest = metrics["rollout/logprob_gap_mean"], metrics["rollout/logprob_gap_max"]
         assert np.isfinite(mean), "a log-prob is not a number"
         tokens = sum(sample.loss_tokens for group in groups for sample in group.samples)
         return Gap(what, tokens, mean, largest)
 
     def learn(self) -> None:
         """One optimizer step on what `gap` loaded last."""
-        metrics = next(steps for steps in self.trainers.call("update_actor") if steps is not None)
+        metrics = next(steps for steps in self.actor.update(self.recipe.algorithm.kl_coef, None) if steps is not None)
         assert len(metrics) == 1 and not metrics[0]["actor/skipped_updates"], metrics
 
 
@@ -135,7 +133,7 @@ def drive(case: Case, driver: Driver, directory: Path) -> dict[str, Any]:
         driver.publish()
         groups = driver.sample()
         gaps.append(driver.gap(f"update {update}" if update else "start", groups))
-        after = _weights(driver.trainers, directory / f"hf{update}")
+        after = _weights(driver.actor, directory / f"hf{update}")
         changes += [(float(np.abs(after[name] - before[name]).max()), name) for name in before]
         before = after
         driver.learn()
@@ -144,7 +142,7 @@ def drive(case: Case, driver: Driver, directory: Path) -> dict[str, Any]:
     # No token may have gone to one of many experts: a layer's are sent wrong together.
     every = dict.fromkeys(re.sub(r"\.experts\.\d+\.", ".experts.*.", name) for name in before)
     for name in every if "*" in case.disturb else case.disturb:
-        driver.trainers.call("disturb", name)
+        driver.actor.workers.call("disturb", name)  # a call that only `DisturbingWorker` has
         driver.publish()
         disturbed.append(driver.gap(name, driver.sample()))
     return {
@@ -155,12 +153,12 @@ def drive(case: Case, driver: Driver, directory: Path) -> dict[str, Any]:
     }
 
 
-def _weights(trainers: WorkerGroup, directory: Path) -> dict[str, np.ndarray]:
+def _weights(actor: ActorGroup, directory: Path) -> dict[str, np.ndarray]:
     """What the trainers hold, through their own export; layers that are not trained are left out."""
     import torch
     from safetensors.torch import load_file
 
-    trainers.call("save_hf", str(directory))
+    actor.save_hf(directory)
     layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
     return {
         name: tensor.to(torch.float32).numpy()
@@ -200,16 +198,19 @@ def main() -> None:
             devices=1,
             env=engine_env("vllm", platform.rollout_env(), recipe.cluster.threads, recipe.rollout.engine_args),
         )
-        starting = service.call("start")
-        trainers = cluster.start_trainers(
+        engine = EngineHandle(service)
+        starting = engine.start()
+        workers = cluster.start_trainers(
             f"{__spec__.name}:DisturbingWorker", case.processes, (recipe, case.updates + 1), env={}
         )
         receivers = [(name, host) for name, host in wait(starting, cluster.check)["receivers"]]
-        session = trainers.call("open_exchange", receivers, "export")[0]
-        service.call("connect_exchange", session).result()
+        actor = ActorGroup(workers, recipe)
+        actor.describe()
+        session = actor.open_exchange(receivers, "export")
+        engine.connect_exchange(session).result()
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        figures = drive(case, Driver(recipe, cluster, trainers, service, session, vocabulary), directory)
-        trainers.shutdown()
+        figures = drive(case, Driver(recipe, cluster, actor, engine, session, vocabulary), directory)
+        actor.shutdown()
     Path(sys.argv[2]).write_text(json.dumps(figures))
 
 

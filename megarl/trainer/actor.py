@@ -1,4 +1,4 @@
-"""An actor process: log-probs, KL to the reference policy, advantages of tokens, policy updates, weights to the engines."""
+"""Actor process: log-probs, KL to the reference policy, token advantages, policy updates, weights to the engines."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class ActorWorker(Worker):
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
         self.sender: Any = None
-        self.planned = False  # whether it sends what engines need, and nothing else
-        self.adapters = False  # whether it sends adapters, and the weights beside them once
-        self.first_sent: int | None = None  # the version with which these weights went
-        # Of the step under way:
+        self.planned = False  # sends each engine rank only the slices that it needs
+        self.adapters = False  # sends adapters; the base weights go with the first version
+        self.first_sent: int | None = None  # that first version
+        # State of the current step:
         self.mismatch = Mismatch()
-        self.numbers: list[int] = []  # of the shard's samples, within the batch
-        self.token_kl: dict[int, np.ndarray] = {}  # by number in the shard: see `compute_kl`
-        self.token_advantages: list[np.ndarray] = []  # of each micro batch, not whitened yet
-        # Log-probs are taken at the temperature that sampled; demonstrations were not sampled.
+        self.numbers: list[int] = []  # index within the batch of each sample of the shard
+        self.token_kl: dict[int, np.ndarray] = {}  # by index in the shard; see `compute_kl`
+        self.token_advantages: list[np.ndarray] = []  # per micro batch, before whitening
+        # Log-probs are computed at the sampling temperature; SFT and DPO rows were not sampled.
         self.temperature = recipe.rollout.temperature if recipe.train.source == "rollout" else 1.0
         if runs_reference_pass(recipe.algorithm) and not weights_only:
             self.trainer.keep_reference()
@@ -71,28 +71,28 @@ class ActorWorker(Worker):
         return batch
 
     def _add_teacher(self, batch: Any, scores: list[TokenScores | None]) -> None:
-        """What a teacher said of the samples of `batch`."""
+        """Add the teacher's `scores` of the samples to `batch`."""
         import torch
 
         from megarl.megatron.batch import Candidates
         from megarl.megatron.output_heads import IMPOSSIBLE
 
-        told = [score for score in scores if score is not None]
-        assert len(told) == len(scores), "the teacher has not read these samples"
-        of_tokens = torch.from_numpy(np.concatenate([score.log_probs for score in told]))
-        batch.vectors["reference_log_probs"] = of_tokens.to(self.platform.device())
+        complete = [score for score in scores if score is not None]
+        assert len(complete) == len(scores), "the teacher has not read these samples"
+        sampled = torch.from_numpy(np.concatenate([score.log_probs for score in complete]))
+        batch.vectors["reference_log_probs"] = sampled.to(self.platform.device())
         if teacher_top_k(self.recipe.algorithm) and self.trainer.coordinates.is_last_stage:
-            tokens = np.concatenate([score.top_tokens for score in told])
-            log_probs = np.concatenate([score.top_log_probs for score in told])
-            known = tokens < self.trainer.model.vocab_size  # a teacher's vocabulary may be padded further
+            tokens = np.concatenate([score.top_tokens for score in complete])
+            log_probs = np.concatenate([score.top_log_probs for score in complete])
+            in_vocabulary = tokens < self.trainer.model.vocab_size  # the teacher's vocabulary may have more padding
             batch.candidates = Candidates(
-                torch.from_numpy(np.where(known, tokens, np.int32(-1))),
-                torch.from_numpy(np.where(known, log_probs, np.float32(IMPOSSIBLE))),
+                torch.from_numpy(np.where(in_vocabulary, tokens, np.int32(-1))),
+                torch.from_numpy(np.where(in_vocabulary, log_probs, np.float32(IMPOSSIBLE))),
             )
 
     @traced("old_log_prob")
     def compute_old_log_probs(self) -> Mismatch | None:
-        """Log-probs before this step's updates. Returns their gap to the engine's, on reporting ranks."""
+        """Compute log-probs before this step's updates. Returns their gap to the engine's, on reporting ranks."""
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
         results = self.trainer.log_probs(flat, temperature=self.temperature)
         if results is None:
@@ -104,22 +104,26 @@ class ActorWorker(Worker):
         return self.measured_mismatch()
 
     def measured_mismatch(self) -> Mismatch | None:
-        """The gap to the engine of this step: of all samples where a pass came before the updates, else of the first mini
-        batch's, whose update is the first; on reporting ranks."""
+        """Return the step's log-prob gap to the engine, on reporting ranks.
+
+        It covers all samples if a pass precedes the updates, otherwise the first mini batch, before its update.
+        """
         return self.mismatch if self.trainer.coordinates.reports else None
 
     def correction_totals(self) -> np.ndarray | None:
-        """For each mini batch, the sum and number of this rank's correction weights [mini batches, 2], which
-        `algorithm.correction.normalize` needs; on reporting ranks."""
+        """Return sum and number of this rank's correction weights per mini batch [mini batches, 2], on reporting ranks.
+
+        `algorithm.correction.normalize` needs them.
+        """
         if not self.trainer.coordinates.reports:
             return None
         settings = self.recipe.algorithm.correction
 
-        def of(batch: Any) -> np.ndarray:
+        def totals(batch: Any) -> np.ndarray:
             old = batch.vectors["old_log_probs"]
             return weight_totals(self.trainer.loss_inputs(batch, old), old, settings)
 
-        return np.stack([np.sum([of(batch) for batch in mini_batch], axis=0) for mini_batch in self.batches])
+        return np.stack([np.sum([totals(batch) for batch in mini_batch], axis=0) for mini_batch in self.batches])
 
     @traced("reference")
     def compute_reference_log_probs(self) -> None:
@@ -129,8 +133,7 @@ class ActorWorker(Worker):
             batch.vectors["reference_log_probs"] = log_probs
 
     def compute_held_out_metrics(self) -> Metrics | None:
-        """What this shard adds to the metrics of all held-out rows, on reporting ranks. Nothing is learned, and nothing
-        of the shard stays here."""
+        """Return this shard's part of the metrics of all held-out rows, on reporting ranks. Frees the shard."""
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
         results = self.trainer.log_probs(flat, temperature=self.temperature)
         self.batches = []
@@ -144,11 +147,11 @@ class ActorWorker(Worker):
         return sums
 
     def compute_kl(self) -> dict[int, float] | None:
-        """Estimate each token's KL to the reference policy, before the step's updates, for `algorithm.kl_in_reward`.
+        """Estimate each token's KL to the reference policy before the updates, for `algorithm.kl_in_reward`.
 
-        It stays here, for `collect_kl` and `estimate_advantages`. Returns its sum over the tokens that the policy chose in
-        each sample, by number in the batch; on reporting ranks. A sample that the loss leaves out is among them: its
-        siblings are compared with what it earned.
+        The vectors stay here for `collect_kl` and `estimate_advantages`. Returns, on reporting ranks, the sum over each
+        sample's chosen tokens, by index in the batch. It covers samples that the loss leaves out too, since the other
+        samples of their group are compared with their rewards.
         """
         if not self.trainer.coordinates.is_last_stage:
             return None
@@ -157,29 +160,30 @@ class ActorWorker(Worker):
             inputs = self.trainer.loss_inputs(batch, batch.vectors["old_log_probs"])
             kl = kl_to_reference(inputs, self.recipe.algorithm).double()
             on_host = kl.where(inputs.chosen, kl.new_zeros(())).cpu().numpy()
-            for number, own in zip(members, np.split(on_host, np.cumsum(batch.lengths)[:-1]), strict=True):
-                self.token_kl[number] = own
-                sums[self.numbers[number]] = float(own.sum())
+            for member, sample_kl in zip(members, np.split(on_host, np.cumsum(batch.lengths)[:-1]), strict=True):
+                self.token_kl[member] = sample_kl
+                sums[self.numbers[member]] = float(sample_kl.sum())
         return sums if self.trainer.coordinates.reports else None
 
-    def collect_kl(self, wanted: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
-        """What `compute_kl` found for the samples with the `wanted` numbers, list by list: for the critic. On
-        reporting ranks; elsewhere empty lists."""
+    def collect_kl(self, members: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
+        """Return the KL vectors (float32) of the samples with the indices `members`, list by list, for the critic.
+
+        Ranks that do not report return empty lists.
+        """
         if not self.trainer.coordinates.reports:
-            return None, [[] for _ in wanted]
-        return None, [[self.token_kl[number].astype(np.float32) for number in numbers] for numbers in wanted]
+            return None, [[] for _ in members]
+        return None, [[self.token_kl[member].astype(np.float32) for member in part] for part in members]
 
     def estimate_advantages(self, kl_weight: float) -> Moments | None:
-        """An advantage for each token by the recipe's estimator, for `whiten_advantages` to end with. Returns what is
-        known of them together, on reporting ranks."""
+        """Estimate an advantage for each token, before `whiten_advantages`. Returns their moments, on reporting ranks."""
         estimate, moments = ADVANTAGES[self.recipe.algorithm.advantage].of_tokens, Moments()
         self.token_advantages = []
-        if not self.trainer.coordinates.is_last_stage:  # where no loss is computed
+        if not self.trainer.coordinates.is_last_stage:  # other stages compute no loss
             return None
         for batch, members in self._micro_batches():
             mask = batch.vectors["loss_mask"].cpu().numpy() > 0
             outcomes = TokenOutcomes(
-                rewards=np.array([self.rewards[number] for number in members]),
+                rewards=np.array([self.rewards[member] for member in members]),
                 step_rewards=self._step_rewards(members, batch.lengths, mask),
                 penalties=self._penalties(members, batch.lengths, self.token_kl, kl_weight),
                 mask=mask,
@@ -196,13 +200,13 @@ class ActorWorker(Worker):
             self._set_advantages(batch, [whitening(advantages)])
 
     def set_advantages(self, per_sample: list[float]) -> None:
-        """Give each token of the shard's samples its sample's advantage, anew."""
+        """Give each token of the shard's samples the sample's advantage."""
         for batch, members in self._micro_batches():
-            pieces = [np.full(n, per_sample[number]) for number, n in zip(members, batch.lengths, strict=True)]
+            pieces = [np.full(n, per_sample[member]) for member, n in zip(members, batch.lengths, strict=True)]
             self._set_advantages(batch, pieces)
 
     def _micro_batches(self) -> list[tuple[Any, list[int]]]:
-        """Each micro batch of the step, with the numbers of its samples in the shard."""
+        """Return each micro batch of the step with the shard indices of its samples."""
         batches = [batch for mini_batch in self.batches for batch in mini_batch]
         return list(zip(batches, [members for mini_batch in self.members for members in mini_batch], strict=True))
 
@@ -213,25 +217,25 @@ class ActorWorker(Worker):
         batch.vectors["advantages"] = advantages.to(self.platform.device())
 
     def load_advantages(self, parts: list[tuple[DataRef, list[int]]]) -> None:
-        """Take the advantage of each token from where the critic left it.
+        """Fetch each token's advantage from the critic's processes.
 
-        Each part holds vectors, one for each of the samples of this rank's shard whose numbers stand beside it.
-        Samples that count nowhere are in none.
+        A part refers to the vectors of some samples and lists their indices in this rank's shard. Samples without loss
+        weight are in no part; their advantages are 0.
         """
-        found = collect_parts(parts)
+        vectors = collect_parts(parts)
         for batch, members in self._micro_batches():
             self._set_advantages(
-                batch, [found.get(k, np.zeros(n)) for k, n in zip(members, batch.lengths, strict=True)]
+                batch, [vectors.get(k, np.zeros(n)) for k, n in zip(members, batch.lengths, strict=True)]
             )
 
     @traced("update_actor")
     def update_actor(
         self, kl_weight: float | None = None, correction_scales: list[float] | None = None
     ) -> list[Metrics] | None:
-        """One optimizer step a mini batch. Returns each one's metrics, on reporting ranks.
+        """Make one optimizer step per mini batch. Returns the metrics of each, on reporting ranks.
 
-        `kl_weight`: of the KL loss; None: the recipe's. `correction_scales`: of each mini batch, what `objective`
-        multiplies correction weights by.
+        kl_weight: weight of the KL loss; None: the recipe's. correction_scales: factor of the correction weights of each
+        mini batch.
         """
         settings, measure = self.recipe.algorithm, not runs_old_log_prob_pass(self.recipe.algorithm)
         metrics = []
@@ -243,7 +247,7 @@ class ActorWorker(Worker):
             first = measure and number == 0 and self.recipe.train.source == "rollout"
 
             def learn(inputs: Any, scale: float = scale, first: bool = first) -> tuple[Any, dict[str, Any]]:
-                if first:  # of the others, earlier mini batches have already moved the policy away
+                if first:  # later mini batches see a policy that the earlier updates have changed
                     self.mismatch += Mismatch.of(inputs, trainers_policy(inputs, settings))
                 return objective(inputs, settings, correction_scale=scale, kl_weight=kl_weight)
 
@@ -259,36 +263,38 @@ class ActorWorker(Worker):
         return [step for step in metrics if step is not None] if self.trainer.coordinates.reports else None
 
     def _select(self, number: int, mini_batch: list[Any]) -> None:
-        """Mark the tokens that the loss treats in a way of their own, over the whole mini batch; see covariance.py."""
+        """Select the tokens of a whole mini batch that the loss treats separately; see algorithms/covariance.py."""
         import torch
 
         settings = self.recipe.algorithm
         scores_of = LOSSES[settings.loss].scores
         assert scores_of is not None
-        # Before the first update the policy is still the one of the pass before it.
+        # Before the first update the policy equals that of the old-log-prob pass.
         if number == 0 and runs_old_log_prob_pass(settings):
             log_probs = [batch.vectors.get("old_log_probs") for batch in mini_batch]
         else:
             results = self.trainer.log_probs(mini_batch, temperature=self.temperature, record=False)
-            log_probs = [own for own, _ in results or []]
+            log_probs = [batch_log_probs for batch_log_probs, _ in results or []]
         if not self.trainer.coordinates.is_last_stage:
             return
         inputs = [
-            with_proximal_policy(self.trainer.loss_inputs(batch, own), settings)
-            for batch, own in zip(mini_batch, log_probs, strict=True)
+            with_proximal_policy(self.trainer.loss_inputs(batch, batch_log_probs), settings)
+            for batch, batch_log_probs in zip(mini_batch, log_probs, strict=True)
         ]
-        sums = sum((TokenSums.of(one) for one in inputs), TokenSums())
+        sums = sum((TokenSums.of(batch_inputs) for batch_inputs in inputs), TokenSums())
         sums = sum(self.trainer.gather(sums), TokenSums())
-        lots = self._lots(number)
-        scores = [scores_of(one, sums, lot, settings) for one, lot in zip(inputs, lots, strict=True)]
+        draws = self._random_numbers(number)
+        scores = [
+            scores_of(batch_inputs, sums, draw, settings) for batch_inputs, draw in zip(inputs, draws, strict=True)
+        ]
         count = sums.count(settings.cov_share)
         highest = np.sort(np.concatenate(scores))[-count:]
         limit = threshold(self.trainer.gather(highest), count)
-        for batch, own in zip(mini_batch, scores, strict=True):
-            batch.vectors["selected"] = torch.from_numpy(own >= limit)
+        for batch, batch_scores in zip(mini_batch, scores, strict=True):
+            batch.vectors["selected"] = torch.from_numpy(batch_scores >= limit)
 
-    def _lots(self, number: int) -> list[np.ndarray]:
-        """A random number for each token of mini batch `number`, by micro batch: a sample's are the same wherever it is."""
+    def _random_numbers(self, number: int) -> list[np.ndarray]:
+        """Draw a number for each token of mini batch `number`, per micro batch. A sample's numbers do not depend on layout."""
         seed, step = self.recipe.train.seed, self.trainer.step
 
         def draw(member: int, length: int) -> np.ndarray:
@@ -300,9 +306,11 @@ class ActorWorker(Worker):
         ]
 
     def open_exchange(self, receivers: list[tuple[str, str]], route: str) -> Session | str | None:
-        """Become a sender to `receivers` (name, host id), in place of what this was before: rank 0 alone (`route` "export",
-        or "adapters"), or every rank ("planned"). Returns, on rank 0, what receivers need to connect; or why nothing can be
-        planned."""
+        """Open a sender to `receivers` (name, host id) and close an earlier one.
+
+        Rank 0 sends for the routes "export" and "adapters", every rank for "planned". Returns the session on rank 0, or
+        the reason (str) against "planned".
+        """
         exchange, host = self.recipe.exchange, os.environ["MASTER_ADDR"]
         self.planned, self.adapters, self.first_sent = route == "planned", route == "adapters", None
         self._close_sender()
@@ -328,7 +336,7 @@ class ActorWorker(Worker):
         return self.sender.session if self.rank == 0 else None
 
     def send_weights(self, version: int) -> Any:
-        """Send the weights to the engines. Returns the report of what this rank sent, None where it sent nothing."""
+        """Send the weights to the engines. Returns this rank's report; None if it sends nothing."""
         self.trainer.finish_param_gather()
         if self.planned:
             return self.sender.send(version, self.trainer.export_weights)
@@ -346,7 +354,7 @@ class ActorWorker(Worker):
         return None
 
     def shutdown(self) -> None:
-        """Give shared memory back, too."""
+        """Also free shared memory."""
         self._close_sender()
         super().shutdown()
 

@@ -1,4 +1,4 @@
-"""A critic process: values, advantages of each token, value updates."""
+"""Critic process: values, token advantages, value updates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megarl.types import DataRef, Metrics, Shard
 
 
 class CriticWorker(Worker):
-    """One device's share of the critic. `recipe` is the critic's view of the recipe: see recipe/critic.py."""
+    """One rank of the critic. `recipe`: the critic's view of the recipe; see recipe/critic.py."""
 
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         super().__init__(recipe, total_optimizer_steps, weights_only)
-        self.advantages: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by number in the shard: advantages, mask
+        self.advantages: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by shard index: advantages, mask
 
     def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
         from megarl.megatron.critic import CriticTrainer
@@ -32,10 +32,10 @@ class CriticWorker(Worker):
         self.advantages = {}
 
     def compute_values(self, kl: list[tuple[DataRef, list[int]]], kl_weight: float) -> ValueMoments | None:
-        """Values before this step's updates, and the advantages and returns that follow from them. They stay here;
-        what is known of them together is returned, on reporting ranks.
+        """Compute values before this step's updates, and from them advantages and returns, which stay here.
 
-        `kl`: where each token's KL lies that is taken from what it earns, `kl_weight` times; see `Part`.
+        kl: location of the KL vectors whose `kl_weight`-fold is subtracted from token rewards. Returns the moments of
+        values, returns and advantages, on reporting ranks.
         """
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
         members = [numbers for mini_batch in self.members for numbers in mini_batch]
@@ -50,7 +50,7 @@ class CriticWorker(Worker):
     def _estimate(
         self, batch: Any, values: Any, numbers: list[int], kl: dict[int, np.ndarray], kl_weight: float
     ) -> ValueMoments:
-        """Advantages and returns of one micro batch, in float64 on the host: sequences are whole there."""
+        """Compute advantages and returns of one micro batch in float64 on the host, where sequences are whole."""
         import torch
 
         settings = self.recipe.algorithm
@@ -68,20 +68,22 @@ class CriticWorker(Worker):
             self.advantages[number] = (vectors[0], vectors[1])
         return ValueMoments(*(Moments.of(vector[mask]) for vector in (on_host, returns, advantages)))
 
-    def collect_advantages(self, whitening: Whitening, wanted: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
-        """Advantages (float32, one a token) of the samples with the `wanted` numbers, list by list: for whoever
-        trains on them. On reporting ranks; elsewhere empty lists."""
-        if not self.trainer.coordinates.reports:
-            return None, [[] for _ in wanted]
+    def collect_advantages(self, whitening: Whitening, members: list[list[int]]) -> tuple[None, list[list[np.ndarray]]]:
+        """Return the whitened advantages (float32) of the samples with the indices `members`, list by list, for the actor.
 
-        def of(number: int) -> np.ndarray:
-            advantages, mask = self.advantages[number]
+        Ranks that do not report return empty lists.
+        """
+        if not self.trainer.coordinates.reports:
+            return None, [[] for _ in members]
+
+        def whiten(member: int) -> np.ndarray:
+            advantages, mask = self.advantages[member]
             return np.where(mask, whitening(advantages), 0.0).astype(np.float32)
 
-        return None, [[of(number) for number in numbers] for numbers in wanted]
+        return None, [[whiten(member) for member in part] for part in members]
 
     def update_critic(self) -> list[Metrics] | None:
-        """One optimizer step a mini batch. Returns each one's metrics, on reporting ranks."""
+        """Make one optimizer step per mini batch. Returns the metrics of each, on reporting ranks."""
         clip = self.recipe.critic.value_clip
         metrics = [
             self.trainer.train_step(mini_batch, lambda inputs: value_objective(inputs, clip))

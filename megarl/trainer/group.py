@@ -108,13 +108,17 @@ class TrainerGroup:
         """Return each rank's notice if its run does not continue bit for bit, else None."""
         return self._call(Worker.load, str(folder))
 
+    def save_hf(self, folder: Path) -> None:
+        """Write the weights as a Hugging Face model."""
+        self._call(Worker.save_hf, str(folder.absolute()))
+
     def export_hf(self, folder: Path) -> tuple[int, int]:
         """Write the weights as a Hugging Face model, read it back and compare it.
 
         With LoRA the model has merged weights, and the adapters are also written to `adapter_folder(folder)`. Returns the
         number of tensors equal to the trainers', and of untrained tensors equal to the starting model's.
         """
-        self._call(Worker.save_hf, str(folder.absolute()))
+        self.save_hf(folder)
         counts = self._call(Worker.compare_with_hf, str(folder.absolute()))[0]
         if self.recipe.lora.rank:
             self._call(Worker.save_adapter, str(adapter_folder(folder)))

@@ -1,7 +1,7 @@
-"""A trainer process, the actor's or the critic's: the calls that both answer.
+"""Trainer process: the calls that actor and critic share.
 
-Every rank runs the same calls in the same order. What a call computes for the rank's shard (old
-log-probs, reference log-probs, values) stays here, beside the micro batches it belongs to, until the update.
+Every rank runs the same calls in the same order. Results for the rank's shard (old log-probs, reference log-probs,
+values) stay with its micro batches until the update.
 """
 
 from __future__ import annotations
@@ -57,15 +57,17 @@ def traced(phase: str) -> Callable[[PhaseCall[W, P, T]], PhaseCall[W, P, T]]:
 
 
 class Worker:
-    """One device's share of a model in training, or, `weights_only`, of one that is loaded to be exported. Made inside
-    its own process; rank and world size come from the environment."""
+    """One rank of a model in training.
+
+    Rank and world size come from the environment. `weights_only`: load the model for export, without an optimizer.
+    """
 
     def __init__(self, recipe: Recipe, total_optimizer_steps: int, weights_only: bool = False):
         self.recipe = recipe
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         import_modules(recipe.algorithm)
         self.platform = platforms.select(recipe.cluster.device)
-        self.platform.prepare()  # before megatron is imported, below and in the modules that this imports
+        self.platform.prepare()  # before any module imports megatron
 
         import torch
 
@@ -78,29 +80,31 @@ class Worker:
         _seed_everything(recipe.train.seed)
 
         self.trainer = self._make_trainer(total_optimizer_steps, weights_only)
-        self.profiler: Profiler | None = None  # while it records
-        self.profile_folder: Path | None = None  # while each call marked `traced` has a trace of its own
-        self.saves: list[Any] = []  # checkpoint.Save, of the last checkpoint
-        self.batches: list[list[Any]] = []  # MicroBatch, by mini batch
-        self.members: list[list[list[int]]] = []  # of each micro batch: numbers of its samples in the shard
-        self.rewards: list[float] = []  # of each sample of the shard: what its last token earns
-        self.steps: list[Steps] = []  # of each sample of the shard: what tokens within it earn
+        self.profiler: Profiler | None = None  # set while it records
+        self.profile_folder: Path | None = None  # set while each `traced` call writes a separate trace
+        self.saves: list[Any] = []  # checkpoint.Save of the last checkpoint
+        self.batches: list[list[Any]] = []  # MicroBatch, per mini batch
+        self.members: list[list[list[int]]] = []  # per micro batch: shard indices of its samples
+        self.rewards: list[float] = []  # per sample of the shard: reward of its last token
+        self.steps: list[Steps] = []  # per sample of the shard: rewards of earlier tokens
 
     def _make_trainer(self, total_optimizer_steps: int, weights_only: bool) -> Any:
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
-        """Where this rank stands in the layout, and what it holds."""
-        own = {"host": host_id(), "pid": os.getpid(), "device_name": self.platform.device_name()}
-        return {**asdict(self.trainer.coordinates), **own, **self.trainer.describe()}
+        """Return this rank's coordinates in the parallel layout, its process and its model."""
+        process = {"host": host_id(), "pid": os.getpid(), "device_name": self.platform.device_name()}
+        return {**asdict(self.trainer.coordinates), **process, **self.trainer.describe()}
 
     def sees(self, path: str) -> tuple[str, bool]:
-        """This machine's name, and whether `path` exists on it."""
+        """Return this machine's name, and whether `path` exists on it."""
         return socket.gethostname(), os.path.exists(path)
 
     def start_profile(self, directory: str, ranks: list[int]) -> None:
-        """Trace what this process computes until `stop_profile`, if it is one of `ranks`: in one trace, or, with
-        observe.profile_discrete, in one for each call marked `traced`."""
+        """Trace this rank until `stop_profile`, if it is one of `ranks`.
+
+        With observe.profile_discrete, each `traced` call has a separate trace.
+        """
         if self.rank not in ranks:
             return
         if self.recipe.observe.profile_discrete:
@@ -109,7 +113,7 @@ class Worker:
             self._start_trace(Path(directory))
 
     def stop_profile(self) -> None:
-        """End what `start_profile` began; a trace is written here."""
+        """Stop tracing and write the trace."""
         self.profile_folder = None
         if self.profiler is not None:
             self.profiler.stop()
@@ -136,21 +140,25 @@ class Worker:
         ]
 
     def _step_rewards(self, members: list[int], lengths: list[int], mask: np.ndarray) -> np.ndarray | None:
-        """What steps that end at a token of a micro batch earned, float64 [T]; None: there are none. mask [T]: the tokens
-        that count."""
-        if not any(self.steps[number] for number in members):
+        """Return the reward of the steps that end at each token of a micro batch, float64 [T]; None: no sample has steps.
+
+        mask [T]: tokens that the loss counts.
+        """
+        if not any(self.steps[member] for member in members):
             return None
         parts = np.split(mask, np.cumsum(lengths)[:-1])
-        return np.concatenate([placed(self.steps[number], own) for number, own in zip(members, parts, strict=True)])
+        return np.concatenate([placed(self.steps[member], part) for member, part in zip(members, parts, strict=True)])
 
     def _penalties(
         self, members: list[int], lengths: list[int], kl: dict[int, np.ndarray], kl_weight: float
     ) -> np.ndarray | None:
-        """What the KL takes from the tokens of a micro batch, -`kl_weight` times `kl`, which is by number in the shard:
-        float64 [T], 0 for samples that `kl` does not have, since they count nowhere; None: there is none."""
+        """Return the KL penalty of each token of a micro batch, float64 [T]; None: no KL in the reward.
+
+        kl: KL vectors by shard index. A sample without one has loss weight 0, and its penalty is 0.
+        """
         if not kl:
             return None
-        parts = [kl.get(number, np.zeros(length)) for number, length in zip(members, lengths, strict=True)]
+        parts = [kl.get(member, np.zeros(length)) for member, length in zip(members, lengths, strict=True)]
         return kl_penalties(parts, kl_weight)
 
     def _micro_batch(self, members: list[tuple[ShardSample, SampleTokens]], loss_tokens: int) -> Any:
@@ -162,7 +170,7 @@ class Worker:
         def join(pieces: list[np.ndarray]) -> torch.Tensor:
             return torch.from_numpy(np.concatenate(pieces).astype(np.float32)).to(self.platform.device())
 
-        # A sample of weight 0 (filtered, or filling an empty micro batch) is computed and counts nowhere.
+        # A sample of weight 0 (filtered, or filler of an empty micro batch) is computed without effect on the loss.
         masks = [vectors.loss_mask * float(sample.loss_weight > 0) for sample, vectors in members]
         return MicroBatch(
             tokens=torch.from_numpy(np.concatenate([vectors.tokens for _, vectors in members]).astype(np.int64)).to(
@@ -184,7 +192,7 @@ class Worker:
         )
 
     def _routing(self, vectors: list[SampleTokens]) -> Any:
-        """Where the engine sent the tokens, for `megatron.routing_replay: rollout`."""
+        """Return the engine's expert choices, for `megatron.routing_replay: rollout`; None otherwise."""
         if self.recipe.megatron.routing_replay != "rollout":
             return None
         import torch
@@ -198,31 +206,31 @@ class Worker:
     # --- weights --------------------------------------------------------------------------------
 
     def stage_save(self, directory: str, copy: bool) -> tuple[int, list[str]]:
-        """Take down what a checkpoint needs: with `copy` into host memory, so that training may go on at once.
+        """Stage this rank's part of a checkpoint. `copy`: copy it to host memory, so that training can continue.
 
-        Returns the bytes that this rank is going to write under `directory`, and its receipts: paths within
-        `directory` of files that appear when a part is on the disk.
+        Returns the number of bytes to write under `directory` and the receipts: paths within `directory` of files that
+        appear when a part is on disk.
         """
         save = self.trainer.stage_save(Path(directory), copy=copy)
         self.saves = [save]
         return sum(save.bytes for save in self.saves), [os.path.relpath(save.receipt, directory) for save in self.saves]
 
     def write_save(self) -> None:
-        """Start writing what `stage_save` took down, beside whatever comes next."""
+        """Start writing the staged part in the background."""
         for save in self.saves:
             save.start()
 
     def save_done(self) -> bool:
-        """Whether it is on the disk. Raises what writing failed of."""
+        """Return whether the part is on disk. Raises the error of a failed write."""
         return all([save.done() for save in self.saves])
 
     def wait_save(self) -> None:
-        """Return once it is on the disk. Raises what writing failed of."""
+        """Wait until the part is on disk. Raises the error of a failed write."""
         for save in self.saves:
             save.wait()
 
     def load(self, directory: str) -> str | None:
-        """Continue from a checkpoint. Returns a notice where the run does not go on to the last bit."""
+        """Load a checkpoint. Returns a notice if the run does not continue bit for bit, else None."""
         return self.trainer.load(Path(directory))
 
     def save_hf(self, directory: str) -> None:
@@ -232,7 +240,7 @@ class Worker:
         self.trainer.save_adapter(Path(directory))
 
     def compare_with_hf(self, directory: str) -> tuple[int, int]:
-        """Hold an exported directory to the weights here; returns how many tensors are equal, and how many untrained."""
+        """Compare an exported model with the weights. Returns the numbers of equal and of untrained tensors."""
         result = self.trainer.compare_with_hf(Path(directory))
         return result.equal, result.untrained
 
@@ -246,23 +254,23 @@ class Worker:
         self.trainer.onload()
 
     def shutdown(self) -> None:
-        """The orderly end of a run: leave the process group."""
+        """Leave the process group at the end of a run."""
         import torch
 
         torch.distributed.destroy_process_group()
 
 
 def _advantages(sample: ShardSample, vectors: SampleTokens) -> np.ndarray:
-    """Of each token, as far as the controller knows them: float64 [L]."""
-    same = np.full(len(vectors.tokens), sample.advantage)
+    """Return each token's advantage as far as the plan contains it: float64 [L]."""
+    advantages = np.full(len(vectors.tokens), sample.advantage)
     if not sample.step_advantages:
-        return same
-    return same + up_to(sample.step_advantages, vectors.loss_mask)
+        return advantages
+    return advantages + up_to(sample.step_advantages, vectors.loss_mask)
 
 
 def collect_parts(parts: list[tuple[DataRef, list[int]]]) -> dict[int, np.ndarray]:
-    """Vectors that came from elsewhere, by number in the shard here. Samples that count nowhere are in none."""
-    return {number: vector for data, numbers in parts for number, vector in zip(numbers, data.get(), strict=True)}
+    """Fetch vectors from another group's processes, by shard index. Samples without loss weight are in no part."""
+    return {member: vector for data, members in parts for member, vector in zip(members, data.get(), strict=True)}
 
 
 def _seed_everything(seed: int) -> None:
@@ -274,17 +282,17 @@ def _seed_everything(seed: int) -> None:
 
 
 def kernel_notices(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Name the trainers whose native layers use other kernels than trainer 0's; every rank tries the kernels by itself.
+    """Return notices of trainers whose native layers use other kernels than trainer 0's. Each rank tests the kernels.
 
-    ranks: what each trainer's `describe` returned.
+    ranks: results of `describe`.
     """
     first: str = ranks[0]["kernels"]
-    others: dict[str, list[int]] = {}  # numbers of trainers, by their kernels
+    deviating: dict[str, list[int]] = {}  # kernels -> trainers
     for number, rank in enumerate(ranks):
         if rank["kernels"] != first:
-            others.setdefault(rank["kernels"], []).append(number)
+            deviating.setdefault(rank["kernels"], []).append(number)
     return [
         f"trainers {numbers} compute with other kernels than trainer 0, so their sums are rounded otherwise. "
         f"Theirs: {text}. Trainer 0's: {first}"
-        for text, numbers in others.items()
+        for text, numbers in deviating.items()
     ]
