@@ -92,9 +92,7 @@ def finish_step(run: Run, step: int) -> None:
 
 
 class _CallableModule(ModuleType):
-    """Lets `megarl.train(recipe)` work after this module has replaced the function of that name in `megarl`."""
-
-    __call__ = staticmethod(train)
+    __call__ = staticmethod(train)  # importing this module replaces the function `megarl.train`
 
 
 sys.modules[__name__].__class__ = _CallableModule

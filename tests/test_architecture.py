@@ -55,6 +55,7 @@ HOMES = {
 }
 
 LONGEST_FILE, LONGEST_FUNCTION = 400, 61
+LONGEST = {"train.py": 99, "step.py": 149}  # stricter limits
 FILES_AT_THE_TOP, ROOMS_AT_THE_TOP = 12, 20
 
 # Classes that still share their name with another one.
@@ -131,7 +132,7 @@ def test_device_words_stand_in_device_files(path: Path) -> None:
 @EACH_FILE
 def test_sizes(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    assert lines <= LONGEST_FILE, f"{lines} lines: split the file"
+    assert lines <= LONGEST.get(str(path.relative_to(PACKAGE)), LONGEST_FILE), f"{lines} lines: split the file"
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
