@@ -16,8 +16,8 @@ from megarl.commands.accept.catalogue import BUNDLE, BUNDLE_MINUTES, STAGES, Sta
 from megarl.commands.accept.result import FAIL, PASS, to_json, verdict_of
 from megarl.commands.accept.runner import RESULTS, read_results, run_stages
 from megarl.commands.accept.settings import FILE, Settings, parse_stages, read_settings, write_settings
-from megarl.commands.doctor.found import torch_sees
 from megarl.commands.doctor.machine import Machine
+from megarl.commands.doctor.platform_detection import torch_sees
 from megarl.errors import InputError, as_input_error
 from megarl.platform.kinds import kind_of
 

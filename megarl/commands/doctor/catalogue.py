@@ -1,4 +1,4 @@
-"""Every check of a machine, in the order in which they run: what says why others fail comes first."""
+"""All checks of a machine, in the order in which they run: a check that explains later failures comes first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.platform.kinds import KINDS
 
 
 def checks_of(kind: DeviceKind) -> tuple[Check, ...]:
-    """Return the checks that concern one kind of device alone."""
+    """Return the checks that only this kind of device has."""
     return importlib.import_module(kind.checks).CHECKS if kind.checks else ()
 
 
@@ -21,7 +21,7 @@ CHECKS: list[Check] = [
     packages.python,
     packages.packages,
     packages.pairs,
-    *(one for kind in reversed(KINDS) for one in checks_of(kind)),
+    *(device_check for kind in reversed(KINDS) for device_check in checks_of(kind)),
     network.launch,
     network.ray_address,
     network.ports,
@@ -37,15 +37,15 @@ CHECKS: list[Check] = [
     packages.imports,
 ]
 
-# Those that a recipe, and a cluster, add: made by recipe.py and nodes.py.
+# Checks that recipe.py and nodes.py add for a recipe or a cluster: name -> description.
 MORE = {
-    "recipe: settings": "engines, their arguments, and functions of the recipe's own are known",
-    "recipe: model": "config.json, weights, tokenizer and layout, as `train` checks them; of critic and teacher, too",
-    "recipe: data": "every row is read and tokenised (and kept in the cache for the run)",
-    "recipe: rewards": "scorers are prepared, the judge can be asked",
-    "recipe: devices": "trainers, critic and engines placed on the devices that were found",
-    "recipe: weights": "the route that weights will take to the engines with the vLLM installed here, and why",
-    "recipe: environment": "variables that the recipe sets or needs, computed from model and layout, against the shell's",
-    "recipe: run": "the run's directory is free, or `train.resume` says to go on",
-    "node": "each node of the Ray cluster answers, with its clock and its versions those of the others",
+    "recipe: settings": "the engine, its arguments and the recipe's Python functions exist",
+    "recipe: model": "config.json, weights, tokenizer and layout pass the checks of `train`, for critic and teacher too",
+    "recipe: data": "every row can be read and tokenized (the result stays in the cache for the run)",
+    "recipe: rewards": "the scorers can be prepared and the judge can be reached",
+    "recipe: devices": "trainers, critic and engines fit on the visible devices",
+    "recipe: weights": "the route of the weight sync with the installed vLLM, and the reason for it",
+    "recipe: environment": "variables that the recipe sets or needs, compared with the shell's",
+    "recipe: run": "the run directory is free, or `train.resume` allows the run in it to continue",
+    "node": "each node of the Ray cluster answers; its clock and versions agree with the other nodes",
 }

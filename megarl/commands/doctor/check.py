@@ -1,4 +1,4 @@
-"""A check: a function over a machine and what it is wanted for. Whatever becomes of one, the others run."""
+"""Checks of a machine. A check that raises or hangs fails; the others still run."""
 
 from __future__ import annotations
 
@@ -17,43 +17,47 @@ Function = Callable[[Machine, Needs], Iterable[Finding]]
 
 @dataclass(frozen=True)
 class Check:
-    """`looks_at`: what it holds to what, for docs/doctor.md. `seconds`: after which it is given up. A check that yields
-    nothing does not concern the machine."""
+    """One check. `description` is its row in docs/doctor.md; `seconds` is its time limit.
+
+    `function` yields nothing on a machine that the check does not apply to.
+    """
 
     name: str
-    looks_at: str
+    description: str
     function: Function
     seconds: float
 
 
-def check(name: str, looks_at: str, *, seconds: float = 15.0) -> Callable[[Function], Check]:
-    """The decorated function, as a `Check`."""
-    return lambda function: Check(name, looks_at, function, seconds)
+def check(name: str, description: str, *, seconds: float = 15.0) -> Callable[[Function], Check]:
+    """Turn the decorated function into a `Check`."""
+    return lambda function: Check(name, description, function, seconds)
 
 
-def run_check(one: Check, machine: Machine, needs: Needs) -> list[Finding]:
-    """The check's lines. One that raises, or does not end in time, is itself a failure."""
-    found = within(lambda: list(one.function(machine, needs)), one.seconds)
-    return [dataclasses.replace(finding, check=one.name, host=machine.host) for finding in found]
+def run_check(check: Check, machine: Machine, needs: Needs) -> list[Finding]:
+    """Run one check and return its findings. An exception or a timeout becomes a finding that fails."""
+    findings = within(lambda: list(check.function(machine, needs)), check.seconds)
+    return [dataclasses.replace(finding, check=check.name, host=machine.host) for finding in findings]
 
 
-def within(work: Callable[[], list[Finding]], seconds: float) -> list[Finding]:
-    """What `work` returns; a failure where it raises, or has not returned after `seconds`: it is left behind then, in a
-    thread of its own, since nothing ends a call into a file system that hangs."""
-    found: list[Any] = []
+def within(job: Callable[[], list[Finding]], seconds: float) -> list[Finding]:
+    """Return the findings of `job`, or one failure if it raises or takes longer than `seconds`.
+
+    After a timeout `job` stays behind in a daemon thread: a call into a file system that hangs cannot be ended.
+    """
+    findings: list[Any] = []
 
     def attempt() -> None:
         try:
-            found.extend(work())
-        except Exception as error:  # noqa: BLE001 - a check that cannot be made is something to be told
-            said = " ".join(str(error).split())
-            remedy = "this is a fault of the check, or of what it asked: report it with this line"
-            found.append(fail(f"the check itself failed: {type(error).__name__}: {said}", remedy))
+            findings.extend(job())
+        except Exception as error:  # noqa: BLE001 - any exception of a check becomes a finding
+            problem = " ".join(str(error).split())
+            remedy = "this is a bug in the check, or an unexpected answer of the system: report it with this line"
+            findings.append(fail(f"the check raised {type(error).__name__}: {problem}", remedy))
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        remedy = "look for a file system or a device that does not answer (df; what shows the devices' state)"
+        remedy = "look for a file system or a device that does not answer (df, the device's status command)"
         return [fail(AT_LIMIT.format(seconds=seconds), remedy)]
-    return found
+    return findings

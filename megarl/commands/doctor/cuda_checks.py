@@ -1,4 +1,4 @@
-"""What a machine with NVIDIA GPUs needs: a driver that answers and is new enough, and Transformer Engine, whole."""
+"""Checks of machines with NVIDIA GPUs: the driver and Transformer Engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.commands.doctor.found import TorchSees, busy, platform_of, torch_sees
 from megarl.commands.doctor.machine import Machine, Output
+from megarl.commands.doctor.platform_detection import TorchSees, busy, platform_of, torch_sees
 from megarl.platform.cuda_kind import CUDA, WITHOUT_TRANSFORMER_ENGINE
 from megarl.platform.transformer_engine import installed, problem_of
 
@@ -17,7 +17,9 @@ _TE_IMPORT = "import transformer_engine.pytorch"
 
 
 @check(
-    "nvidia", "`nvidia-smi`: the driver against the CUDA that torch was built for; memory that others hold", seconds=70
+    "nvidia",
+    "`nvidia-smi`: the driver supports the CUDA version of torch; no other process uses device memory",
+    seconds=70,
 )
 def nvidia(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if platform_of(machine, needs).kind is not CUDA and not machine.glob(CUDA.files):
@@ -44,18 +46,18 @@ def _nvidia_driver(head: Output, sees: TorchSees) -> Iterator[Finding]:
     if sees.error or not sees.cuda or not driver or not newest:
         return
     runs, built = (int(newest[1]), int(newest[2])), tuple(map(int, sees.cuda.split(".")[:2]))
-    said = f"driver {driver[1]} runs CUDA up to {runs[0]}.{runs[1]}, torch {sees.version} is built for {sees.cuda}"
+    text = f"driver {driver[1]} runs CUDA up to {runs[0]}.{runs[1]}, torch {sees.version} is built for {sees.cuda}"
     if built[0] > runs[0]:
-        yield fail(said, f"update the driver, or install a torch for CUDA {runs[0]}")
+        yield fail(text, f"update the driver, or install a torch for CUDA {runs[0]}")
     elif built > runs:
-        yield warning(f"{said}: within a major version that mostly works", "update the driver if a kernel is refused")
+        yield warning(f"{text}: this mostly works within a major version", "update the driver if a kernel fails")
     else:
-        yield ok(said)
+        yield ok(text)
 
 
 @check(
     "transformer-engine",
-    "its packages are of one version, of those that Megatron asks for, built for torch's CUDA, and can be imported",
+    "all its packages have the same version, one that Megatron supports, match torch's CUDA and can be imported",
     seconds=_TE_SECONDS + 15,
 )
 def transformer_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -76,15 +78,16 @@ def transformer_engine(machine: Machine, needs: Needs) -> Iterator[Finding]:
             f"transformer-engine {whole} without {lacking}: `import transformer_engine.pytorch` fails", _TE_INSTALL
         )
         return
-    others = [f"{name} {version}" for name, version in have.items() if version != whole]
-    if others:
-        yield fail(f"transformer-engine {whole} beside {', '.join(others)}: all must be of one version", _TE_INSTALL)
+    different = [f"{name} {version}" for name, version in have.items() if version != whole]
+    if different:
+        text = f"transformer-engine {whole} with {', '.join(different)}: all packages must have one version"
+        yield fail(text, _TE_INSTALL)
         return
     sees = torch_sees(machine)
     major = (sees.cuda or "").split(".")[0]
     if major and f"transformer-engine-cu{major}" not in have:
         yield fail(
-            f"{', '.join(cores)} beside a torch for CUDA {sees.cuda}",
+            f"{', '.join(cores)} does not match a torch for CUDA {sees.cuda}",
             f"pip install transformer-engine-cu{major}=={whole}",
         )
         return

@@ -1,4 +1,4 @@
-"""What a check found, and what checks are asked to hold a machine to."""
+"""Findings of checks, and the needs that a machine is checked against."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Status = Literal["ok", "warning", "FAIL"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. `check`, `host` and `rank` are filled in by who runs the check; `rank`: the node's, where it says one."""
+    """One line of the report. The runner of the check fills in `check`, `host` and `rank` (node rank, if known)."""
 
     status: Status
     text: str
@@ -34,21 +34,23 @@ def fail(text: str, remedy: str) -> Finding:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a machine is to be good for, in plain values that travel to every node. The defaults: nothing in particular."""
+    """Requirements on a machine, as plain values that can be sent to every node. The defaults describe no recipe."""
 
     device: str = "auto"  # cluster.device
-    recipe: bool = False  # the rest is a recipe's
-    trains: bool = True  # False: it has only data to evaluate on
-    nodes: int = 1  # that the run goes over, or the cluster has
-    engines: bool = True  # it samples
-    ray: bool = True  # its processes are reached over Ray
-    processes: int = 0  # trainers, critics and engines' devices, of the whole run
+    recipe: bool = False  # True: the other fields were computed from a recipe
+    trains: bool = True  # False: the recipe only has evaluation data
+    nodes: int = 1  # nodes of the run or of the cluster
+    engines: bool = True  # the recipe generates samples
+    ray: bool = True  # processes are started by Ray
+    processes: int = 0  # trainers, critics and devices of engines, in the whole run
     runs_dir: str = "runs"
-    bucket_bytes: int = 64 << 20  # of the exchange: exchange.bucket_mb, or the largest tensor where that is more
-    buckets: int = 2  # that lie in a machine's /dev/shm at a time
-    shared_memory: bool = True  # the exchange may use /dev/shm
-    checkpoint_bytes: int = 0  # of one; 0: not known
-    checkpoints: int = 0  # that are there at a time, the one being written included
-    sandbox: str = ""  # what needs it; "": nothing that is known of
-    ray_address: str = ""  # of the cluster that the run joins; "": a private one
-    token: tuple[str, str] | None = None  # a file that every node must see, and what is in it
+    bucket_bytes: int = (
+        64 << 20
+    )  # size of a weight-sync bucket: exchange.bucket_mb, or the largest tensor if that is larger
+    buckets: int = 2  # buckets in a machine's /dev/shm at the same time
+    shared_memory: bool = True  # the weight sync may use /dev/shm
+    checkpoint_bytes: int = 0  # size of one checkpoint; 0: unknown
+    checkpoints: int = 0  # checkpoints on disk at the same time, with the one in progress
+    sandbox: str = ""  # scorer or tool that needs the sandbox; "": none
+    ray_address: str = ""  # Ray cluster that the run joins; "": a private one
+    token: tuple[str, str] | None = None  # path and content of a file that every node must see

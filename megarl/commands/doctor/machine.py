@@ -1,4 +1,4 @@
-"""What checks know a machine by: everything outside is asked here, so that a test can put another machine in its place."""
+"""The checks' access to the machine. All system calls are methods of `Machine`, so tests can replace it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IMPORT_PATH = Path(megarl.__file__).resolve().parents[1]  # on sys.path of chil
 
 @dataclass(frozen=True)
 class Output:
-    """What a command wrote, and how it ended. `status` -1: it did not end in time and was killed."""
+    """Exit status and output of a command. `status` is -1 if the command was killed after its time limit."""
 
     status: int
     text: str  # stdout
@@ -38,14 +38,14 @@ class Output:
 
     @property
     def last_error(self) -> str:
-        """The last line that says something: of a traceback, the exception."""
+        """The last non-empty line of stderr (of a traceback, the exception), else of stdout."""
         lines = [line.strip() for line in (self.errors or self.text).splitlines() if line.strip()]
-        return lines[-1] if lines else f"exit status {self.status}, and no word"
+        return lines[-1] if lines else f"exit status {self.status}, without output"
 
 
 @dataclass
 class Machine:
-    """This machine. `root`: where its files lie; `environ`: the environment that a run would have."""
+    """This machine. `root` is the root of its file system, `environ` the environment that a run would have."""
 
     root: Path = Path("/")
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -54,33 +54,33 @@ class Machine:
     arch: str = field(default_factory=platform.machine)
 
     def path(self, path: str) -> Path:
-        """An absolute path of this machine, or one from the working directory."""
+        """Map an absolute path below `root`; a relative path stays relative to the working directory."""
         return self.root / path.lstrip("/") if path.startswith("/") else Path(path)
 
     def read(self, path: str) -> str | None:
-        """The file's text; None where there is none, or it may not be read."""
+        """Return the file's text, or None if it cannot be read."""
         try:
             return self.path(path).read_text(errors="replace")
         except OSError:
             return None
 
     def glob(self, pattern: str) -> list[str]:
-        """Files that an absolute pattern fits, as this machine names them, sorted."""
+        """Return the sorted absolute paths that match an absolute pattern."""
         return sorted("/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern.lstrip("/")))
 
     def version(self, package: str) -> str | None:
-        """Of an installed distribution; None where it is not installed."""
+        """Return the version of an installed distribution, or None if it is not installed."""
         try:
             return importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def run(self, command: Sequence[str], seconds: float = 5.0) -> Output | None:
-        """None where there is no such program."""
+        """Run a command with a time limit. Return None if the program does not exist."""
         return run(command, self.environ, seconds)
 
     def python_code(self, code: str, seconds: float, **environment: str) -> Output:
-        """Run in an interpreter of its own, so that a crash, an exception or a wait says itself. It can import megarl."""
+        """Run code that can import megarl in a child process, so that a crash or a hang becomes an `Output`."""
         paths = [str(_IMPORT_PATH), *filter(None, [self.environ.get("PYTHONPATH")])]
         environ = {**self.environ, "PYTHONPATH": os.pathsep.join(paths), **environment}
         output = run([sys.executable, "-c", code], environ, seconds)
@@ -88,11 +88,9 @@ class Machine:
         return output
 
     def cannot_bind(self, port: int) -> str:
-        """Why a server cannot listen on TCP port `port`; "" where it can."""
+        """Return why a server cannot listen on TCP port `port`, or "" if it can."""
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-            listener.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # left-overs of closed connections are no bar
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore connections in TIME_WAIT
             try:
                 listener.bind(("", port))
             except OSError as error:
@@ -100,42 +98,44 @@ class Machine:
         return ""
 
     def fetch(self, url: str, seconds: float) -> str:
-        """Why `url` does not answer within `seconds`; "" where it does, whatever its status. Names are looked up in a
-        thread: the system's own limit on that is half a minute."""
-        said: list[str] = []
+        """Return why `url` does not answer within `seconds`, or "" if it answers with any HTTP status.
+
+        The request runs in a thread because name resolution has a system limit of half a minute.
+        """
+        problems: list[str] = []
 
         def ask() -> None:
             try:
                 urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=seconds).close()
-                said.append("")
+                problems.append("")
             except urllib.error.HTTPError:
-                said.append("")
+                problems.append("")
             except (OSError, ValueError) as error:
-                said.append(str(getattr(error, "reason", error)))
+                problems.append(str(getattr(error, "reason", error)))
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(seconds)
-        return said[0] if said else f"no answer within {seconds:.0f} s"
+        return problems[0] if problems else f"no answer within {seconds:.0f} s"
 
     def open_files(self) -> tuple[int, int]:
-        """Soft and hard limit of a process."""
+        """Return the soft and hard limit on open files of a process."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = sys.maxsize
         return (most if soft == resource.RLIM_INFINITY else soft, most if hard == resource.RLIM_INFINITY else hard)
 
     def disk(self, path: str) -> tuple[int, int]:
-        """Bytes of the file system that `path`, or the nearest folder above it, lies on: in all, and free."""
-        wanted = self.path(path).absolute()
-        usage = shutil.disk_usage(next(one for one in (wanted, *wanted.parents) if one.exists()))
+        """Return total and free bytes of the file system of `path`, or of its nearest existing parent."""
+        target = self.path(path).absolute()
+        usage = shutil.disk_usage(next(folder for folder in (target, *target.parents) if folder.exists()))
         return usage.total, usage.free
 
     def cores(self) -> int:
-        """That this process may use."""
+        """Return the number of CPU cores that this process may use."""
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def clocks(self) -> tuple[float, float]:
-        """Seconds of the wall clock since 1970, and of the clock that nobody sets."""
+        """Return the wall clock (seconds since 1970) and the monotonic clock (seconds)."""
         return time.time(), time.monotonic()
 
     def sandbox_lacks(self) -> list[str]:
@@ -145,7 +145,7 @@ class Machine:
 
 
 def run(command: Sequence[str], environ: dict[str, str], seconds: float) -> Output | None:
-    """See `Machine.run`."""
+    """Run a command. Return None if the program does not exist; see `Machine.run`."""
     program = shutil.which(command[0], path=environ.get("PATH"))
     if program is None:
         return None
@@ -166,13 +166,13 @@ def run(command: Sequence[str], environ: dict[str, str], seconds: float) -> Outp
 
 
 def once(function: Callable[..., Any]) -> Callable[[Machine], Any]:
-    """What several checks ask of a machine is found out once, whoever asks first."""
-    lock, name = threading.Lock(), f"_known_{function.__name__}"
+    """Cache the result of a function of a machine on that machine, for checks that share it."""
+    lock, name = threading.Lock(), f"_cached_{function.__name__}"
 
-    def known(machine: Machine) -> Any:
+    def cached(machine: Machine) -> Any:
         with lock:
             if not hasattr(machine, name):
                 setattr(machine, name, function(machine))
             return getattr(machine, name)
 
-    return known
+    return cached

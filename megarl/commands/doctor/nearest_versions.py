@@ -1,4 +1,4 @@
-"""The set of versions that a machine is nearest to."""
+"""Choice of the version set that fits a machine best."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megarl.platform.version_sets import VersionSet, meets
 
 
 def nearest_set(machine: Machine, sets: Iterable[VersionSet]) -> VersionSet:
-    """Of `sets` the one that most of the installed versions are of; the first where none is."""
+    """Return the set that the most installed packages belong to. With equal counts the first set wins."""
 
-    def met(one: VersionSet) -> int:
-        return sum(meets(machine.version(name), wanted) for name, wanted in one.packages.items() if wanted)
+    def matches(versions: VersionSet) -> int:
+        return sum(meets(machine.version(name), pin) for name, pin in versions.packages.items() if pin)
 
-    return max(sets, key=met)
+    return max(sets, key=matches)

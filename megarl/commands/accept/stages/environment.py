@@ -16,7 +16,7 @@ from megarl.commands.doctor.catalogue import CHECKS
 from megarl.commands.doctor.check import AT_LIMIT, run_check, within
 from megarl.commands.doctor.finding import Finding, Needs
 from megarl.commands.doctor.machine import Machine, Output
-from megarl.commands.doctor.nodes import look_everywhere
+from megarl.commands.doctor.nodes import check_all_nodes
 from megarl.commands.doctor.recipe import demand_of, device_demand, environment, needs_of, stages, weights
 from megarl.platform.kinds import kind_of
 from megarl.recipe.exchange import never_planned
@@ -72,7 +72,7 @@ def _doctor(context: Context, machine: Machine, needs: Needs) -> list[tuple[str,
             if check.name != "imports":
                 context.record(*map(check_of, run_check(check, machine, needs)))
         return [(machine.host, context.settings.devices)]
-    reports = look_everywhere(dataclasses.replace(needs, ray_address=context.settings.ray_address))
+    reports = check_all_nodes(dataclasses.replace(needs, ray_address=context.settings.ray_address))
     context.equal(
         "nodes", len(reports), context.settings.nodes, cause="other nodes than --nodes are in the Ray cluster"
     )

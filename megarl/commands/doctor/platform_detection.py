@@ -1,4 +1,4 @@
-"""Which platform a machine would run on, and what torch sees there: for the doctor, without importing torch here."""
+"""Detection of a machine's platform and of the devices that torch sees, without importing torch in this process."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from megarl.commands.doctor.machine import Machine, once
 from megarl.platform.device_kind import DeviceKind
 from megarl.platform.kinds import KINDS, kind_of
 
-BUSY_SHARE = 0.1  # of a device's memory; of an idle one up to 5 % are taken by its own software
+BUSY_SHARE = 0.1  # share of a device's memory in use; the driver alone uses up to 5 %
 _TORCH_SECONDS = 60.0
 
-# In a process of its own: importing torch may crash where a driver is broken.
-_ASK_TORCH = 'import json, torch; from megarl.commands.doctor.found import seen; print("\\n" + json.dumps(seen()))'
+# Runs in a child process: importing torch may crash if a driver is broken.
+_ASK_TORCH = (
+    'import json, torch; from megarl.commands.doctor.platform_detection import seen; print("\\n" + json.dumps(seen()))'
+)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A kind of device, and why, in words."""
+    """The selected kind of device, and the reason as text."""
 
     kind: DeviceKind
     why: str
@@ -31,17 +33,17 @@ class Chosen:
 
 @dataclass(frozen=True)
 class TorchSees:
-    """`error`: why torch could not say; else what it found."""
+    """Devices that torch sees. `error` is the reason if torch could not be asked, else ""."""
 
     error: str = ""
     kind: str = "cpu"
     names: tuple[str, ...] = ()
     version: str = ""
-    cuda: str | None = None  # that it was built for
+    cuda: str | None = None  # CUDA version of this torch build
 
 
 def seen() -> dict[str, Any]:
-    """What torch sees, of the kind that `megarl.platform.select` takes. Imports torch."""
+    """Return the devices that torch sees, of the kind that `megarl.platform.select` chooses. Imports torch."""
     import torch
 
     kind = kind_of(platform.kind())
@@ -54,42 +56,42 @@ def seen() -> dict[str, Any]:
 
 @once
 def torch_sees(machine: Machine) -> TorchSees:
-    """As `seen`, on `machine`."""
+    """Run `seen` on `machine`, in a child process."""
     output = machine.python_code(_ASK_TORCH, _TORCH_SECONDS)
     if not output.good:
         return TorchSees(error=output.last_error)
-    said = json.loads(output.text.strip().splitlines()[-1])
-    return TorchSees("", said["kind"], tuple(said["names"]), said["version"], said["cuda"])
+    answer = json.loads(output.text.strip().splitlines()[-1])
+    return TorchSees("", answer["kind"], tuple(answer["names"]), answer["version"], answer["cuda"])
 
 
 def platform_of(machine: Machine, needs: Needs) -> Chosen:
-    """What megarl would run on: as `megarl.platform.select`."""
+    """Return the kind of device that `megarl.platform.select` would choose."""
     if needs.device != "auto":
         return Chosen(kind_of(needs.device), f"cluster.device is {needs.device}")
     for kind in KINDS:
         if kind.distribution and machine.version(kind.distribution) is not None:
             return Chosen(kind, kind.present)
     if machine.version("torch") is None:
-        return Chosen(by_files(machine), "torch is not installed; by the files in /dev")
-    found = kind_of(torch_sees(machine).kind)
-    return Chosen(found, found.present or ", ".join(kind.absent for kind in KINDS if kind.absent))
+        return Chosen(by_files(machine), "torch is not installed; chosen by the files in /dev")
+    detected = kind_of(torch_sees(machine).kind)
+    return Chosen(detected, detected.present or ", ".join(kind.absent for kind in KINDS if kind.absent))
 
 
 def by_files(machine: Machine) -> DeviceKind:
-    """The kind whose devices lie in /dev, preferred ones first; that without such files where there is none."""
+    """Return the first kind, in order of preference, with device files in /dev; else the kind without device files."""
     return next(kind for kind in KINDS if not kind.files or machine.glob(kind.files))
 
 
 def busy(memory: dict[str, tuple[float, float]]) -> Iterator[Finding]:
-    """memory: MiB taken and in all, by the device's number."""
-    taken = [
+    """Warn about devices whose memory is in use. `memory`: device number -> (MiB used, MiB in total)."""
+    in_use = [
         f"{number} ({used / 1024:.0f} of {total / 1024:.0f} GiB)"
         for number, (used, total) in memory.items()
         if total and used > BUSY_SHARE * total
     ]
-    if taken:
+    if in_use:
         shows = ", ".join(kind.status_command for kind in KINDS if kind.status_command)
         yield warning(
-            f"memory of devices that somebody holds: {', '.join(taken)}",
-            f"engines measure what is free when they load: end what runs there ({shows}), or leave these out",
+            f"other processes use the memory of devices {', '.join(in_use)}",
+            f"engines size their cache by free memory: end these processes ({shows}), or leave the devices out",
         )
