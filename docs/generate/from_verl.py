@@ -1,4 +1,4 @@
-"""Writes docs/from_verl.md from the table of options: ``python -m docs.generate.from_verl``."""
+"""Write docs/from_verl.md from the table of options: ``python -m docs.generate.from_verl``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megarl.commands.convert_verl.table import DEFAULTS, RL, SFT, SFT_DEFAULTS, TRAINER, Option
 
-PAGE = Path(__file__).parents[2] / "docs" / "from_verl.md"
+PAGE = Path(__file__).resolve().parents[1] / "from_verl.md"
 
 HEAD = """# From verl
 
@@ -16,31 +16,34 @@ python -m megarl convert-config run_grpo.sh --rows 7473 --out grpo.yaml
 python -m megarl convert-config run_sft.sh 1=8 2=out/sft MODEL_PATH=models/Qwen3-8B megatron.tensor_parallel=2
 ```
 
-`convert-config` reads a verl script, or a command line from standard input (`-`), and writes the recipe. The script is never
-run: variables, `${NAME:-default}`, arrays and `$((arithmetic))` are put in by reading. What only a shell could know (`$(date)`,
-a variable that the script takes from the environment, an assignment within an `if`) is an error where the command needs it, with
-its line; `NAME=value` behind the file gives the value, and `1=value` a script's own arguments. A name with a dot is a setting of
-the recipe, and wins. `$HOME` is this machine's; `$@` is nothing.
+`convert-config` reads a verl script, or a command line from standard input (`-`), and writes the recipe. It never runs the
+script: it expands variables, `${NAME:-default}`, arrays and `$((arithmetic))` itself. A value that only a shell can compute
+(`$(date)`, a variable from the environment, an assignment inside an `if`) is an error, with its line, if the training command
+uses it. To supply such a value, add `NAME=value` after the file, and `1=value` for the script's first argument. An argument with
+a dot in its name is a setting of the recipe and overrides the converted one. `$HOME` is expanded on this machine; `$@` is empty.
 
-The command runs main_ppo, main_dapo, one-step-off's main_ppo, fsdp_sft_trainer or sft_trainer. Options that have no counterpart,
-or become something else, are named with their lines, as comments at the recipe's head and on stderr. What a command leaves out
-counts with verl's default where megarl's is another one. `--rows` says how many rows the training data has: megarl counts
-steps, not epochs. The recipe is loaded before it is written, and one that could not be run is refused with what to change; of
-models whose config.json megarl keeps (`megarl/model_configs/`), a layout that does not divide is noted, too.
+The command may run main_ppo, main_dapo, one-step-off's main_ppo, fsdp_sft_trainer or sft_trainer. Options that are changed or
+have no counterpart are listed with their lines, as comments at the top of the recipe and on stderr. An option that the command
+does not set has verl's default where it differs from megarl's. `--rows` is the number of rows of the training data, which
+converts epochs to steps. The recipe is loaded before it is written, and an invalid one is an error with its remedy. For models
+whose config.json is in `megarl/model_configs/`, a note reports a layout that does not divide the model.
 
-What no conversion can do: FSDP needs no layout and Megatron does, so `megatron.tensor_parallel` wants a choice where a script
-has no sequence parallel; `model.path` is a folder, not a name on the hub; rows are read in [verl's columns](data.md).
+Check three settings yourself. A script with FSDP has no Megatron layout: choose `megatron.tensor_parallel` if the script has no
+sequence parallelism. `model.path` must be a folder, not a name on the hub. Rows must have [verl's columns](data.md).
 """
 
 
 def document() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     parts = [HEAD]
-    for title, table in (("RL", RL), ("The trainer, of RL and SFT", TRAINER), ("SFT", SFT)):
-        parts.append(f"## {title}\n\n| verl | megarl | |\n|---|---|---|\n" + "\n".join(map(_row, table)) + "\n")
-    parts.append("## verl's defaults\n\nThose that count where a command does not say otherwise.\n\n" + _defaults())
+    for title, table in (("RL", RL), ("Trainer (RL and SFT)", TRAINER), ("SFT", SFT)):
+        head = "| verl | megarl | remark |\n|---|---|---|\n"
+        parts.append(f"## {title}\n\n{head}" + "\n".join(map(_row, table)) + "\n")
     parts.append(
-        "\nThis page is made by `python -m docs.generate.from_verl` from `megarl/commands/convert_verl/table.py`.\n"
+        "## Defaults of verl\n\nThe converter uses them for options that a command does not set.\n\n" + _defaults()
+    )
+    parts.append(
+        "\n`python -m docs.generate.from_verl` writes this page from `megarl/commands/convert_verl/table.py`.\n"
     )
     return "\n".join(parts)
 
@@ -48,8 +51,8 @@ def document() -> str:
 def _row(option: Option) -> str:
     to = ", ".join(f"`{key}`" for key in option.to.split(", ")) if option.to else "-"
     names = [f"{old} is {new}" for old, new in option.names.items() if str(old) != str(new)]
-    why = "; ".join([part for part in (option.why, ", ".join(names)) if part])
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{option.verl}`", to, why)) + " |"
+    remark = "; ".join([part for part in (option.remark, ", ".join(names)) if part])
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (f"`{option.verl}`", to, remark)) + " |"
 
 
 def _defaults() -> str:

@@ -1,4 +1,4 @@
-"""What ``python -m megarl compare A B`` does."""
+"""Entry point of ``python -m megarl compare A B``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megarl.observe.json_lines import strict
 
 
 def compare(run_a: Path, run_b: Path, options: Options, *, html: Path | None, as_json: bool) -> bool:
-    """Print how A stands to B and write the page if asked for; returns whether it is within the rules.
+    """Print the comparison of A with B, write the page to `html`, and return True if A is within the rules.
 
-    ValueError where the logs or what is asked of them cannot be used.
+    Raises ValueError if a log or an option cannot be used.
     """
     if html is not None:
         check_target("--html", html)
@@ -39,7 +39,7 @@ def compare(run_a: Path, run_b: Path, options: Options, *, html: Path | None, as
 
 
 def percentage(text: str) -> float:
-    """``"4"`` and ``"4%"`` are 0.04. ValueError on anything else, and below 0."""
+    """Parse a percentage: ``"4"`` and ``"4%"`` are 0.04. Raises ValueError for negative numbers and other text."""
     number = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*%?\s*", text)
     if not number:
         raise ValueError(f"--max-error {text}: give a percentage, 4 or 4% for a mean absolute error of 0.04")
@@ -47,11 +47,11 @@ def percentage(text: str) -> float:
 
 
 def step_range(text: str) -> tuple[int | None, int | None]:
-    """``"5:40"`` is (5, 40), ``"5:"`` (5, None), ``":40"`` (None, 40). ValueError on anything else."""
+    """Parse a range of steps: ``"5:40"`` is (5, 40), ``"5:"`` (5, None), ``":40"`` (None, 40). Raises ValueError."""
     parts = re.fullmatch(r"(\d*):(\d*)", text.strip())
     if not parts:
         raise ValueError(f"--steps {text}: give FROM:TO, both included, as in 1:100, 1: or :100")
     first, last = (int(part) if part else None for part in parts.groups())
     if first is not None and last is not None and first > last:
-        raise ValueError(f"--steps {text}: {first} lies after {last}")
+        raise ValueError(f"--steps {text}: {first} is greater than {last}")
     return first, last

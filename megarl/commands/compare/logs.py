@@ -1,4 +1,4 @@
-"""Logs that can be compared: run directories of megarl, and what verl writes (console, JSONL, TensorBoard)."""
+"""Readers of logs: megarl's run directories, and verl's console output, JSONL and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.text import pluralize
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
-# Before it may stand Ray's "(TaskRunner pid=123, ip=10.0.0.1)", a time stamp, or a progress bar.
+# Ray's "(TaskRunner pid=123, ip=10.0.0.1)", a time stamp or a progress bar may precede it.
 _STEP = re.compile(r"(?<![\w/])step:(\d+) - ")
-# Newer versions print numpy's scalars as they represent themselves: np.float64(0.5).
+# Newer versions print numpy scalars by their repr: np.float64(0.5).
 _VALUE = re.compile(
     r"(?P<name>[^\s:][^:]*):(?:np\.\w+\(|tensor\()?(?P<value>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|[-+]?(?:nan|inf))(?![\w.])"
 )
@@ -27,12 +27,12 @@ _VALUE = re.compile(
 
 @dataclass
 class Log:
-    """What one run wrote: every metric's value by step. Where a step was written again, as after a resume, the last."""
+    """The metrics of one run: name -> step -> value. If a step was written twice (after a resume), the last one counts."""
 
     path: Path
     kind: str  # "megarl", "verl console", "JSONL", "TensorBoard"
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
-    rewritten: dict[str, set[int]] = field(default_factory=dict)  # metric -> steps that came more than once
+    rewritten: dict[str, set[int]] = field(default_factory=dict)  # metric -> steps written more than once
     notes: list[str] = field(default_factory=list)
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
@@ -43,7 +43,7 @@ class Log:
             curve[step] = value
 
     def curve(self, metric: str, side: str) -> dict[int, float]:
-        """`metric` by step. Raises ValueError, with the nearest names, where the log has none of it."""
+        """Return step -> value of `metric`. Raises ValueError, with similar names, if the log lacks it."""
         if metric not in self.metrics:
             raise ValueError(
                 f"{side} ({self.path}, {self.kind}) has no metric {metric}. {self._near(metric)}"
@@ -53,14 +53,14 @@ class Log:
 
     def _near(self, metric: str) -> str:
         close = difflib.get_close_matches(metric, self.metrics, n=3, cutoff=0.4)
-        found = close or sorted(self.metrics)[:5]
-        return f"{'Nearest' if close else 'It has'}: {', '.join(found)}{'' if close else ', ...'}. "
+        names = close or sorted(self.metrics)[:5]
+        return f"{'Nearest' if close else 'It has'}: {', '.join(names)}{'' if close else ', ...'}. "
 
 
 def read_log(path: Path) -> Log:
-    """Read what `path` is: a run directory, a folder of event files, an event file, JSONL or console output.
+    """Read a run directory, a folder of event files, an event file, JSONL or console output.
 
-    Raises ValueError where it is none of these or holds no metric, saying what was looked for.
+    Raises ValueError, with a description of these formats, if `path` has none of them or no metric.
     """
     if not path.exists():
         raise ValueError(
@@ -73,9 +73,9 @@ def read_log(path: Path) -> Log:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     if not log.metrics:
         raise ValueError(
-            f"{path} holds no metrics (read as {log.kind}). A console log has lines such as "
-            "'step:12 - critic/rewards/mean:0.5 - ...', JSONL such as "
-            '\'{"step": 12, "data": {"critic/rewards/mean": 0.5}}\', and a run of megarl one line a finished step.'
+            f"{path} has no metrics (read as {log.kind}). A console log has lines such as "
+            "'step:12 - critic/rewards/mean:0.5 - ...', JSONL has lines such as "
+            '\'{"step": 12, "data": {"critic/rewards/mean": 0.5}}\', and a run of megarl has one line per step.'
         )
     return log
 
@@ -99,7 +99,7 @@ def _read_folder(path: Path) -> Log:
     hint = "".join(f"\n  {folder}" for folder in [*runs, *inside][:8])
     raise ValueError(
         f"{path} has no metrics.jsonl and no TensorBoard events (files named *tfevents*)."
-        + (f" Give one of those inside it:{hint}" if hint else "")
+        + (f" Give one of these folders inside it:{hint}" if hint else "")
     )
 
 
@@ -108,11 +108,11 @@ def _events(path: Path) -> list[Path]:
 
 
 def _read_events(path: Path) -> Log:
-    """Event files of one folder, in the order of their wall times, so that a resumed session's come last."""
+    """Read the events of a folder, sorted by wall time, so that those of a resumed run come last."""
     from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
 
     log = Log(path, "TensorBoard")
-    events = EventAccumulator(str(path), size_guidance={SCALARS: 0})  # 0: all of them, not a sample
+    events = EventAccumulator(str(path), size_guidance={SCALARS: 0})  # 0: keep all events
     events.Reload()
     for tag in events.Tags()[SCALARS]:
         for event in sorted(events.Scalars(tag), key=lambda event: event.wall_time):
@@ -131,7 +131,7 @@ def _read_text(path: Path) -> Log:
 
 
 def _read_json_lines(path: Path, log: Log) -> Log:
-    """A line a step, either flat (megarl) or with the metrics under ``data`` (verl's file logger)."""
+    """Read one JSON object per step: flat (megarl), or with the metrics under ``data`` (verl's file logger)."""
     records, bad = read_lines(path)
     for record in records:
         step = record.get("step")
@@ -147,19 +147,19 @@ def _read_json_lines(path: Path, log: Log) -> Log:
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in numbers_again(values).items():
-        if value is None:  # what JSON writers make of NaN
+        if value is None:  # some JSON writers replace NaN by null
             yield name, math.nan
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
             yield name, float(value)
 
 
 def _read_console(path: Path) -> Log:
-    """verl's console logger: ``step:12 - critic/rewards/mean:0.5 - ...``, among whatever else was printed."""
+    """Read verl's console logger: lines ``step:12 - critic/rewards/mean:0.5 - ...`` among any other output."""
     log = Log(path, "verl console")
-    with path.open(encoding="utf-8", errors="replace") as file:  # a progress bar's \r ends a line, too
+    with path.open(encoding="utf-8", errors="replace") as file:  # the \r of a progress bar also ends a line
         for line in file:
-            if found := console_line(line):
-                step, values, left_out = found
+            if parsed := console_line(line):
+                step, values, left_out = parsed
                 log.add(step, values)
                 if left_out:
                     log.notes.append(f"step {step:,} ends without a newline: its last value, {left_out}, may be cut")
@@ -167,15 +167,15 @@ def _read_console(path: Path) -> Log:
 
 
 def console_line(line: str) -> tuple[int, dict[str, float], str] | None:
-    """(step, metrics, name that was left out) of a line of metrics, or None.
+    """Parse a line of metrics into (step, metrics, name of the omitted metric or ""), or return None.
 
-    A line without a newline at its end was cut short, perhaps within its last number: that one is left out.
+    A line without a newline at its end may be cut within its last number, so its last metric is omitted.
     """
     plain = _ANSI.sub("", line)
     if not (head := _STEP.search(plain)):
         return None
-    found = [_VALUE.match(part.strip()) for part in plain[head.end() :].split(" - ")]
-    values = {match["name"]: float(match["value"]) for match in found if match}
-    cut = "" if line.endswith("\n") or found[-1] is None else found[-1]["name"]
+    matches = [_VALUE.match(part.strip()) for part in plain[head.end() :].split(" - ")]
+    values = {match["name"]: float(match["value"]) for match in matches if match}
+    cut = "" if line.endswith("\n") or matches[-1] is None else matches[-1]["name"]
     values.pop(cut, None)
     return int(head[1]), values, cut

@@ -1,8 +1,8 @@
-"""The mathematics of comparing two runs: mean absolute error over common steps, ratio of throughputs. Pure.
+"""Comparison of two runs: mean absolute error over common steps, and throughput ratio. Pure functions.
 
-Both are defined as verl's quick start, which holds runs to them, defines them: the mean error of N steps is
-sum |a_i - b_i| / N, told in percent (an error of 1 in reward is 100 %), and the throughput ratio is the mean over the first steps of one run
-over that of the other. docs/compare.md has the formulas with a worked example.
+Both follow verl's quick start for Ascend. The mean absolute error of N steps is sum |a_i - b_i| / N, printed in percent
+(an error of 1 in reward is 100 %). The throughput ratio is the mean throughput over the first steps of A divided by B's.
+docs/compare.md has the formulas with a worked example.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 Series = Mapping[int, float]  # step -> value
 
-DIGITS = 9  # decimals in which a figure is held to its bound: 0.54 - 0.5 is 0.04000000000000004 in binary
+DIGITS = 9  # decimals of a comparison with a bound: 0.54 - 0.5 is 0.04000000000000004 in binary
 
 
 class NothingInCommon(ValueError):
@@ -22,11 +22,11 @@ class NothingInCommon(ValueError):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How far one curve is from another over the steps that both have.
+    """Differences between two curves over their common steps.
 
-    ``steps`` counts those of them in which both values are finite, which the figures are over; ``first`` and ``last``
-    are the least and greatest common step. ``relative`` is the error over the mean of |b|, NaN where that is 0.
-    Without any finite step every figure is NaN.
+    ``steps`` is the number of common steps in which both values are finite; the figures are means over these, and NaN
+    if there are none. ``first`` and ``last`` are the smallest and largest common step. ``relative`` is the error divided
+    by the mean of |b|, NaN if that mean is 0.
     """
 
     steps: int
@@ -34,7 +34,7 @@ class Accuracy:
     last: int
     error: float  # mean of |a - b|
     bias: float  # mean of a - b
-    largest: float  # of |a - b|
+    largest: float  # maximum of |a - b|
     largest_step: int | None
     relative: float
     not_finite_a: int  # common steps in which a is NaN or infinite
@@ -43,7 +43,7 @@ class Accuracy:
     only_b: int
 
     def within(self, bound: float) -> bool:
-        """Whether the error is at most `bound`. A step that is not finite has no error, so it never is."""
+        """Return True if the error is at most `bound` and every common step is finite."""
         if self.not_finite_a or self.not_finite_b:
             return False
         return round(self.error, DIGITS) <= round(bound, DIGITS)
@@ -51,7 +51,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Throughput:
-    """Means over the first steps of each run, and a's over b's; NaN where it is undefined."""
+    """Mean throughput over the first steps of each run, and their ratio (a / b), NaN if undefined."""
 
     steps_a: tuple[int, ...]
     steps_b: tuple[int, ...]
@@ -60,19 +60,19 @@ class Throughput:
     ratio: float
 
     def within(self, least: float) -> bool:
-        """Whether the ratio is at least `least`; an undefined one is not."""
+        """Return True if the ratio is defined and at least `least`."""
         return round(self.ratio, DIGITS) >= round(least, DIGITS)
 
 
 def between(series: Series, first: int | None, last: int | None) -> dict[int, float]:
-    """The steps of `series` from `first` to `last`, both included; None: open."""
+    """Return the steps of `series` from `first` to `last`, both included. None leaves that end open."""
     low = -math.inf if first is None else first
     high = math.inf if last is None else last
     return {step: series[step] for step in sorted(series) if low <= step <= high}
 
 
 def accuracy(a: Series, b: Series) -> Accuracy:
-    """`a` against `b`. Raises NothingInCommon, with the range of each, where no step is in both."""
+    """Compare `a` with `b`. Raises NothingInCommon, with both ranges of steps, if they share no step."""
     common = sorted(a.keys() & b.keys())
     if not common:
         raise NothingInCommon(f"no step in common: A has {span(a)}, B has {span(b)}")
@@ -98,15 +98,15 @@ def accuracy(a: Series, b: Series) -> Accuracy:
 
 
 def throughput(a: Series, b: Series, steps: int) -> Throughput:
-    """The first `steps` steps of each (fewer where it has fewer), their means and the ratio of these."""
+    """Compare the mean throughput over the first `steps` steps of each run (all steps of a shorter run)."""
     steps_a, steps_b = tuple(sorted(a)[:steps]), tuple(sorted(b)[:steps])
     mean_a, mean_b = mean([a[step] for step in steps_a]), mean([b[step] for step in steps_b])
-    known = math.isfinite(mean_a) and math.isfinite(mean_b) and mean_b > 0
-    return Throughput(steps_a, steps_b, mean_a, mean_b, mean_a / mean_b if known else math.nan)
+    defined = math.isfinite(mean_a) and math.isfinite(mean_b) and mean_b > 0
+    return Throughput(steps_a, steps_b, mean_a, mean_b, mean_a / mean_b if defined else math.nan)
 
 
 def errors(a: Series, b: Series) -> tuple[dict[int, float], dict[int, float]]:
-    """(|a - b| by common step, its mean up to and including each). NaN where a step is not finite; means pass over it."""
+    """Return |a - b| for each common step, and its running mean. Steps that are not finite are NaN and not averaged."""
     gaps = {step: abs(a[step] - b[step]) for step in sorted(a.keys() & b.keys())}
     gaps = {step: gap if math.isfinite(gap) else math.nan for step, gap in gaps.items()}
     means, total, count = {}, 0.0, 0
@@ -118,12 +118,12 @@ def errors(a: Series, b: Series) -> tuple[dict[int, float], dict[int, float]]:
 
 
 def mean(values: Sequence[float]) -> float:
-    """NaN of nothing, and of anything that holds one."""
+    """Return the arithmetic mean; NaN for an empty sequence."""
     return sum(values) / len(values) if values else math.nan
 
 
 def span(steps: Series | Sequence[int]) -> str:
-    """``steps 1 to 40``, ``step 7``, ``none``."""
+    """Describe the range of steps: ``steps 1 to 40``, ``step 7`` or ``none``."""
     if not steps:
         return "none"
     first, last = min(steps), max(steps)
@@ -134,9 +134,9 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def spark(series: Series, steps: Sequence[int], low: float, high: float, width: int) -> str:
-    """`series` at `steps` as at most `width` bars from `low` to `high`, each the mean of its stretch.
+    """Draw `series` at `steps` as at most `width` bars between `low` and `high`. A bar is the mean of several steps.
 
-    ``×``: a value in the stretch is not finite; a space: the series has none of its steps.
+    ``×`` marks a value that is not finite, a space steps that the series lacks.
     """
     width = min(width, len(steps))
     drawn = ""

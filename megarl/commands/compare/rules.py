@@ -1,4 +1,4 @@
-"""Which rule two logs are held to, and what comes of it."""
+"""Choice of the rule for two logs, and the result of the comparison."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ FILTERED = "rollout/groups_filtered"
 
 @dataclass(frozen=True)
 class Rule:
-    """`bound` is of the mean absolute error, in the metric's own unit: 0.04 is the 4 % of the documents."""
+    """A bound on the mean absolute error of a metric, in the metric's unit: 0.04 is 4 % in verl's documents."""
 
     name: str
     bound: float
-    metrics: tuple[str, ...]  # what it is about; the first that a log has is taken where none is named
-    also: tuple[str, ...]  # what it bounds, too, where it is named
+    metrics: tuple[str, ...]  # without --metric, the first of these that a log has is compared
+    also: tuple[str, ...]  # further metrics that the bound applies to if --metric names them
 
 
 REWARD = Rule("reward", 0.04, ("critic/rewards/mean",), also=("rollout/rewards/mean",))
-# As verl's trainer for SFT calls it, and as megarl does. The rule is for SFT; no other loss has one.
+# The SFT loss of verl and of megarl. No rule bounds any other loss.
 LOSS = Rule("loss", 0.02, ("train/loss", "actor/loss"), also=("actor/pg_loss", "val/loss", "eval/loss"))
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says. ``max_error`` is in the metric's unit; None: the rule's."""
+    """Command line options. ``max_error`` is in the metric's unit; None: the rule's bound."""
 
     metric: str | None = None
     metric_b: str | None = None
@@ -53,7 +53,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two runs, as it was compared: only the steps that were asked for."""
+    """One of the two runs, restricted to the steps that are compared."""
 
     path: str
     kind: str
@@ -65,7 +65,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything that console, JSON and page tell. ``throughput`` is None where a run has none of it."""
+    """Result of a comparison. ``throughput`` is None if a run did not log it."""
 
     a: Side
     b: Side
@@ -82,7 +82,7 @@ class Comparison:
 
     @property
     def fast(self) -> bool | None:
-        """None: no ratio was asked for."""
+        """True if the throughput ratio is large enough; None without a minimum."""
         if self.min_throughput_ratio is None:
             return None
         return self.throughput is not None and self.throughput.within(self.min_throughput_ratio)
@@ -92,7 +92,7 @@ class Comparison:
         return self.accurate and self.fast is not False
 
     def as_json(self) -> dict[str, Any]:
-        """The whole result as JSON types; errors and bounds in the metric's unit, not in percent."""
+        """Convert the result to JSON types. Errors and bounds are in the metric's unit, not in percent."""
         rate = None if self.throughput is None else asdict(self.throughput)
         return {
             "within": self.within,
@@ -105,14 +105,14 @@ class Comparison:
 
 
 def compare_logs(a: Log, b: Log, options: Options) -> Comparison:
-    """Hold `a` against `b`. Raises ValueError where a metric is missing or the runs have no step in common."""
+    """Compare `a` with `b`. Raises ValueError if a metric is missing or the runs share no step."""
     metric_a, metric_b, rule = _metrics(a, b, options)
     sides = [_side(log, metric, name, options) for log, metric, name in ((a, metric_a, "A"), (b, metric_b, "B"))]
     bound = options.max_error if options.max_error is not None else rule.bound if rule else None
     if bound is None:
         raise ValueError(
-            f"the rules bound the reward ({REWARD.bound:.0%}) and the loss of SFT ({LOSS.bound:.0%}), and {metric_a} is "
-            "neither. Say with --max-error how large its mean absolute error may be, in percent: 4 is 0.04."
+            f"the rules bound the reward ({REWARD.bound:.0%}) and the SFT loss ({LOSS.bound:.0%}), but not {metric_a}. "
+            "Set its largest mean absolute error with --max-error, in percent: 4 is 0.04."
         )
     try:
         result = accuracy(sides[0].curve, sides[1].curve)
@@ -124,7 +124,7 @@ def compare_logs(a: Log, b: Log, options: Options) -> Comparison:
     has_rate = bool(rate.steps_a and rate.steps_b)
     if options.min_throughput_ratio is not None and not has_rate:
         lacking = " and ".join(name for name, steps in (("A", rate.steps_a), ("B", rate.steps_b)) if not steps)
-        raise ValueError(f"--min-throughput-ratio needs {THROUGHPUT} in both runs; {lacking} has none of it")
+        raise ValueError(f"--min-throughput-ratio needs {THROUGHPUT} in both runs; {lacking} did not log it")
     return Comparison(
         a=sides[0],
         b=sides[1],
@@ -138,18 +138,20 @@ def compare_logs(a: Log, b: Log, options: Options) -> Comparison:
 
 
 def _metrics(a: Log, b: Log, options: Options) -> tuple[str, str, Rule | None]:
-    """(A's metric, B's, the rule that bounds them or None): what was asked for, or what both logs are about."""
-    rewarded = any(_first(REWARD, log) for log in (a, b))  # then a loss is a policy's, for which there is no rule
+    """Return A's metric, B's metric, and the rule for them or None. Options take precedence over the logs' metrics."""
+    rewarded = any(_first(REWARD, log) for log in (a, b))  # the loss is then a policy loss, which has no rule
     rule = REWARD if rewarded else LOSS
     if options.metric is not None:
-        known = next((one for one in (REWARD, rule) if options.metric in one.metrics + one.also), None)
-        return options.metric, options.metric_b or options.metric, known
+        matching = next(
+            (bounding for bounding in (REWARD, rule) if options.metric in bounding.metrics + bounding.also), None
+        )
+        return options.metric, options.metric_b or options.metric, matching
     metric_a, metric_b = _first(rule, a), options.metric_b or _first(rule, b)
     if metric_a is None or metric_b is None:
         raise ValueError(
             f"A ({a.path}) and B ({b.path}) have neither a reward ({', '.join(REWARD.metrics)}) nor a loss "
-            f"({', '.join(LOSS.metrics)}) in common. Name what to compare with --metric, and what it is called in "
-            f"B with --metric-b. A has {_some(a)}; B has {_some(b)}."
+            f"({', '.join(LOSS.metrics)}) in common. Name the metric with --metric, and its name in B with --metric-b. "
+            f"A has {_some(a)}; B has {_some(b)}."
         )
     return metric_a, metric_b, rule
 
@@ -170,50 +172,48 @@ def _side(log: Log, metric: str, name: str, options: Options) -> Side:
 
 
 def _notes(sides: list[Side], result: Accuracy, rate: Throughput, options: Options) -> list[str]:
-    """Whatever a reader of the figures has to know, a sentence each."""
+    """Return notes on the figures, one sentence each."""
     notes = []
     for name, side, only in (("A", sides[0], result.only_a), ("B", sides[1], result.only_b)):
         notes += [f"{name}: {note}." for note in side.log.notes]
         if only:
             notes.append(
-                f"{name}: {pluralize(only, 'step')} left out that the other run lacks; it has {span(side.curve)}."
+                f"{name}: {pluralize(only, 'step')} omitted: not in the other run; {name} has {span(side.curve)}."
             )
         if again := sorted(side.log.rewritten.get(side.metric, set()) & set(side.curve)):
             notes.append(
-                f"{name}: {pluralize(len(again), 'step')} written more than once ({span(again)}); the last one counts."
+                f"{name}: {pluralize(len(again), 'step')} written more than once ({span(again)}); the last value counts."
             )
-    for name, odd in (("A", result.not_finite_a), ("B", result.not_finite_b)):
-        if odd:
+    for name, count in (("A", result.not_finite_a), ("B", result.not_finite_b)):
+        if count:
             notes.append(
-                f"{name}: not finite (NaN or infinite) in {odd:,} of the common steps: outside the rule, whatever the others say."
+                f"{name}: not finite (NaN or infinite) in {pluralize(count, 'common step')}: the run is outside the rule."
             )
     notes += [note for name, side in zip("AB", sides, strict=True) if (note := _filtered(name, side))]
     return notes + _throughput_notes(rate, options)
 
 
 def _filtered(name: str, side: Side) -> str | None:
-    """With dynamic sampling there are two mean rewards, and only one of them is comparable to a run without it."""
+    """Return a note if dynamic sampling filtered groups, since the mean reward then excludes these groups."""
     if side.metric != REWARD.metrics[0] or not any(side.log.metrics.get(FILTERED, {}).values()):
         return None
     return (
-        f"{name}: dynamic sampling filtered groups; {side.metric} is of those that were trained on, as in verl. "
-        "--metric rollout/rewards/mean compares everything that was sampled."
+        f"{name}: dynamic sampling filtered groups; {side.metric} covers the groups used for training, as in verl. "
+        "--metric rollout/rewards/mean covers all samples."
     )
 
 
 def _throughput_notes(rate: Throughput, options: Options) -> list[str]:
     lacking = [name for name, steps in (("A", rate.steps_a), ("B", rate.steps_b)) if not steps]
     if lacking:
-        return [
-            f"Throughput was not compared: {' and '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} no {THROUGHPUT}."
-        ]
+        return [f"Throughput was not compared: {' and '.join(lacking)} did not log {THROUGHPUT}."]
     notes = []
     if min(len(rate.steps_a), len(rate.steps_b)) < options.throughput_steps:
         notes.append(
-            f"Throughput: {options.throughput_steps} steps were asked for; A has {len(rate.steps_a)}, B {len(rate.steps_b)}."
+            f"Throughput: fewer than {options.throughput_steps} steps; A has {len(rate.steps_a)}, B {len(rate.steps_b)}."
         )
     if rate.steps_a != rate.steps_b:
-        notes.append(f"Throughput: of A it is {span(rate.steps_a)}, of B {span(rate.steps_b)}.")
+        notes.append(f"Throughput: A's {span(rate.steps_a)}, B's {span(rate.steps_b)}.")
     if math.isnan(rate.ratio):
-        notes.append(f"Throughput: no ratio, since the means are {rate.mean_a:g} and {rate.mean_b:g}.")
+        notes.append(f"Throughput: the ratio is undefined; the means are {rate.mean_a:g} and {rate.mean_b:g}.")
     return notes

@@ -1,4 +1,4 @@
-"""A comparison as people see it: figures and curves in the console, and as a page."""
+"""Output of a comparison: figures and curves in the console, and an HTML page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.observe.console import short
 from megarl.observe.report.curves import MAX_POINTS, series
 from megarl.observe.report.page import page_with_charts
 
-_BESIDE = (  # drawn where both runs have them: what one looks at when two curves differ
+_MORE_METRICS = (  # further charts, if both runs logged the metric: they help to explain a difference
     ("Response length", "response_length/mean"),
     ("Entropy", "actor/entropy"),
     ("Gradient norm", "actor/grad_norm"),
@@ -26,16 +26,16 @@ _BESIDE = (  # drawn where both runs have them: what one looks at when two curve
 
 
 def figures(result: Comparison) -> list[dict[str, Any]]:
-    """label, value, detail, verdict (None where nothing is asked of it) of what one wants to know, in its order."""
+    """Return the rows of the summary: label, value, detail, and verdict (None for a figure without a bound)."""
     error = result.accuracy
-    found = [
+    rows = [
         _figure(
             "Mean absolute error",
             percent(error.error),
             f"mean of |A − B| over {error.steps:,} steps; at most {percent(result.bound)}",
             result.accurate,
         ),
-        _figure("Relative error", percent(error.relative), "of the mean of |B|; no rule asks for it"),
+        _figure("Relative error", percent(error.relative), "relative to the mean of |B|; not part of the rule"),
         _figure("Mean of A − B", signed(error.bias), "in the metric's unit"),
         _figure(
             "Largest error",
@@ -49,8 +49,8 @@ def figures(result: Comparison) -> list[dict[str, Any]]:
         if rate.steps_a == rate.steps_b:
             detail += f", first {len(rate.steps_a)} steps"
         detail += "" if least is None else f"; at least {least:g}"
-        found.append(_figure("Throughput ratio", f"{rate.ratio:.3f}", detail, result.fast))
-    return found
+        rows.append(_figure("Throughput ratio", f"{rate.ratio:.3f}", detail, result.fast))
+    return rows
 
 
 def _figure(label: str, value: str, detail: str, verdict: bool | None = None) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _figure(label: str, value: str, detail: str, verdict: bool | None = None) ->
 
 
 def percent(value: float) -> str:
-    """``0.0375 -> "3.75 %"``."""
+    """Format a share as a percentage: ``0.0375 -> "3.75 %"``."""
     return "not finite" if not math.isfinite(value) else f"{100 * value:.3g} %"
 
 
@@ -67,7 +67,7 @@ def signed(value: float) -> str:
 
 
 def show(result: Comparison, console: Console) -> None:
-    """Print it: what was compared, the figures with verdicts, curves, notes, and the verdict last."""
+    """Print the two runs, the figures with verdicts, the curves, the notes and the overall verdict."""
     for name, side in (("A", result.a), ("B", result.b)):
         console.print(Text.assemble((f"{name}  ", "bold"), side.path, (f"  {side.kind}, {side.metric}", "dim")))
     console.print()
@@ -105,7 +105,7 @@ def _show_curves(result: Comparison, console: Console) -> None:
 
 
 def render(result: Comparison) -> str:
-    """The page, as text; it needs no network."""
+    """Return the HTML page. It loads nothing from the network."""
     curves, charts = _charts(result)
     facts = [
         ("A", f"{result.a.path} ({result.a.kind})"),
@@ -130,7 +130,7 @@ def render(result: Comparison) -> str:
 
 
 def _charts(result: Comparison) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(curves by name, charts of them), as the page's script draws them."""
+    """Return (curves by name, charts) in the format of the page's script."""
     curves: dict[str, Any] = {}
     charts: list[dict[str, Any]] = []
 
@@ -150,14 +150,14 @@ def _charts(result: Comparison) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     bound = dict.fromkeys(gaps, result.bound)
     chart(
         "Absolute error",
-        "|A − B|, its mean so far, and the mean's bound.",
-        {"of the step": gaps, "mean so far": means, "bound": bound},
+        "|A − B|, its running mean, and the bound of the mean.",
+        {"step": gaps, "running mean": means, "bound": bound},
         ".1%",
         zero=True,
     )
     if result.throughput:
-        chart("Throughput", "Tokens a second and device.", {"A": a.throughput, "B": b.throughput})
-    for title, metric in _BESIDE:
+        chart("Throughput", "Tokens per second and device.", {"A": a.throughput, "B": b.throughput})
+    for title, metric in _MORE_METRICS:
         if metric in a.log.metrics and metric in b.log.metrics and metric not in (a.metric, b.metric):
             chart(title, metric, {"A": a.log.metrics[metric], "B": b.log.metrics[metric]})
     return curves, charts

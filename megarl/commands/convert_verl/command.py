@@ -1,4 +1,4 @@
-"""``python -m megarl convert-config``: a verl script or command line as a recipe."""
+"""Entry point of ``python -m megarl convert-config``: convert a verl script or command line to a recipe."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from megarl.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class Converted:
-    """A recipe's text, with the notes as comments at its head."""
+    """The text of a recipe, and its notes, which the text also has as comments at the top."""
 
     text: str
     notes: list[str]
 
 
 def convert(
-    text: str, given: Sequence[str] = (), *, rows: int | None = None, source: str = "a command line"
+    text: str, arguments: Sequence[str] = (), *, rows: int | None = None, source: str = "a command line"
 ) -> Converted:
-    """The recipe of the training command in `text`, which is read and never run.
+    """Convert the training command in `text` to a recipe. The text is parsed, never run.
 
-    given: "NAME=value" of shell variables, and "dotted.key=value" of settings, which win over the command's.
-    rows: of the training data, from which epochs become steps.
-    Raises InputError for what would have to be guessed, and where the recipe that results cannot be run.
+    arguments: "NAME=value" sets a shell variable; "dotted.key=value" is a setting that overrides the command's.
+    rows: number of rows of training data, to convert epochs to steps; None: unknown.
+    Raises InputError if a value cannot be determined, or if the resulting recipe is invalid.
     """
-    pairs = [_pair(one) for one in given]
+    pairs = [_pair(argument) for argument in arguments]
     variables = {"HOME": os.path.expanduser("~"), **{name: value for name, value in pairs if "." not in name}}
     command = read_command(text, variables)
     options, config = read_options(command.arguments)
@@ -60,33 +60,33 @@ def convert(
         sheet = Sheet(options, DEFAULTS)
         sheet.apply([*RL, *TRAINER])
         megatron = "megatron" in config or sheet.get("actor_rollout_ref.actor.strategy") == "megatron"
-        translate_rl(sheet, megatron=megatron, ahead="one_step_off" in command.trainer, rows=rows)
-    _leave_out_unread(sheet)
-    _leave_out_refused(sheet)
+        translate_rl(sheet, megatron=megatron, one_step_off="one_step_off" in command.trainer, rows=rows)
+    _drop_unused(sheet)
+    _drop_rejected(sheet)
     sheet.settings |= {name: _setting(name, value) for name, value in pairs if "." in name}
-    _say_what_else(sheet)
+    _note_model(sheet)
     sheet.notes.sort(key=_line)
     return Converted(_recipe(sheet, source), sheet.notes)
 
 
 def _line(note: str) -> int:
-    """Notes that no line of the command is behind come last."""
-    found = re.match(r"line (\d+):", note)
-    return int(found[1]) if found else 1 << 30
+    """Return the line number of a note, for sorting. Notes without a line come last."""
+    match = re.match(r"line (\d+):", note)
+    return int(match[1]) if match else 1 << 30
 
 
-def convert_file(file: str, given: Sequence[str], *, out: Path | None, rows: int | None) -> None:
-    """Read `file` ("-": standard input) and write the recipe to `out`, or standard output; notes go to stderr.
+def convert_file(file: str, arguments: Sequence[str], *, out: Path | None, rows: int | None) -> None:
+    """Convert `file` ("-": standard input) and write the recipe to `out` or standard output, and notes to stderr.
 
-    Raises InputError for a file that cannot be read or would be overwritten.
+    Raises InputError if `file` cannot be read or `out` exists.
     """
     if out is not None and out.exists():
-        raise InputError(f"{out} is there already: name another file with --out, or remove it")
+        raise InputError(f"{out} already exists: name another file with --out, or remove it")
     try:
         text = sys.stdin.read() if file == "-" else Path(file).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read: {error}") from error
-    converted = convert(text, given, rows=rows, source="a command line" if file == "-" else Path(file).name)
+    converted = convert(text, arguments, rows=rows, source="a command line" if file == "-" else Path(file).name)
     for note in converted.notes:
         print(note, file=sys.stderr)
     if out is None:
@@ -99,7 +99,7 @@ def convert_file(file: str, given: Sequence[str], *, out: Path | None, rows: int
 def _pair(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise InputError(f"{text!r} is neither NAME=value of a shell variable nor a.key=value of the recipe")
+        raise InputError(f"{text!r} is neither NAME=value (a shell variable) nor section.key=value (a recipe setting)")
     return name, value
 
 
@@ -109,33 +109,33 @@ def _setting(name: str, text: str) -> Any:
 
 
 def _processes(command: Command) -> int:
-    """torchrun's processes of all nodes."""
-    said = " ".join(command.launcher)
+    """Return the number of torchrun's processes on all nodes."""
+    launcher = " ".join(command.launcher)
     count = 1
     for flag in ("nproc[_-]per[_-]node", "nnodes"):
-        if found := re.search(rf"--{flag}[= ](\S+)", said):
-            if not found[1].isdigit():
-                raise InputError(f"line {command.line}: --{flag.replace('[_-]', '_')}={found[1]} is no number")
-            count *= int(found[1])
+        if match := re.search(rf"--{flag}[= ](\S+)", launcher):
+            if not match[1].isdigit():
+                raise InputError(f"line {command.line}: --{flag.replace('[_-]', '_')}={match[1]} is not a number")
+            count *= int(match[1])
     return count
 
 
-def _leave_out_unread(sheet: Sheet) -> None:
-    """Settings of other advantages and losses than the chosen ones, verl's defaults among them."""
+def _drop_unused(sheet: Sheet) -> None:
+    """Remove settings that the chosen advantage and loss do not use."""
     settings = sheet.settings
     advantage, loss = settings.get("algorithm.advantage", "grpo"), settings.get("algorithm.loss", "ppo_clip")
-    read = {*ADVANTAGES[advantage].settings, *LOSSES[loss].settings}
+    used = {*ADVANTAGES[advantage].settings, *LOSSES[loss].settings}
     for name in {
-        one for registry in (ADVANTAGES, LOSSES) for key in registry.names() for one in registry[key].settings
+        name for registry in (ADVANTAGES, LOSSES) for key in registry.names() for name in registry[key].settings
     }:
-        if name not in read and f"algorithm.{name}" in settings:
+        if name not in used and f"algorithm.{name}" in settings:
             del settings[f"algorithm.{name}"]
-            if (origin := sheet.origins.get(f"algorithm.{name}")) in sheet.given:
-                sheet.note(str(origin), f"left out: {advantage} and {loss} do not read algorithm.{name}")
+            if (origin := sheet.origins.get(f"algorithm.{name}")) in sheet.options:
+                sheet.note(str(origin), f"omitted: {advantage} and {loss} do not use algorithm.{name}")
 
 
-def _leave_out_refused(sheet: Sheet) -> None:
-    """Fields of Megatron that other settings decide, and arguments that this vLLM does not have."""
+def _drop_rejected(sheet: Sheet) -> None:
+    """Remove Megatron fields that other settings determine, and arguments that the installed vLLM lacks."""
     for key, value in list(sheet.settings.items()):
         section, _, name = key.rpartition(".extra.")
         refusal = refusal_of_extra(name, section) if section else None
@@ -143,20 +143,21 @@ def _leave_out_refused(sheet: Sheet) -> None:
             refusal = refusal_of_ddp(key.rpartition(".ddp.")[2])
         if refusal:
             del sheet.settings[key]
-            sheet.notes.append(f"{key}={value}: left out, {refusal[0]}; {refusal[1]}")
+            sheet.notes.append(f"{key}={value}: omitted, {refusal[0]}; {refusal[1]}")
         if key.startswith("rollout.engine_args."):
             top = key.split(".")[2]
             try:
                 check_engine_args({top: value})
             except ValueError as error:
                 del sheet.settings[key]
-                sheet.notes.append(f"{key}={value}: left out, {error}")
+                sheet.notes.append(f"{key}={value}: omitted, {error}")
 
 
-def _say_what_else(sheet: Sheet) -> None:
+def _note_model(sheet: Sheet) -> None:
+    """Add notes if the model path is a name on the hub, or if the layout does not fit a published model."""
     path = str(sheet.settings.get("model.path", ""))
     if re.fullmatch(r"[\w-]+/[\w.-]+", path):
-        sheet.notes.append(f"model.path={path}: a name on the hub; model.path is a folder that holds the model")
+        sheet.notes.append(f"model.path={path}: a name on the hub, but model.path must be a folder with the model")
     name = path.rstrip("/").rsplit("/", 1)[-1]
     if name not in published.names():
         return
@@ -164,24 +165,24 @@ def _say_what_else(sheet: Sheet) -> None:
         recipe = _load(_nested(sheet.settings))
         check_layout(published.read(name), recipe.megatron, recipe.cluster.trainers)
     except RecipeError:
-        return  # said where the recipe is written
+        return  # `_recipe` reports it
     except ValueError as error:
         sheet.notes.append(f"the layout does not fit {name}: {error}")
 
 
 def _recipe(sheet: Sheet, source: str) -> str:
-    """YAML that loads. Settings at megarl's own defaults are left out."""
+    """Return the recipe as YAML, without settings that equal megarl's defaults. Raises InputError if it does not load."""
     defaults = flat_settings(to_yaml(Recipe()))
-    own = {key: value for key, value in sheet.settings.items() if key not in defaults or value != defaults[key]}
-    content = _nested(own)
+    changed = {key: value for key, value in sheet.settings.items() if key not in defaults or value != defaults[key]}
+    content = _nested(changed)
     try:
         _load(content)
     except RecipeError as error:
-        error.origin = None  # a file that is gone
+        error.origin = None  # a temporary file that no longer exists
         raise InputError(
-            f"the command makes a recipe that cannot be run:{error}\n  Give the setting behind the file, as in {error.key}=VALUE."
+            f"the command results in an invalid recipe:{error}\n  Add the setting after the file, as in {error.key}=VALUE."
         ) from error
-    head = [f"# From {source}, by megarl convert-config. What was not taken over as it stands:"]
+    head = [f"# Converted from {source} by megarl convert-config. Options that were changed or omitted:"]
     head += [f"#   {note}" for note in sheet.notes] or ["#   nothing"]
     return "\n".join(head) + "\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
 
@@ -194,7 +195,7 @@ def _load(content: Mapping[str, Any]) -> Recipe:
 
 
 def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as sections, in the order of the schema's."""
+    """Turn dotted keys into nested sections, in the order of the schema."""
     order = list(Recipe.__dataclass_fields__)
     nested: dict[str, Any] = {}
     for key in sorted(settings, key=lambda key: order.index(key.split(".")[0])):

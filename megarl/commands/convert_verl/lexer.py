@@ -1,7 +1,8 @@
-"""A shell script taken apart into words and operators, without running it. Pure.
+"""Lexer of shell scripts: split a script into words and operators without running it. Pure.
 
-Known: comments, continuation lines, quotes, $NAME, ${NAME}, ${NAME:-default} and its like, "${ARRAY[@]}", $((arithmetic)),
-NAME=(array). Anything else becomes a `Piece` of kind "unknown", which is an error where its value is needed.
+Supported: comments, continuation lines, quotes, $NAME, ${NAME}, ${NAME:-default} (also - = :=, +), "${ARRAY[@]}",
+$((arithmetic)), NAME=(array). Any other expansion becomes a `Piece` of kind "unknown"; the parser raises an error if it
+needs the value.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ _BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*#])(?:\[([@*])\])?(?:(:?[-=+])(.*))?"
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a word. `text`: the characters, the parameter's name, the arithmetic, or what is not known.
+    """A part of a word.
 
-    operator, argument: of ${NAME:-argument}. quoted: it is never split at its blanks.
+    text: the characters, the parameter's name, the arithmetic expression, or the unsupported expansion.
+    quoted: the value is not split at blanks. operator, argument: the parts ":-" and "argument" of ${NAME:-argument}.
     """
 
     kind: Literal["text", "parameter", "array", "arithmetic", "unknown"]
@@ -53,7 +55,7 @@ class Piece:
 
 @dataclass
 class Word:
-    """What stands between blanks. `array`: the words of NAME=(...), whose NAME= the pieces are."""
+    """A word of the script. For NAME=(...), the pieces are NAME= and `array` has the words in parentheses."""
 
     line: int
     pieces: list[Piece] = field(default_factory=list)
@@ -61,7 +63,7 @@ class Word:
 
     @property
     def plain(self) -> str | None:
-        """Its characters where it has nothing but unquoted ones."""
+        """The characters of a word that has no quotes and no expansions, else None."""
         return None if any(p.kind != "text" or p.quoted for p in self.pieces) else "".join(p.text for p in self.pieces)
 
 
@@ -72,14 +74,14 @@ class Operator:
 
 
 class Reader:
-    """Reads tokens off `text`, from `line` on."""
+    """A reader of tokens. `line` is the number of the first line of `text`."""
 
     def __init__(self, text: str, line: int = 1):
         self.text, self.at, self.line = text, 0, line
 
     def tokens(self) -> list[Word | Operator]:
-        """All of them; a line's end is the operator "\\n". Raises InputError for a quote that is not closed."""
-        found: list[Word | Operator] = []
+        """Return all tokens. The end of a line is the operator "\\n". Raises InputError for an unclosed quote."""
+        tokens: list[Word | Operator] = []
         while self.at < len(self.text):
             char = self.text[self.at]
             if char == "\\" and self._next() == "\n":
@@ -89,18 +91,21 @@ class Reader:
             elif char == "#":
                 self._skip_comment()
             elif char == "\n":
-                found.append(Operator(self.line, "\n"))
+                tokens.append(Operator(self.line, "\n"))
                 self._skip(1)
-            elif operator := next((one for one in _OPERATORS if self.text.startswith(one, self.at)), None):
+            elif operator := self._operator():
                 if operator == "<<":
                     raise InputError(
-                        f"line {self.line}: a here-document (<<) cannot be read; take the command out of it"
+                        f"line {self.line}: a here-document (<<) is not supported; move the command out of it"
                     )
-                found.append(Operator(self.line, operator))
+                tokens.append(Operator(self.line, operator))
                 self._skip(len(operator))
             else:
-                found.append(self._word())
-        return found
+                tokens.append(self._word())
+        return tokens
+
+    def _operator(self) -> str | None:
+        return next((operator for operator in _OPERATORS if self.text.startswith(operator, self.at)), None)
 
     def _next(self) -> str:
         return self.text[self.at + 1 : self.at + 2]
@@ -129,7 +134,7 @@ class Reader:
                 word.pieces += self._double_quoted()
             elif char == "$" or char == "`":
                 word.pieces.append(self._expansion(quoted=False))
-            elif char in " \t\r\n" or any(self.text.startswith(one, self.at) for one in _OPERATORS):
+            elif char in " \t\r\n" or self._operator():
                 break
             else:
                 word.pieces.append(Piece("text", char, False))
@@ -150,10 +155,10 @@ class Reader:
         return [token for token in inner if isinstance(token, Word)]
 
     def _until(self, closing: str) -> str:
-        """What stands up to `closing`, behind the character at hand; both are read."""
+        """Return the text between the current character and `closing`, and move behind `closing`."""
         end = self.text.find(closing, self.at + 1)
         if end < 0:
-            raise InputError(f"line {self.line}: {closing} is opened and not closed")
+            raise InputError(f"line {self.line}: {closing} is not closed")
         inner = self.text[self.at + 1 : end]
         self._skip(end + 1 - self.at)
         return inner
@@ -174,7 +179,7 @@ class Reader:
             else:
                 pieces.append(Piece("text", char, True))
                 self._skip(1)
-        raise InputError(f'line {start}: " is opened and not closed')
+        raise InputError(f'line {start}: " is not closed')
 
     def _expansion(self, *, quoted: bool) -> Piece:
         rest = self.text[self.at :]
@@ -186,31 +191,30 @@ class Reader:
             return Piece("unknown", f"`{self._until('`')}`", quoted)
         if rest.startswith("${"):
             return self._braced(self._balanced("${", "}"), quoted)
-        if found := _PARAMETER.match(rest):
-            self._skip(found.end())
-            name = found[1] or found[2]
+        if match := _PARAMETER.match(rest):
+            self._skip(match.end())
+            name = match[1] or match[2]
             return Piece("array" if name in "@*" else "parameter", name, quoted)
         self._skip(1)
         return Piece("text", "$", quoted)
 
     @staticmethod
     def _braced(inner: str, quoted: bool) -> Piece:
-        found = _BRACED.fullmatch(inner)
-        if not found:
+        match = _BRACED.fullmatch(inner)
+        if not match:
             return Piece("unknown", f"${{{inner}}}", quoted)
-        name, index, operator, argument = found.groups(default="")
+        name, index, operator, argument = match.groups(default="")
         if index or name in "@*":
-            known = not operator
-            return Piece("array" if known else "unknown", name if known else f"${{{inner}}}", quoted)
+            return Piece("unknown", f"${{{inner}}}", quoted) if operator else Piece("array", name, quoted)
         return Piece("parameter", name, quoted, operator, argument)
 
     def _balanced(self, opening: str, closing: str) -> str:
-        """What stands between them, where the same brackets may stand within; both are read."""
-        one, other, depth = opening[-1], closing[0], len(closing)
+        """Return the text between `opening` and `closing`, which may nest, and move behind `closing`."""
+        opening_char, closing_char, depth = opening[-1], closing[0], len(closing)
         for end in range(self.at + len(opening), len(self.text)):
-            depth += {one: 1, other: -1}.get(self.text[end], 0)
+            depth += {opening_char: 1, closing_char: -1}.get(self.text[end], 0)
             if depth == 0:
                 inner = self.text[self.at + len(opening) : end + 1 - len(closing)]
                 self._skip(end + 1 - self.at)
                 return inner
-        raise InputError(f"line {self.line}: {opening} is opened and not closed")
+        raise InputError(f"line {self.line}: {opening} is not closed")

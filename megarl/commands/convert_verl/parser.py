@@ -1,7 +1,7 @@
-"""The training command of a shell script, with its variables put in. The script is read and never run. Pure.
+"""Parser of the training command in a shell script, with its variables expanded. The script is never run. Pure.
 
-What stands within if, for, case, functions and behind && or || may not happen: a variable that is assigned there has no
-known value afterwards. That, as everything that cannot be known, is an error only where the command needs it.
+A statement inside if, for, case or a function, or after && or ||, may not run. A variable assigned there has an unknown
+value afterwards. An unknown value is an error only if the training command uses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.commands.convert_verl.lexer import Operator, Piece, Reader, Word
 from megarl.errors import InputError
 
 TRAINERS = re.compile(r"(?:^|[./])(main_ppo|main_dapo|fsdp_sft_trainer|sft_trainer)(?:\.py)?$")
-"""What verl calls the modules that train."""
+"""verl's training modules."""
 
 _OPENING = {"if", "for", "while", "until", "case", "select", "{"}
 _CLOSING = {"fi", "done", "esac", "}"}
@@ -27,7 +27,7 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Argument:
-    """A word of the training command. `line`: where it stands."""
+    """A word of the training command, and its line."""
 
     line: int
     text: str
@@ -35,7 +35,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Command:
-    """launcher: the words before the trainer's module; arguments: those behind it."""
+    """A training command. `launcher`: the words before the trainer's module; `arguments`: the words after it."""
 
     trainer: str
     line: int
@@ -45,9 +45,9 @@ class Command:
 
 @dataclass(frozen=True)
 class _Unknown:
-    """Why a variable has no value."""
+    """The value of a variable that cannot be determined, and the reason."""
 
-    why: str
+    reason: str
 
 
 _Value = str | list[str] | _Unknown
@@ -59,32 +59,30 @@ class _Statement:
     certain: bool
 
 
-def read_command(text: str, given: Mapping[str, str]) -> Command:
-    """The one training command of `text`, a script or a bare command line.
+def read_command(text: str, variables: Mapping[str, str]) -> Command:
+    """Return the training command of `text`, a script or a single command line.
 
-    given: values of variables that the script does not set itself, positional ones ("1") among them.
-    Raises InputError, with line and construct, for what would have to be guessed.
+    variables: values that take precedence over the script's assignments; "1" is the first positional parameter.
+    Raises InputError, with line and construct, if a value cannot be determined.
     """
-    values: dict[str, _Value] = dict(given)
-    found: list[Command] = []
+    values: dict[str, _Value] = dict(variables)
+    commands: list[Command] = []
     for statement in _statements(Reader(text).tokens()):
         if any(TRAINERS.search(word.plain or "") for word in statement.words):
             if not statement.certain:
                 line = statement.words[0].line
                 raise InputError(
-                    f"line {line}: the training command stands within an if, a loop or a function; take it out"
+                    f"line {line}: the training command is inside an if, a loop or a function; move it out"
                 )
-            found.append(_command(statement.words, values))
+            commands.append(_command(statement.words, values))
         else:
-            _assign(statement, values, given)
-    if not found:
-        raise InputError(
-            "there is no command that trains: none runs main_ppo, main_dapo, sft_trainer or fsdp_sft_trainer"
-        )
-    if len(found) > 1:
-        lines = ", ".join(str(command.line) for command in found)
-        raise InputError(f"several commands train, in lines {lines}: leave one")
-    return found[0]
+            _assign(statement, values, variables)
+    if not commands:
+        raise InputError("no training command: no line runs main_ppo, main_dapo, sft_trainer or fsdp_sft_trainer")
+    if len(commands) > 1:
+        lines = ", ".join(str(command.line) for command in commands)
+        raise InputError(f"several training commands, in lines {lines}: keep only one")
+    return commands[0]
 
 
 def _statements(tokens: list[Word | Operator]) -> Iterator[_Statement]:
@@ -108,28 +106,28 @@ def _statements(tokens: list[Word | Operator]) -> Iterator[_Statement]:
         if words:
             yield _Statement(words, certain=depth + brackets == 0 and not alternative and token.text != "(")
         if token.text == "(":
-            brackets += 1  # a subshell, or a function's name before it
+            brackets += 1  # a subshell or a function definition
         elif token.text == ")":
-            brackets = max(0, brackets - 1)  # that of a case's pattern has no other
+            brackets = max(0, brackets - 1)  # a pattern of case has only a closing bracket
         words, redirected, alternative = [], False, token.text in ("&&", "||")
 
 
-def _assign(statement: _Statement, values: dict[str, _Value], given: Mapping[str, str]) -> None:
+def _assign(statement: _Statement, values: dict[str, _Value], variables: Mapping[str, str]) -> None:
     words = statement.words
     declares = words[0].plain in _DECLARING
     for word in words[1:] if declares else words:
-        found = _ASSIGNMENT.fullmatch(_raw(word))
-        if not found:
+        match = _ASSIGNMENT.fullmatch(_raw(word))
+        if not match:
             if not declares:
-                return  # a command's own words; what stood before it was for it alone
+                return
             continue
         if not declares and any(not _ASSIGNMENT.fullmatch(_raw(other)) for other in words):
-            return
-        name, adds = found[1], bool(found[2])
-        if name in given:
+            return  # assignments before a command only apply to that command
+        name, adds = match[1], bool(match[2])
+        if name in variables:
             continue
         if not statement.certain:
-            values[name] = _Unknown(f"line {word.line} assigns it within an if, a loop, a function or behind && or ||")
+            values[name] = _Unknown(f"line {word.line} assigns it inside an if, a loop, a function, or after && or ||")
         elif adds and word.array is None:
             values[name] = _Unknown(f"line {word.line} adds to it with +=")
         else:
@@ -137,7 +135,7 @@ def _assign(statement: _Statement, values: dict[str, _Value], given: Mapping[str
 
 
 def _value(word: Word, name_length: int, values: dict[str, _Value], adds: bool) -> _Value:
-    """What NAME=... assigns; `name_length`: of NAME=, which is left out."""
+    """Return the value that the word NAME=... assigns. `name_length` is the length of NAME= or NAME+=."""
     try:
         if word.array is not None:
             name = _ASSIGNMENT.fullmatch(_raw(word))[1]  # type: ignore[index]
@@ -145,7 +143,7 @@ def _value(word: Word, name_length: int, values: dict[str, _Value], adds: bool) 
             if isinstance(before, _Unknown):
                 return before
             old = [before] if isinstance(before, str) else before
-            return [*old, *(field for one in word.array for field in _fields(one, values))]
+            return [*old, *(field for item in word.array for field in _fields(item, values))]
         text = "".join(_text(piece, word.line, values) for piece in word.pieces)[name_length:]
         home = values.get("HOME")
         return f"{home}{text[1:]}" if text.startswith("~/") and isinstance(home, str) else text
@@ -166,12 +164,12 @@ def _command(words: list[Word], values: Mapping[str, _Value]) -> Command:
 
 
 def _launcher_fields(word: Word, values: Mapping[str, _Value]) -> list[str]:
-    """Of torchrun and its like only numbers of processes matter."""
+    """Expand a word of the launcher only if it has a number of processes or nodes; the other words do not matter."""
     return _fields(word, values) if "nproc" in _raw(word) or "nnodes" in _raw(word) else [_raw(word)]
 
 
 def _fields(word: Word, values: Mapping[str, _Value]) -> list[str]:
-    """What a word becomes: blanks in what an unquoted variable holds divide it, and an array gives a word for each."""
+    """Expand a word into fields: an unquoted variable is split at blanks, and an array yields one field per item."""
     fields, open_ = [""], False
     for piece in word.pieces:
         if piece.kind == "array":
@@ -188,15 +186,17 @@ def _fields(word: Word, values: Mapping[str, _Value]) -> list[str]:
             fields += parts[1:]
         open_ = open_ or bool(parts)
     if (plain := word.plain) and re.search(r"\{[^}]*(,|\.\.)[^}]*\}", plain):
-        raise InputError(f"line {word.line}: a brace expansion ({plain}) is not read; write its words out, or quote it")
-    nothing = fields == [""] and any(piece.kind == "array" for piece in word.pieces)  # "$@" of none is no word
-    return fields if open_ and not nothing else []
+        raise InputError(
+            f"line {word.line}: the brace expansion {plain} is not supported; write its words out, or quote it"
+        )
+    empty_array = fields == [""] and any(piece.kind == "array" for piece in word.pieces)  # an empty "$@" is no word
+    return fields if open_ and not empty_array else []
 
 
 def _items(piece: Piece, line: int, values: Mapping[str, _Value]) -> list[str]:
     if piece.text in ("@", "*"):
-        return []  # what is behind the script's name on the command line: nothing
-    value = _known(piece.text, line, values)
+        return []  # the script is read without arguments
+    value = _lookup(piece.text, line, values)
     return [value] if isinstance(value, str) else value
 
 
@@ -204,7 +204,7 @@ def _text(piece: Piece, line: int, values: Mapping[str, _Value]) -> str:
     if piece.kind == "text":
         return piece.text
     if piece.kind == "unknown":
-        raise InputError(f"line {line}: the value of {piece.text} is known only where the script runs")
+        raise InputError(f"line {line}: the value of {piece.text} is unknown until the script runs")
     if piece.kind == "arithmetic":
         return str(_arithmetic(piece.text, line, values))
     if piece.kind == "array":
@@ -215,27 +215,25 @@ def _text(piece: Piece, line: int, values: Mapping[str, _Value]) -> str:
             return _inner(piece.argument, line, values) if present else ""
         if not present:
             return _inner(piece.argument, line, values)
-    value = _known(piece.text, line, values)
+    value = _lookup(piece.text, line, values)
     return value if isinstance(value, str) else " ".join(value[:1])
 
 
 def _inner(text: str, line: int, values: Mapping[str, _Value]) -> str:
-    """The default in ${NAME:-default}."""
+    """Expand the default in ${NAME:-default}."""
     reader = Reader(f'"{text}"' if '"' not in text else text, line)
     return "".join(
         _text(piece, line, values) for token in reader.tokens() if isinstance(token, Word) for piece in token.pieces
     )
 
 
-def _known(name: str, line: int, values: Mapping[str, _Value]) -> str | list[str]:
+def _lookup(name: str, line: int, values: Mapping[str, _Value]) -> str | list[str]:
     value = values.get(name)
     if value is None:
-        raise InputError(
-            f"line {line}: ${name} is set nowhere in the script: give it, as in {name}=VALUE behind the file"
-        )
+        raise InputError(f"line {line}: the script does not set ${name}: add {name}=VALUE after the file")
     if isinstance(value, _Unknown):
-        advice = "" if "VALUE behind" in value.why else f". Give it, as in {name}=VALUE behind the file"
-        raise InputError(f"line {line}: ${name} is not known: {value.why}{advice}")
+        advice = "" if "=VALUE after" in value.reason else f". Add {name}=VALUE after the file"
+        raise InputError(f"line {line}: the value of ${name} is unknown: {value.reason}{advice}")
     return value
 
 
@@ -246,21 +244,21 @@ _BINARY = {
 
 
 def _arithmetic(text: str, line: int, values: Mapping[str, _Value]) -> int:
-    """$((text)): whole numbers, + - * / % ** << >> and parentheses; division is towards 0, as in C."""
-    named = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda found: found[1] or found[2], text)
+    """Evaluate $((text)): integers, + - * / % ** << >> and parentheses. Division rounds towards 0, as in C."""
+    named = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda match: match[1] or match[2], text)
     try:
         tree = ast.parse(named.strip(), mode="eval").body
     except SyntaxError as error:
-        raise InputError(f"line {line}: the arithmetic $(({text})) is not read") from error
+        raise InputError(f"line {line}: the arithmetic $(({text})) is not supported") from error
 
     def compute(node: ast.AST) -> int:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return node.value
         if isinstance(node, ast.Name):
-            value = _known(node.id, line, values)
+            value = _lookup(node.id, line, values)
             if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
                 return int(value)
-            raise InputError(f"line {line}: ${node.id} is {value!r}, no whole number, in $(({text}))")
+            raise InputError(f"line {line}: ${node.id} is {value!r}, not an integer, in $(({text}))")
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return -compute(node.operand)
         if isinstance(node, ast.BinOp):
@@ -268,8 +266,8 @@ def _arithmetic(text: str, line: int, values: Mapping[str, _Value]) -> int:
             if type(node.op) in _BINARY:
                 return int(_BINARY[type(node.op)](left, right))
             if isinstance(node.op, (ast.Div, ast.Mod)) and right:
-                whole = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
-                return whole if isinstance(node.op, ast.Div) else left - whole * right
-        raise InputError(f"line {line}: the arithmetic $(({text})) is not read")
+                quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
+                return quotient if isinstance(node.op, ast.Div) else left - quotient * right
+        raise InputError(f"line {line}: the arithmetic $(({text})) is not supported")
 
     return compute(tree)

@@ -1,4 +1,4 @@
-"""verl's options as a command gives them, and the recipe's settings and notes that are made of them."""
+"""The state of a conversion: verl's options on one side, the recipe's settings and notes on the other."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
-class Given:
-    """An option's value in the command. `line`: where it stands."""
+class OptionValue:
+    """The value of an option in the command, and its line."""
 
     value: Any
     line: int
@@ -29,48 +29,51 @@ class Given:
 
 @dataclass
 class Sheet:
-    """`given`: options of the command; `defaults`: verl's. `settings`: the recipe's, by dotted key. `origins`: the option
-    that a setting was taken from. `notes`: what could not be carried over, or was changed, one line each."""
+    """Options, and the settings derived from them so far.
 
-    given: dict[str, Given]
+    options: the options of the command by name. defaults: verl's defaults. settings: the recipe's, by dotted key.
+    origins: the option that each setting came from. notes: one line per option that was changed or omitted.
+    """
+
+    options: dict[str, OptionValue]
     defaults: Mapping[str, Any]
     settings: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def get(self, option: str, otherwise: Any = None) -> Any:
-        """The command's value, else verl's default, else `otherwise`."""
-        return self.given[option].value if option in self.given else self.defaults.get(option, otherwise)
+        """Return the command's value, else verl's default, else `otherwise`."""
+        return self.options[option].value if option in self.options else self.defaults.get(option, otherwise)
 
     def number(self, option: str, otherwise: int | None = None) -> int:
         value = self.get(option, otherwise)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise InputError(f"{self.where(option)}{option}={value!r} is no whole number")
+            raise InputError(f"{self.where(option)}{option}={value!r} is not an integer")
         return value
 
     def first(self, *options: str) -> Any:
-        """Of the first of them that the command gives."""
-        return next((self.given[option].value for option in options if option in self.given), None)
+        """Return the value of the first of these options that the command has, or None."""
+        return next((self.options[option].value for option in options if option in self.options), None)
 
     def where(self, option: str) -> str:
-        return f"line {self.given[option].line}: " if option in self.given else ""
+        return f"line {self.options[option].line}: " if option in self.options else ""
 
-    def note(self, option: str, why: str) -> None:
-        """Say why `option` was not taken over as it stands."""
-        said = f"={_short(self.given[option].value)}" if option in self.given else " (verl's default)"
-        self.notes.append(f"{self.where(option)}{option}{said}: {why}")
+    def note(self, option: str, reason: str) -> None:
+        """Add a note with the reason why `option` was changed or omitted."""
+        value = f"={_short(self.options[option].value)}" if option in self.options else " (verl's default)"
+        self.notes.append(f"{self.where(option)}{option}{value}: {reason}")
 
     def apply(self, table: Sequence[Option]) -> None:
-        """Take over what `table` says of each option; of those that it does not know, say so."""
-        for name in [*self.given, *(name for name in self.defaults if name not in self.given)]:
-            option = next((one for one in table if fnmatch.fnmatchcase(name, one.verl)), None)
+        """Convert all options by `table`. Options that it lacks get a note."""
+        for name in [*self.options, *(name for name in self.defaults if name not in self.options)]:
+            option = next((row for row in table if fnmatch.fnmatchcase(name, row.verl)), None)
             if option is None:
-                near = nearest(name, [one.verl for one in table])
-                self.note(name, f"not known here, and not carried over{f'; nearest: {near}' if near else ''}")
+                near = nearest(name, [row.verl for row in table])
+                self.note(name, f"unknown option, omitted{f'; nearest: {near}' if near else ''}")
             elif option.to is None and self.get(name) in option.same:
                 continue
             elif option.to is None:
-                self.note(name, f"no counterpart: {option.why}")
+                self.note(name, f"no counterpart: {option.remark}")
             elif not option.derived:
                 self._take(name, option)
 
@@ -80,8 +83,8 @@ class Sheet:
         if option.names:
             key = value if isinstance(value, (str, bool, type(None))) else str(value)
             if key not in option.names:
-                known = ", ".join(str(one) for one in option.names)
-                self.note(name, f"no counterpart for this value; those with one: {known}")
+                supported = ", ".join(map(str, option.names))
+                self.note(name, f"this value has no counterpart; supported: {supported}")
                 return
             value = option.names[key]
         elif value is None:
@@ -94,32 +97,35 @@ class Sheet:
         self.settings[to], self.origins[to] = value, name
 
 
-def read_options(arguments: Sequence[Argument]) -> tuple[dict[str, Given], str]:
-    """Hydra's overrides by name, the last one of a name; and the --config-name. Raises InputError for anything else."""
-    given: dict[str, Given] = {}
+def read_options(arguments: Sequence[Argument]) -> tuple[dict[str, OptionValue], str]:
+    """Parse Hydra's overrides and --config-name. The last override of an option counts. Raises InputError."""
+    options: dict[str, OptionValue] = {}
     config, rest = "", list(arguments)
     while rest:
         argument = rest.pop(0)
         if argument.text.startswith("--"):
             flag, equals, value = argument.text.partition("=")
             if flag not in ("--config-path", "--config-name", "--config-dir"):
-                raise InputError(f"line {argument.line}: {argument.text} is no option of hydra that is known here")
+                raise InputError(f"line {argument.line}: the hydra option {argument.text} is not supported")
             value = value if equals else rest.pop(0).text if rest else ""
             config = value if flag == "--config-name" else config
             continue
-        found = _OVERRIDE.fullmatch(argument.text)
-        if not found or (found[3] is None and found[1] != "~"):
-            raise InputError(f"line {argument.line}: {argument.text!r} is no override of the form key=value")
-        if found[1] == "~":
-            raise InputError(f"line {argument.line}: {argument.text!r} deletes an option, which is not read here")
-        given[found[2]] = Given(value_of(found[3], argument.line), argument.line)
-    return given, config
+        match = _OVERRIDE.fullmatch(argument.text)
+        if not match or (match[3] is None and match[1] != "~"):
+            raise InputError(f"line {argument.line}: {argument.text!r} is not an override of the form key=value")
+        if match[1] == "~":
+            raise InputError(f"line {argument.line}: {argument.text!r} deletes an option, which is not supported")
+        options[match[2]] = OptionValue(value_of(match[3], argument.line), argument.line)
+    return options, config
 
 
 def value_of(text: str, line: int) -> Any:
-    """An override's value: a number, a word, True, null, or a list. Raises InputError for what refers to other options."""
+    """Parse the value of an override: a number, a word, True, null or a list.
+
+    Raises InputError if it refers to other options.
+    """
     if "${" in text:
-        raise InputError(f"line {line}: {text!r} refers to other options of verl; write the value out")
+        raise InputError(f"line {line}: {text!r} refers to other options of verl; write the value instead")
     if _NUMBER.fullmatch(text):
         return float(text) if re.search(r"[.eE]", text) else int(text)
     try:

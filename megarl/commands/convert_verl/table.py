@@ -1,7 +1,7 @@
-"""Which setting of megarl each option of verl becomes. Data alone: `translate.py` applies it, `document.py` prints it.
+"""Table of verl's options and the corresponding settings of megarl. `translate.py` applies it.
 
-`RL` holds the options of verl.trainer.main_ppo, of DAPO's and of one-step-off's entry points; `SFT` those of
-fsdp_sft_trainer and sft_trainer. An option whose name ends in ``*`` stands for all that begin so.
+`RL` has the options of verl.trainer.main_ppo and of the entry points of DAPO and one-step-off. `SFT` has the options of
+fsdp_sft_trainer and sft_trainer. ``*`` in the name of an option matches any text.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 class Option:
     """An option of verl.
 
-    to: the recipe's key; None: it has no counterpart, and `why` says so. Several keys are separated by ", ".
-    names: verl's values with another name here. A value that is not among them is no counterpart's.
-    derived: the key's value follows from several options, as `why` says; translate.py computes it.
-    same: values of an option without counterpart that ask for what megarl does anyway.
+    to: the recipe's key, or several keys separated by ", "; None: there is no counterpart, for the reason in `remark`.
+    names: verl's value -> megarl's value. If it is not empty, other values have no counterpart.
+    derived: translate.py computes the value from several options, as `remark` describes.
+    same: values of an option without counterpart that match what megarl always does.
     """
 
     verl: str
     to: str | None = None
-    why: str = ""
+    remark: str = ""
     names: dict[Any, Any] = field(default_factory=dict)
     derived: bool = False
     same: tuple[Any, ...] = ()
 
 
-def _none(why: str, *options: str, same: tuple[Any, ...] = ()) -> list[Option]:
-    return [Option(option, None, why, same=same) for option in options]
+def _none(remark: str, *options: str, same: tuple[Any, ...] = ()) -> list[Option]:
+    return [Option(option, None, remark, same=same) for option in options]
 
 
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -57,13 +57,14 @@ KL_ESTIMATORS = {
 METRICS = {"acc": "accuracy", "score": "reward", "seq_reward": "reward", "seq_final_reward": "reward"}
 RESUME = {"disable": "never", "auto": "auto"}
 
-_ALWAYS = "megarl does it always"
-_OF_FSDP = "it is FSDP's; the trainer is Megatron"
-_OF_TOKENS = (
-    "micro batches are counted in tokens, and the passes for log-probs take those of actor.max_tokens_per_micro_batch"
-)
-_OF_REFERENCE = "the reference policy is computed by the actor's processes, in their layout"
-_BY_ROW = "rows are scored by the scorer for their data_source (docs/rewards.md); reward.function names another"
+_CONFIG = "the model's config.json determines it"
+_SAME_NAME = "same name in megarl"
+_ULYSSES = "tensor parallelism of the same size, which also splits sequences"
+_ALWAYS = "megarl always does this"
+_FSDP = "an FSDP option; megarl trains with Megatron"
+_TOKENS = "micro batches are measured in tokens; actor.max_tokens_per_micro_batch also applies to the log-prob passes"
+_REFERENCE = "the actor's processes compute the reference policy, in the actor's layout"
+_BY_ROW = "the data_source of a row selects its scorer (docs/rewards.md); reward.function selects another one"
 _COLUMNS = "rows have the columns of docs/data.md"
 
 RL = [
@@ -76,22 +77,22 @@ RL = [
     Option("data.max_prompt_length", "data.max_prompt_length"),
     Option("data.max_response_length", "rollout.max_response_length"),
     Option("data.filter_overlong_prompts", "data.overlong_prompts", "True is filter", derived=True),
-    Option("data.truncation", "data.overlong_prompts", "error is error; prompts are never cut: left, right and middle become filter", derived=True),
+    Option("data.truncation", "data.overlong_prompts", "error is error; prompts are never truncated: left, right and middle become filter", derived=True),
     Option("data.shuffle", "data.shuffle"),
     Option("data.seed", "train.seed"),
     Option("data.apply_chat_template_kwargs", "data.chat_template_args"),
     *_none(_COLUMNS, "data.prompt_key", "data.image_key", "data.video_key", "data.reward_fn_key"),
-    *_none("preparing rows needs no setting", "data.filter_overlong_prompts_workers", "data.dataloader_num_workers", "data.return_raw_chat", "data.return_raw_input_ids"),
+    *_none("the preparation of rows has no setting", "data.filter_overlong_prompts_workers", "data.dataloader_num_workers", "data.return_raw_chat", "data.return_raw_input_ids"),
     Option("algorithm.adv_estimator", "algorithm.advantage", names=ADVANTAGES),
     Option("algorithm.norm_adv_by_std_in_grpo", "algorithm.normalize_by_std"),
     Option("algorithm.gamma", "algorithm.gamma"),
     Option("algorithm.lam", "algorithm.lam"),
     Option("algorithm.use_kl_in_reward", "algorithm.kl_in_reward", derived=True),
-    Option("algorithm.kl_penalty", "algorithm.kl_estimator", "where use_kl_in_reward is True", KL_ESTIMATORS, derived=True),
-    Option("algorithm.kl_ctrl.*", "algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon", "where use_kl_in_reward is True; verl does not read it otherwise", derived=True),
+    Option("algorithm.kl_penalty", "algorithm.kl_estimator", "if use_kl_in_reward is True", KL_ESTIMATORS, derived=True),
+    Option("algorithm.kl_ctrl.*", "algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon", "if use_kl_in_reward is True; otherwise verl ignores it", derived=True),
     Option("algorithm.filter_groups.enable", "algorithm.dynamic_sampling.enabled"),
     Option("algorithm.filter_groups.metric", "algorithm.dynamic_sampling.metric", names=METRICS),
-    Option("algorithm.filter_groups.max_num_gen_batches", "algorithm.dynamic_sampling.max_attempts", "x data.gen_batch_size / data.train_batch_size, as attempts are counted in batches of data.prompts_per_step", derived=True),
+    Option("algorithm.filter_groups.max_num_gen_batches", "algorithm.dynamic_sampling.max_attempts", "x data.gen_batch_size / data.train_batch_size: an attempt is a batch of data.prompts_per_step", derived=True),
     Option("algorithm.rollout_correction.rollout_is", "algorithm.correction.weights", names={"token": "token", "sequence": "sequence", None: "none"}),
     Option("algorithm.rollout_correction.rollout_is_threshold", "algorithm.correction.truncate"),
     Option("algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.correction.normalize"),
@@ -102,7 +103,7 @@ RL = [
     Option(f"{_A}.policy_loss.clip_cov_lb", "algorithm.cov_low"),
     Option(f"{_A}.policy_loss.clip_cov_ub", "algorithm.cov_high"),
     Option(f"{_A}.policy_loss.ppo_kl_coef", "algorithm.cov_kl_coef"),
-    Option(f"{_A}.clip_ratio", None, "verl reads clip_ratio_low and clip_ratio_high, which are 0.2 unless set"),
+    Option(f"{_A}.clip_ratio", None, "verl uses clip_ratio_low and clip_ratio_high, which are 0.2 by default"),
     Option(f"{_A}.clip_ratio_low", "algorithm.clip_low"),
     Option(f"{_A}.clip_ratio_high", "algorithm.clip_high"),
     Option(f"{_A}.clip_ratio_c", "algorithm.dual_clip"),
@@ -111,98 +112,98 @@ RL = [
     Option(f"{_A}.loss_agg_mode", "algorithm.aggregation", names=AGGREGATIONS),
     Option(f"{_A}.entropy_coeff", "algorithm.entropy_coef"),
     Option(f"{_A}.use_kl_loss", "algorithm.kl_coef", "False is 0", derived=True),
-    Option(f"{_A}.kl_loss_coef", "algorithm.kl_coef", "where use_kl_loss is True", derived=True),
-    Option(f"{_A}.kl_loss_type", "algorithm.kl_estimator", "where use_kl_loss is True", KL_ESTIMATORS, derived=True),
-    Option(f"{_A}.ppo_mini_batch_size", "actor.mini_batches", "data.train_batch_size / it", derived=True),
-    Option(f"{_A}.use_dynamic_bsz", "actor.max_tokens_per_micro_batch", "which of the next two counts", derived=True),
+    Option(f"{_A}.kl_loss_coef", "algorithm.kl_coef", "if use_kl_loss is True", derived=True),
+    Option(f"{_A}.kl_loss_type", "algorithm.kl_estimator", "if use_kl_loss is True", KL_ESTIMATORS, derived=True),
+    Option(f"{_A}.ppo_mini_batch_size", "actor.mini_batches", "data.train_batch_size / this value", derived=True),
+    Option(f"{_A}.use_dynamic_bsz", "actor.max_tokens_per_micro_batch", "selects one of the next two options", derived=True),
     Option(f"{_A}.ppo_max_token_len_per_gpu", "actor.max_tokens_per_micro_batch", "x ulysses_sequence_parallel_size", derived=True),
-    Option(f"{_A}.ppo_micro_batch_size_per_gpu", "actor.max_tokens_per_micro_batch", "x the longest prompt and response", derived=True),
-    Option(f"{_A}.ppo_epochs", None, "samples are learned from once a step", same=(1,)),
+    Option(f"{_A}.ppo_micro_batch_size_per_gpu", "actor.max_tokens_per_micro_batch", "x (data.max_prompt_length + rollout.max_response_length)", derived=True),
+    Option(f"{_A}.ppo_epochs", None, "each sample is used once", same=(1,)),
     Option(f"{_A}.optim.lr", "actor.optimizer.lr"),
     Option(f"{_A}.optim.weight_decay", "actor.optimizer.weight_decay"),
     Option(f"{_A}.optim.betas", "actor.optimizer.betas"),
     Option(f"{_A}.optim.clip_grad", "actor.optimizer.clip_grad"),
     Option(f"{_A}.grad_clip", "actor.optimizer.clip_grad"),
     Option(f"{_A}.optim.min_lr_ratio", "actor.optimizer.min_lr_ratio"),
-    Option(f"{_A}.optim.lr_warmup_steps", "actor.optimizer.warmup_steps", "x actor.mini_batches: verl's schedule moves once a step", derived=True),
-    Option(f"{_A}.optim.lr_warmup_steps_ratio", "actor.optimizer.warmup_steps", "x the optimizer's steps", derived=True),
+    Option(f"{_A}.optim.lr_warmup_steps", "actor.optimizer.warmup_steps", "x actor.mini_batches: verl's schedule advances once per step", derived=True),
+    Option(f"{_A}.optim.lr_warmup_steps_ratio", "actor.optimizer.warmup_steps", "x the number of optimizer steps", derived=True),
     Option(f"{_A}.optim.warmup_style", "actor.optimizer.decay", names={"constant": "constant", "cosine": "cosine"}),
     Option(f"{_A}.optim.lr_scheduler_type", "actor.optimizer.decay", names={"constant": "constant", "cosine": "cosine"}),
     Option(f"{_A}.optim.lr_decay_style", "actor.optimizer.decay", names={"constant": "constant", "cosine": "cosine", "linear": "linear"}),
     *_none("AdamW is the only optimizer", f"{_A}.optim.optimizer"),
-    *_none("the setting for states on the host depends on the device: actor.optimizer.extra.optimizer_cpu_offload or megatron.extra.swap_optimizer", f"{_A}.optim.override_optimizer_config*"),
-    Option(f"{_A}.strategy", None, "the trainer is Megatron"),
+    *_none("optimizer states in host memory: actor.optimizer.extra.optimizer_cpu_offload or megatron.extra.swap_optimizer, depending on the device", f"{_A}.optim.override_optimizer_config*"),
+    Option(f"{_A}.strategy", None, "megarl trains with Megatron"),
     Option(f"{_A}.megatron.tensor_model_parallel_size", "megatron.tensor_parallel"),
     Option(f"{_A}.megatron.pipeline_model_parallel_size", "megatron.pipeline_parallel"),
     Option(f"{_A}.megatron.virtual_pipeline_model_parallel_size", "megatron.virtual_pipeline"),
     Option(f"{_A}.megatron.context_parallel_size", "megatron.context_parallel"),
     Option(f"{_A}.megatron.expert_model_parallel_size", "megatron.expert_parallel"),
-    Option(f"{_A}.megatron.expert_tensor_parallel_size", "megatron.expert_tensor_parallel", "unset, with experts spread: the tensor-parallel size, as Megatron takes it", derived=True),
+    Option(f"{_A}.megatron.expert_tensor_parallel_size", "megatron.expert_tensor_parallel", "if unset, and expert parallelism is on: the tensor-parallel size, as in Megatron", derived=True),
     Option(f"{_A}.megatron.use_distributed_optimizer", "megatron.distributed_optimizer"),
-    Option(f"{_A}.megatron.*_offload", "megatron.offload", "any of them", derived=True),
+    Option(f"{_A}.megatron.*_offload", "megatron.offload", "true if any is True", derived=True),
     Option(f"{_A}.megatron.override_transformer_config.recompute_granularity", "megatron.recompute", names={"full": "full", "selective": "selective", None: "none"}),
-    Option(f"{_A}.megatron.override_transformer_config.recompute_*", None, "megatron.recompute=full computes every layer again, one at a time"),
+    Option(f"{_A}.megatron.override_transformer_config.recompute_*", None, "megatron.recompute=full recomputes every layer, one at a time"),
     Option(f"{_A}.megatron.override_transformer_config.num_layers_in_first_pipeline_stage", "megatron.first_stage_layers"),
     Option(f"{_A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage", "megatron.last_stage_layers"),
-    Option(f"{_A}.megatron.override_transformer_config.pipeline_num_transformer_layers", None, "megatron.first_stage_layers and last_stage_layers say it"),
-    *_none("the model's config.json decides it", *(f"{_A}.megatron.override_transformer_config.{name}*" for name in ("multi_head_latent_attention", "rope_scaling", "yarn_", "seq_length"))),
-    Option(f"{_A}.megatron.override_transformer_config.*", "megatron.extra.*", "under its own name"),
-    Option(f"{_A}.megatron.override_ddp_config.*", "megatron.ddp.*", "under its own name"),
-    *_none("weights are read through mbridge, and a checkpoint is a run's own", f"{_A}.megatron.use_mbridge", f"{_A}.megatron.vanilla_mbridge", f"{_A}.megatron.use_dist_checkpointing", f"{_A}.megatron.dist_checkpointing_path", f"{_A}.load_weight"),
-    Option(f"{_A}.ulysses_sequence_parallel_size", "megatron.tensor_parallel", "tensor parallel of the same size, which cuts sequences too", derived=True),
-    Option(f"{_A}.fsdp_config.*_offload", "megatron.offload", "any of them", derived=True),
+    Option(f"{_A}.megatron.override_transformer_config.pipeline_num_transformer_layers", None, "use megatron.first_stage_layers and last_stage_layers"),
+    *_none(_CONFIG, *(f"{_A}.megatron.override_transformer_config.{name}*" for name in ("multi_head_latent_attention", "rope_scaling", "yarn_", "seq_length"))),
+    Option(f"{_A}.megatron.override_transformer_config.*", "megatron.extra.*", _SAME_NAME),
+    Option(f"{_A}.megatron.override_ddp_config.*", "megatron.ddp.*", _SAME_NAME),
+    *_none("mbridge loads Hugging Face weights; a run reads only its checkpoints", f"{_A}.megatron.use_mbridge", f"{_A}.megatron.vanilla_mbridge", f"{_A}.megatron.use_dist_checkpointing", f"{_A}.megatron.dist_checkpointing_path", f"{_A}.load_weight"),
+    Option(f"{_A}.ulysses_sequence_parallel_size", "megatron.tensor_parallel", _ULYSSES, derived=True),
+    Option(f"{_A}.fsdp_config.*_offload", "megatron.offload", "true if any is True", derived=True),
     Option("actor_rollout_ref.model.enable_gradient_checkpointing", "megatron.recompute", names={True: "full", False: "none"}),
-    *_none(_OF_FSDP, f"{_A}.fsdp_config.*", f"{_A}.use_torch_compile", f"{_A}.entropy_checkpointing", f"{_A}.entropy_from_logits_with_chunking", "actor_rollout_ref.model.use_liger", "actor_rollout_ref.model.use_fused_kernels"),
+    *_none(_FSDP, f"{_A}.fsdp_config.*", f"{_A}.use_torch_compile", f"{_A}.entropy_checkpointing", f"{_A}.entropy_from_logits_with_chunking", "actor_rollout_ref.model.use_liger", "actor_rollout_ref.model.use_fused_kernels"),
     *_none(_ALWAYS, "actor_rollout_ref.model.use_remove_padding", f"{_R}.free_cache_engine", f"{_R}.calculate_log_probs", "trainer.balance_batch", same=(True,)),
-    *_none("the model's config.json decides it", "actor_rollout_ref.model.override_config*", "actor_rollout_ref.model.trust_remote_code"),
+    *_none(_CONFIG, "actor_rollout_ref.model.override_config*", "actor_rollout_ref.model.trust_remote_code"),
     Option("actor_rollout_ref.model.lora_rank", "lora.rank"),
     Option("actor_rollout_ref.model.lora_alpha", "lora.alpha"),
     Option("actor_rollout_ref.model.target_modules", "lora.targets"),
-    *_none(_OF_TOKENS, f"{_R}.log_prob_*"),
-    *_none(_OF_REFERENCE, "actor_rollout_ref.ref.*"),
+    *_none(_TOKENS, f"{_R}.log_prob_*"),
+    *_none(_REFERENCE, "actor_rollout_ref.ref.*"),
     Option(f"{_R}.name", "rollout.engine", names={"vllm": "vllm"}),
-    Option(f"{_R}.mode", None, "engines are processes of their own"),
-    Option(f"{_R}.load_format", None, "megarl sends the weights"),
+    Option(f"{_R}.mode", None, "engines always run in separate processes"),
+    Option(f"{_R}.load_format", None, "engines receive their weights from the trainers"),
     Option(f"{_R}.n", "rollout.samples_per_prompt"),
-    Option(f"{_R}.tensor_model_parallel_size", "rollout.tensor_parallel, rollout.engines", "engines: devices / it", derived=True),
-    Option(f"{_R}.data_parallel_size", "rollout.data_parallel", "its groups always spread experts"),
-    Option(f"{_R}.expert_parallel_size", "rollout.expert_parallel", "true where above 1, without rollout.data_parallel", derived=True),
+    Option(f"{_R}.tensor_model_parallel_size", "rollout.tensor_parallel, rollout.engines", "engines: devices / this value", derived=True),
+    Option(f"{_R}.data_parallel_size", "rollout.data_parallel", "always with expert parallelism"),
+    Option(f"{_R}.expert_parallel_size", "rollout.expert_parallel", "true if above 1 and rollout.data_parallel is 1", derived=True),
     Option(f"{_R}.engine_kwargs.vllm.enable_expert_parallel", "rollout.expert_parallel"),
     Option(f"{_R}.temperature", "rollout.temperature"),
     Option(f"{_R}.top_p", "rollout.top_p"),
     Option(f"{_R}.top_k", "rollout.top_k"),
     Option(f"{_R}.dtype", "rollout.dtype"),
     *(Option(f"{_R}.{name}", f"rollout.engine_args.{name}") for name in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")),
-    Option(f"{_R}.max_model_len", None, "it is data.max_prompt_length + rollout.max_response_length"),
-    Option(f"{_R}.engine_kwargs.vllm.*", "rollout.engine_args.*", "under its own name"),
+    Option(f"{_R}.max_model_len", None, "always data.max_prompt_length + rollout.max_response_length"),
+    Option(f"{_R}.engine_kwargs.vllm.*", "rollout.engine_args.*", _SAME_NAME),
     Option(f"{_R}.checkpoint_engine.update_weights_bucket_megabytes", "exchange.bucket_mb"),
     Option(f"{_R}.val_kwargs.n", "evaluation.samples"),
-    Option(f"{_R}.val_kwargs.temperature", "evaluation.temperature", "0 where do_sample is False", derived=True),
+    Option(f"{_R}.val_kwargs.temperature", "evaluation.temperature", "0 if do_sample is False", derived=True),
     Option(f"{_R}.val_kwargs.do_sample", "evaluation.temperature", "False is 0", derived=True),
     Option(f"{_R}.val_kwargs.top_p", "evaluation.top_p"),
-    Option(f"{_R}.val_kwargs.top_k", None, "evaluation takes all tokens", same=(-1, 0)),
-    Option("actor_rollout_ref.hybrid_engine", None, "cluster.placement says it"),
+    Option(f"{_R}.val_kwargs.top_k", None, "evaluation never limits sampling to the top k", same=(-1, 0)),
+    Option("actor_rollout_ref.hybrid_engine", None, "use cluster.placement"),
     Option("actor_rollout_ref.nccl_timeout", "cluster.timeout"),
     Option("critic.model.path", "critic.model_path"),
     Option("critic.optim.lr", "critic.optimizer.lr"),
     Option("critic.optim.weight_decay", "critic.optimizer.weight_decay"),
-    Option("critic.ppo_mini_batch_size", "critic.mini_batches", "data.train_batch_size / it; unset: the actor's", derived=True),
+    Option("critic.ppo_mini_batch_size", "critic.mini_batches", "data.train_batch_size / this value; if unset, the actor's", derived=True),
     Option("critic.cliprange_value", "critic.value_clip"),
     Option("critic.megatron.tensor_model_parallel_size", "critic.megatron.tensor_parallel"),
     Option("critic.megatron.pipeline_model_parallel_size", "critic.megatron.pipeline_parallel"),
-    Option("critic.megatron.override_ddp_config.*", "critic.megatron.ddp.*", "under its own name"),
-    Option("critic.ulysses_sequence_parallel_size", "critic.megatron.tensor_parallel", "as the actor's", derived=True),
+    Option("critic.megatron.override_ddp_config.*", "critic.megatron.ddp.*", _SAME_NAME),
+    Option("critic.ulysses_sequence_parallel_size", "critic.megatron.tensor_parallel", _ULYSSES, derived=True),
     Option("critic.model.enable_gradient_checkpointing", "critic.megatron.recompute", names={True: "full", False: "none"}),
-    Option("critic.*_offload", "critic.megatron.offload", "any of them", derived=True),
-    *_none(_OF_TOKENS, "critic.ppo_micro_batch_size*", "critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu", "critic.forward_*"),
-    *_none(_OF_FSDP, "critic.strategy", "critic.model.fsdp_config.*", "critic.model.use_remove_padding"),
+    Option("critic.*_offload", "critic.megatron.offload", "true if any is True", derived=True),
+    *_none(_TOKENS, "critic.ppo_micro_batch_size*", "critic.use_dynamic_bsz", "critic.ppo_max_token_len_per_gpu", "critic.forward_*"),
+    *_none(_FSDP, "critic.strategy", "critic.model.fsdp_config.*", "critic.model.use_remove_padding"),
     *_none(_BY_ROW, "reward_model.reward_manager", "reward.reward_manager.*", "custom_reward_function.*", "reward.custom_reward_function.*"),
-    *_none("it is rollout.max_response_length", "reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len"),
+    *_none("always rollout.max_response_length", "reward_model.reward_kwargs.max_resp_len", "reward.reward_kwargs.max_resp_len"),
     *(option for prefix in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg", "reward.reward_kwargs.overlong_buffer_cfg") for option in (
         Option(f"{prefix}.enable", "algorithm.overlong.penalty_buffer", "False is 0", derived=True),
-        Option(f"{prefix}.len", "algorithm.overlong.penalty_buffer", "where enable is True", derived=True),
-        Option(f"{prefix}.penalty_factor", "algorithm.overlong.penalty_factor", "where enable is True", derived=True),
-        Option(f"{prefix}.log", None, "reward parts are always written"),
+        Option(f"{prefix}.len", "algorithm.overlong.penalty_buffer", "if enable is True", derived=True),
+        Option(f"{prefix}.penalty_factor", "algorithm.overlong.penalty_factor", "if enable is True", derived=True),
+        Option(f"{prefix}.log", None, "reward parts are always logged"),
     )),
     Option("trainer.critic_warmup", "critic.warmup_steps"),
     Option("rollout.*", "rollout.engines", "one-step-off's devices for sampling", derived=True),
@@ -211,9 +212,9 @@ RL = [
 TRAINER = [
     Option("trainer.experiment_name", "name", derived=True),
     Option("trainer.project_name", "observe.project"),
-    Option("trainer.logger", "observe.trackers", "those of wandb, swanlab and mlflow; console and tensorboard are always written", derived=True),
-    Option("trainer.nnodes", "cluster.trainers", "trainer.n_gpus_per_node x it", derived=True),
-    Option("trainer.n_gpus_per_node", "cluster.trainers", "trainer.nnodes x it", derived=True),
+    Option("trainer.logger", "observe.trackers", "wandb, swanlab and mlflow; console and tensorboard are always on", derived=True),
+    Option("trainer.nnodes", "cluster.trainers", "x trainer.n_gpus_per_node", derived=True),
+    Option("trainer.n_gpus_per_node", "cluster.trainers", "x trainer.nnodes", derived=True),
     Option("trainer.device", "cluster.device"),
     Option("trainer.total_training_steps", "train.steps"),
     Option("trainer.total_epochs", "train.steps", "x rows / data.prompts_per_step: needs --rows", derived=True),
@@ -224,9 +225,9 @@ TRAINER = [
     Option("trainer.max_actor_ckpt_to_keep", "train.keep_checkpoints"),
     Option("trainer.max_ckpt_to_keep", "train.keep_checkpoints"),
     Option("trainer.resume_mode", "train.resume", names=RESUME),
-    Option("trainer.max_critic_ckpt_to_keep", None, "a checkpoint holds actor and critic"),
-    *_none("a run's files are in runs_dir/name", "trainer.default_local_dir", "trainer.default_hdfs_dir", "trainer.resume_from_path", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.log_val_generations"),
-    Option("trainer.use_legacy_worker_impl", None, "it chooses between implementations of verl"),
+    Option("trainer.max_critic_ckpt_to_keep", None, "a checkpoint has both actor and critic"),
+    *_none("the files of a run are in runs_dir/name", "trainer.default_local_dir", "trainer.default_hdfs_dir", "trainer.resume_from_path", "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.log_val_generations"),
+    Option("trainer.use_legacy_worker_impl", None, "it selects one of verl's implementations"),
 ]  # fmt: skip
 
 SFT = [
@@ -235,11 +236,11 @@ SFT = [
     Option("data.train_files", "data.train_files"),
     Option("data.val_files", "data.eval_files"),
     Option("data.train_batch_size", "data.prompts_per_step"),
-    Option("data.max_length", "data.max_prompt_length, rollout.max_response_length", "an example may have as many tokens as these two together", derived=True),
-    Option("data.truncation", "data.overlong_prompts", "error is error; examples are never cut: left and right become filter", derived=True),
-    Option("data.micro_batch_size_per_gpu", "actor.max_tokens_per_micro_batch", "x data.max_length, where use_dynamic_bsz is not said to be True", derived=True),
+    Option("data.max_length", "data.max_prompt_length, rollout.max_response_length", "the sum of the two is the limit for an example", derived=True),
+    Option("data.truncation", "data.overlong_prompts", "error is error; examples are never truncated: left and right become filter", derived=True),
+    Option("data.micro_batch_size_per_gpu", "actor.max_tokens_per_micro_batch", "x data.max_length, unless use_dynamic_bsz is True", derived=True),
     Option("data.max_token_len_per_gpu", "actor.max_tokens_per_micro_batch", "x the sequence-parallel size", derived=True),
-    Option("data.use_dynamic_bsz", "actor.max_tokens_per_micro_batch", "which of the two above counts", derived=True),
+    Option("data.use_dynamic_bsz", "actor.max_tokens_per_micro_batch", "selects one of the two options above", derived=True),
     *_none(_COLUMNS + ": prompt and response, or messages", "data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys", "data.messages_key", "data.tools_key", "data.multiturn.*", "data.ignore_input_ids_mismatch", "data.pad_mode"),
     Option("data.apply_chat_template_kwargs", "data.chat_template_args"),
     Option("optim.lr", "actor.optimizer.lr"),
@@ -255,13 +256,13 @@ SFT = [
     Option("model.lora_alpha", "lora.alpha"),
     Option("model.target_modules", "lora.targets"),
     Option("model.enable_gradient_checkpointing", "megatron.recompute", names={True: "full", False: "none"}),
-    Option("ulysses_sequence_parallel_size", "megatron.tensor_parallel", "tensor parallel of the same size, which cuts sequences too", derived=True),
-    Option("engine.ulysses_sequence_parallel_size", "megatron.tensor_parallel", "as above", derived=True),
+    Option("ulysses_sequence_parallel_size", "megatron.tensor_parallel", _ULYSSES, derived=True),
+    Option("engine.ulysses_sequence_parallel_size", "megatron.tensor_parallel", _ULYSSES, derived=True),
     Option("engine.tensor_model_parallel_size", "megatron.tensor_parallel"),
     Option("engine.pipeline_model_parallel_size", "megatron.pipeline_parallel"),
     Option("engine.context_parallel_size", "megatron.context_parallel"),
     *_none(_ALWAYS, "use_remove_padding", "model.use_remove_padding", same=(True,)),
-    *_none("the trainer is Megatron", "model.strategy", "engine", "engine.strategy", "model.fsdp_config.*", "engine.*", "optim", "model.use_liger"),
+    *_none("megarl trains with Megatron", "model.strategy", "engine", "engine.strategy", "model.fsdp_config.*", "engine.*", "optim", "model.use_liger"),
 ]  # fmt: skip
 
 DEFAULTS: dict[str, Any] = {
@@ -274,7 +275,7 @@ DEFAULTS: dict[str, Any] = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": 0.5, "trainer.n_gpus_per_node": 8, "trainer.nnodes": 1,
     "trainer.val_before_train": True, "trainer.resume_mode": "auto", "trainer.save_freq": -1,
 }  # fmt: skip
-"""What verl takes where a command says nothing, and megarl would not."""
+"""verl's defaults that differ from megarl's."""
 
 SFT_DEFAULTS: dict[str, dict[str, Any]] = {
     "fsdp_sft_trainer": {

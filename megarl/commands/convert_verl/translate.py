@@ -1,4 +1,4 @@
-"""What follows from several of verl's options together: batches, layouts, schedules, KL, evaluation."""
+"""Settings that depend on several of verl's options: batches, layouts, schedules, KL, evaluation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from megarl.commands.convert_verl.sheet import Sheet
 from megarl.commands.convert_verl.table import KL_ESTIMATORS
 from megarl.errors import InputError
 
+_TRACKERS = ("wandb", "swanlab", "mlflow")
 _A, _R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _OVERLONG = (
     "reward_model.overlong_buffer",
@@ -17,24 +18,28 @@ _OVERLONG = (
 )
 
 
-def translate_rl(sheet: Sheet, *, megatron: bool, ahead: bool, rows: int | None) -> None:
-    """megatron: the actor's backend in verl. ahead: one-step-off. rows: of the training data; None: not known."""
+def translate_rl(sheet: Sheet, *, megatron: bool, one_step_off: bool, rows: int | None) -> None:
+    """Derive the settings of an RL run.
+
+    megatron: verl's actor uses Megatron, not FSDP. one_step_off: sampling runs one step ahead of training.
+    rows: number of rows of training data; None: unknown.
+    """
     _prompts(sheet)
     _batches(sheet)
-    _layout(sheet, megatron=megatron, ahead=ahead)
+    _layout(sheet, megatron=megatron, one_step_off=one_step_off)
     _kl(sheet)
     _dynamic_sampling(sheet)
     _overlong(sheet)
     common(sheet, rows=rows, mini_batches=sheet.settings["actor.mini_batches"], optimizer=f"{_A}.optim")
     _validation(sheet)
     if sheet.settings.get("algorithm.advantage") == "gae":
-        _critic(sheet, ahead=ahead)
+        _critic(sheet, one_step_off=one_step_off)
     else:
         _drop(sheet, "critic.", "no critic: algorithm.advantage is not gae")
 
 
 def translate_sft(sheet: Sheet, *, processes: int, rows: int | None) -> None:
-    """processes: torchrun's, of all nodes together."""
+    """Derive the settings of an SFT run. `processes`: torchrun's processes on all nodes; `rows`: see `translate_rl`."""
     settings = sheet.settings
     longest = sheet.number("data.max_length")
     settings |= {"train.source": "sft", "algorithm.advantage": "none", "algorithm.loss": "sft"}
@@ -52,19 +57,22 @@ def translate_sft(sheet: Sheet, *, processes: int, rows: int | None) -> None:
         _drop(sheet, "lora.", "")
     common(sheet, rows=rows, mini_batches=1, optimizer="optim")
     if "data.eval_files" in settings and not {"evaluation.every", "evaluation.at_end"} & settings.keys():
-        _leave_out_held_out(sheet)
+        _drop_evaluation_data(sheet)
 
 
 def common(sheet: Sheet, *, rows: int | None, mini_batches: int, optimizer: str) -> None:
-    """The trainer's options, and schedules, which count in its steps."""
+    """Derive settings of RL and SFT: name, trackers, number of steps, checkpoints, evaluation and warm-up.
+
+    mini_batches: optimizer steps per training step. optimizer: prefix of the optimizer's options in verl.
+    """
     settings = sheet.settings
     name = str(sheet.get("trainer.experiment_name") or "run")
     settings["name"] = re.sub(r"[^\w.-]+", "-", name).strip("-.") or "run"
     trackers = sheet.get("trainer.logger") or []
     trackers = trackers if isinstance(trackers, list) else [trackers]
-    settings["observe.trackers"] = [one for one in trackers if one in ("wandb", "swanlab", "mlflow")]
-    if others := [one for one in trackers if one not in ("wandb", "swanlab", "mlflow", "console", "tensorboard")]:
-        sheet.note("trainer.logger", f"no counterpart for {', '.join(map(str, others))}")
+    settings["observe.trackers"] = [tracker for tracker in trackers if tracker in _TRACKERS]
+    if unsupported := [tracker for tracker in trackers if tracker not in (*_TRACKERS, "console", "tensorboard")]:
+        sheet.note("trainer.logger", f"no counterpart for {', '.join(map(str, unsupported))}")
     _steps(sheet, rows)
     every = sheet.number("trainer.save_freq", -1)
     settings |= {"train.save_every": every} if every > 0 else {"train.save_at_end": False}
@@ -79,7 +87,7 @@ def common(sheet: Sheet, *, rows: int | None, mini_batches: int, optimizer: str)
         settings["actor.optimizer.warmup_steps"] = int(ratio * settings["train.steps"] * mini_batches)
     elif ratio:
         sheet.note(
-            f"{optimizer}.lr_warmup_steps_ratio", "the number of steps is not known: set actor.optimizer.warmup_steps"
+            f"{optimizer}.lr_warmup_steps_ratio", "the number of steps is unknown: set actor.optimizer.warmup_steps"
         )
 
 
@@ -95,7 +103,7 @@ def _steps(sheet: Sheet, rows: int | None) -> None:
     else:
         sheet.note(
             "trainer.total_epochs",
-            f"a run's length is train.steps, here left at 1: set it to rows x epochs / {batch}, or give --rows",
+            f"the length of a run is train.steps, which is 1 here: set it to rows x epochs / {batch}, or pass --rows",
         )
 
 
@@ -106,7 +114,7 @@ def _prompts(sheet: Sheet) -> None:
     elif cut not in (None, "error"):
         sheet.settings["data.overlong_prompts"] = "filter"
         sheet.note(
-            "data.truncation", "nothing is cut: rows that are too long are left out (data.overlong_prompts=filter)"
+            "data.truncation", "no truncation: rows that are too long are filtered (data.overlong_prompts=filter)"
         )
 
 
@@ -128,29 +136,25 @@ def _batches(sheet: Sheet) -> None:
 
 
 def _mini_batches(sheet: Sheet, option: str) -> int:
-    """How many mini batches of so many prompts a step has."""
+    """Return the number of mini batches per step. `option` is the number of prompts in a mini batch."""
     batch, mini = sheet.number("data.train_batch_size"), sheet.number(option)
     if mini >= batch:
         if mini > batch:
-            sheet.note(option, f"a step has {batch} prompts: one mini batch of all")
+            sheet.note(option, f"a step has {batch} prompts, all in one mini batch")
         return 1
     if batch % mini:
         raise InputError(
-            f"{sheet.where(option)}data.train_batch_size={batch} does not divide into mini batches of {mini}"
+            f"{sheet.where(option)}data.train_batch_size={batch} is not a multiple of the mini batch size {mini}"
         )
     return batch // mini
 
 
-def _layout(sheet: Sheet, *, megatron: bool, ahead: bool) -> None:
+def _layout(sheet: Sheet, *, megatron: bool, one_step_off: bool) -> None:
     settings, get = sheet.settings, sheet.get
     trainers = sheet.number("trainer.nnodes") * sheet.number("trainer.n_gpus_per_node")
     settings["cluster.trainers"] = sampling = trainers
-    offload = [
-        name
-        for name, one in sheet.given.items()
-        if name.startswith(f"{_A}.") and name.endswith("_offload") and one.value
-    ]
-    if ahead:
+    offload = _offloaded(sheet, f"{_A}.")
+    if one_step_off:
         sampling = sheet.number("rollout.nnodes", 1) * sheet.number("rollout.n_gpus_per_node", 8)
         settings |= {
             "cluster.placement": "disaggregated",
@@ -158,14 +162,12 @@ def _layout(sheet: Sheet, *, megatron: bool, ahead: bool) -> None:
             "algorithm.old_log_probs": "rollout",
         }
         for name in offload:
-            sheet.note(name, "trainers have their devices to themselves: nothing is offloaded")
+            sheet.note(name, "trainers do not share their devices: nothing is offloaded")
     elif offload:
         settings["megatron.offload"] = True
     size = sheet.number(f"{_R}.tensor_model_parallel_size")
     if sampling % size:
-        raise InputError(
-            f"{sampling} devices do not divide into engines of {size} (rollout.tensor_model_parallel_size)"
-        )
+        raise InputError(f"{sampling} devices are not a multiple of rollout.tensor_model_parallel_size={size}")
     settings |= {"rollout.tensor_parallel": size, "rollout.engines": sampling // size}
     if sheet.number(f"{_R}.expert_parallel_size", 1) > 1 and settings.get("rollout.data_parallel", 1) == 1:
         settings["rollout.expert_parallel"] = True
@@ -174,23 +176,23 @@ def _layout(sheet: Sheet, *, megatron: bool, ahead: bool) -> None:
         if sheet.origins.get("megatron.recompute") == checkpointing:
             del settings["megatron.recompute"]
             sheet.note(
-                checkpointing, "verl's Megatron actor does not read it, but override_transformer_config.recompute_*"
+                checkpointing, "verl's Megatron actor ignores it and uses override_transformer_config.recompute_*"
             )
         if settings.get("megatron.expert_parallel", 1) > 1:
-            own = get(f"{_A}.megatron.expert_tensor_parallel_size")
-            settings["megatron.expert_tensor_parallel"] = own or settings.get("megatron.tensor_parallel", 1)
+            size_of_experts = get(f"{_A}.megatron.expert_tensor_parallel_size")
+            settings["megatron.expert_tensor_parallel"] = size_of_experts or settings.get("megatron.tensor_parallel", 1)
         return
     settings.setdefault("megatron.recompute", "full")
     size = sheet.number(f"{_A}.ulysses_sequence_parallel_size", 1)
     settings["megatron.tensor_parallel"] = size
     if size > 1:
         sheet.note(
-            f"{_A}.ulysses_sequence_parallel_size", f"megatron.tensor_parallel={size}, which cuts sequences, too"
+            f"{_A}.ulysses_sequence_parallel_size", f"megatron.tensor_parallel={size}, which also splits sequences"
         )
     else:
         sheet.notes.append(
-            "the actor's FSDP: megatron.tensor_parallel is 1, so that each device holds all weights and gradients; raise it "
-            "where these do not fit"
+            "the actor uses FSDP: megatron.tensor_parallel is 1, so each device holds all weights and gradients; raise it "
+            "if these do not fit"
         )
 
 
@@ -199,7 +201,7 @@ def _kl(sheet: Sheet) -> None:
     in_loss, in_reward = get(f"{_A}.use_kl_loss") is True, get("algorithm.use_kl_in_reward") is True
     if in_loss and in_reward:
         raise InputError(
-            "use_kl_loss and use_kl_in_reward are both True; megarl has one KL, in the loss or in the reward"
+            "use_kl_loss and use_kl_in_reward are both True; megarl has one KL term, in the loss or in the reward"
         )
     if in_loss:
         kind = str(get(f"{_A}.kl_loss_type"))
@@ -214,16 +216,17 @@ def _kl(sheet: Sheet) -> None:
             settings["algorithm.kl_target"] = get("algorithm.kl_ctrl.target_kl", 0.1)
             settings["algorithm.kl_horizon"] = get("algorithm.kl_ctrl.horizon", 10000)
     if not in_reward:
-        for name in sheet.given:
+        for name in sheet.options:
             if name.startswith("algorithm.kl_ctrl."):
-                sheet.note(name, "verl does not read it without use_kl_in_reward")
+                sheet.note(name, "verl ignores it without use_kl_in_reward")
     if not settings.get("algorithm.kl_coef"):
         _drop(sheet, "algorithm.kl_", "")
 
 
 def _estimator(sheet: Sheet, option: str, kind: str) -> str:
     if kind not in KL_ESTIMATORS:
-        raise InputError(f"{sheet.where(option)}{option}={kind} has no counterpart; known: {', '.join(KL_ESTIMATORS)}")
+        supported = ", ".join(KL_ESTIMATORS)
+        raise InputError(f"{sheet.where(option)}{option}={kind} has no counterpart; supported: {supported}")
     return str(KL_ESTIMATORS[kind])
 
 
@@ -233,9 +236,9 @@ def _dynamic_sampling(sheet: Sheet) -> None:
         _drop(sheet, "algorithm.dynamic_sampling.", "")
         if (
             sheet.get("data.gen_batch_size", 0) != sheet.get("data.train_batch_size")
-            and "data.gen_batch_size" in sheet.given
+            and "data.gen_batch_size" in sheet.options
         ):
-            sheet.note("data.gen_batch_size", "without filter_groups as many prompts are sampled as are trained on")
+            sheet.note("data.gen_batch_size", "without filter_groups, every sampled prompt is used for training")
         return
     batches = sheet.number(f"{prefix}.max_num_gen_batches", 0)
     batch = sheet.number("data.train_batch_size")
@@ -243,9 +246,7 @@ def _dynamic_sampling(sheet: Sheet) -> None:
         attempts = -(-batches * sheet.number("data.gen_batch_size", batch) // batch)
     else:
         attempts = 1000
-        sheet.note(
-            f"{prefix}.max_num_gen_batches", "there is always a bound: algorithm.dynamic_sampling.max_attempts=1000"
-        )
+        sheet.note(f"{prefix}.max_num_gen_batches", "a limit is required: algorithm.dynamic_sampling.max_attempts=1000")
     sheet.settings["algorithm.dynamic_sampling.max_attempts"] = attempts
 
 
@@ -261,7 +262,7 @@ def _validation(sheet: Sheet) -> None:
     settings["evaluation.at_start"] = sheet.get("trainer.val_before_train") is True and "data.eval_files" in settings
     if not (settings["evaluation.at_start"] or "evaluation.every" in settings):
         _drop(sheet, "evaluation.", "")
-        _leave_out_held_out(sheet)
+        _drop_evaluation_data(sheet)
         return
     sampled = sheet.get(f"{values}.do_sample") is True
     settings["evaluation.temperature"] = float(sheet.get(f"{values}.temperature", 0)) if sampled else 0.0
@@ -269,36 +270,38 @@ def _validation(sheet: Sheet) -> None:
         _drop(sheet, "evaluation.top_p", "")
 
 
-def _leave_out_held_out(sheet: Sheet) -> None:
-    if sheet.settings.pop("data.eval_files", None) and "data.val_files" in sheet.given:
-        sheet.note(
-            "data.val_files", "left out: no evaluation is asked for (trainer.test_freq, trainer.val_before_train)"
-        )
+def _drop_evaluation_data(sheet: Sheet) -> None:
+    if sheet.settings.pop("data.eval_files", None) and "data.val_files" in sheet.options:
+        sheet.note("data.val_files", "omitted: evaluation is off (trainer.test_freq, trainer.val_before_train)")
 
 
-def _critic(sheet: Sheet, *, ahead: bool) -> None:
+def _critic(sheet: Sheet, *, one_step_off: bool) -> None:
     settings = sheet.settings
     settings["critic.trainers"] = settings["cluster.trainers"]
-    own = "critic.ppo_mini_batch_size"
+    option = "critic.ppo_mini_batch_size"
     settings["critic.mini_batches"] = (
-        _mini_batches(sheet, own) if own in sheet.given else settings["actor.mini_batches"]
+        _mini_batches(sheet, option) if option in sheet.options else settings["actor.mini_batches"]
     )
     settings["critic.max_tokens_per_micro_batch"] = settings["actor.max_tokens_per_micro_batch"]
     if size := sheet.first("critic.ulysses_sequence_parallel_size"):
         settings["critic.megatron.tensor_parallel"] = size
-    given = [
-        name
-        for name, one in sheet.given.items()
-        if name.startswith("critic.") and name.endswith("_offload") and one.value
-    ]
-    if given and not ahead:
+    if _offloaded(sheet, "critic.") and not one_step_off:
         settings["critic.megatron.offload"] = True
 
 
-def _drop(sheet: Sheet, prefix: str, why: str) -> None:
-    """Take settings out again. `why`: said of each, where it is not plain."""
+def _offloaded(sheet: Sheet, prefix: str) -> list[str]:
+    """Return the command's offload options below `prefix` that are on."""
+    return [
+        name
+        for name, option in sheet.options.items()
+        if name.startswith(prefix) and name.endswith("_offload") and option.value
+    ]
+
+
+def _drop(sheet: Sheet, prefix: str, reason: str) -> None:
+    """Remove the settings that start with `prefix`. With a reason, add a note for each."""
     dropped: list[Any] = [key for key in sheet.settings if key.startswith(prefix)]
     for key in dropped:
         value = sheet.settings.pop(key)
-        if why and value:
-            sheet.notes.append(f"{key}={value}: left out, {why}")
+        if reason and value:
+            sheet.notes.append(f"{key}={value}: omitted, {reason}")

@@ -227,21 +227,21 @@ class TestRules:
         assert compare_logs(a, b, Options()).fast is None and compare_logs(a, b, Options()).within
         assert compare_logs(a, b, Options(min_throughput_ratio=0.5)).within
         assert not compare_logs(a, b, Options(min_throughput_ratio=0.6)).within
-        with pytest.raises(ValueError, match="B has none"):
+        with pytest.raises(ValueError, match="B did not log it"):
             compare_logs(a, log({1: 0.5}), Options(min_throughput_ratio=0.5))
-        assert any("B has no perf/throughput" in note for note in compare_logs(a, log({1: 0.5}), Options()).notes)
+        assert any("B did not log perf/throughput" in note for note in compare_logs(a, log({1: 0.5}), Options()).notes)
 
     def test_notes_tell_what_the_figures_rest_on(self) -> None:
         a = log({1: 0.5, 2: 0.6}, {3: 1.0}, **{"rollout/groups_filtered": {1: 0.0, 2: 5.0}})
         a.add(2, {REWARD: NAN})
         notes = "\n".join(compare_logs(a, log({2: 0.6}, {1: 1.0, 2: 1.0}), Options()).notes)
         for words in (
-            "A: 1 step left out that the other run lacks; it has steps 1 to 2.",
+            "A: 1 step omitted: not in the other run; A has steps 1 to 2.",
             "A: 1 step written more than once (step 2)",
-            "A: not finite (NaN or infinite) in 1 of the common steps",
+            "A: not finite (NaN or infinite) in 1 common step",
             "A: dynamic sampling filtered groups",
-            "4 steps were asked for; A has 1, B 2",
-            "of A it is step 3, of B steps 1 to 2",
+            "fewer than 4 steps; A has 1, B 2",
+            "A's step 3, B's steps 1 to 2",
         ):
             assert words in notes
 
@@ -290,16 +290,16 @@ class TestCommand:
         assert "outside the rules" in text and "default-src 'none'" in text
         payload = json.loads(text.split('id="payload"', 1)[1].split(">", 1)[1].split("</script>", 1)[0])
         assert [chart["title"] for chart in payload["charts"]] == ["Reward", "Absolute error", "Throughput"]
-        assert payload["series"]["Absolute error mean so far"]["y"] == [0.05] * 5
+        assert payload["series"]["Absolute error running mean"]["y"] == [0.05] * 5
 
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
             (["{a}", "nowhere"], "nowhere does not exist"),
-            (["{a}", "{empty}"], "holds no metrics"),
+            (["{a}", "{empty}"], "has no metrics"),
             (["{a}", "{folder}"], "no metrics.jsonl and no TensorBoard events"),
             (["{a}", "{b}", "--steps", "5-9"], "give FROM:TO"),
-            (["{a}", "{b}", "--steps", "9:5"], "9 lies after 5"),
+            (["{a}", "{b}", "--steps", "9:5"], "9 is greater than 5"),
             (
                 ["{a}", "{b}", "--steps", "7:9"],
                 "no step in common: A has none, B has none within --steps. In all, A has steps 1 to 5, B steps 1 to 5.",

@@ -95,10 +95,10 @@ class TestScript:
     def test_notes_name_line_and_reason(self) -> None:
         """An option that silently goes missing."""
         notes = "\n".join(convert(SCRIPT, VALUES).notes)
-        assert "data.truncation=left: nothing is cut" in notes
-        assert re.search(r"line \d+: actor_rollout_ref\.actor\.not_an_option=1: not known here", notes)
-        assert re.search(r"yarn_scaling_factor=40: no counterpart: the model's config.json decides it", notes)
-        assert "trainer.total_epochs=3: a run's length is train.steps" in notes
+        assert "data.truncation=left: no truncation" in notes
+        assert re.search(r"line \d+: actor_rollout_ref\.actor\.not_an_option=1: unknown option", notes)
+        assert re.search(r"yarn_scaling_factor=40: no counterpart: the model's config.json determines it", notes)
+        assert "trainer.total_epochs=3: the length of a run is train.steps" in notes
         line = SCRIPT.splitlines().index(next(one for one in SCRIPT.splitlines() if "yarn_" in one)) + 1
         assert f"line {line}: actor_rollout_ref.actor.megatron.override_transformer_config.yarn_scaling_factor" in notes
 
@@ -183,11 +183,11 @@ class TestMeaning:
 
     def test_a_critic_that_nobody_asks_for_is_left_out_and_named(self) -> None:
         done = convert(f"{GRPO} critic.optim.lr=2e-5")
-        assert "critic.optimizer.lr=2e-05: left out, no critic" in "\n".join(done.notes)
+        assert "critic.optimizer.lr=2e-05: omitted, no critic" in "\n".join(done.notes)
 
     def test_a_mini_batch_larger_than_the_batch(self) -> None:
         done = convert(f"{GRPO} data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=64")
-        assert "a step has 16 prompts: one mini batch of all" in "\n".join(done.notes)
+        assert "a step has 16 prompts, all in one mini batch" in "\n".join(done.notes)
 
     def test_samples_of_a_micro_batch_become_tokens(self) -> None:
         """20 samples of up to 512 + 128 tokens."""
@@ -216,9 +216,9 @@ class TestMeaning:
         [
             (
                 "data.train_batch_size=10 actor_rollout_ref.actor.ppo_mini_batch_size=4",
-                "does not divide into mini batches",
+                "is not a multiple of the mini batch size 4",
             ),
-            ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "8 devices do not divide into engines of 3"),
+            ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "8 devices are not a multiple of rollout.tensor_model_parallel_size=3"),
             ("actor_rollout_ref.actor.use_kl_loss=True algorithm.use_kl_in_reward=True", "both True"),
             (
                 "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=full",
@@ -227,7 +227,7 @@ class TestMeaning:
             ("data.train_files=a.csv", "neither .parquet nor .jsonl"),
             ("~data.train_files", "deletes an option"),
             ("data.x='${data.y}'", "refers to other options"),
-            ("words", "no override of the form key=value"),
+            ("words", "is not an override of the form key=value"),
         ],
     )
     def test_what_cannot_be_had_is_refused(self, extra: str, said: str) -> None:
@@ -243,7 +243,7 @@ class TestMeaning:
         own = settings(text)
         assert own["megatron.ddp.overlap_grad_reduce"] is own["critic.megatron.ddp.overlap_grad_reduce"] is True
         assert not [key for key in own if key.endswith("grad_reduce_in_fp32")]
-        assert "critic.megatron.ddp.grad_reduce_in_fp32=True: left out" in convert(text).text
+        assert "critic.megatron.ddp.grad_reduce_in_fp32=True: omitted" in convert(text).text
 
     def test_every_key_of_the_table_is_a_key_of_recipes(self) -> None:
         """A key that was renamed here and not there."""
@@ -295,13 +295,13 @@ class TestShell:
     @pytest.mark.parametrize(
         ("text", "said"),
         [
-            ("a=$(nproc)", "line 1: the value of $(nproc) is known only where the script runs"),
+            ("a=$(nproc)", "line 1: the value of $(nproc) is unknown until the script runs"),
             ("a=`nproc`", "the value of `nproc`"),
-            ("a=$U", "line 1: $U is set nowhere in the script"),
+            ("a=$U", "line 1: the script does not set $U"),
             ("a=${U%.sh}", "${U%.sh}"),
-            ("a={1,2}", "a brace expansion"),
-            ("a=$((1 ? 2 : 3))", "the arithmetic $((1 ? 2 : 3)) is not read"),
-            ("a='b", "' is opened and not closed"),
+            ("a={1,2}", "the brace expansion"),
+            ("a=$((1 ? 2 : 3))", "the arithmetic $((1 ? 2 : 3)) is not supported"),
+            ("a='b", "' is not closed"),
             ("<<EOF", "a here-document"),
         ],
     )
@@ -322,7 +322,7 @@ class TestShell:
     )
     def test_what_may_not_happen_is_not_known(self, before: str) -> None:
         """Taking the one or the other branch would be a guess."""
-        with pytest.raises(InputError, match=r"\$X is (not known: line \d|set nowhere)"):
+        with pytest.raises(InputError, match=r"the value of \$X is unknown: line \d|the script does not set \$X"):
             arguments(f"{before}\n{self.MAIN} a=$X")
         assert arguments(f"{before}\n{self.MAIN} a=$X", X="7") == ["a=7"]
 
@@ -330,11 +330,11 @@ class TestShell:
         assert arguments(f"NOW=$(date)\nLOG=logs/$NOW\nmkdir -p $LOG\n{self.MAIN} a=1 | tee $LOG") == ["a=1"]
 
     def test_one_command_trains(self) -> None:
-        with pytest.raises(InputError, match="no command that trains"):
+        with pytest.raises(InputError, match="no training command"):
             arguments("python -m other a=1")
-        with pytest.raises(InputError, match="several commands train, in lines 1, 2"):
+        with pytest.raises(InputError, match="several training commands, in lines 1, 2"):
             arguments(f"{self.MAIN} a=1\n{self.MAIN} a=2")
-        with pytest.raises(InputError, match="line 2: the training command stands within"):
+        with pytest.raises(InputError, match="line 2: the training command is inside"):
             arguments(f"if true; then\n{self.MAIN} a=1\nfi")
 
     @pytest.mark.parametrize(
@@ -365,10 +365,10 @@ class TestCommandLine:
         assert self.run(str(script), *VALUES, "--rows", "100", "--out", str(out)) == 0
         assert load_recipe(out).train.steps == 18
         said = capsys.readouterr()
-        assert "data.truncation=left" in said.err and "# From run.sh" in out.read_text()
+        assert "data.truncation=left" in said.err and "# Converted from run.sh" in out.read_text()
         assert all(f"#   {line}" in out.read_text() for line in said.err.splitlines() if line.startswith("line "))
         assert self.run(str(script), *VALUES, "--out", str(out)) == 2
-        assert "is there already" in capsys.readouterr().err
+        assert "already exists" in capsys.readouterr().err
 
     def test_standard_input(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         monkeypatch.setattr("sys.stdin", io.StringIO(GRPO))
