@@ -218,7 +218,10 @@ class TestMeaning:
                 "data.train_batch_size=10 actor_rollout_ref.actor.ppo_mini_batch_size=4",
                 "is not a multiple of the mini batch size 4",
             ),
-            ("actor_rollout_ref.rollout.tensor_model_parallel_size=3", "8 devices are not a multiple of rollout.tensor_model_parallel_size=3"),
+            (
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=3",
+                "8 devices are not a multiple of rollout.tensor_model_parallel_size=3",
+            ),
             ("actor_rollout_ref.actor.use_kl_loss=True algorithm.use_kl_in_reward=True", "both True"),
             (
                 "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=full",
