@@ -1,6 +1,6 @@
 """Comparison of two runs: mean absolute error over common steps, and throughput ratio. Pure functions.
 
-Both follow verl's quick start for Ascend. The mean absolute error of N steps is sum |a_i - b_i| / N, printed in percent
+Both follow verl's documents. The mean absolute error of N steps is sum |a_i - b_i| / N, printed in percent
 (an error of 1 in reward is 100 %). The throughput ratio is the mean throughput over the first steps of A divided by B's.
 docs/compare.md has the formulas with a worked example.
 """

@@ -1,4 +1,4 @@
-"""Problems of AIME, the American Invitational Mathematics Examination, as held-out prompt rows."""
+"""AIME (American Invitational Mathematics Examination): prompt rows for evaluation."""
 
 from __future__ import annotations
 
@@ -8,38 +8,35 @@ from typing import Any
 
 from megarl.commands.data.dapo_math import COLUMNS, verl_row
 from megarl.commands.data.source import Distinct, problem_row, rows_of
-from megarl.data.rows import Row, write_parquet
+from megarl.data.rows import Row
 
-# DAPO's words, which ask for what the scorer of math_dapo and aime* reads.
+# DAPO's prompt. The scorer of math_dapo and aime* reads the answer in this form.
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
     "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
 )
 AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
-# Columns of Maxwell-Jia/AIME_2024; of HuggingFaceH4/aime_2024, yentinglin/aime_2025 and math-ai/aime25; of
-# opencompass/AIME2025; and of BytedTsinghua-SIA/AIME-2024, which are verl's.
+# Columns of, in order: Maxwell-Jia/AIME_2024; HuggingFaceH4/aime_2024, yentinglin/aime_2025 and math-ai/aime25;
+# opencompass/AIME2025; BytedTsinghua-SIA/AIME-2024 (verl's columns).
 LAYOUTS = (("Problem", "Answer"), ("problem", "answer"), ("question", "answer"), COLUMNS)
 
 
 def prepare(
     source: str, out: Path, year: int | None = None, split: str = "train", config: str | None = None
 ) -> tuple[dict[Path, int], list[str]]:
-    """Write out/test.parquet; returns its rows, and what was left out, in words.
+    """Write out/test.parquet. Return its number of rows, and notices about omitted rows.
 
-    `source` is a file, a folder with `split`, or a hub name (of which `split` and `config` are taken). The data source
-    of the rows is ``aime_YEAR`` (``aime`` without one); rows in verl's columns keep theirs, and their prompts.
+    `source` is a file, a folder with `split`, or a name on the hub (with `split` and `config`). The rows' data source is
+    ``aime_YEAR``, or ``aime`` without a year. Rows in verl's columns keep their data source and prompt.
 
     Raises:
-        ValueError: the source is neither, or a file or column is missing.
+        ValueError: the source is none of these, or a file or column is missing.
     """
     name = "aime" if year is None else f"aime_{year}"
     distinct = Distinct()
     for row in _rows(source, name, split, config):
         distinct.add(row)
-    path = Path(out) / "test.parquet"
-    rows = distinct.rows()
-    write_parquet(path, rows)
-    return {path: len(rows)}, distinct.notices()
+    return distinct.write(Path(out) / "test.parquet")
 
 
 def _rows(source: str, name: str, split: str, config: str | None) -> Iterator[dict[str, Any]]:
@@ -54,8 +51,8 @@ def _rows(source: str, name: str, split: str, config: str | None) -> Iterator[di
 
 
 def _number(row: Row, answer: Any) -> str:
-    """An answer of AIME is a whole number from 0 to 999, which some write as 025."""
+    """Return an answer without leading zeros (025 is 25). AIME's answers are integers from 0 to 999."""
     text = str(answer).strip()
     if not text.isascii() or not text.isdigit() or int(text) > 999:
-        raise ValueError(f"{row.where}: the answer {answer!r} is not a whole number from 0 to 999, as AIME's are")
+        raise ValueError(f"{row.where}: the answer {answer!r} is not an integer from 0 to 999")
     return str(int(text))

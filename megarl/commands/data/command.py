@@ -1,4 +1,4 @@
-"""``python -m megarl data``: data sets and the quickstart's model made ready for recipes."""
+"""Entry point of ``python -m megarl data``: prepare data sets, and the quickstart's data and model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from megarl.errors import as_input_error
 
 app = typer.Typer(
-    help="Make data sets ready: parquet files in the columns that recipes read.",
+    help="Prepare data sets: write parquet files in the columns that recipes read.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -24,12 +24,12 @@ def gsm8k(
     ],
     out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
 ) -> None:
-    """GSM8K's grade-school mathematics, 7,473 problems to train on and 1,319 to test."""
+    """GSM8K: grade-school mathematics, 7,473 training and 1,319 test problems."""
     from megarl.commands.data.gsm8k import prepare
 
     with as_input_error():
         prepared = prepare(source, out)
-    _tell(prepared, [])
+    _report(prepared, [])
 
 
 @app.command()
@@ -42,25 +42,25 @@ def math(
     ],
     out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
 ) -> None:
-    """MATH's competition problems with their levels (DigitalLearningGmbH/MATH-lighteval)."""
+    """MATH: competition problems with levels (DigitalLearningGmbH/MATH-lighteval)."""
     from megarl.commands.data.math import prepare
 
     with as_input_error():
         prepared = prepare(source, out)
-    _tell(prepared, [])
+    _report(prepared, [])
 
 
 @app.command(name="dapo_math")
 def dapo_math(
-    source: Annotated[str, typer.Option(help="The published file, a folder that holds it, or a hub name.")],
+    source: Annotated[str, typer.Option(help="The published file, its folder, or a hub name.")],
     out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
 ) -> None:
-    """DAPO-Math-17k (BytedTsinghua-SIA/DAPO-Math-17k), each row once."""
+    """DAPO-Math-17k (BytedTsinghua-SIA/DAPO-Math-17k) without duplicates."""
     from megarl.commands.data.dapo_math import prepare
 
     with as_input_error():
         prepared, notices = prepare(source, out)
-    _tell(prepared, notices)
+    _report(prepared, notices)
 
 
 @app.command()
@@ -68,12 +68,12 @@ def deepscaler(
     source: Annotated[str, typer.Option(help="File or folder of problem and answer, or a hub name.")],
     out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
 ) -> None:
-    """DeepScaleR's competition problems (agentica-org/DeepScaleR-Preview-Dataset), each once."""
+    """DeepScaleR: competition problems (agentica-org/DeepScaleR-Preview-Dataset) without duplicates."""
     from megarl.commands.data.deepscaler import prepare
 
     with as_input_error():
         prepared, notices = prepare(source, out)
-    _tell(prepared, notices)
+    _report(prepared, notices)
 
 
 @app.command()
@@ -82,18 +82,18 @@ def aime(
         str, typer.Option(help="File or folder of problem and answer (or verl's columns), or a hub name.")
     ],
     out: Annotated[Path, typer.Option(help="Folder to write test.parquet to.")],
-    year: Annotated[
-        Optional[int], typer.Option(help="The rows' data source becomes aime_YEAR; aime without it.")
+    year: Annotated[Optional[int], typer.Option(help="Sets the rows' data source to aime_YEAR; unset: aime.")] = None,
+    split: Annotated[str, typer.Option(help="Split of a folder or of a data set on the hub.")] = "train",
+    config: Annotated[
+        Optional[str], typer.Option(help="Configuration of a data set on the hub, if it has any.")
     ] = None,
-    split: Annotated[str, typer.Option(help="Split of a folder or a hub's data set.")] = "train",
-    config: Annotated[Optional[str], typer.Option(help="Configuration of a hub's data set, where it has some.")] = None,
 ) -> None:
-    """AIME's problems to evaluate on (Maxwell-Jia/AIME_2024, BytedTsinghua-SIA/AIME-2024, math-ai/aime25, ...)."""
+    """AIME: problems for evaluation (Maxwell-Jia/AIME_2024, BytedTsinghua-SIA/AIME-2024, math-ai/aime25, ...)."""
     from megarl.commands.data.aime import prepare
 
     with as_input_error():
         prepared, notices = prepare(source, out, year, split, config)
-    _tell(prepared, notices)
+    _report(prepared, notices)
 
 
 @app.command()
@@ -104,12 +104,12 @@ def geo3k(
     ],
     out: Annotated[Path, typer.Option(help="Folder to write train.parquet and test.parquet to.")],
 ) -> None:
-    """Geometry3K's problems with their drawings (hiyouga/geometry3k), for vision-language models."""
+    """Geometry3K: problems with images (hiyouga/geometry3k), for vision-language models."""
     from megarl.commands.data.geo3k import prepare
 
     with as_input_error():
         prepared = prepare(source, out)
-    _tell(prepared, [])
+    _report(prepared, [])
 
 
 @app.command(name="retool_sft")
@@ -117,30 +117,30 @@ def retool_sft(
     source: Annotated[str, typer.Option(help="File or folder of messages, or a hub name.")],
     out: Annotated[Path, typer.Option(help="Folder to write train.parquet to.")],
 ) -> None:
-    """ReTool's demonstrations (JoeYing/ReTool-SFT) as conversations with tool calls."""
+    """ReTool: demonstrations (JoeYing/ReTool-SFT) as conversations with tool calls."""
     from megarl.commands.data.retool_sft import prepare
 
     with as_input_error():
         prepared, notices = prepare(source, out)
-    _tell(prepared, notices)
+    _report(prepared, notices)
 
 
 @app.command()
 def quickstart(
-    out: Annotated[Path, typer.Option(help="Folder to make data/ and model/ in.")],
+    out: Annotated[Path, typer.Option(help="Folder for data/ and model/.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the problems and the weights.")] = 0,
 ) -> None:
-    """Word problems, demonstrations and a random 0.2 M-parameter Qwen3-MoE: all that a CPU run needs."""
+    """Word problems, demonstrations and a random Qwen3-MoE with 0.2 M parameters, for runs on CPU."""
     from megarl.commands.data.quickstart import prepare_quickstart
 
     with as_input_error():
         prepared = prepare_quickstart(out, seed)
     for path, size in prepared.files.items():
         typer.echo(_line(path, size, prepared.rows.get(path)))
-    typer.echo(f"made: {prepared.reason}" if prepared.made else "kept: all files are whole and made with this seed")
+    typer.echo(f"written: {prepared.reason}" if prepared.reason else "kept: all files are intact and have this seed")
 
 
-def _tell(rows: dict[Path, int], notices: list[str]) -> None:
+def _report(rows: dict[Path, int], notices: list[str]) -> None:
     for path, count in rows.items():
         typer.echo(_line(path, path.stat().st_size, count))
     for notice in notices:

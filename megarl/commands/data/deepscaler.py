@@ -1,4 +1,4 @@
-"""DeepScaleR's problems (Luo et al., 2025) as prompt rows: https://huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset."""
+"""DeepScaleR (Luo et al., 2025) as prompt rows: https://huggingface.co/datasets/agentica-org/DeepScaleR-Preview-Dataset."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from pathlib import Path
 
 from megarl.commands.data.math import INSTRUCTION
 from megarl.commands.data.source import Distinct, problem_row, rows_of
-from megarl.data.rows import write_parquet
 
 DATA_SOURCE = "agentica-org/DeepScaleR-Preview-Dataset"
 
 
 def prepare(source: str, out: Path) -> tuple[dict[Path, int], list[str]]:
-    """Write out/train.parquet in verl's columns; returns its rows, and what was left out, in words.
+    """Write out/train.parquet in verl's columns. Return its number of rows, and notices about omitted rows.
 
-    `source` is a file or a folder with train, of ``problem`` and ``answer``, or a hub name.
+    `source` is a file or a folder with the split train, in columns ``problem`` and ``answer``, or a name on the hub.
 
     Raises:
-        ValueError: the source is neither, a file or column is missing, or an answer is empty.
+        ValueError: the source is none of these, a file or column is missing, or an answer is empty.
     """
     distinct = Distinct()
     for index, row in enumerate(rows_of(source, "train", ("problem", "answer"))):
@@ -25,7 +24,4 @@ def prepare(source: str, out: Path) -> tuple[dict[Path, int], list[str]]:
         if not answer:
             raise ValueError(f"{row.where}: the answer is empty")
         distinct.add(problem_row(DATA_SOURCE, f"{problem} {INSTRUCTION}", answer, "train", index, question=problem))
-    path = Path(out) / "train.parquet"
-    rows = distinct.rows()
-    write_parquet(path, rows)
-    return {path: len(rows)}, distinct.notices()
+    return distinct.write(Path(out) / "train.parquet")

@@ -6,9 +6,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import problem_row, rows_of
+from megarl.commands.data.source import problem_row, rows_of, write_splits
 from megarl.data.images import PLACEHOLDER
-from megarl.data.rows import Row, write_parquet
+from megarl.data.rows import Row
 
 INSTRUCTION = (
     "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. "
@@ -19,22 +19,21 @@ DATA_SOURCE = "hiyouga/geometry3k"
 
 
 def prepare(source: str, out: Path) -> dict[Path, int]:
-    """Write out/train.parquet and out/test.parquet in verl's columns; returns the rows of each.
+    """Write out/train.parquet and out/test.parquet in verl's columns. Return the number of rows of each file.
 
-    `source` is a folder with both splits, in files of ``images``, ``problem`` (with an ``<image>`` for each) and
-    ``answer``, or a hub name. Images are bytes, or paths relative to the folder; bytes are what is written.
+    `source` is a folder with both splits, in columns ``images``, ``problem`` (with one ``<image>`` per image) and
+    ``answer``, or a name on the hub. Images are bytes or paths relative to the folder; the output has bytes.
 
     Raises:
-        ValueError: the source is neither, a file or column is missing, or a row lacks an answer, an image or its place.
+        ValueError: the source is none of these, a file or column is missing, or a row lacks an answer, an image or its
+            placeholder.
     """
-    written = {}
-    for split in ("train", "test"):
-        found = rows_of(source, split, ("images", "problem", "answer"))
-        rows = [_prompt_row(row, split, index, Path(source)) for index, row in enumerate(found)]
-        written[Path(out) / f"{split}.parquet"] = rows
-    for path, rows in written.items():  # only once both splits are known to be good
-        write_parquet(path, rows)
-    return {path: len(rows) for path, rows in written.items()}
+
+    def rows(split: str) -> list[dict[str, Any]]:
+        source_rows = rows_of(source, split, ("images", "problem", "answer"))
+        return [_prompt_row(row, split, index, Path(source)) for index, row in enumerate(source_rows)]
+
+    return write_splits(out, rows)
 
 
 def _prompt_row(row: Row, split: str, index: int, folder: Path) -> dict[str, Any]:
@@ -43,16 +42,16 @@ def _prompt_row(row: Row, split: str, index: int, folder: Path) -> dict[str, Any
     if not answer.strip() or not images or problem.count(PLACEHOLDER) != len(images):
         raise ValueError(
             f"{row.where}: {len(images)} images, {problem.count(PLACEHOLDER)} {PLACEHOLDER} in the problem and the "
-            f"answer {answer!r}: each image needs its place, and a problem an image and an answer"
+            f"answer {answer!r}: a problem needs an answer, an image, and one {PLACEHOLDER} per image"
         )
     content = f"{problem} {INSTRUCTION}"
-    made = problem_row(DATA_SOURCE, content, answer, split, index, answer=answer, question=problem)
-    return {**made, "images": images}
+    prompt_row = problem_row(DATA_SOURCE, content, answer, split, index, answer=answer, question=problem)
+    return {**prompt_row, "images": images}
 
 
 def _encoded(row: Row, image: Any, folder: Path) -> bytes:
-    """The image as a file's bytes."""
-    if hasattr(image, "save"):  # decoded, as the package `datasets` gives it: PNG loses nothing
+    """Return the bytes of an image file."""
+    if hasattr(image, "save"):  # the package `datasets` decodes images; PNG is lossless
         file = io.BytesIO()
         image.save(file, format="PNG")
         return file.getvalue()

@@ -5,31 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import problem_row, rows_of
-from megarl.data.rows import Row, write_parquet
+from megarl.commands.data.source import problem_row, rows_of, write_splits
+from megarl.data.rows import Row
 
 INSTRUCTION = 'Reason step by step, then end with a line that holds "#### " and the final number alone.'
 DATA_SOURCE = "openai/gsm8k"
 
 
 def prepare(source: str, out: Path) -> dict[Path, int]:
-    """Write out/train.parquet and out/test.parquet in verl's columns, and the worked answer as `response` for SFT; returns
-    the rows of each.
+    """Write out/train.parquet and out/test.parquet in verl's columns. Return the number of rows of each file.
 
-    `source` is a folder with train and test as .jsonl or .parquet files of ``question`` and
-    ``answer``, or the name of a data set on the Hugging Face hub (``openai/gsm8k``).
+    The column `response` has the worked answer, for SFT. `source` is a folder with train and test as .jsonl or .parquet
+    files with ``question`` and ``answer``, or a name on the Hugging Face hub (``openai/gsm8k``).
 
     Raises:
-        ValueError: the source is neither, a file or column is missing, or an answer has no ``####``.
+        ValueError: the source is none of these, a file or column is missing, or an answer has no ``####``.
     """
-    written = {}
-    for split in ("train", "test"):
-        found = rows_of(source, split, ("question", "answer"), config="main")
-        rows = [_prompt_row(row, split, index) for index, row in enumerate(found)]
-        written[Path(out) / f"{split}.parquet"] = rows
-    for path, rows in written.items():  # only once both splits are known to be good
-        write_parquet(path, rows)
-    return {path: len(rows) for path, rows in written.items()}
+
+    def rows(split: str) -> list[dict[str, Any]]:
+        source_rows = rows_of(source, split, ("question", "answer"), config="main")
+        return [_prompt_row(row, split, index) for index, row in enumerate(source_rows)]
+
+    return write_splits(out, rows)
 
 
 def _prompt_row(row: Row, split: str, index: int) -> dict[str, Any]:

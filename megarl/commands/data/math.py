@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.data.source import problem_row, rows_of
-from megarl.data.rows import Row, write_parquet
+from megarl.commands.data.source import problem_row, rows_of, write_splits
+from megarl.data.rows import Row
 from megarl.rewards.latex_boxed import in_braces
 
 INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
@@ -15,27 +15,25 @@ DATA_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
 
 
 def prepare(source: str, out: Path) -> dict[Path, int]:
-    """Write out/train.parquet and out/test.parquet in verl's columns; returns the rows of each.
+    """Write out/train.parquet and out/test.parquet in verl's columns. Return the number of rows of each file.
 
-    `source` is a folder with both splits, in files of ``problem``, ``solution`` and, where there, ``level`` ("Level 3")
-    and ``type``, or a hub name. The answer is what the solution's last box holds. `extra_info.level` is the level as a
-    number, for a curriculum; null where the authors gave none ("Level ?").
+    `source` is a folder with both splits, in columns ``problem``, ``solution`` and optionally ``level`` ("Level 3") and
+    ``type``, or a name on the hub. The answer is the content of the solution's last box. `extra_info.level` is the level
+    as a number, for a curriculum, or null for "Level ?".
 
     Raises:
-        ValueError: the source is neither, a file or column is missing, or a solution has no box.
+        ValueError: the source is none of these, a file or column is missing, or a solution has no box.
     """
-    written = {}
-    for split in ("train", "test"):
-        found = rows_of(source, split, ("problem", "solution"), optional=("level", "type"))
-        rows = [_prompt_row(row, split, index) for index, row in enumerate(found)]
-        written[Path(out) / f"{split}.parquet"] = rows
-    for path, rows in written.items():  # only once both splits are known to be good
-        write_parquet(path, rows)
-    return {path: len(rows) for path, rows in written.items()}
+
+    def rows(split: str) -> list[dict[str, Any]]:
+        source_rows = rows_of(source, split, ("problem", "solution"), optional=("level", "type"))
+        return [_prompt_row(row, split, index) for index, row in enumerate(source_rows)]
+
+    return write_splits(out, rows)
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last ``\boxed{...}`` (or ``\fbox{...}``, or ``\boxed 3``) of `text` holds; None where it has none."""
+    r"""Return the content of the last ``\boxed{...}``, ``\fbox{...}`` or ``\boxed 3`` of `text`, or None."""
     starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*", text)]
     if not starts:
         return None

@@ -1,4 +1,4 @@
-"""Everything the quickstart recipes read: data, a tokenizer and a random model, under one folder."""
+"""Data, tokenizer and random model of the quickstart recipes, in one folder."""
 
 from __future__ import annotations
 
@@ -12,27 +12,23 @@ from megarl.commands.data import word_problems
 from megarl.commands.data.tiny_model import make_tiny_model
 
 MANIFEST = "quickstart.json"
-FORMAT = 2  # raise it when what is written changes, so that older folders are made anew
+FORMAT = 2  # increase it when the content of the files changes, so that older folders are rewritten
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What lies under the folder: files in order with their sizes, and whether they were made just now.
+    """Files of the folder. `reason` is why they were written, or "" if existing files were kept."""
 
-    `reason` says why they were made (or "whole" where they were kept).
-    """
-
-    files: dict[Path, int]  # bytes
-    rows: dict[Path, int]  # of the data files among them
-    made: bool
+    files: dict[Path, int]  # path -> bytes
+    rows: dict[Path, int]  # path of a data file -> rows
     reason: str
 
 
 def prepare_quickstart(out: Path | str, seed: int) -> Prepared:
-    """Make out/data (see `word_problems.prepare`) and out/model (Qwen3-MoE of 0.2 M parameters).
+    """Write out/data (see `word_problems.prepare`) and out/model (a Qwen3-MoE with 0.2 M parameters).
 
-    What is whole and was made with the same settings is kept: every file is held to the SHA-256 in
-    out/quickstart.json, which is written last.
+    Existing files are kept if they have the same settings and the SHA-256 digests in out/quickstart.json, which is
+    written last.
 
     Raises:
         ValueError: `out` cannot be a folder.
@@ -42,7 +38,7 @@ def prepare_quickstart(out: Path | str, seed: int) -> Prepared:
         raise ValueError(f"{out} is a file, not a folder to write to")
     manifest = out / MANIFEST
     settings = {"format": FORMAT, "seed": seed}
-    reason = _why_not_whole(out, settings)
+    reason = _reason_to_write(out, settings)
     if reason is not None:
         manifest.unlink(missing_ok=True)
         rows = word_problems.prepare(out / "data", seed)
@@ -54,25 +50,24 @@ def prepare_quickstart(out: Path | str, seed: int) -> Prepared:
             "rows": {path.relative_to(out).as_posix(): count for path, count in rows.items()},
         }
         manifest.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    known = json.loads(manifest.read_text(encoding="utf-8"))
+    recorded = json.loads(manifest.read_text(encoding="utf-8"))
     return Prepared(
-        files={out / name: (out / name).stat().st_size for name in known["sha256"]},
-        rows={out / name: count for name, count in known["rows"].items()},
-        made=reason is not None,
-        reason=reason or "whole",
+        files={out / name: (out / name).stat().st_size for name in recorded["sha256"]},
+        rows={out / name: count for name, count in recorded["rows"].items()},
+        reason=reason or "",
     )
 
 
-def _why_not_whole(out: Path, settings: dict[str, Any]) -> str | None:
-    """Why the folder has to be made, or None where it is whole and has these settings."""
+def _reason_to_write(out: Path, settings: dict[str, Any]) -> str | None:
+    """Return why the files must be written, or None if they are intact and have these settings."""
     try:
         manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return "nothing whole was there"
+        return f"{MANIFEST} was missing"
     except json.JSONDecodeError:
         return f"{MANIFEST} was damaged"
     if manifest["settings"] != settings:
-        return f"it was made with {manifest['settings']}, not {settings}"
+        return f"the settings were {manifest['settings']}, not {settings}"
     for name, digest in manifest["sha256"].items():
         if not (out / name).is_file():
             return f"{name} was missing"

@@ -1,8 +1,8 @@
 """ReTool's demonstrations (Feng et al., 2025) as conversations with tool calls: https://huggingface.co/datasets/JoeYing/ReTool-SFT.
 
-The published assistant turn is one text, in which <code> is what the model runs, <interpreter> what came back and
-<answer> the end. Here each of these is a message of its own, so that the chat template writes calls as its model does,
-and the loss does not count what the interpreter said.
+In the published data the assistant's turn is one text with the program in <code>, its output in <interpreter> and the
+final answer in <answer>. Here each of them becomes a separate message. The chat template can then format the calls for
+the model, and the loss ignores the interpreter's output.
 """
 
 from __future__ import annotations
@@ -22,30 +22,33 @@ _FENCE = re.compile(r"```(?:python)?\n?(.*?)```", re.DOTALL)
 
 
 def prepare(source: str, out: Path) -> tuple[dict[Path, int], list[str]]:
-    """Write out/train.parquet with ``messages`` and ``tools``; returns its rows, and what was left out, in words.
+    """Write out/train.parquet with ``messages`` and ``tools``. Return its number of rows, and notices.
 
-    `source` is a file or a folder with train, of ``messages`` (a question, and the assistant's one text), or a hub name.
+    `source` is a file or a folder with the split train, in a column ``messages`` (a question and the assistant's text),
+    or a name on the hub. Rows that cannot be split into messages are omitted, with a notice.
 
     Raises:
-        ValueError: the source is neither, a file or column is missing, or no row can be taken apart.
+        ValueError: the source is none of these, a file or column is missing, or every row would be omitted.
     """
-    rows, unlike, first = [], 0, ""
+    rows, omitted, first = [], 0, ""
     for index, row in enumerate(rows_of(source, "train", ("messages",))):
         try:
             rows.append(_conversation_row(row, index))
         except ValueError as error:
-            unlike, first = unlike + 1, first or str(error)
+            omitted, first = omitted + 1, first or str(error)
     if not rows:
         raise ValueError(first or f"{source} has no rows")
     path = Path(out) / "train.parquet"
     write_parquet(path, rows)
-    return {path: len(rows)}, [f"{unlike:,} rows were left out; the first: {first}"] if unlike else []
+    return {path: len(rows)}, [f"{omitted:,} rows were omitted; the first: {first}"] if omitted else []
 
 
 def _conversation_row(row: Row, index: int) -> dict[str, Any]:
     messages = messages_of(row, "messages")
     if [message["role"] for message in messages] != ["user", "assistant"]:
-        raise ValueError(f"{row.where}: not a question and one answer, but {[message['role'] for message in messages]}")
+        raise ValueError(
+            f"{row.where}: expected a user and an assistant message, got {[message['role'] for message in messages]}"
+        )
     if not all(isinstance(message["content"], str) for message in messages):
         raise ValueError(f"{row.where}: a message's content is not text")
     question = messages[0]["content"].rpartition(QUESTION)[2].replace("<answer>", "").replace("</answer>", "").strip()
@@ -59,10 +62,10 @@ def _conversation_row(row: Row, index: int) -> dict[str, Any]:
 
 
 def conversation(text: str, where: str) -> list[dict[str, Any]]:
-    """The messages of one published answer: the assistant's and the tool's in turn, the assistant's last.
+    """Split a published answer into messages of the assistant and the tool, in turn. The last is the assistant's.
 
     Raises:
-        ValueError: a call without a result or the other way round, or no answer at the end. `where` names the row.
+        ValueError: a call without a result, a result without a call, or no answer at the end. `where` names the row.
     """
     messages: list[dict[str, Any]] = []
     place, called = 0, False
@@ -70,7 +73,7 @@ def conversation(text: str, where: str) -> list[dict[str, Any]]:
         before, kind, content = text[place : part.start()].strip(), part[1], part[2].strip()
         place = part.end()
         if (kind == "interpreter") != called or (called and before):
-            raise ValueError(f"{where}: <{kind}> does not follow from what stands before it")
+            raise ValueError(f"{where}: <{kind}> is out of order: each <code> needs an <interpreter> directly after it")
         called = kind == "code"
         if kind == "interpreter":
             messages.append({"role": "tool", "content": content})

@@ -1,14 +1,14 @@
-"""Where published rows are read from: a file, a folder of files, or the Hugging Face hub."""
+"""Readers of published rows (a file, a folder, or the Hugging Face hub), and writers of prepared rows."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.data.rows import Row, iterate_rows
+from megarl.data.rows import Row, iterate_rows, write_parquet
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -16,11 +16,11 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def rows_of(
     source: str, split: str, *layouts: Sequence[str], optional: Sequence[str] = (), config: str | None = None
 ) -> Iterator[Row]:
-    """The rows of one split, with the columns named (see `rows.iterate_rows`), a few thousand in memory at a time.
+    """Iterate over the rows of one split, with the given columns (see `rows.iterate_rows`), a few thousand at a time.
 
-    `source` is a .parquet or .jsonl file, which then is the split; a folder with `split`.jsonl or `split`.parquet, or as
-    the hub keeps it, `split`-00000-of-00001.parquet, there or in its data/; or the name of a data set on the hub, whose
-    configuration `config` is taken.
+    `source` is one of: a .parquet or .jsonl file with the split; a folder with `split`.jsonl, `split`.parquet or the
+    hub's `split`-00000-of-00001.parquet, directly or in its data/; the name of a data set on the hub, with its
+    configuration `config`.
 
     Raises:
         ValueError: the source is none of these, or a file or column is missing.
@@ -49,8 +49,8 @@ def _split_files(folder: Path, split: str) -> list[Path]:
                 return [place / name]
         if parts := sorted(place.glob(f"{split}-*-of-*.parquet")):
             return parts
-    there = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-    raise ValueError(f"{folder} has neither {split}.jsonl nor {split}.parquet, but {there}. Or name the file itself")
+    content = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+    raise ValueError(f"{folder} has neither {split}.jsonl nor {split}.parquet, but {content}. You can also name a file")
 
 
 def _from_hub(
@@ -62,24 +62,24 @@ def _from_hub(
         from datasets import load_dataset
     except ImportError as error:
         raise ValueError(
-            f"there is no folder {name!r}; to take it from the Hugging Face hub, first: pip install datasets"
+            f"there is no folder {name!r}; to load it from the Hugging Face hub, run: pip install datasets"
         ) from error
-    found = load_dataset(name, config, split=split)
-    there = list(found.column_names)
-    if not any(set(layout) <= set(there) for layout in layouts):
-        wanted = ", or ".join(" and ".join(layout) for layout in layouts)
-        raise ValueError(f"{name} {split} has the columns {', '.join(there)}, not {wanted}")
-    wanted_columns = {*optional, *(column for layout in layouts for column in layout)}
-    for number, values in enumerate(found.select_columns([column for column in there if column in wanted_columns])):
+    hub_rows = load_dataset(name, config, split=split)
+    columns = list(hub_rows.column_names)
+    if not any(set(layout) <= set(columns) for layout in layouts):
+        required = ", or ".join(" and ".join(layout) for layout in layouts)
+        raise ValueError(f"{name} {split} has the columns {', '.join(columns)}, not {required}")
+    used = {*optional, *(column for layout in layouts for column in layout)}
+    for number, values in enumerate(hub_rows.select_columns([column for column in columns if column in used])):
         yield Row(f"{name} {split}, row {number}", values)
 
 
 class Distinct:
-    """Rows without those that say the same again.
+    """Rows with distinct prompts.
 
     Attributes:
-        read: rows that were seen.
-        contradicted: prompts that came with several answers. They are left out: no score would be right for them.
+        read: number of rows added.
+        contradicted: number of prompts with several answers. They are omitted because no score would be right.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Distinct:
         self._contradicted: set[str] = set()
 
     def add(self, row: dict[str, Any]) -> None:
-        """A row in verl's columns."""
+        """Add a row in verl's columns."""
         self.read += 1
         prompt = json.dumps(row["prompt"], sort_keys=True)
         first = self._rows.setdefault(prompt, row)
@@ -100,23 +100,37 @@ class Distinct:
         return len(self._contradicted)
 
     def rows(self) -> list[dict[str, Any]]:
-        """In the order in which they were first seen."""
+        """Return the rows in the order in which their prompts were first added."""
         return [row for prompt, row in self._rows.items() if prompt not in self._contradicted]
 
     def notices(self) -> list[str]:
-        """What was left out, for people."""
-        said = []
+        """Describe the omitted rows."""
+        notices = []
         if repeated := self.read - len(self._rows):
-            said.append(f"{self.read:,} rows read, of which {repeated:,} repeat another one and were left out")
+            notices.append(f"{repeated:,} of {self.read:,} rows were omitted as duplicates")
         if self._contradicted:
-            said.append(f"{self.contradicted:,} prompts come with several answers, and were left out")
-        return said
+            notices.append(f"{self.contradicted:,} prompts were omitted because they have several answers")
+        return notices
+
+    def write(self, path: Path) -> tuple[dict[Path, int], list[str]]:
+        """Write the rows to the parquet file `path`. Return its number of rows, and the notices."""
+        rows = self.rows()
+        write_parquet(path, rows)
+        return {path: len(rows)}, self.notices()
+
+
+def write_splits(out: Path, rows_of_split: Callable[[str], list[dict[str, Any]]]) -> dict[Path, int]:
+    """Write out/train.parquet and out/test.parquet, after both splits were read. Return the number of rows of each."""
+    files = {Path(out) / f"{split}.parquet": rows_of_split(split) for split in ("train", "test")}
+    for path, rows in files.items():
+        write_parquet(path, rows)
+    return {path: len(rows) for path, rows in files.items()}
 
 
 def problem_row(
     data_source: str, content: str, ground_truth: str, split: str, index: int, **info: Any
 ) -> dict[str, Any]:
-    """A mathematical problem in verl's columns; `info` joins `split` and `index` in `extra_info`."""
+    """Return a mathematical problem in verl's columns. `extra_info` has `split`, `index` and `info`."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": content}],

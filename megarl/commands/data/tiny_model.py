@@ -1,7 +1,7 @@
 """Random models of real architectures, small enough for a CPU, as Hugging Face directories.
 
-A directory is the same to the byte wherever and with whatever version of transformers it is made, and neither
-transformers nor torch has to be imported.
+The bytes of a directory do not depend on the machine or on the version of transformers. Neither transformers nor torch
+is imported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMON: Config = {
     "torch_dtype": "float32",
 }
 
-# Head sizes are those that vLLM has CPU kernels for.
+# vLLM has CPU kernels for these head sizes.
 KINDS: dict[str, Config] = {
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 128, "use_sliding_window": False},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "attention_bias": False},
@@ -57,7 +57,7 @@ KINDS: dict[str, Config] = {
         "num_key_value_heads": 4,
         "attention_bias": False,
         "q_lora_rank": 32,
-        "kv_lora_rank": 512,  # vLLM's MLA kernel on CPU has this size only, and 64 for the rotary part
+        "kv_lora_rank": 512,  # vLLM's MLA kernel on CPU only supports this size, and 64 for the rotary part
         "qk_rope_head_dim": 64,
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
@@ -81,14 +81,14 @@ KINDS: dict[str, Config] = {
 
 
 def make_tiny_model(kind: Kind, out: Path | str, seed: int, norm_spread: float = 0.1, **sizes: Any) -> Path:
-    """Write a random float32 model with its tokenizer; returns the directory.
+    """Write a random float32 model with its tokenizer. Return the directory.
 
     Args:
         kind: the architecture, by its `model_type`.
-        seed: of the weights.
-        norm_spread: standard deviation of norm weights about 1, and of biases about 0. 0 gives the
-            usual start of training; anything else lets a test see two norms exchanged.
-        sizes: fields of config.json in place of the tiny ones, e.g. ``num_hidden_layers=4``.
+        seed: seed of the weights.
+        norm_spread: standard deviation of norm weights (mean 1) and of biases (mean 0). 0 is the usual
+            initialization; other values let a test detect norms that were exchanged.
+        sizes: fields of config.json that replace the tiny ones, e.g. ``num_hidden_layers=4``.
 
     Raises:
         ValueError: the kind or a size is unknown, or the vocabulary is smaller than the tokenizer's.
@@ -98,7 +98,7 @@ def make_tiny_model(kind: Kind, out: Path | str, seed: int, norm_spread: float =
     config = {"model_type": kind, **COMMON, **KINDS[kind]}
     unknown = sorted(sizes.keys() - config.keys())
     if unknown:
-        raise ValueError(f"{kind} has no size {', '.join(unknown)}; there are {', '.join(config)}")
+        raise ValueError(f"{kind} has no size {', '.join(unknown)}; the sizes are {', '.join(config)}")
     config |= sizes
     out = Path(out)
     ids = make_tiny_tokenizer(out)
@@ -109,8 +109,10 @@ def make_tiny_model(kind: Kind, out: Path | str, seed: int, norm_spread: float =
 
 
 def write_model(out: Path, config: Config, seed: int, norm_spread: float) -> None:
-    """Write the random model that `config` describes, without its tokenizer. Raises ValueError for a kind of model whose
-    tensors are not known."""
+    """Write the random model that `config` describes, without a tokenizer.
+
+    Raises ValueError for an unsupported `model_type`.
+    """
     write_weights(out / "model.safetensors", config, seed, norm_spread)
     _write_json(out / "config.json", config)
     _write_json(out / "generation_config.json", {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID})

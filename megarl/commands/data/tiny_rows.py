@@ -1,4 +1,4 @@
-"""A few rows in the columns of real data sets, short enough for a tiny model: what a rehearsal reads."""
+"""A few rows in the columns of real data sets, short enough for a tiny model. `megarl rehearse` uses them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.commands.data.source import problem_row
 from megarl.data.rows import write_parquet
 
 Layout = Literal["problems", "pictures", "answers", "conversations", "pairs"]
-PICTURE = (60, 60)  # pixels: few, and more than a vision tower's least
+PICTURE = (60, 60)  # pixels, a little more than the minimum of a vision tower
 
 
 def write_tiny_rows(path: Path, layout: Layout, data_source: str, count: int, seed: int) -> Path:
-    """Write `count` rows to the parquet file `path`, and return it.
+    """Write `count` rows with this data source to the parquet file `path`. Return `path`.
 
-    problems, pictures: prompts of RL with an answer, the latter with an image each; answers: prompt and response;
-    conversations: messages in which a tool is called; pairs: prompt, chosen, rejected. data_source: of each row.
+    Layouts: "problems" has RL prompts with an answer; "pictures" also has an image per prompt; "answers" has prompt and
+    response; "conversations" has messages with a tool call; "pairs" has prompt, chosen and rejected.
     """
     rng = random.Random(seed)
     write_parquet(path, [_row(layout, data_source, index, rng) for index in range(count)])
@@ -34,8 +34,8 @@ def _row(layout: Layout, data_source: str, index: int, rng: random.Random) -> di
     if layout == "problems":
         return problem_row(data_source, question, answer, "train", index)
     if layout == "pictures":
-        made = problem_row(data_source, f"<image>{question}", answer, "train", index)
-        return {**made, "images": [{"bytes": _picture(rng), "path": None}]}
+        row = problem_row(data_source, f"<image>{question}", answer, "train", index)
+        return {**row, "images": [{"bytes": _picture(rng), "path": None}]}
     named = {"data_source": data_source, "extra_info": {"split": "train", "index": index}}
     if layout == "answers":
         return {**named, "prompt": question, "response": f"#### {answer}"}

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer for tiny models: any text encodes, and each digit is a token of its own."""
+"""A small byte-level BPE tokenizer for tiny models. It encodes any text, with one token per digit."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megarl.commands.data import word_problems
 
 PAD, TURN_START, EOS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 PAD_ID, EOS_ID = 0, 2
-FIRST_IMAGE_ID = 3  # of IMAGE_TOKENS, in their order
+FIRST_IMAGE_ID = 3  # id of the first of IMAGE_TOKENS; the others follow
 VOCAB_LIMIT = 512
-CORPUS = 3000  # problems that the merges are learned from
+CORPUS = 3000  # problems to learn the merges from
 
-# With Qwen's way to call tools, told in fewer words: a tiny model's tokens are few characters each.
+# Qwen's format of tool calls, with a shorter description: a token of the tiny model is only a few characters long.
 CHAT_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function.name }}: {{ tool.function.description }}\n"
     "{% endfor %}<|im_end|>\n{% endif %}"
@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-# Of a model that reads images: the tokens that its chat template writes for one, as Qwen2.5-VL calls them.
+# Tokens of an image in the chat template of Qwen2.5-VL.
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _TEXT = "{{ message.content or '' }}"
 _TEXT_AND_IMAGES = (
@@ -37,9 +37,9 @@ _TEXT_AND_IMAGES = (
 
 
 def make_tiny_tokenizer(out: Path, *, images: bool = False) -> int:
-    """Write a Hugging Face tokenizer directory, always the same; returns its number of ids (at most 512).
+    """Write a Hugging Face tokenizer directory, always with the same bytes. Return its number of ids (at most 512).
 
-    images: it also has `IMAGE_TOKENS`, whose ids follow those of the other special tokens, and a template for them.
+    images: also add `IMAGE_TOKENS`, with ids after the other special tokens, and a chat template that uses them.
     """
     text, ids = _trained(images)
     out.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def make_tiny_tokenizer(out: Path, *, images: bool = False) -> int:
 
 @cache
 def _trained(images: bool) -> tuple[str, int]:
-    """tokenizer.json, and how many ids it has."""
+    """Train the tokenizer. Return the text of tokenizer.json and the number of ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

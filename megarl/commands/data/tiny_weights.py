@@ -1,6 +1,6 @@
-"""The tensors of real architectures' checkpoints, under their published names, and random values for them.
+"""Names and shapes of the checkpoint tensors of real architectures, and random values for them.
 
-Values are drawn by name with NumPy, so that they are the same wherever they are made.
+NumPy draws the values of a tensor from the seed and its name, so they are the same on every machine.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def write_weights(path: Path, config: Config, seed: int, norm_spread: float) -> None:
-    """Each tensor is drawn from (seed, its name): matrices with `initializer_range`, norms about 1 and biases about 0 with
-    `norm_spread` as the standard deviation. Raises ValueError for a kind of model that is not known here."""
+    """Write random tensors for `config` to a safetensors file.
+
+    The standard deviation is `initializer_range` for matrices, and `norm_spread` for norms (mean 1) and biases (mean 0).
+    Raises ValueError for an unsupported `model_type`.
+    """
     from safetensors.numpy import save_file
 
     tensors = {}
@@ -37,10 +40,10 @@ def write_weights(path: Path, config: Config, seed: int, norm_spread: float) -> 
 
 
 def shapes(config: Config) -> Shapes:
-    """Every tensor of the checkpoint, under the architecture's own names, as (name, [out, in])."""
+    """Iterate over the tensors of the checkpoint as (published name, shape [out, in])."""
     kind = config["model_type"]
     if kind not in KINDS:
-        raise ValueError(f"the tensors of a {kind!r} model are not known here, only those of {', '.join(KINDS)}")
+        raise ValueError(f"the model type {kind!r} is not supported; supported: {', '.join(KINDS)}")
     hidden, vocab, layers = config["hidden_size"], config["vocab_size"], config["num_hidden_layers"]
     yield "model.embed_tokens.weight", (vocab, hidden)
     for layer in range(layers):
@@ -66,7 +69,7 @@ def _layer(config: Config, layer: int) -> Shapes:
 
 
 def _token_prediction(config: Config, prefix: str) -> Shapes:
-    """What a layer for multi-token prediction has besides."""
+    """Iterate over the additional tensors of a multi-token prediction layer."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     for name in ("enorm", "hnorm", "shared_head.norm"):
         yield f"{prefix}{name}.weight", (hidden,)
@@ -142,7 +145,7 @@ KINDS: dict[str, Callable[[Config], Shapes]] = {
     "deepseek_v3": _latent_attention,
     "glm4_moe": _glm_attention,
 }
-"""What gives the tensors of attention, for each `model_type` that is known here."""
+"""Function that yields the attention tensors, for each supported `model_type`."""
 
 
 _DENSE_FIRST = ("deepseek_v3", "glm4_moe")
@@ -172,7 +175,7 @@ def _gated(prefix: str, hidden: int, width: int) -> Shapes:
 
 
 def _vision_tower(vision: Config) -> Shapes:
-    """Qwen2.5-VL's."""
+    """Iterate over the tensors of Qwen2.5-VL's vision tower."""
     hidden, width, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]
     patch, merged = vision["patch_size"], hidden * vision["spatial_merge_size"] ** 2
     yield (

@@ -1,10 +1,9 @@
-"""Two-step arithmetic word problems: a family small enough that a tiny model learns it on a CPU in minutes.
+"""Two-step arithmetic word problems that a tiny model learns on a CPU in minutes.
 
-Problems whose numbers, in the order of the text, fall into one tenth of all tuples (by CRC-32) are
-held out: no training row has those numbers in that order, under any template. The demonstrations
-are of mixed quality on purpose: a quarter are rough estimates without working, and most do not
-end in the form that the scorer reads. What they leave to learn is what reinforcement learning
-then selects.
+A tenth of all problems, chosen by the CRC-32 of their numbers in the order of the text, is held out: no training row of
+any template has these numbers in this order. The demonstrations have mixed quality on purpose, so that reinforcement
+learning has something to improve: a quarter are rough estimates without a solution, and most do not end in the form that
+the scorer reads.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ CONTAINERS = ["bags", "boxes", "jars", "packs"]
 
 ESTIMATES = 0.25  # share of demonstrations that only guess
 ESTIMATE_ERROR = 5  # largest error of a guess
-UNSCORABLE = 0.6  # share of demonstrations that end in a sentence the scorer does not read
+UNSCORABLE = 0.6  # share of demonstrations that end in a sentence that the scorer cannot read
 
 Step = tuple[int, str, int]  # left operand, operator, right operand
 OPERATORS: dict[str, Callable[[int, int], int]] = {
@@ -68,7 +67,7 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True)
 class Template:
-    """A text with places for names and the numbers a, b, c, and the two steps that solve it."""
+    """A text with placeholders for names and the numbers a, b, c, and the two steps of its solution."""
 
     text: str
     steps: Callable[[int, int, int], tuple[Step, Step]]
@@ -123,24 +122,24 @@ class Problem:
 
     @property
     def results(self) -> tuple[int, int]:
-        """What each step comes to; the second is the answer."""
+        """The results of the two steps; the second is the answer."""
         first, second = (OPERATORS[operator](left, right) for left, operator, right in self.steps)
         return first, second
 
     @property
     def worked(self) -> str:
-        """The solution as the scorer reads it, e.g. ``" 8*8=64. 4+64=68.\\n#### 68"``."""
+        """The solution in the scorer's form, e.g. ``" 8*8=64. 4+64=68.\\n#### 68"``."""
         lines = [f"{x}{sign}{y}={result}." for (x, sign, y), result in zip(self.steps, self.results, strict=True)]
         return f" {' '.join(lines)}\n#### {self.results[1]}"
 
 
 def is_held_out(question: str) -> bool:
-    """Whether the numbers of a question, in the order of the text, belong to the held-out tenth."""
+    """Return True if the numbers of a question, in the order of the text, belong to the held-out tenth."""
     return zlib.crc32(",".join(re.findall(r"\d+", question)).encode()) % 10 == 0
 
 
 def draw(rng: random.Random, held_out: bool) -> Problem:
-    """A random problem from the held-out numbers, or from all others. No result is negative."""
+    """Draw a random problem from the held-out numbers, or from the others. No result is negative."""
     while True:
         template = rng.choice(TEMPLATES)
         a, b, c = rng.randint(*template.a), rng.randint(*template.b_and_c), rng.randint(*template.b_and_c)
@@ -152,7 +151,7 @@ def draw(rng: random.Random, held_out: bool) -> Problem:
 
 
 def demonstrate(problem: Problem, rng: random.Random) -> str:
-    """A response of mixed quality: an estimate or the worked solution, scorable or not."""
+    """Return a response of random quality: an estimate or the worked solution, scorable or not."""
     response = problem.worked
     if rng.random() < ESTIMATES:
         error = rng.randint(-ESTIMATE_ERROR, ESTIMATE_ERROR)
@@ -165,10 +164,10 @@ def demonstrate(problem: Problem, rng: random.Random) -> str:
 def prepare(
     out: Path, seed: int, train: int = 4096, test: int = 256, sft: int = 60_000, preferences: int = 4096
 ) -> dict[Path, int]:
-    """Write out/train.parquet and out/test.parquet (prompts), out/sft.parquet and out/sft_test.parquet (demonstrations),
-    out/preferences.parquet and out/preferences_test.parquet (pairs). Each file of tests has `test` rows.
+    """Write train and test (prompts), sft and sft_test (demonstrations), preferences and preferences_test (pairs).
 
-    Questions of train and test are all different. Returns the rows of each file.
+    The files are out/NAME.parquet; each test file has `test` rows. All questions of train and test are distinct. Return
+    the number of rows of each file.
     """
 
     def rng(name: str) -> random.Random:
@@ -213,13 +212,13 @@ def _demonstrations(rng: random.Random, split: str, count: int, held_out: bool =
 
 
 def _preferences(rng: random.Random, split: str, count: int, held_out: bool = False) -> list[dict[str, Any]]:
-    """The worked, scorable solution is chosen over a demonstration that is not that."""
+    """Return pairs: the worked, scorable solution is chosen, and a different demonstration is rejected."""
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
         problem = draw(rng, held_out)
-        other = demonstrate(problem, rng)
-        if other != problem.worked:
-            rows.append({**_row(problem, split, len(rows)), "chosen": problem.worked, "rejected": other})
+        rejected = demonstrate(problem, rng)
+        if rejected != problem.worked:
+            rows.append({**_row(problem, split, len(rows)), "chosen": problem.worked, "rejected": rejected})
     return rows
 
 

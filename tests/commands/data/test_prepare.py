@@ -198,15 +198,15 @@ def few_rows(monkeypatch):
 def test_the_quickstart_is_kept_while_it_is_whole(few_rows, tmp_path):
     out = tmp_path / "quickstart"
     prepared = prepare_quickstart(out, seed=0)
-    assert prepared.made
+    assert prepared.reason
     weights = out / "model" / "model.safetensors"
     before = weights.read_bytes(), weights.stat().st_mtime_ns
     again = prepare_quickstart(out, seed=0)
-    assert not again.made and again.files == prepared.files
+    assert not again.reason and again.files == prepared.files
     assert (weights.read_bytes(), weights.stat().st_mtime_ns) == before
     (out / "data" / "test.parquet").unlink()
     repaired = prepare_quickstart(out, seed=0)
-    assert repaired.made and repaired.reason == "data/test.parquet was missing"
+    assert repaired.reason == "data/test.parquet was missing"
     weights.write_bytes(before[0][:-1] + b"\x00\x00")
     assert prepare_quickstart(out, seed=0).reason == "model/model.safetensors had changed"
     assert weights.read_bytes() == before[0]

@@ -140,8 +140,8 @@ def test_dapo_math_has_each_row_once_and_says_so(tmp_path: Path) -> None:
     made = CliRunner().invoke(app, ["dapo_math", "--source", str(tmp_path / "hub"), "--out", str(tmp_path / "out")])
     assert made.exit_code == 0, made.output
     # 400 rows of 3 prompts: 397 repeat one, and of the 3 one has two answers.
-    assert "400 rows read, of which 397 repeat another one" in made.output
-    assert "1 prompts come with several answers" in made.output
+    assert "397 of 400 rows were omitted as duplicates" in made.output
+    assert "1 prompts were omitted because they have several answers" in made.output
     found = rows_in(tmp_path / "out" / "train.parquet")
     assert [(row["prompt"][0]["content"], row["reward_model"]["ground_truth"]) for row in found] == [
         ("2+2?", "4"),
@@ -168,7 +168,7 @@ def test_dapo_math_has_each_row_once_and_says_so(tmp_path: Path) -> None:
 )
 def test_aime_in_the_columns_of_the_hub(tmp_path: Path, row: dict[str, Any]) -> None:
     made, notices = aime.prepare(str(write_jsonl(tmp_path / "aime.jsonl", [row, row])), tmp_path, year=2024)
-    assert made == {tmp_path / "test.parquet": 1} and "1 repeat" in notices[0]
+    assert made == {tmp_path / "test.parquet": 1} and "1 of 2 rows" in notices[0]
     (found,) = rows_in(tmp_path / "test.parquet")
     assert found["data_source"] == "aime_2024" and found["reward_model"]["ground_truth"] == "25"
     assert found["prompt"][0]["content"] == f"{aime.BEFORE}2+23?{aime.AFTER}"
@@ -183,7 +183,7 @@ def test_deepscaler_has_each_problem_once_for_the_scorer_of_mathematics(tmp_path
     ]
     made, notices = deepscaler.prepare(str(write_jsonl(tmp_path / "deepscaler.jsonl", rows)), tmp_path)
     assert made == {tmp_path / "train.parquet": 1}
-    assert "2 repeat another one" in notices[0] and "1 prompts come with several answers" in notices[1]
+    assert notices[0].startswith("2 of ") and "1 prompts were omitted because they have several answers" in notices[1]
     (found,) = rows_in(tmp_path / "train.parquet")
     assert found["reward_model"]["ground_truth"] == "\\frac{1}{2}"
     assert found["prompt"][0]["content"] == f"Half of 1? {math.INSTRUCTION}"
@@ -208,7 +208,7 @@ def test_aime_in_verls_columns_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_an_answer_that_aime_cannot_have(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "a.jsonl", [{"problem": "x", "answer": "1000"}])
-    with pytest.raises(ValueError, match=r"line 1: the answer '1000' is not a whole number from 0 to 999"):
+    with pytest.raises(ValueError, match=r"line 1: the answer '1000' is not an integer from 0 to 999"):
         aime.prepare(str(source), tmp_path)
 
 
@@ -235,7 +235,7 @@ def test_retool_becomes_turns_of_which_the_loss_counts_the_models(tmp_path: Path
     source = write_jsonl(tmp_path / "source" / "train.jsonl", rows)
     made, notices = retool_sft.prepare(str(source.parent), tmp_path)
     assert made == {tmp_path / "train.parquet": 2}
-    assert notices[0].startswith("2 rows were left out; the first: ") and "no <answer>" in notices[0]
+    assert notices[0].startswith("2 rows were omitted; the first: ") and "no <answer>" in notices[0]
     first, second = rows_in(tmp_path / "train.parquet", "messages", "tools")
     assert [message["role"] for message in first["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert first["messages"][0]["content"] == "What is 2+2?"
