@@ -1,4 +1,4 @@
-"""Writes the tables of docs/algorithms.md from the registries: ``python -m docs.generate.algorithms``."""
+"""Write the tables of docs/algorithms.md from the registries: ``python -m docs.generate.algorithms``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from megarl.algorithms.catalogue import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, LOSSES
 from megarl.algorithms.returns import gae
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "algorithms.md"
 LEARNED = ROOT / "docs" / "learned.json"
-_SHOWN_APART = ("advantage", "loss", "aggregation", "kl_coef", "kl_in_reward")
+_OTHER_COLUMNS = ("advantage", "loss", "aggregation", "kl_coef", "kl_in_reward")
 
 
 def tables() -> dict[str, str]:
-    """Each table of the page, by the word its markers hold."""
+    """Return the tables of the page by the name in their markers."""
     return {
         "recipes": _recipes(),
         "advantages": _table(
@@ -32,24 +32,24 @@ def tables() -> dict[str, str]:
 
 
 def document(page: str) -> str:
-    """`page` with its tables made anew: what stands between ``<!-- NAME -->`` and ``<!-- end -->``."""
+    """Return `page` with new tables between ``<!-- NAME -->`` and ``<!-- end -->``."""
     for name, table in tables().items():
-        before, found, rest = page.partition(f"<!-- {name} -->\n")
+        before, marker, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
-        assert found and end, f"{PAGE} has no place for the table '{name}'"
-        page = f"{before}{found}{table}\n{end}{after}"
+        assert marker and end, f"{PAGE} has no markers for the table '{name}'"
+        page = f"{before}{marker}{table}\n{end}{after}"
     return page
 
 
 def proven_in(name: str) -> str:
-    """The file in tests/ that proves the function `name`."""
+    """Return the file in tests/ that tests the function `name`."""
     if name in ADVANTAGES:
-        apart = {
+        exceptions = {
             "gae": "algorithms/test_values.py",
             "grpo_process": "algorithms/test_process_rewards.py",
             "on_policy_distillation": "rollout/test_distillation.py",
         }
-        return apart.get(name, "algorithms/test_advantages.py")
+        return exceptions.get(name, "algorithms/test_advantages.py")
     loss = LOSSES[name]
     if loss.needs_top:
         return "rollout/test_distillation.py"
@@ -57,7 +57,7 @@ def proven_in(name: str) -> str:
 
 
 def _recipes() -> str:
-    """The algorithms' recipes over the base ones: a file's first line names the algorithm and its paper."""
+    """Return the table of base recipes. The first line of a file names the algorithm and its paper."""
     from omegaconf import OmegaConf
 
     learned = json.loads(LEARNED.read_text())
@@ -80,7 +80,7 @@ def _recipes() -> str:
             f"`{file.name}`",
             *(f"`{function}`" for function in chosen),
             _kl(algorithm),
-            "<br>".join(f"`{key}: {_plain(value)}`" for key, value in algorithm.items() if key not in _SHOWN_APART),
+            "<br>".join(f"`{key}: {_plain(value)}`" for key, value in algorithm.items() if key not in _OTHER_COLUMNS),
             ", ".join(f"`{proof}`" for proof in proofs),
             _learned(learned.get(file.stem)),
         ]
@@ -89,7 +89,7 @@ def _recipes() -> str:
 
 
 def _algorithm_of(file: Path) -> dict[str, Any]:
-    """The section `algorithm` of a recipe, that of its bases included."""
+    """Return the section `algorithm` of a recipe, merged with its bases."""
     from omegaconf import OmegaConf
 
     content = OmegaConf.to_container(OmegaConf.load(file))
@@ -102,7 +102,7 @@ def _algorithm_of(file: Path) -> dict[str, Any]:
 
 
 def _title(file: Path) -> tuple[str, str]:
-    """From ``# Name (paper): ...``."""
+    """Parse name and paper from the first line, ``# Name (paper): ...``."""
     head = file.read_text().partition("\n")[0].lstrip("# ")
     name = re.split(r" \(|[:,]", head)[0]
     paper = re.search(r"\((.*?arXiv [\d.]+|.*?)\)", head)
@@ -112,7 +112,7 @@ def _title(file: Path) -> tuple[str, str]:
 def _kl(algorithm: dict[str, Any]) -> str:
     loss = LOSSES[algorithm["loss"]]
     if loss.needs_reference:
-        return "in the loss itself"
+        return "part of the loss"
     if not algorithm.get("kl_coef"):
         return "none"
     return f"{_plain(algorithm['kl_coef'])} in the {'reward' if algorithm.get('kl_in_reward') else 'loss'}"
@@ -130,11 +130,11 @@ def _learned(result: dict[str, Any] | None) -> str:
 
 
 def _table(rows: Iterable[tuple[str, Callable[..., Any], tuple[str, ...]]]) -> str:
-    lines = ["| name | what it is | settings | where |", "|---|---|---|---|"]
+    lines = ["| name | description | settings | file |", "|---|---|---|---|"]
     for name, function, settings in rows:
         text = " ".join((function.__doc__ or "").split()).replace("|", "\\|").replace("``", "`")
-        where = f"{function.__module__.rpartition('.')[2]}.py"
-        lines.append(f"| `{name}` | {text} | {', '.join(f'`{one}`' for one in settings)} | `{where}` |")
+        file = f"{function.__module__.rpartition('.')[2]}.py"
+        lines.append(f"| `{name}` | {text} | {', '.join(f'`{setting}`' for setting in settings)} | `{file}` |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Writes docs/recipes.md from the schema: ``python -m docs.generate.recipes`` (--check: fail where it is out of date)."""
+"""Write docs/recipes.md from the schema: ``python -m docs.generate.recipes`` (--check: only test if it is up to date)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from megarl.recipe.schema import Recipe
 
 HEAD = """# Recipes
 
-A recipe is a YAML file that holds differences from the defaults below. `base:` names one parent file or a list
-of them, relative to the recipe; later ones win, the recipe wins over its bases, and `key=value` on the command line
-wins over all. What a run used is written to `runs/<name>/recipe.resolved.yaml`.
+A recipe is a YAML file with the settings that differ from the defaults below:
 
 ```yaml
 base: base/dapo.yaml
@@ -25,17 +23,19 @@ model: {path: /models/Qwen3-30B-A3B}
 rollout: {samples_per_prompt: 16}
 ```
 
-A list with one entry needs no brackets: `train_files: train.parquet`.
+`base:` names a parent file or a list of parent files, relative to the recipe. Later parents override earlier ones, the
+recipe overrides its parents, and `key=value` on the command line overrides everything. A run writes all its settings to
+`runs/<name>/recipe.resolved.yaml`. A list with one entry needs no brackets: `train_files: train.parquet`.
 
-An unknown key, a wrong type, a value out of bounds or a combination that cannot work ends the command before any
-process starts, with one message that names the file, the key, what is wrong and what to change (exit status 2).
+An unknown key, a wrong type, a value out of bounds or an impossible combination ends the command before any process
+starts. The message names the file, the key, the problem and the remedy (exit status 2).
 
-This page is made by `python -m docs.generate.recipes` from `megarl/recipe/schema.py`, `algorithm.py` and `training.py`, the only place with defaults.
+`python -m docs.generate.recipes` writes this page from the dataclasses in `megarl/recipe/`, the only place with defaults.
 """
 
 
 def document() -> str:
-    """The whole page."""
+    """Return the text of the page."""
     top = [field for field in dataclasses.fields(Recipe) if not _is_section(Recipe, field.name)]
     parts = [HEAD, "## Top level\n", _table(Recipe, [field.name for field in top], "")]
     for field in dataclasses.fields(Recipe):
@@ -46,8 +46,8 @@ def document() -> str:
 
 def _section(section: type, name: str) -> list[str]:
     assert section.__doc__
-    own = [field.name for field in dataclasses.fields(section) if not _is_section(section, field.name)]
-    parts = [f"\n## {name}\n\n{' '.join(section.__doc__.split())}\n", _table(section, own, f"{name}.")]
+    keys = [field.name for field in dataclasses.fields(section) if not _is_section(section, field.name)]
+    parts = [f"\n## {name}\n\n{' '.join(section.__doc__.split())}\n", _table(section, keys, f"{name}.")]
     for field in dataclasses.fields(section):
         if _is_section(section, field.name):
             parts += _section(section_types(section)[field.name], f"{name}.{field.name}")
@@ -63,7 +63,7 @@ def _table(section: type, names: list[str], prefix: str) -> str:
     fields = {field.name: field for field in dataclasses.fields(section)}
     for name in names:
         field = fields[name]
-        bounds = [f"{words} {field.metadata[bound]:g}" for bound, words in _BOUNDS if bound in field.metadata]
+        bounds = [f"{label} {field.metadata[bound]:g}" for bound, label in _BOUNDS if bound in field.metadata]
         meaning = field.metadata["doc"] + (f" ({', '.join(bounds)})" if bounds else "")
         cells = [f"`{prefix}{name}`", _type(section_types(section)[name]), _default(field), meaning]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -91,7 +91,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    path = Path(__file__).parents[2] / "docs" / "recipes.md"
+    path = Path(__file__).resolve().parents[1] / "recipes.md"
     text = document()
     if "--check" in arguments:
         if path.read_text() != text:

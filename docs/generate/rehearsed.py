@@ -1,6 +1,6 @@
-"""Which recipes have been planned and rehearsed, and what came of it: `docs/rehearsed.json`, and the table of docs/recipes.md.
+"""The outcomes of plans and rehearsals: `docs/rehearsed.json`, and the table of docs/recipes.md.
 
-``python -m docs.generate.rehearsals`` fills the file. An outcome belongs to the recipe as it was then: by its digest.
+``python -m docs.generate.rehearsals`` writes the file. The digest of an outcome identifies the version of the recipe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.recipe.header import shape_of
 from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 RECORD = ROOT / "docs" / "rehearsed.json"
 NOT_RUN = "not run"
 _DEFAULTS = flat_settings(to_yaml(Recipe()))
@@ -24,37 +24,37 @@ _DEFAULTS = flat_settings(to_yaml(Recipe()))
 HEAD = """
 ## Planned and rehearsed
 
-What `python -m megarl plan` ([planner.md](planner.md)) and `python -m megarl rehearse` ([rehearsal.md](rehearsal.md)) say of each
-recipe. A rehearsal trains the recipe's twin, its model and batches shrunk, on two CPU cores: evaluation where the recipe has
-one, two steps with weight exchange and checkpoints, a third after a resume. It passes where all of it was done, no metric is
-without a number, no update was skipped, and engine and trainer agree on the tokens' log-probs. Seconds are of machines
-that did other work at the same time. The last column names what a CPU could not do: all else ran, as it is or reduced.
-Models that read images had a stand-in for torchvision (`tests/stand_ins`), of which vLLM wants names alone.
+Results of `python -m megarl plan` ([planner.md](planner.md)) and `python -m megarl rehearse` ([rehearsal.md](rehearsal.md)) for
+each recipe. A rehearsal trains a tiny copy of the recipe, with a small model and small batches, on two CPU cores: evaluation if
+the recipe has one, two steps with weight sync and checkpoints, and a third step after a resume. It passes if all steps run, every
+metric is finite, no update is skipped, and engine and trainer agree on the tokens' log-probs. The machines were busy with other
+work, so the seconds are upper bounds. The last column lists settings that a CPU cannot run; all others ran, unchanged or reduced.
+Models that read images ran with a stand-in for torchvision (`tests/stand_ins`); vLLM only needs its names.
 
 | recipe | hardware | plan | rehearsal | settings kept, reduced | could not be exercised |
 |---|---|---|---|---|---|
 """
 TAIL = """
-This table is made by `python -m docs.generate.rehearsals`, which plans and rehearses each recipe that has changed since.
+`python -m docs.generate.rehearsals` plans and rehearses each recipe that changed since its last outcome, and updates this table.
 """
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`digest`: of the recipe that it belongs to. `plan`: the words on it; `rehearsal`: passed, failed, or not run."""
+    """The outcomes for one version of a recipe. `plan` is the verdict; `rehearsal` is passed, failed, or not run."""
 
     digest: str
     plan: str = NOT_RUN
     rehearsal: str = NOT_RUN
-    seconds: float = 0.0  # that the rehearsal took
-    date: str = ""  # of the rehearsal
+    seconds: float = 0.0  # duration of the rehearsal
+    date: str = ""  # date of the rehearsal
     kept: int = 0
     reduced: int = 0
     left_out: tuple[str, ...] = ()
 
 
 def recipes() -> list[Path]:
-    """Those that say which model, data and algorithm, and so can be run."""
+    """Return the recipes that set model, data and algorithm, so that they can be run."""
     folder = ROOT / "recipes"
     return [*sorted(folder.glob("*.yaml")), *sorted((folder / "tiny").glob("*.yaml"))]
 
@@ -64,7 +64,10 @@ def name_of(path: Path) -> str:
 
 
 def digest_of(path: Path) -> str:
-    """Of every setting that is not the default, whichever file says it, and of the shape. A new default changes nothing."""
+    """Return a digest of the model's shape and of all settings that differ from their defaults.
+
+    It does not depend on which base file sets a value, or on the values of the defaults.
+    """
     settings = {
         key: value for key, value in flat_settings(to_yaml(load_recipe(path))).items() if _DEFAULTS[key] != value
     }
@@ -73,19 +76,19 @@ def digest_of(path: Path) -> str:
 
 
 def read_record() -> dict[str, Outcome]:
-    """Of each recipe its outcome, as it is kept."""
-    found = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
-    return {name: Outcome(**{**entry, "left_out": tuple(entry["left_out"])}) for name, entry in found.items()}
+    """Read the recorded outcomes by recipe name."""
+    entries = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.is_file() else {}
+    return {name: Outcome(**{**entry, "left_out": tuple(entry["left_out"])}) for name, entry in entries.items()}
 
 
 def current(record: dict[str, Outcome]) -> dict[str, Outcome]:
-    """Of each recipe that there is: its outcome, or, of one that has changed since, none."""
-    found = {}
+    """Return an outcome for each existing recipe: the recorded one, or an empty one if the recipe changed."""
+    outcomes = {}
     for path in recipes():
         digest = digest_of(path)
         kept = record.get(name_of(path), Outcome(digest))
-        found[name_of(path)] = kept if kept.digest == digest else Outcome(digest)
-    return found
+        outcomes[name_of(path)] = kept if kept.digest == digest else Outcome(digest)
+    return outcomes
 
 
 def write_record(record: dict[str, Outcome]) -> None:
@@ -96,7 +99,7 @@ def write_record(record: dict[str, Outcome]) -> None:
 
 
 def table(record: dict[str, Outcome]) -> str:
-    """A row for each recipe of `record`."""
+    """Return the section of docs/recipes.md with one row per recipe of `record`."""
     paths = {name_of(path): path for path in recipes()}
     return HEAD + "\n".join(_row(name, paths[name], record[name]) for name in paths if name in record) + "\n" + TAIL
 
@@ -115,8 +118,8 @@ def _row(name: str, path: Path, outcome: Outcome) -> str:
 
 
 def _hardware(path: Path, recipe: Recipe) -> str:
-    """As the recipe's head says, or else by its processes."""
-    said = re.search(r"^# Hardware: (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-    if said:
-        return said[1]
+    """Return the hardware in the recipe's header, or the number of its devices."""
+    header = re.search(r"^# Hardware: (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    if header:
+        return header[1]
     return "two CPU cores" if recipe.cluster.device == "cpu" else f"{recipe.cluster.trainers} devices"

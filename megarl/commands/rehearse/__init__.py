@@ -1,1 +1,1 @@
-"""A recipe's twin: the same recipe and model, so small that two CPU cores run it. ``python -m megarl rehearse``."""
+"""``python -m megarl rehearse``: train a tiny copy of a recipe and its model on two CPU cores."""

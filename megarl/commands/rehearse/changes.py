@@ -1,4 +1,4 @@
-"""What became of a recipe and its model in the twin, in plain values."""
+"""Changes from a recipe and its model to their tiny copy, as plain values."""
 
 from __future__ import annotations
 
@@ -8,51 +8,61 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 _ALWAYS = ("model.dtype", "train.source", "algorithm.advantage", "algorithm.loss", "algorithm.aggregation")
-"""Told of even where they are the defaults."""
+"""Settings that are listed even if they have their defaults."""
 
-Fate = Literal["kept", "reduced", "left out"]
+Outcome = Literal["kept", "reduced", "left out"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """`key`: of the recipe, or `config.json: FIELD`. kept: `given` runs as it is. reduced: `now` stands in its place.
-    left out: nothing of it runs. `why`: in words."""
+    """The outcome for one setting. `key` is a key of the recipe, or `config.json: FIELD`.
 
-    fate: Fate
+    kept: the value `before` is unchanged. reduced: `after` replaces it. left out: the setting has no effect.
+    """
+
+    outcome: Outcome
     key: str
-    given: Any
-    now: Any = None
-    why: str = ""
+    before: Any
+    after: Any = None
+    reason: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the entry of rehearsal.json."""
+        return {
+            "fate": self.outcome,
+            "key": self.key,
+            "given": self.before,
+            "now": self.after,
+            "why": self.reason,
+        }
 
 
 @dataclass
 class Changes:
-    """Collects them, in order."""
+    """A list of changes in the order of their recording."""
 
-    found: list[Change] = field(default_factory=list)
+    items: list[Change] = field(default_factory=list)
 
-    def kept(self, key: str, value: Any, why: str = "") -> None:
-        self.found.append(Change("kept", key, value, value, why))
+    def kept(self, key: str, value: Any, reason: str = "") -> None:
+        self.items.append(Change("kept", key, value, value, reason))
 
-    def note(self, fate: Fate, key: str, given: Any, now: Any, why: str) -> None:
-        self.found.append(Change(fate, key, given, now, why))
+    def note(self, outcome: Outcome, key: str, before: Any, after: Any, reason: str) -> None:
+        self.items.append(Change(outcome, key, before, after, reason))
 
-    def left_out(self, key: str, given: Any, why: str) -> None:
-        self.found.append(Change("left out", key, given, None, why))
+    def left_out(self, key: str, before: Any, reason: str) -> None:
+        self.items.append(Change("left out", key, before, None, reason))
 
-    def set(self, section: Any, key: str, value: Any, why: str) -> None:
-        """Give the setting that `key` ends with another value, and note it where it is another. `section`: the
-        dataclass that has it."""
+    def set(self, section: Any, key: str, value: Any, reason: str) -> None:
+        """Set the field of `section` that `key` ends with, and record the change if the value differs."""
         name = key.rpartition(".")[2]
-        given = getattr(section, name)
-        if given != value:
+        before = getattr(section, name)
+        if before != value:
             setattr(section, name, value)
-            self.found.append(Change("reduced", key, given, value, why))
+            self.items.append(Change("reduced", key, before, value, reason))
 
 
 def settings_of(section: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """(dotted key, value) of every setting of a recipe's section that is not the default, those of its sections and of
-    mappings included."""
+    """Iterate over (dotted key, value) of all settings that differ from their defaults, in nested sections too."""
     default = type(section)()
     for each in dataclasses.fields(section):
         value, key = getattr(section, each.name), f"{prefix}{each.name}"

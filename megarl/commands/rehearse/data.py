@@ -1,4 +1,4 @@
-"""The twin's data sets: a few rows in the columns of the recipe's, of the data sources that its scorers know."""
+"""Data sets of the tiny copy: a few rows with the recipe's columns, and data sources that its scorers support."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _GENERATED = "a few generated rows in its columns"
 
 @dataclass(frozen=True)
 class Columns:
-    """What rows of a file are: their layout, and their data source."""
+    """Layout and data source of the rows of a file."""
 
     layout: Layout
     data_source: str
 
 
-# Of the folders that `megarl data` writes, and docs name; where their files are not there.
+# Folders that `megarl data` writes, by the names in the docs. Used if the files are missing.
 _FOLDERS = {
     "gsm8k": Columns("problems", gsm8k.DATA_SOURCE),
     "math": Columns("problems", math.DATA_SOURCE),
@@ -43,50 +43,50 @@ _FOLDERS = {
 _BY_COLUMN: dict[str, Layout] = {"images": "pictures", "chosen": "pairs", "messages": "conversations", "response": "answers", "prompt": "problems"}  # fmt: skip
 
 
-def write_data(recipe: Recipe, twin: Recipe, folder: Path, changes: Changes) -> None:
-    """Write the twin's rows below `folder`, name them in it, and see that its scorers tell samples apart."""
+def write_data(recipe: Recipe, small: Recipe, folder: Path, changes: Changes) -> None:
+    """Write tiny data sets below `folder`, set their paths in `small`, and add a scorer with varying scores."""
     number = itertools.count()
 
-    def tiny(key: str, files: Sequence[str]) -> list[str]:
+    def write(key: str, files: Sequence[str]) -> list[str]:
         return [_write(columns_of(recipe, key, file), file, folder, next(number)) for file in files]
 
-    data = twin.data
-    learned = [named for named in files_of(recipe.data) if named[0] != "data.eval_files"]
-    sources = {columns_of(recipe, key, file).data_source for key, file in learned}
-    changes.set(data, "data.train_files", tiny("data.train_files", data.train_files), _GENERATED)
-    changes.set(data, "data.eval_files", tiny("data.eval_files", data.eval_files), _GENERATED)
+    data = small.data
+    training = [(key, file) for key, file in files_of(recipe.data) if key != "data.eval_files"]
+    sources = {columns_of(recipe, key, file).data_source for key, file in training}
+    changes.set(data, "data.train_files", write("data.train_files", data.train_files), _GENERATED)
+    changes.set(data, "data.eval_files", write("data.eval_files", data.eval_files), _GENERATED)
     for name, part in data.mix.items():
         key = f"data.mix.{name}.files"
-        changes.set(part, key, tiny(key, part.files), _GENERATED)
+        changes.set(part, key, write(key, part.files), _GENERATED)
     if recipe.train.source == "rollout":
-        _score(twin, sources, changes)
+        _add_coin(small, sources, changes)
 
 
 def columns_of(recipe: Recipe, key: str, file: str) -> Columns:
-    """What the rows are of a `file` that the setting `key` names: as its first one says, or, where it is not there, as its
-    folder's name does.
+    """Determine the columns of a `file` in the setting `key`: from its first row, or from its folder's name if missing.
 
-    Raises RecipeError where neither says it."""
+    Raises RecipeError if neither determines them.
+    """
     path = Path(file)
     if path.is_file():
         row = next(iterate_rows(path, ("prompt",), ("messages",), ("chosen", "rejected"), optional=("data_source", "images", "response")), None)  # fmt: skip
         if row is not None:
             layout = next(layout for column, layout in _BY_COLUMN.items() if row.values.get(column))
             return Columns(layout, row.get("data_source", str) or path.parent.name)
-    known = _FOLDERS.get(path.parent.name)
-    source = known.data_source if known else path.parent.name
+    by_folder = _FOLDERS.get(path.parent.name)
+    source = by_folder.data_source if by_folder else path.parent.name
     if recipe.train.source == "preferences":
         return Columns("pairs", source)
     if recipe.train.source == "sft":
-        return Columns("conversations" if known and known.layout == "conversations" else "answers", source)
-    if known and known.layout in ("problems", "pictures"):
-        return known
+        return Columns("conversations" if by_folder and by_folder.layout == "conversations" else "answers", source)
+    if by_folder and by_folder.layout in ("problems", "pictures"):
+        return by_folder
     if recipe.reward.function or recipe.reward.functions:
         return Columns("problems", source)
     raise RecipeError(
         key,
-        f"{file} is not here, and the folder's name does not say what its rows are scored by",
-        f"set reward.function, or name a file that is here or lies in a folder called {', '.join(_FOLDERS)}",
+        f"{file} does not exist, and its folder's name does not determine a scorer",
+        f"set reward.function, name an existing file, or name a file in a folder called {', '.join(_FOLDERS)}",
         value=file,
     )
 
@@ -96,13 +96,14 @@ def _write(columns: Columns, file: str, folder: Path, number: int) -> str:
     return str(write_tiny_rows(path, columns.layout, columns.data_source, _COUNT, number))
 
 
-def _score(twin: Recipe, sources: set[str], changes: Changes) -> None:
-    """Add the coin to the recipe's scorers. It comes first: what the first of several says is right counts."""
-    reward = twin.reward
-    given = dict(reward.functions) or dict.fromkeys(
-        [reward.function] if reward.function else sorted({one.name for one in resolve(None, sources).values()}), 1.0
+def _add_coin(small: Recipe, sources: set[str], changes: Changes) -> None:
+    """Add the coin as the first of the recipe's scorers, since the first one determines the accuracy."""
+    reward = small.reward
+    scorers = dict(reward.functions) or dict.fromkeys(
+        [reward.function] if reward.function else sorted({scorer.name for scorer in resolve(None, sources).values()}),
+        1.0,
     )
-    why = "and a coin, since a random model's answers are all wrong; evaluation's rows are scored by the same"
-    reward.function, reward.functions = None, {COIN: 1.0, **given}
-    names = ", ".join(given)
-    changes.note("reduced", "reward", names, f"coin, {names}", why)
+    reason = "a coin is added because a random model's answers are all wrong; evaluation uses the same scorers"
+    reward.function, reward.functions = None, {COIN: 1.0, **scorers}
+    names = ", ".join(scorers)
+    changes.note("reduced", "reward", names, f"coin, {names}", reason)

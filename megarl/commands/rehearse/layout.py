@@ -1,4 +1,4 @@
-"""A layout that few processes can have: what it cuts is still cut, in two. Pure."""
+"""A parallel layout for few processes that keeps every kind of parallelism, mostly with size 2. Pure."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from dataclasses import replace
 from megarl.recipe.training import MegatronConfig
 
 PROCESSES = 2
-_WITH_PIPELINE = 4  # where stages and something else are cut, so that both are
+_WITH_PIPELINE = 4  # for a pipeline combined with another kind of parallelism
 
 
 def processes_for(megatron: MegatronConfig) -> int:
-    """How many trainers show what the layout does, where nobody says how many."""
-    others = max(megatron.tensor_parallel, megatron.context_parallel, megatron.expert_parallel)
-    return _WITH_PIPELINE if megatron.pipeline_parallel > 1 and others > 1 else PROCESSES
+    """Return the default number of trainers for a layout."""
+    largest = max(megatron.tensor_parallel, megatron.context_parallel, megatron.expert_parallel)
+    return _WITH_PIPELINE if megatron.pipeline_parallel > 1 and largest > 1 else PROCESSES
 
 
 def shrink_layout(megatron: MegatronConfig, trainers: int, processes: int) -> tuple[MegatronConfig, int]:
-    """The layout on at most `processes` trainers, and how many it takes.
+    """Return a layout for at most `processes` trainers, and its number of trainers.
 
-    Each size above 1 becomes 2 while there are processes for it: tensor, pipeline, context, then data parallel. Expert
-    parallel, which takes its ranks from all but the pipeline's, is 2 where there are two, and expert-tensor parallel
-    where there are four.
+    Each size above 1 becomes 2 while there are enough processes, in the order tensor, pipeline, context and data
+    parallel. Expert parallel uses the ranks of one pipeline stage: its size is 2 if a stage has two ranks. Expert-tensor
+    parallel has size 2 if a stage has four.
     """
     left = processes
 
@@ -54,8 +54,10 @@ def shrink_layout(megatron: MegatronConfig, trainers: int, processes: int) -> tu
 
 
 def stage_layers(megatron: MegatronConfig) -> tuple[int | None, int | None]:
-    """Layers of the first and of the last of two stages, uneven where the recipe's are; None: not said. Of both Megatron
-    interleaves more stages alone: of two, the last has what the first leaves."""
+    """Return the number of layers of the first and the last of two stages, uneven if the recipe's stages are.
+
+    None leaves the number to Megatron. With interleaving and two stages only one of them may be set.
+    """
     if megatron.pipeline_parallel == 1:
         return None, None
     each = megatron.virtual_pipeline or 1
@@ -66,7 +68,9 @@ def stage_layers(megatron: MegatronConfig) -> tuple[int | None, int | None]:
 
 
 def layers_for(megatron: MegatronConfig) -> int:
-    """Layers of a model that the shrunk layout divides: two, or four where stages are uneven, for each virtual stage. Those
-    of one layout divide in another with fewer as well."""
+    """Return a number of layers that the small layout divides: two, or four with uneven stages, per virtual stage.
+
+    A layout that needs fewer layers also divides this number.
+    """
     uneven = megatron.first_stage_layers or megatron.last_stage_layers
     return (4 if uneven else 2) * (megatron.virtual_pipeline or 1)

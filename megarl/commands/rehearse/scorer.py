@@ -1,4 +1,4 @@
-"""A term of a rehearsal's reward: a random model's answers are all wrong, and groups without spread teach nothing."""
+"""A coin as a scorer: a random model's answers are all wrong, and groups with equal rewards have no gradient."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ NAME = f"{__name__}:coin"
 
 
 def coin(request: ScoreRequest) -> dict[str, float]:
-    """1 for about every second response, by its text; it is also what counts as right."""
+    """Score about half of all responses with 1, by the CRC-32 of their text. The accuracy is the same value."""
     heads = float(zlib.crc32(request.response.encode()) % 2)
     return {"score": heads, "accuracy": heads}

@@ -1,4 +1,4 @@
-"""The recipe's settings that depend on size or machine, as two CPU cores can have them. All others stay as they are."""
+"""Reduce the settings that depend on size or machine to two CPU cores. All other settings are kept."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megarl.recipe.training import ActorConfig, CriticConfig, MegatronConfig
 STEPS = 2
 PROMPT, PROMPT_WITH_TOOLS, RESPONSE, DEMONSTRATION = 64, 256, 16, 192  # tokens
 PROMPTS, SAMPLES = 4, 4
-_ROWS = 4  # that an evaluation reads
-_SEQUENCES = 16  # that an engine computes at a time
-_BUFFER = 8  # of the punishment for length
-_TURNS, _ANSWER = 3, 16
-_PATIENCE = 600.0  # seconds
+_ROWS = 4  # rows of an evaluation
+_SEQUENCES = 16  # concurrent sequences of an engine
+_BUFFER = 8  # tokens of the overlong penalty
+_TURNS, _ANSWER = 3, 16  # turns with tools, and tokens of a tool's answer
+_TIMEOUT = 600.0  # seconds
 _KV_CACHE = 64 << 20
 _ENGINE = "vllm"
 
@@ -28,121 +28,129 @@ _LR = 1e-3
 
 _SIZE = "size"
 _ROWS_FIT = "the generated rows fit"
-_MOVES = "so that two steps change the weights that engines are given"
+_MOVES = "two steps must change the engines' weights"
 _CORES = "processes"
 _MACHINE = "this machine"
-# Of an engine's arguments, those that a CPU's does not have.
+# Engine arguments that an engine on CPU does not have.
 _ENGINE_ON_DEVICES = {
-    "gpu_memory_utilization": "a CPU's engine has kv_cache_memory_bytes",
+    "gpu_memory_utilization": "an engine on CPU uses kv_cache_memory_bytes",
     "additional_config": "settings of another build of the engine",
-    "compilation_config": "kernels of the device are compiled there",
+    "compilation_config": "it compiles kernels of the device",
     "cudagraph_capture_sizes": "a CPU has no graphs",
 }
-# Fields of Megatron's configuration that want kernels of the device's own.
-_FUSED = {"moe_permute_fusion": "Transformer Engine's, or the platform's own, kernels do it", "moe_router_fusion": "Transformer Engine's kernels do it", "apply_rope_fusion": "Transformer Engine's kernels do it"}  # fmt: skip
+# Fields of Megatron's configuration that need kernels of a device.
+_TE_KERNELS = "needs Transformer Engine's kernels"
+_FUSED = {
+    "moe_permute_fusion": "needs kernels of Transformer Engine or the platform",
+    "moe_router_fusion": _TE_KERNELS,
+    "apply_rope_fusion": _TE_KERNELS,
+}
 
 
 def shrink_settings(recipe: Recipe, processes: int | None, changes: Changes) -> Recipe:
-    """The twin of `recipe`, but for its model's and data's paths. processes: trainers at most; None: as the layout needs."""
-    twin = copy.deepcopy(recipe)
-    _cluster(twin, processes, changes)
-    _lengths(twin, changes)
-    _batch(twin, changes)
-    _run(twin, changes)
+    """Return a small copy of `recipe`. The paths of model and data are unchanged.
+
+    processes: the largest number of trainers; None: chosen by the layout.
+    """
+    small = copy.deepcopy(recipe)
+    _cluster(small, processes, changes)
+    _lengths(small, changes)
+    _batch(small, changes)
+    _run(small, changes)
     for section in ("rollout", "teacher", "judge"):
-        _engines(twin, section, changes)
-    return twin
+        _engines(small, section, changes)
+    return small
 
 
-def note_kept(recipe: Recipe, twin: Recipe, changes: Changes) -> None:
-    """Note every setting of the recipe that the twin has as well."""
-    now = dict(settings_of(twin))
-    named = {change.key for change in changes.found}
+def note_kept(recipe: Recipe, small: Recipe, changes: Changes) -> None:
+    """Record every setting of the recipe that the small copy has unchanged."""
+    copied = dict(settings_of(small))
+    recorded = {change.key for change in changes.items}
     for key, value in settings_of(recipe):
-        if key in now and now[key] == value and key not in named:
+        if key in copied and copied[key] == value and key not in recorded:
             changes.kept(key, value)
 
 
-def _cluster(twin: Recipe, processes: int | None, changes: Changes) -> None:
-    most = processes or processes_for(twin.megatron)
-    megatron, trainers = shrink_layout(twin.megatron, twin.cluster.trainers, most)
-    _lay_out(twin, "megatron", megatron, changes)
-    changes.set(twin.cluster, "cluster.trainers", trainers, _CORES)
-    if uses_critic(twin.algorithm):
-        megatron, trainers = shrink_layout(twin.critic.megatron, twin.critic.trainers, most)
-        _lay_out(twin.critic, "critic.megatron", megatron, changes)
-        changes.set(twin.critic, "critic.trainers", trainers, _CORES)
-    for key, value in (("device", "cpu"), ("threads", 1), ("ray_address", None), ("timeout", min(twin.cluster.timeout, _PATIENCE))):  # fmt: skip
-        changes.set(twin.cluster, f"cluster.{key}", value, _MACHINE)
-    if twin.cluster.transport == "torchrun":
-        changes.set(twin.cluster, "cluster.transport", "ray", "a rehearsal starts its processes itself")
-    for key, offload in (("megatron.offload", twin.megatron), ("critic.megatron.offload", twin.critic.megatron)):
+def _cluster(small: Recipe, processes: int | None, changes: Changes) -> None:
+    most = processes or processes_for(small.megatron)
+    megatron, trainers = shrink_layout(small.megatron, small.cluster.trainers, most)
+    _lay_out(small, "megatron", megatron, changes)
+    changes.set(small.cluster, "cluster.trainers", trainers, _CORES)
+    if uses_critic(small.algorithm):
+        megatron, trainers = shrink_layout(small.critic.megatron, small.critic.trainers, most)
+        _lay_out(small.critic, "critic.megatron", megatron, changes)
+        changes.set(small.critic, "critic.trainers", trainers, _CORES)
+    for key, value in (("device", "cpu"), ("threads", 1), ("ray_address", None), ("timeout", min(small.cluster.timeout, _TIMEOUT))):  # fmt: skip
+        changes.set(small.cluster, f"cluster.{key}", value, _MACHINE)
+    if small.cluster.transport == "torchrun":
+        changes.set(small.cluster, "cluster.transport", "ray", "a rehearsal starts its processes itself")
+    for key, offload in (("megatron.offload", small.megatron), ("critic.megatron.offload", small.critic.megatron)):
         if offload.offload:
-            changes.left_out(key, True, "asked for, but a CPU has no memory of its own that it would free")
+            changes.left_out(key, True, "a CPU has no device memory to free")
 
 
 def _lay_out(owner: Any, key: str, small: MegatronConfig, changes: Changes) -> None:
-    given = owner.megatron
+    megatron = owner.megatron
     for name, value in vars(small).items():
-        changes.set(given, f"{key}.{name}", value, _CORES)
-    known = fields_of_megatron()
-    for name in list(given.extra):
-        foreign = known is not None and name not in known
-        why = _FUSED.get(name) or ("the installed Megatron has no such field" if foreign else "")
-        if why:
-            changes.left_out(f"{key}.extra.{name}", given.extra.pop(name), why)
+        changes.set(megatron, f"{key}.{name}", value, _CORES)
+    supported = fields_of_megatron()
+    for name in list(megatron.extra):
+        unsupported = supported is not None and name not in supported
+        reason = _FUSED.get(name) or ("the installed Megatron has no such field" if unsupported else "")
+        if reason:
+            changes.left_out(f"{key}.extra.{name}", megatron.extra.pop(name), reason)
 
 
-def _lengths(twin: Recipe, changes: Changes) -> None:
-    data, rollout, agent = twin.data, twin.rollout, twin.agent
+def _lengths(small: Recipe, changes: Changes) -> None:
+    data, rollout, agent = small.data, small.rollout, small.agent
     tools = bool(agent.tools or agent.mcp)
     prompt = min(data.max_prompt_length, PROMPT_WITH_TOOLS if tools else PROMPT)
     changes.set(data, "data.max_prompt_length", prompt, _SIZE)
     turns = min(agent.max_turns, _TURNS) if tools else 1
     response = min(rollout.max_response_length, RESPONSE if turns == 1 else turns * (RESPONSE + _ANSWER))
-    if twin.train.source != "rollout":
+    if small.train.source != "rollout":
         response = DEMONSTRATION
     changes.set(
-        rollout, "rollout.max_response_length", response, _SIZE if twin.train.source == "rollout" else _ROWS_FIT
+        rollout, "rollout.max_response_length", response, _SIZE if small.train.source == "rollout" else _ROWS_FIT
     )
     if turns > 1:
         changes.set(agent, "agent.max_turns", turns, _SIZE)
         changes.set(agent, "agent.max_answer_tokens", min(agent.max_answer_tokens, _ANSWER), _SIZE)
-    overlong = twin.algorithm.overlong
+    overlong = small.algorithm.overlong
     buffer = min(overlong.penalty_buffer, _BUFFER)
     changes.set(overlong, "algorithm.overlong.penalty_buffer", buffer, _SIZE)
     longest = prompt + response
-    for key, owner in _learners(twin):
+    for key, owner in _learners(small):
         tokens = max(longest, min(owner.max_tokens_per_micro_batch, 2 * longest))
         changes.set(owner, f"{key}.max_tokens_per_micro_batch", tokens, _SIZE)
 
 
-def _learners(twin: Recipe) -> list[tuple[str, ActorConfig | CriticConfig]]:
-    return [("actor", twin.actor), *([("critic", twin.critic)] if uses_critic(twin.algorithm) else [])]
+def _learners(small: Recipe) -> list[tuple[str, ActorConfig | CriticConfig]]:
+    return [("actor", small.actor), *([("critic", small.critic)] if uses_critic(small.algorithm) else [])]
 
 
-def _batch(twin: Recipe, changes: Changes) -> None:
-    for key, owner in _learners(twin):
+def _batch(small: Recipe, changes: Changes) -> None:
+    for key, owner in _learners(small):
         changes.set(owner, f"{key}.mini_batches", min(owner.mini_batches, 2), _SIZE)
-        # bfloat16 rounds a smaller step away, and engines would be given the weights that they have.
+        # bfloat16 would round a smaller step away, and the engines' weights would not change.
         changes.set(owner.optimizer, f"{key}.optimizer.lr", max(owner.optimizer.lr, _LR), _MOVES)
         changes.set(owner.optimizer, f"{key}.optimizer.warmup_steps", 0, _MOVES)
-    prompts = min(twin.data.prompts_per_step, PROMPTS)
-    changes.set(twin.data, "data.prompts_per_step", prompts - (prompts == 3), _SIZE)  # mini batches divide it
-    changes.set(twin.data, "data.workers", None, _MACHINE)
-    changes.set(twin.data, "data.cache", None, "the rows are made anew")
-    if twin.train.source == "rollout":
-        changes.set(twin.rollout, "rollout.samples_per_prompt", min(twin.rollout.samples_per_prompt, SAMPLES), _SIZE)
+    prompts = min(small.data.prompts_per_step, PROMPTS)
+    changes.set(small.data, "data.prompts_per_step", prompts - (prompts == 3), _SIZE)  # mini batches divide it
+    changes.set(small.data, "data.workers", None, _MACHINE)
+    changes.set(small.data, "data.cache", None, "the rows are generated")
+    if small.train.source == "rollout":
+        changes.set(small.rollout, "rollout.samples_per_prompt", min(small.rollout.samples_per_prompt, SAMPLES), _SIZE)
 
 
-def _run(twin: Recipe, changes: Changes) -> None:
-    train, evaluation, observe = twin.train, twin.evaluation, twin.observe
+def _run(small: Recipe, changes: Changes) -> None:
+    train, evaluation, observe = small.train, small.evaluation, small.observe
     changes.set(train, "train.steps", STEPS, _SIZE)
-    changes.set(train, "train.save_every", 1, "so that the run can be resumed")
+    changes.set(train, "train.save_every", 1, "the run must be resumable")
     changes.set(train, "train.keep_every", 0, _SIZE)
     changes.set(train, "train.resume", "never", "a new run")
-    if twin.critic.warmup_steps:
-        changes.set(twin.critic, "critic.warmup_steps", 1, _SIZE)
+    if small.critic.warmup_steps:
+        changes.set(small.critic, "critic.warmup_steps", 1, _SIZE)
     changes.set(evaluation, "evaluation.every", min(evaluation.every, 1), _SIZE)
     if evaluation.every or evaluation.at_start or evaluation.at_end:
         changes.set(evaluation, "evaluation.limit", min(evaluation.limit or _ROWS, _ROWS), _SIZE)
@@ -150,19 +158,19 @@ def _run(twin: Recipe, changes: Changes) -> None:
     ks = sorted({min(k, evaluation.samples) for k in evaluation.ks})
     changes.set(evaluation, "evaluation.ks", ks, _SIZE)
     if observe.trackers:
-        changes.left_out("observe.trackers", list(observe.trackers), "nobody wants to find this run there")
+        changes.left_out("observe.trackers", list(observe.trackers), "a rehearsal is not reported to trackers")
         observe.trackers = []
     changes.set(observe, "observe.console", "plain", _MACHINE)
     if observe.profile_steps:
         changes.set(observe, "observe.profile_steps", [STEPS], _SIZE)
         changes.set(observe, "observe.profile_ranks", observe.profile_ranks and [0], _CORES)
         changes.set(observe, "observe.profile_engines", observe.profile_engines and [0], _CORES)
-    _plain_traces(twin, changes)
+    _plain_traces(small, changes)
 
 
-def _plain_traces(twin: Recipe, changes: Changes) -> None:
-    """Leave out what a CPU's profiler does not record."""
-    observe, can = twin.observe, kind_of("cpu").tracing
+def _plain_traces(small: Recipe, changes: Changes) -> None:
+    """Remove profiler settings that a CPU does not support."""
+    observe, can = small.observe, kind_of("cpu").tracing
     contents = [content for content in observe.profile_contents if content in can.contents]
     changes.set(observe, "observe.profile_contents", contents, _MACHINE)
     for name in ("profile_level", "profile_metrics", "profile_export"):
@@ -171,24 +179,24 @@ def _plain_traces(twin: Recipe, changes: Changes) -> None:
     changes.set(observe, "observe.profile_analysis", True, _MACHINE)
 
 
-def _engines(twin: Recipe, section: str, changes: Changes) -> None:
-    owner = getattr(twin, section)
-    together = min(2, getattr(owner, "data_parallel", 1))  # a group of two is one still
-    changes.set(owner, f"{section}.engines", together, _CORES)
+def _engines(small: Recipe, section: str, changes: Changes) -> None:
+    owner = getattr(small, section)
+    group = min(2, getattr(owner, "data_parallel", 1))  # keep an engine group, with two engines
+    changes.set(owner, f"{section}.engines", group, _CORES)
     if section == "rollout":
-        changes.set(owner, f"{section}.data_parallel", together, _CORES)
+        changes.set(owner, f"{section}.data_parallel", group, _CORES)
     changes.set(owner, f"{section}.tensor_parallel", 1, _CORES)
     arguments = owner.engine_args
     if owner.engine != _ENGINE:
         for name in list(arguments):
             changes.left_out(f"{section}.engine_args.{name}", arguments.pop(name), f"an argument of {owner.engine}")
-        changes.set(owner, f"{section}.engine", _ENGINE, "the engine that megarl's set of packages for CPUs has")
+        changes.set(owner, f"{section}.engine", _ENGINE, "the engine in megarl's CPU packages")
     for name in [name for name in arguments if name in _ENGINE_ON_DEVICES]:
         changes.left_out(f"{section}.engine_args.{name}", arguments.pop(name), _ENGINE_ON_DEVICES[name])
-    for name, most in (("max_num_seqs", _SEQUENCES), ("max_num_batched_tokens", 2 * (twin.data.max_prompt_length + twin.rollout.max_response_length)), ("kv_cache_memory_bytes", _KV_CACHE)):  # fmt: skip
+    for name, most in (("max_num_seqs", _SEQUENCES), ("max_num_batched_tokens", 2 * (small.data.max_prompt_length + small.rollout.max_response_length)), ("kv_cache_memory_bytes", _KV_CACHE)):  # fmt: skip
         if name in arguments and arguments[name] > most:
-            given, arguments[name] = arguments[name], most
-            changes.note("reduced", f"{section}.engine_args.{name}", given, most, _SIZE)
-    if twin.train.source == "rollout" and section == "rollout":
+            before, arguments[name] = arguments[name], most
+            changes.note("reduced", f"{section}.engine_args.{name}", before, most, _SIZE)
+    if small.train.source == "rollout" and section == "rollout":
         arguments.setdefault("kv_cache_memory_bytes", _KV_CACHE)
         arguments.setdefault("max_num_seqs", _SEQUENCES)

@@ -1,4 +1,4 @@
-"""From a recipe to its twin: model, data and recipe in a folder, and what became of each setting."""
+"""Create the tiny copy of a recipe: model, data and recipe in one folder, and the list of changes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from megarl.preflight.models import check_policy, config_of
 from megarl.recipe.load import to_yaml
 from megarl.recipe.schema import Recipe
 
-RECIPE = "twin.yaml"
+RECIPE = "tiny_copy.yaml"
 _SEED = 0
-_SPREAD = 0.1  # of norms' weights: an exchanged one shows
+_FOLDER = "in the folder of the tiny copy"
+_SPREAD = 0.1  # standard deviation of norm weights, so that exchanged norms are detected
 
 
 @dataclass(frozen=True)
-class Twin:
-    """`path`: its recipe, in the folder that holds everything else of it; `changes`: from the recipe given."""
+class TinyCopy:
+    """A tiny copy of a recipe. `path` is the recipe's file; model and data are in the same folder."""
 
     path: Path
     recipe: Recipe
@@ -35,43 +36,43 @@ class Twin:
     changes: list[Change]
 
 
-def make_twin(
+def make_tiny_copy(
     path: Path, overrides: Sequence[str], folder: Path, *, processes: int | None = None, shape: str | None = None
-) -> Twin:
-    """Write the twin of the recipe at `path` below `folder`.
+) -> TinyCopy:
+    """Write a tiny copy of the recipe at `path` into `folder`.
 
-    processes: trainers at most; None: 2, or 4 where the layout cuts a pipeline and something else. shape: the model whose
-    config.json is shrunk, by its name in `megarl.hf.published`; None: the recipe's own.
-    Raises RecipeError or ValueError for a recipe that does not load, and for a model or data of which nothing is known.
+    processes: the largest number of trainers; None: 2, or 4 for a pipeline combined with another kind of parallelism.
+    shape: the name in `megarl.hf.published` of the model to shrink; None: the recipe's model.
+    Raises RecipeError or ValueError if the recipe does not load, or if its model or data are unknown.
     """
     recipe = load_recipe(path, overrides)
     changes = Changes()
-    given = config_of(recipe.model.path, path, name=shape)
-    check_policy(recipe, given)  # the recipe as it is: of the twin much could not be wrong any more
-    twin = shrink_settings(recipe, processes, changes)
-    config = shrink_model(given, max(layers_for(twin.megatron), layers_for(twin.critic.megatron)), changes)
+    hf_config = config_of(recipe.model.path, path, name=shape)
+    check_policy(recipe, hf_config)  # before shrinking, which hides many errors
+    small = shrink_settings(recipe, processes, changes)
+    config = shrink_model(hf_config, max(layers_for(small.megatron), layers_for(small.critic.megatron)), changes)
     model = folder / "model"
     make_tiny_tokenizer(model, images="vision_config" in config)
     write_model(model, config, _SEED, _SPREAD)
     if "vision_config" in config:
         _write_image_processor(model, config["vision_config"])
-    _name_models(twin, str(model), changes)
-    write_data(recipe, twin, folder / "data", changes)
-    changes.set(twin, "runs_dir", str(folder / "runs"), "beside the twin")
-    if twin.exchange.directory is not None:
-        changes.set(twin.exchange, "exchange.directory", str(folder / "exchange"), "beside the twin")
-    note_kept(recipe, twin, changes)
-    (folder / RECIPE).write_text(to_yaml(twin), encoding="utf-8")
-    return Twin(folder / RECIPE, load_recipe(folder / RECIPE, []), config, changes.found)
+    _set_model_paths(small, str(model), changes)
+    write_data(recipe, small, folder / "data", changes)
+    changes.set(small, "runs_dir", str(folder / "runs"), _FOLDER)
+    if small.exchange.directory is not None:
+        changes.set(small.exchange, "exchange.directory", str(folder / "exchange"), _FOLDER)
+    note_kept(recipe, small, changes)
+    (folder / RECIPE).write_text(to_yaml(small), encoding="utf-8")
+    return TinyCopy(folder / RECIPE, load_recipe(folder / RECIPE, []), config, changes.items)
 
 
-def _name_models(twin: Recipe, model: str, changes: Changes) -> None:
-    why = "random weights, a tiny tokenizer"
-    changes.set(twin.model, "model.path", model, why)
-    changes.set(twin.model, "model.tokenizer", None, why)
-    for section, owner, name in (("critic", twin.critic, "model_path"), ("teacher", twin.teacher, "path"), ("judge", twin.judge, "path")):  # fmt: skip
+def _set_model_paths(small: Recipe, model: str, changes: Changes) -> None:
+    reason = "random weights and a tiny tokenizer"
+    changes.set(small.model, "model.path", model, reason)
+    changes.set(small.model, "model.tokenizer", None, reason)
+    for section, owner, name in (("critic", small.critic, "model_path"), ("teacher", small.teacher, "path"), ("judge", small.judge, "path")):  # fmt: skip
         if getattr(owner, name):
-            changes.set(owner, f"{section}.{name}", model, why)
+            changes.set(owner, f"{section}.{name}", model, reason)
 
 
 def _write_image_processor(model: Path, vision: dict[str, Any]) -> None:

@@ -137,13 +137,13 @@ def test_memory_that_cannot_be_mapped_leaves_the_other_ways(tmp_path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_all_stages_with_a_recipe(tmp_path):
-    """A recipe whose engines form groups: the doctor's checks of it, a group in stage 4, its twin in stage 6."""
+    """A recipe whose engines form groups: the doctor's checks of it, a group in stage 4, its tiny copy in stage 6."""
     stages = accepted(tmp_path, Path(__file__).parents[3] / "recipes" / "grpo_deepseek_v3.yaml")
     assert "doctor: recipe: settings" in names(stages["environment"])
     assert "doctor: recipe: model" in names(stages["environment"], "NOT RUN"), "its files are not here"
     for number in range(2):
         assert f"a group of engines: log-probs of engine {number} against the trainer" in names(stages["engine"])
-    assert "the recipe's twin: exit status" in names(stages["rl step"])
+    assert "tiny copy of the recipe: exit status" in names(stages["rl step"])
 
 
 def test_every_stage_has_its_module():

@@ -1,4 +1,4 @@
-"""A recipe's twin: what it keeps of recipe and model, that nothing is changed without a word, and that it runs."""
+"""The tiny copy of a recipe: kept and changed settings, the list of changes, and the training run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megarl.commands.rehearse.data import columns_of
 from megarl.commands.rehearse.layout import layers_for, shrink_layout
 from megarl.commands.rehearse.model import shrink_model
 from megarl.commands.rehearse.settings import shrink_settings
-from megarl.commands.rehearse.tiny_copy import Twin, make_twin
+from megarl.commands.rehearse.tiny_copy import TinyCopy, make_tiny_copy
 from megarl.errors import RecipeError
 from megarl.hf import published
 from megarl.hf.config import number_of_experts
@@ -55,21 +55,21 @@ def torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @EACH
-def test_a_twin_is_what_train_takes_and_all_that_it_changed_is_told(row: Row, tmp_path: Path) -> None:
+def test_train_accepts_a_tiny_copy_and_every_change_is_listed(row: Row, tmp_path: Path) -> None:
     """Model, layout, data and scorers are read as `train` reads them. A setting of the recipe that is in no line of the
-    table, or one that the twin has otherwise without a line, would be believed to have been rehearsed."""
-    twin = make_twin(row.path, [], tmp_path)
-    prepare_training(twin.recipe)
-    given, now = dict(settings_of(recipe_of(row))), dict(settings_of(twin.recipe))
-    told = {change.key: change for change in twin.changes}
-    assert len(told) == len(twin.changes), "a setting is told of twice"
+    table, or that the tiny copy changes without a line, would look as if it had been rehearsed."""
+    tiny = make_tiny_copy(row.path, [], tmp_path)
+    prepare_training(tiny.recipe)
+    given, now = dict(settings_of(recipe_of(row))), dict(settings_of(tiny.recipe))
+    told = {change.key: change for change in tiny.changes}
+    assert len(told) == len(tiny.changes), "a setting is listed twice"
     in_parts = {"reward.function", *(key for key in {**given, **now} if key.startswith("reward.functions."))}
     added = {"rollout.engine_args.kv_cache_memory_bytes", "rollout.engine_args.max_num_seqs"} - given.keys()
     assert given.keys() - in_parts <= told.keys()
     different = {key for key in {**given, **now} if given.get(key) != now.get(key)} - in_parts - added
-    assert different <= {key for key, change in told.items() if change.fate != "kept"}
-    assert all(given[key] == now[key] for key, change in told.items() if change.fate == "kept" and key in given)
-    assert all(len(line) <= 100 for line in table(twin.changes, 100).splitlines())
+    assert different <= {key for key, change in told.items() if change.outcome != "kept"}
+    assert all(given[key] == now[key] for key, change in told.items() if change.outcome == "kept" and key in given)
+    assert all(len(line) <= 100 for line in table(tiny.changes, 100).splitlines())
 
 
 @EACH
@@ -126,7 +126,7 @@ def test_a_models_structure_is_kept(name: str) -> None:
 
 
 def test_the_tensors_of_every_kind_that_is_trained_are_known() -> None:
-    """Else one would be refused when half of its twin is written."""
+    """Otherwise a model type would be rejected after part of its tiny copy was written."""
     assert set(KINDS) == set(PROVEN)
 
 
@@ -193,7 +193,7 @@ def test_rows_are_those_of_the_file_where_it_is_there(tmp_path: Path) -> None:
         ("data.mix={own: {files: [unheard_of/a.parquet], weight: 1}}", "data.mix.own.files"),
     ],
 )
-def test_half_a_twin_is_taken_away_and_the_setting_is_named(given: str, key: str, tmp_path: Path) -> None:
+def test_an_incomplete_copy_is_removed_and_the_setting_is_named(given: str, key: str, tmp_path: Path) -> None:
     """What is not known here is found when the model is written: left there, it would stand in the next call's way."""
     recipe = ROOT / "recipes" / "grpo_qwen3_8b.yaml"
     off = ["data.train_files=[]"] if ".mix" in key else []
@@ -204,7 +204,7 @@ def test_half_a_twin_is_taken_away_and_the_setting_is_named(given: str, key: str
 
 
 def test_nothing_is_made_larger() -> None:
-    """A recipe that is as small as a twin already keeps its sizes."""
+    """A recipe that is as small as a tiny copy keeps its sizes."""
     recipe = load_recipe(ROOT / "recipes" / "ppo_qwen3_8b.yaml")
     recipe.data.prompts_per_step, recipe.evaluation.limit = 2, 1
     recipe.data.max_prompt_length, recipe.rollout.max_response_length = 48, 8
@@ -212,24 +212,24 @@ def test_nothing_is_made_larger() -> None:
     changes = Changes()
     shrink_settings(recipe, None, changes)
     ends = ("prompts_per_step", "limit", "max_prompt_length", "max_response_length", "max_tokens_per_micro_batch")
-    assert not [change for change in changes.found if change.key.endswith(ends)]
+    assert not [change for change in changes.items if change.key.endswith(ends)]
 
 
-def test_steps_ranks_and_mini_batches_are_those_that_the_twin_has(tmp_path: Path) -> None:
-    """Else the twin's recipe is refused, and the given one, which is right, cannot be rehearsed."""
+def test_profiled_steps_ranks_and_mini_batches_fit_the_tiny_copy(tmp_path: Path) -> None:
+    """Otherwise `train` rejects the tiny copy of a valid recipe."""
     given = [
         "observe.profile_steps=[5,9]",
         "observe.profile_ranks=[7]",
         "data.prompts_per_step=3",
         "actor.mini_batches=3",
     ]
-    twin = make_twin(ROOT / "recipes" / "grpo_qwen3_8b.yaml", given, tmp_path)
-    assert (twin.recipe.observe.profile_steps, twin.recipe.observe.profile_ranks) == ([2], [0])
-    assert (twin.recipe.data.prompts_per_step, twin.recipe.actor.mini_batches) == (2, 2)
+    tiny = make_tiny_copy(ROOT / "recipes" / "grpo_qwen3_8b.yaml", given, tmp_path)
+    assert (tiny.recipe.observe.profile_steps, tiny.recipe.observe.profile_ranks) == ([2], [0])
+    assert (tiny.recipe.data.prompts_per_step, tiny.recipe.actor.mini_batches) == (2, 2)
 
 
 def test_an_interrupt_is_not_lost_where_the_training_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_PATIENCE", 0.01)
+    monkeypatch.setattr(command, "_STOP_SECONDS", 0.01)
     waiting, waits = subprocess.Popen.wait, []
 
     def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
@@ -244,7 +244,7 @@ def test_an_interrupt_is_not_lost_where_the_training_does_not_end(monkeypatch: p
     deaf = "trap '' TERM INT; echo ready; while :; do sleep 0.05; done"
     try:
         with pytest.raises(KeyboardInterrupt):
-            command._ended(["sh", "-c", deaf], os.environ)
+            command._run(["sh", "-c", deaf], os.environ)
         assert waits[0].returncode == -signal.SIGKILL
     finally:
         waits[0].kill()
@@ -267,21 +267,21 @@ def test_one_of_both_says_that_it_was_stopped(
     monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
     monkeypatch.setattr(subprocess, "Popen", partial(subprocess.Popen, stdout=subprocess.PIPE))
     with pytest.raises(raised):
-        command._ended(["sh", "-c", f"trap 'exit {says}' INT; echo ready; while :; do sleep 0.05; done"], os.environ)
+        command._run(["sh", "-c", f"trap 'exit {says}' INT; echo ready; while :; do sleep 0.05; done"], os.environ)
     assert told != [os.getpgid(0)], "Ctrl-C at a terminal would reach both"
 
 
 def test_what_the_metrics_show_to_be_wrong(tmp_path: Path) -> None:
     """A loss that is no number, an update that did not happen, an engine with other weights, a step that is not there."""
     recipe = replace(load_recipe(ROOT / "recipes" / "grpo_qwen3_8b.yaml"), runs_dir=str(tmp_path), name="run")
-    twin = Twin(tmp_path / "twin.yaml", recipe, {}, [])
+    tiny = TinyCopy(tmp_path / "tiny_copy.yaml", recipe, {}, [])
     (tmp_path / "run").mkdir()
     good = [{"step": 0, "eval/loss": 1.0}, {"step": 1, "actor/loss": 0.5}, {"step": 2, "actor/loss": 0.5}]
     stale = {"step": 2, "rollout/logprob_gap_mean": 0.2, "rollout/staleness_max": 1.0}
     bad = [{"step": 1, "actor/loss": "NaN", "rollout/logprob_gap_mean": 0.2}, {"step": 3, "actor/skipped_updates": 1.0}]
     for lines, count in ((good, 0), ([*good[:2], stale], 0), (bad, 4), (good[:2], 1)):
         (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        assert len(faults(twin, 2)) == count, faults(twin, 2)
+        assert len(faults(tiny, 2)) == count, faults(tiny, 2)
 
 
 @pytest.mark.parametrize(
@@ -302,8 +302,8 @@ def test_a_rehearsal_that_fails_ends_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its cause was printed first, and sixty lines of settings after it."""
-    monkeypatch.setattr(command, "run_twin", lambda twin, resume: 1)
-    out = tmp_path / "twin"
+    monkeypatch.setattr(command, "train_copy", lambda tiny, resume: 1)
+    out = tmp_path / "tiny"
     recipe = ROOT / "recipes" / "dapo_qwen3_30b.yaml"
     assert rehearse(recipe, [], out=out, processes=None, shape=None, resume=True) == 1
     assert "could not be exercised" not in capsys.readouterr().out
@@ -314,9 +314,10 @@ def test_a_rehearsal_that_fails_ends_with_its_cause(
 
 
 @pytest.mark.parametrize(
-    ("out", "words"), [("/proc/no/such", "cannot be made"), ("full", "0 MiB free, and a twin with its run needs 64")]
+    ("out", "words"),
+    [("/proc/no/such", "cannot be created"), ("full", "0 MiB free, and a tiny copy with its run needs 64")],
 )
-def test_a_folder_that_cannot_hold_a_twin_is_refused_first(
+def test_an_unusable_folder_is_rejected_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str, words: str
 ) -> None:
     monkeypatch.setattr(command.shutil, "disk_usage", lambda folder: SimpleNamespace(free=300_000))
@@ -333,9 +334,9 @@ def test_a_folder_that_cannot_hold_a_twin_is_refused_first(
     ],
 )
 def test_what_is_wrong_with_the_recipe_itself_is_found(tmp_path: Path, override: str, words: str) -> None:
-    """The twin leaves what a CPU does not know and shrinks the layout: it would run."""
+    """The tiny copy drops device settings and shrinks the layout, so it would run."""
     with pytest.raises(ValueError, match=words):
-        make_twin(ROOT / "recipes" / "grpo_deepseek_v3.yaml", [override], tmp_path)
+        make_tiny_copy(ROOT / "recipes" / "grpo_deepseek_v3.yaml", [override], tmp_path)
 
 
 @pytest.mark.slow
@@ -343,6 +344,6 @@ def test_what_is_wrong_with_the_recipe_itself_is_found(tmp_path: Path, override:
 def test_every_row_is_rehearsed(row: Row, tmp_path: Path) -> None:
     """Real Megatron, vLLM, mbridge and Ray: two steps, and of some a third after a resume."""
     resume = "--resume" if row.path.name in RESUMED else "--no-resume"
-    done = run("rehearse", str(row.path), "--out", str(tmp_path / "twin"), resume, timeout=900)
+    done = run("rehearse", str(row.path), "--out", str(tmp_path / "tiny"), resume, timeout=900)
     assert done.returncode == 0, done.stderr + done.stdout
-    assert "nothing is wrong" in done.stdout
+    assert "no problems" in done.stdout

@@ -292,7 +292,7 @@ def _of_recipe(context: Context) -> None:
         context.not_run(name, "no recipe that samples was named")
         return
     if context.tiny:
-        context.not_run(name, "a CPU runs the recipe's twin instead: stage 6")
+        context.not_run(name, "stage 6 runs a tiny copy of the recipe on a CPU instead")
         return
     if not (Path(recipe.model.path) / "config.json").is_file():
         context.not_run(name, f"{recipe.model.path} holds no config.json: fetch the model, or its config and tokenizer")

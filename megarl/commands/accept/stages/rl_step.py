@@ -1,4 +1,4 @@
-"""Stage 6: `megarl train` on tiny models, colocated and one step off; then the recipe with few layers, or its twin."""
+"""Stage 6: `megarl train` on tiny models, colocated and one step off; then the recipe with few layers, or its tiny copy."""
 
 from __future__ import annotations
 
@@ -209,14 +209,14 @@ def behaviour_ratio(line: dict[str, Any]) -> float:
 
 
 def _of_recipe(context: Context) -> None:
-    """The recipe on these devices: full widths with few layers on devices, its twin on a CPU."""
+    """The recipe on these devices: full widths with few layers on devices, a tiny copy on a CPU."""
     if not context.settings.recipe:
         context.not_run("the recipe's steps", "no recipe was named")
         return
     if context.tiny:
         cause = "the peak of a process on a CPU has its libraries in it, and a plan counts tensors"
         context.not_run("the recipe: peak memory of a trainer against the plan", cause)
-        _twin(context)
+        _tiny_copy(context)
         return
     folder = context.folder / "cut"
     folder.mkdir(exist_ok=True)
@@ -227,7 +227,7 @@ def _of_recipe(context: Context) -> None:
         )
     except CannotCut as error:
         context.not_run("the recipe with few layers", str(error))
-        _twin(context)
+        _tiny_copy(context)
         return
     try:
         context.figure("the recipe with few layers", cut.layout)
@@ -278,17 +278,17 @@ def planned_peak(places: Sequence[Place]) -> tuple[str, float]:
     return f"{phase} of {place}", sums[phase, place]
 
 
-def _twin(context: Context) -> None:
-    """Train the recipe's twin: its settings, its layout as far as these devices go, its model shrunk."""
-    from megarl.commands.rehearse.tiny_copy import make_twin
+def _tiny_copy(context: Context) -> None:
+    """Train a tiny copy of the recipe: its settings, its layout as far as these devices go, its model shrunk."""
+    from megarl.commands.rehearse.tiny_copy import make_tiny_copy
 
-    context.doing("making the recipe's twin")
-    folder = context.folder / "twin"
+    context.doing("making a tiny copy of the recipe")
+    folder = context.folder / "tiny_copy"
     folder.mkdir(exist_ok=True)
     processes = None if context.tiny else context.settings.devices
-    twin = make_twin(Path(context.settings.recipe), context.settings.overrides, folder, processes=processes)
+    tiny = make_tiny_copy(Path(context.settings.recipe), context.settings.overrides, folder, processes=processes)
     on_device = [] if context.tiny else [f"cluster.device={context.device}"]
-    _train(context, "the recipe's twin", twin.path, twin.recipe.train.steps, on_device, compares=False)
+    _train(context, "tiny copy of the recipe", tiny.path, tiny.recipe.train.steps, on_device, compares=False)
 
 
 def last_lines(log: Path) -> str:
