@@ -1,7 +1,7 @@
-"""Compile MindSpeed's operators ahead of the first run: `python -m megarl.commands.build_operators`, for an image.
+"""Compile MindSpeed's operators while building an image: `python -m megarl.commands.build_operators`.
 
-They go where torch keeps extensions (TORCH_EXTENSIONS_DIR). The exit status is 1 if one of them fails, whose reason is
-printed; a run compiles at its first step what is missing.
+torch stores them in TORCH_EXTENSIONS_DIR. If an operator fails to compile, the reason is printed and the exit status is
+1. A run compiles missing operators in its first step.
 """
 
 from __future__ import annotations

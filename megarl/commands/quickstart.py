@@ -1,4 +1,4 @@
-"""The quickstart from nothing: data, tokenizer and a random model; SFT; DAPO; what was learned. See launch/quickstart.sh."""
+"""The quickstart: create data, tokenizer and a random model, train with SFT and DAPO, print results. See launch/quickstart.sh."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from megarl.errors import InputError
 from megarl.exit_status import guarded, leave
 from megarl.observe.run_dir import RunDirectory
 from megarl.preflight.load import load_recipe
-from megarl.recipe import Recipe
 
 DATA = Path("data/quickstart")
 SFT_RECIPE, RL_RECIPE = "recipes/quickstart_sft.yaml", "recipes/quickstart.yaml"
 
 
 def quickstart(overrides: list[str]) -> Path:
-    """Run both halves. `overrides` are settings of the RL run; its seed is used for everything. Returns its directory."""
+    """Run SFT and DAPO. Return the directory of the DAPO run.
+
+    `overrides` are settings of the DAPO run. Its seed is also used for the data, the model and SFT.
+    """
     from megarl.commands.data.quickstart import prepare_quickstart
     from megarl.train import train
 
@@ -31,38 +33,38 @@ def quickstart(overrides: list[str]) -> Path:
     prepare_quickstart(DATA, rl.train.seed)
     heading(f"2/3  SFT on demonstrations of mixed quality ({SFT_RECIPE}, {sft.train.steps} steps)")
     train(sft)
-    heading(f"3/3  DAPO from there ({RL_RECIPE}, {rl.train.steps} steps)")
+    heading(f"3/3  DAPO from the SFT checkpoint ({RL_RECIPE}, {rl.train.steps} steps)")
     run = train(rl)
-    say_what_was_learned(rl, run, time.monotonic() - began)
+    print_results(run, time.monotonic() - began)
     return run
 
 
 def set_aside(run: Path) -> None:
-    """Keep an earlier run of the same name under another one, so that a repeated quickstart starts afresh."""
+    """Rename an earlier run with the same name, so that a repeated quickstart starts from scratch."""
     holder = RunDirectory(run).holder()
     if holder is not None:
         raise InputError(f"{run} is in use by another run (process {holder.get('pid', '?')}): wait for it, or stop it")
     if run.exists():
-        kept = run.with_name(f"{run.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(run.stat().st_mtime))}")
-        run.rename(kept)
-        print(f"the earlier {run} is kept as {kept}")
+        renamed = run.with_name(f"{run.name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(run.stat().st_mtime))}")
+        run.rename(renamed)
+        print(f"the earlier {run} was renamed to {renamed}")
 
 
 def heading(text: str) -> None:
     print(f"\n== {text}", flush=True)
 
 
-def say_what_was_learned(recipe: Recipe, run: Path, seconds: float) -> None:
+def print_results(run: Path, seconds: float) -> None:
     summary = json.loads((run / "summary.json").read_text())
     print(
-        f"\nheld-out problems, numbers never seen in training:\n"
+        f"\naccuracy on held-out problems, before -> after DAPO:\n"
         f"  sampled   {summary['accuracy_before']:.2f} -> {summary['accuracy_after']:.2f}\n"
         f"  greedy    {summary['accuracy_greedy_before']:.2f} -> {summary['accuracy_greedy_after']:.2f}\n"
-        f"engine and trainer disagreed on no log-prob by more than {float(summary['logprob_gap_max']):.1e}\n"
+        f"largest difference of a log-prob between engine and trainer: {float(summary['logprob_gap_max']):.1e}\n"
         f"{seconds / 60:.1f} minutes; curves, timeline and samples: {run / 'report.html'}"
     )
 
 
-if __name__ == "__main__":  # engine and Ray processes import this module anew
+if __name__ == "__main__":  # engine and Ray processes import this module again
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     leave(guarded(lambda: quickstart(arguments), debug="--debug" in sys.argv))

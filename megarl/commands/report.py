@@ -1,4 +1,4 @@
-"""What ``python -m megarl report RUN`` does."""
+"""Entry point of ``python -m megarl report RUN``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.observe.run_dir import RunDirectory
 
 
 def report(run: Path) -> Path:
-    """Write the report of the run directory `run`; returns its path. ValueError where `run` is none."""
+    """Write the report of the run directory `run` and return its path. Raises ValueError if `run` has no run."""
     if not run.exists():
         raise ValueError(f"{run} does not exist. Give the directory of a run, as in: megarl report runs/my-run")
     if not run.is_dir():
@@ -17,5 +17,5 @@ def report(run: Path) -> Path:
     if not RunDirectory(run).is_a_run():
         inside = sorted(path.name for path in run.iterdir() if path.is_dir() and RunDirectory(path).is_a_run())
         hint = f" Runs inside it: {', '.join(inside[:5])}." if inside else ""
-        raise ValueError(f"{run} is no run directory: it has no recipe.resolved.yaml and no metrics.jsonl.{hint}")
+        raise ValueError(f"{run} is not a run directory: it has no recipe.resolved.yaml and no metrics.jsonl.{hint}")
     return write_report(run)

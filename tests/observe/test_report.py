@@ -208,7 +208,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for path, says in (
         (tmp_path / "absent", "does not exist"),
         (tmp_path / "file", "is a file"),
-        (tmp_path / "empty", "no run directory"),
+        (tmp_path / "empty", "not a run directory"),
         (tmp_path / "runs", "Runs inside it: mine"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -1,1 +1,1 @@
-"""`megarl convert-weights`: a Hugging Face model with FP8 weights as one in bfloat16."""
+"""`megarl convert-weights`: convert a Hugging Face model with FP8 weights to bfloat16."""

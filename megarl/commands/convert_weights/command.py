@@ -1,8 +1,8 @@
-"""`megarl convert-weights`: a Hugging Face model with FP8 weights as one in bfloat16. Needs a CPU alone.
+"""`megarl convert-weights`: convert a Hugging Face model with FP8 weights to bfloat16, on a CPU.
 
-The output folder gets its shards one by one, each under its final name once it is whole, and config.json last: an
-unfinished folder does not load as a model. `conversion.megarl.json` lists the finished shards with a fingerprint of their
-source: the same command resumes an interrupted conversion.
+Each shard gets its final name when it is complete, and config.json is written last, so an unfinished folder does not load
+as a model. `conversion.megarl.json` lists the finished shards with a fingerprint of their source. The same command
+resumes an interrupted conversion.
 """
 
 from __future__ import annotations
@@ -43,35 +43,35 @@ from megarl.observe.console import clock
 from megarl.text import pluralize
 
 MOST_WORKERS = 4  # by default
-_PATIENCE = 5.0  # seconds for processes to end
-_SLACK = 64 << 20  # bytes that the small files may need
+_STOP_SECONDS = 5.0  # time limit for processes to end
+_SLACK = 64 << 20  # bytes reserved for small files
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".safetensors", INDEX)
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass
 class Source:
-    """A checked folder of FP8 weights. `config`: its config.json; `block`: rows and columns of a scale."""
+    """A checked folder of FP8 weights. `config`: its config.json; `block`: (rows, columns) of a scale."""
 
     folder: Path
     config: dict[str, Any]
     block: tuple[int, int]
-    layouts: dict[str, Layout]  # of each file, by name
-    places: dict[str, str] = field(default_factory=dict)  # the file of each scale, by the scale's name
+    layouts: dict[str, Layout]  # by file name
+    places: dict[str, str] = field(default_factory=dict)  # name of a scale -> its file
 
 
 def convert(folder: Path, out: Path, workers: int | None = None) -> None:
-    """Write `folder`'s model to `out` in bfloat16, or go on where an earlier call was interrupted.
+    """Convert the model in `folder` to bfloat16 in `out`, or resume an interrupted conversion.
 
-    workers: processes, each with a file at a time (1: this process alone); None: `MOST_WORKERS`, or the number of CPU cores if that is less.
-    Raises InputError (ValueError) before anything is written for a source that is not in this format, an output folder
-    that holds something else, a source that changed in between, or a disk that is too small.
+    workers: number of processes, each converting one file at a time (1: no child processes); None: `MOST_WORKERS`, or
+    the number of CPU cores if that is smaller. Raises InputError (a ValueError), before writing, if the source has
+    another format or changed since the conversion began, `out` has other files, or the disk is too small.
     """
     source = read_source(folder)
     if out.resolve() == folder.resolve():
         raise InputError(f"--out {out} is the source itself: name another folder")
-    _read_manifest(out, folder)  # refuses a folder of something else before it gets a lock
-    with _locked(out), _saying_how_to_resume(source, out):
+    _read_manifest(out, folder)  # rejects a folder with other files before creating a lock file in it
+    with _locked(out), _resume_notice(source, out):
         done = _read_manifest(out, folder)  # another call may have finished meanwhile
         prints = {name: fingerprint(folder / name) for name in source.layouts}
         _check_unchanged(folder, done, prints)
@@ -79,48 +79,50 @@ def convert(folder: Path, out: Path, workers: int | None = None) -> None:
         todo = [name for name in source.layouts if name not in kept]
         _check_room(out, source, todo)
         count = min(workers or min(MOST_WORKERS, os.cpu_count() or 1), max(len(todo), 1))
-        _say(
+        _print(
             f"{folder}: {pluralize(len(source.layouts), 'file')}, FP8 in blocks of {source.block[0]} x {source.block[1]}"
         )
         if kept:
-            _say(f"{pluralize(len(kept), 'file')} of them {'is' if len(kept) == 1 else 'are'} in {out} already, whole")
+            _print(
+                f"{pluralize(len(kept), 'file')} of them {'is' if len(kept) == 1 else 'are'} already complete in {out}"
+            )
         _write_manifest(source, out, kept)
         _convert_files(source, out, todo, kept, prints, count)
         _write_small_files(source, out)
-    _say(f"{out}: a model in bfloat16. Name it in a recipe: model.path={out}")
+    _print(f"{out}: the model in bfloat16. To use it in a recipe, set model.path={out}")
 
 
 def read_source(folder: Path) -> Source:
-    """Read config.json and the header of every file. Raises InputError where it is not FP8 with block scales, whole."""
+    """Read config.json and the header of every file. Raises InputError unless it is a complete FP8 model with block scales."""
     if not (folder / "config.json").is_file():
-        raise InputError(f"{folder} holds no config.json: name the folder of a Hugging Face model")
+        raise InputError(f"{folder} has no config.json: name the folder of a Hugging Face model")
     config = json.loads((folder / "config.json").read_text())
     block = _block_of(folder, config)
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     if not names:
-        raise InputError(f"{folder} holds no *.safetensors")
+        raise InputError(f"{folder} has no *.safetensors")
     try:
         source = Source(folder, config, block, {name: read_layout(folder / name) for name in names})
         _check_index(source)
         scales: dict[str, Entry] = {}
         for name, layout in source.layouts.items():
-            found = {entry.name: entry for entry in layout.entries.values() if entry.name.endswith(SCALE)}
-            scales |= found
-            source.places |= dict.fromkeys(found, name)
+            tensors = {entry.name: entry for entry in layout.entries.values() if entry.name.endswith(SCALE)}
+            scales |= tensors
+            source.places |= dict.fromkeys(tensors, name)
         for name, layout in source.layouts.items():
             check_source(name, layout, block, scales)
     except ValueError as error:
         raise InputError(f"{folder}: {error}") from error
     if not any(entry.dtype == FP8 for layout in source.layouts.values() for entry in layout.entries.values()):
-        raise InputError(f"{folder} has quantization_config in its config.json, and no tensor in float8")
+        raise InputError(f"{folder} has quantization_config in its config.json, but no tensor in float8")
     return source
 
 
 def _block_of(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
-    """The block of `quantization_config`. Other methods are refused by name."""
+    """Return the block size of `quantization_config`. Raises InputError for other quantization methods."""
     quantisation = config.get("quantization_config")
     if not quantisation:
-        raise InputError(f"{folder}: its config.json has no quantization_config: there is nothing to convert")
+        raise InputError(f"{folder}: config.json has no quantization_config, so the model is not quantised")
     method = str(quantisation.get("quant_method"))
     if method != "fp8":
         raise InputError(
@@ -128,18 +130,18 @@ def _block_of(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
             "Qwen3's FP8 models are published). Take the unquantised model of the same name"
         )
     if quantisation.get("fmt", "e4m3") != "e4m3":
-        raise InputError(f"{folder}: the FP8 format is {quantisation['fmt']!r}, and e4m3 is known here")
+        raise InputError(f"{folder}: the FP8 format {quantisation['fmt']!r} is not supported, only e4m3")
     block = quantisation.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block)):
         raise InputError(
-            f"{folder}: weight_block_size in quantization_config is {block!r}, not [rows, columns] as in [128, 128]: FP8 with "
-            "a scale for a whole tensor is another format"
+            f"{folder}: weight_block_size in quantization_config is {block!r}, not [rows, columns] as in [128, 128]. FP8 with "
+            "one scale per tensor is not supported"
         )
     return block[0], block[1]
 
 
 def _check_index(source: Source) -> None:
-    """Every file of the index must be there, and every tensor where the index says."""
+    """Check that every file of the index exists and has the tensors that the index lists for it."""
     placed = read_index(source.folder, source.layouts.keys())
     if not placed and len(source.layouts) > 1:
         raise ValueError(f"there are {len(source.layouts)} files and no {INDEX}, or an empty one")
@@ -155,9 +157,7 @@ def _read_manifest(out: Path, folder: Path) -> dict[str, dict[str, Any]]:
     if (out / CONVERSION).is_file():
         return _recorded(out)
     if out.is_dir() and any(item.name != f".{CONVERSION}.lock" for item in out.iterdir()):
-        raise InputError(
-            f"--out {out} is not empty, and no conversion of {folder} was begun there: name another folder"
-        )
+        raise InputError(f"--out {out} is not empty and has no unfinished conversion of {folder}: name another folder")
     return {}
 
 
@@ -168,7 +168,7 @@ def _recorded(out: Path) -> dict[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
-    """Keep a second conversion out of the folder. Raises InputError where one has the lock."""
+    """Lock the folder against a second conversion. Raises InputError if it is already locked."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f".{CONVERSION}.lock"
     while True:
@@ -177,7 +177,7 @@ def _locked(out: Path) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise InputError(f"another convert-weights is writing to {out}") from None
-            if not _is_at(file, path):  # its holder removed it after it was opened here: the next call makes a new one
+            if not _is_at(file, path):  # another process removed the lock file after this one opened it: try again
                 continue
             try:
                 yield
@@ -194,17 +194,15 @@ def _is_at(file: TextIO, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _saying_how_to_resume(source: Source, out: Path) -> Iterator[None]:
-    """After Ctrl-C or SIGTERM, print the number of whole files and how to resume."""
+def _resume_notice(source: Source, out: Path) -> Iterator[None]:
+    """After Ctrl-C or SIGTERM, print the number of complete files and how to resume."""
     try:
         yield
     except Exception:
         raise
     except BaseException:
         count = len(_recorded(out))
-        _say(
-            f"{count} of {pluralize(len(source.layouts), 'file')} are whole in {out}; the same command goes on from there"
-        )
+        _print(f"{count} of {pluralize(len(source.layouts), 'file')} are complete in {out}; the same command resumes")
         raise
 
 
@@ -212,8 +210,8 @@ def _check_unchanged(folder: Path, done: dict[str, dict[str, Any]], prints: dict
     changed = sorted(name for name, record in done.items() if prints.get(name) != record["source"])
     if changed:
         raise InputError(
-            f"{folder} is not what the conversion was begun with: {changed[0]} differs ({pluralize(len(changed), 'file')} in "
-            "all). Delete the output folder, or name another"
+            f"{folder} changed since the conversion began: {changed[0]} differs ({pluralize(len(changed), 'file')} in "
+            "total). Delete the output folder, or name another"
         )
 
 
@@ -231,19 +229,19 @@ def _check_room(out: Path, source: Source, todo: list[str]) -> None:
     sizes = {name: converted_layout(source.layouts[name])[1].size for name in source.layouts}
     needed = sum(sizes[name] for name in todo) + _SLACK
     partial = sum(path.stat().st_size for path in map(partial_path, map(out.joinpath, todo)) if path.exists())
-    free = shutil.disk_usage(out).free + partial  # what an interruption left is overwritten
+    free = shutil.disk_usage(out).free + partial  # partial files of an interrupted call are overwritten
     if todo and free < needed:
-        there = sum(sizes.values()) - sum(sizes[name] for name in todo)
+        written = sum(sizes.values()) - sum(sizes[name] for name in todo)
         raise InputError(
-            f"the disk of {out} is too small: the model in bfloat16 is {_gb(sum(sizes.values()))}, {_gb(there)} of it are "
-            f"there already, so {_gb(needed)} are needed, and {_gb(free)} are free"
+            f"the disk of {out} is too small: the model in bfloat16 is {_gb(sum(sizes.values()))}, {_gb(written)} are "
+            f"already written, so {_gb(needed)} are needed, and {_gb(free)} are free"
         )
 
 
 def _convert_files(
     source: Source, out: Path, todo: list[str], done: dict[str, Any], prints: dict[str, str], workers: int
 ) -> None:
-    """Convert the files `todo` in processes; the manifest names each as soon as it is whole."""
+    """Convert the files `todo`, and add each to the manifest when it is complete."""
     began, written = time.monotonic(), 0
     total = sum(converted_layout(source.layouts[name])[1].size for name in todo)
     for number, result in enumerate(_results(source, out, todo, workers), start=1):
@@ -253,7 +251,7 @@ def _convert_files(
         written += result.size
         seconds = max(time.monotonic() - began, 1e-6)
         left = (total - written) * seconds / written
-        _say(
+        _print(
             f"{len(done)}/{len(source.layouts)} {result.name} | {_gb(result.size)} | {written / seconds / 1e9:.2f} GB/s"
             f" | {number} in {clock(seconds)}, left {clock(left)}"
         )
@@ -281,22 +279,20 @@ def _results(source: Source, out: Path, todo: list[str], workers: int) -> Iterat
                 yield future.result()
     except BrokenProcessPool as error:
         raise RuntimeError(
-            f"a process that converts was killed from outside (out of memory? each of {workers} needs about 0.5 GB). Finished "
-            f"files stay in {out}: the same command resumes, with fewer --workers where memory is short"
+            f"a worker process was killed (out of memory? each of {workers} needs about 0.5 GB). Finished "
+            f"files stay in {out}: the same command resumes; use fewer --workers if memory is short"
         ) from error
     finally:
-        if (
-            sys.exc_info()[0] is not None
-        ):  # no file is worth waiting for; the next call must not meet a process of this one
+        if sys.exc_info()[0] is not None:  # end the processes now: a repeated call must not meet them
             _end_processes(set(multiprocessing.active_children()) - before)
         pool.shutdown(wait=sys.exc_info()[0] is None, cancel_futures=True)
 
 
 def _end_processes(processes: set[Any]) -> None:
-    """Terminate processes, and kill those that still run after some seconds."""
+    """Terminate processes, and kill the ones that still run after `_STOP_SECONDS`."""
     for process in processes:
         process.terminate()
-    until = time.monotonic() + _PATIENCE
+    until = time.monotonic() + _STOP_SECONDS
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
         if process.is_alive():
@@ -304,7 +300,7 @@ def _end_processes(processes: set[Any]) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """In a process that converts: end when the command does, leave Ctrl-C to it, and use one core."""
+    """Initialize a worker process: use one core, ignore Ctrl-C, and end with the parent process."""
     import torch
 
     torch.set_num_threads(1)
@@ -332,24 +328,24 @@ def _write_manifest(source: Source, out: Path, done: dict[str, Any]) -> None:
 
 
 def _write_small_files(source: Source, out: Path) -> None:
-    """Copy tokenizer and the like; write the index, and config.json last of all."""
-    left_out = []
+    """Copy the tokenizer and other small files, write the index, and write config.json last."""
+    omitted = []
     for path in sorted(source.folder.iterdir()):
         if path.name in ("config.json", INDEX, CONVERSION) or path.name.startswith("."):
             continue
         if path.is_file() and not path.name.endswith((*_OTHER_WEIGHTS, ".py")):
             shutil.copyfile(path, out / path.name)
         elif not path.name.endswith(".safetensors"):
-            left_out.append(f"{path.name}{'/' if path.is_dir() else ''}")
-    if left_out:
-        _say(f"left out, since no engine or trainer of megarl reads them: {', '.join(left_out)}")
+            omitted.append(f"{path.name}{'/' if path.is_dir() else ''}")
+    if omitted:
+        _print(f"not copied, because megarl does not read them: {', '.join(omitted)}")
     layouts = {name: converted_layout(layout)[1] for name, layout in source.layouts.items()}
     if (source.folder / INDEX).is_file():
         places = {tensor: name for name, layout in layouts.items() for tensor in layout.entries}
         total = sum(entry.size for layout in layouts.values() for entry in layout.entries.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
         write_synced(out / INDEX, json.dumps(index, indent=2).encode())
-    removed = ("quantization_config", "auto_map")  # auto_map names Python files, which are left out
+    removed = ("quantization_config", "auto_map")  # auto_map names Python files, which are not copied
     config = {name: value for name, value in source.config.items() if name not in removed}
     config |= dict.fromkeys(({"dtype", "torch_dtype"} & config.keys()) or {"torch_dtype"}, "bfloat16")
     write_synced(partial_path(out / "config.json"), json.dumps(config, indent=2).encode() + b"\n")
@@ -361,5 +357,5 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(line, flush=True)

@@ -1,8 +1,8 @@
-"""FP8 weights with block scales to bfloat16, one safetensors file at a time, in bounded memory.
+"""Convert FP8 weights with block scales to bfloat16, one safetensors file at a time, in bounded memory.
 
-Format: README_WEIGHTS.md of deepseek-ai/DeepSeek-V3. A matrix is stored in float8_e4m3fn, and beside it
-`NAME_scale_inv`, a factor for each block of rows and columns. Blocks at the edges are smaller. The value of an element
-is element * factor in float32, rounded to bfloat16 (nearest, ties to even).
+Format: README_WEIGHTS.md of deepseek-ai/DeepSeek-V3. A matrix NAME is stored in float8_e4m3fn, and `NAME_scale_inv` has a
+factor for each block of rows and columns. Blocks at the edges are smaller. The value of an element is element * factor in
+float32, rounded to bfloat16 (nearest, ties to even).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from megarl.commands.convert_weights.layout import Entry, Layout, lay_out, read_
 FP8 = "F8_E4M3"
 SCALE = "_scale_inv"
 SCALE_DTYPES = ("F32", "BF16")
-KEPT = ("F64", "F32", "BF16", "F16")  # dtypes that are copied as they are
-CHUNK = 8 << 20  # elements that are float32 at a time
-_SAMPLES, _SAMPLE = 64, 4096  # blocks of a file's data that its fingerprint reads, and bytes of each
+KEPT = ("F64", "F32", "BF16", "F16")  # dtypes that are copied unchanged
+CHUNK = 8 << 20  # elements converted at a time
+_SAMPLES, _SAMPLE = 64, 4096  # samples of a file's data in its fingerprint, and bytes of each
 _EXPONENTS = {"BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00), "F32": ("<u4", 0x7F800000), "F64": ("<u8", 0x7FF << 52)}
 
 
 @dataclass(frozen=True)
 class ShardJob:
-    """One file to convert. `scales`: the file that holds the scales of each quantised tensor, by the tensor's name."""
+    """One file to convert. `scales`: name of a quantised tensor -> file with its scales."""
 
     source: Path
     target: Path
@@ -42,7 +42,7 @@ class ShardJob:
 
 @dataclass(frozen=True)
 class ShardResult:
-    """`crc`: CRC-32 of the whole file, written and read back. `tensors`: bytes of its tensors."""
+    """A converted file. `size`: bytes of the file; `tensors`: bytes of its tensors; `crc`: CRC-32 of the file."""
 
     name: str
     size: int
@@ -51,42 +51,42 @@ class ShardResult:
 
 
 def converted_layout(source: Layout) -> tuple[bytes, Layout]:
-    """Return (header, layout) of the bfloat16 file of `source`: without scales, everything else under its name."""
+    """Return (header, layout) of the bfloat16 file for `source`: all tensors under the same names, without scales."""
     ordered = sorted(source.entries.values(), key=lambda entry: entry.begin)
     kept = [entry for entry in ordered if not entry.name.endswith(SCALE)]
     return lay_out((entry.name, "BF16" if entry.dtype == FP8 else entry.dtype, entry.shape) for entry in kept)
 
 
 def check_source(name: str, layout: Layout, block: tuple[int, int], scales: Mapping[str, Entry]) -> None:
-    """Refuse tensors that are not part of this format. `scales`: the scales of all files, by name.
+    """Check that all tensors belong to this format. `scales`: the scales of all files, by name.
 
-    Raises ValueError naming the file and the tensor.
+    Raises ValueError with the file and the tensor.
     """
     for entry in layout.entries.values():
         where = f"{name}: {entry.name}"
         if entry.name.endswith(SCALE):
             weight = layout.entries.get(entry.name.removesuffix(SCALE))
             if entry.dtype not in SCALE_DTYPES:
-                raise ValueError(f"{where} holds scales in {entry.dtype}; {' and '.join(SCALE_DTYPES)} are known")
+                raise ValueError(f"{where} has scales in {entry.dtype}; supported: {' and '.join(SCALE_DTYPES)}")
             if weight is not None and weight.dtype != FP8:
-                raise ValueError(f"{where} holds scales of a tensor in {weight.dtype}, which has none in this format")
+                raise ValueError(f"{where} has scales for a tensor in {weight.dtype}, which needs none")
         elif entry.dtype == FP8:
             scale = scales.get(entry.name + SCALE)
             if scale is None:
-                raise ValueError(f"{where} is in float8, and no file holds its scales, {entry.name}{SCALE}")
+                raise ValueError(f"{where} is in float8, and no file has its scales, {entry.name}{SCALE}")
             expected = tuple(-(-size // part) for size, part in zip(entry.shape, block, strict=False))
             if len(entry.shape) != 2 or scale.shape != expected:
                 shapes = f"{list(entry.shape)}, its scales {list(scale.shape)}"
-                raise ValueError(f"{where} is {shapes}; blocks of {block[0]} x {block[1]} ask for {list(expected)}")
+                raise ValueError(f"{where} is {shapes}; blocks of {block[0]} x {block[1]} need scales {list(expected)}")
         elif entry.dtype not in KEPT:
-            raise ValueError(f"{where} is in {entry.dtype}, which this format does not have (packed integers?)")
+            raise ValueError(f"{where} is in {entry.dtype}, which is not supported (packed integers?)")
 
 
 def convert_shard(job: ShardJob) -> ShardResult:
-    """Write `job.target`, read it back, and give it its name: it is there whole, or not at all.
+    """Write `.NAME.partial`, read it back, and rename it to `job.target`, which is therefore always complete.
 
-    Until then the file is `.NAME.partial`. Raises ValueError where a value is not finite, RuntimeError where the disk
-    returns other bytes than were written, OSError where writing fails.
+    Raises ValueError if a value is not finite, RuntimeError if the disk returns other bytes than were written, and
+    OSError if writing fails.
     """
     source = read_layout(job.source)
     header, target = converted_layout(source)
@@ -97,7 +97,7 @@ def convert_shard(job: ShardJob) -> ShardResult:
             _write_all(out, part)
             crc = zlib.crc32(part, crc)
         os.fsync(out.fileno())
-        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # so that the check reads the disk
+        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # drop the page cache: the check reads the disk
     _check_written(partial, job.target.name, target, crc)
     partial.rename(job.target)
     sync(job.target.parent)
@@ -122,7 +122,7 @@ def fingerprint(path: Path) -> str:
 
 
 def _converted(job: ShardJob, source: Layout, target: Layout, data: BinaryIO) -> Iterator[memoryview]:
-    """The bytes of each tensor of `target`, in order."""
+    """Yield the bytes of each tensor of `target`, in order."""
     layouts = {job.source: source}
     for name in target.entries:
         entry = source.entries[name]
@@ -134,9 +134,9 @@ def _converted(job: ShardJob, source: Layout, target: Layout, data: BinaryIO) ->
             layouts[place] = read_layout(place)
         scales = _read_scales(place, layouts[place], name + SCALE)
         rows, columns = entry.shape
-        each = max(CHUNK // max(columns, 1) // job.block[0], 1) * job.block[0]  # rows at a time: whole blocks
-        for first in range(0, rows, each):
-            count = min(each, rows - first)
+        step = max(CHUNK // max(columns, 1) // job.block[0], 1) * job.block[0]  # rows at a time, a multiple of blocks
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
             raw = _read_whole(data, source.data + entry.begin + first * columns, count * columns)
             part = scales[first // job.block[0] : -(-(first + count) // job.block[0])]
             yield _to_bfloat16(raw, (count, columns), part, job.block)
@@ -154,7 +154,7 @@ def _to_bfloat16(raw: bytearray, shape: tuple[int, int], scales: np.ndarray, blo
 
 
 def _read_scales(path: Path, layout: Layout, name: str) -> np.ndarray:
-    """The scales `name` of a file, in float32."""
+    """Read the scales `name` of a file, as float32."""
     entry = layout.entries[name]
     with path.open("rb", buffering=0) as file:
         raw = _read_whole(file, layout.data + entry.begin, entry.size)
@@ -180,7 +180,7 @@ def _check_written(path: Path, name: str, expected: Layout, crc: int) -> None:
 
 
 def _read(file: BinaryIO, begin: int, size: int) -> Iterator[memoryview]:
-    """Bytes [begin, begin + size) in pieces of whole elements."""
+    """Yield the bytes [begin, begin + size) in pieces that do not split elements."""
     step = CHUNK * 2
     for place in range(begin, begin + size, step):
         yield memoryview(_read_whole(file, place, min(step, begin + size - place)))

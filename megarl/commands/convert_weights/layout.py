@@ -1,4 +1,4 @@
-"""The layout of safetensors files, read and laid out without reading a tensor."""
+"""Layouts of safetensors files: read from headers, or computed for new files. No tensor is read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The header of a file. `data`: where its data starts; `size`: bytes of the whole file."""
+    """The header of a file. `data`: byte where its data starts; `size`: bytes of the file."""
 
     entries: dict[str, Entry]
     data: int
@@ -39,8 +39,8 @@ class Layout:
 
 
 def read_layout(path: Path) -> Layout:
-    """Read the header of `path`. Raises ValueError where the file is cut short, damaged, or holds an unknown dtype."""
-    tensors_of(path)  # refuses damage
+    """Read the header of `path`. Raises ValueError if the file is truncated, damaged, or has an unknown dtype."""
+    tensors_of(path)  # raises ValueError for a damaged file
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header: dict[str, Any] = json.loads(file.read(length))
@@ -48,20 +48,21 @@ def read_layout(path: Path) -> Layout:
     entries = {}
     for name, entry in header.items():
         if entry["dtype"] not in BYTES:
-            raise ValueError(f"{path.name}: {name} has the dtype {entry['dtype']}, which is not known here")
+            raise ValueError(f"{path.name}: {name} has the unsupported dtype {entry['dtype']}")
         begin, end = entry["data_offsets"]
         entries[name] = Entry(name, entry["dtype"], tuple(entry["shape"]), begin)
         if entries[name].size != end - begin:
-            raise ValueError(
-                f"{path.name}: {name} has {end - begin} bytes, and its shape asks for {entries[name].size}"
-            )
+            raise ValueError(f"{path.name}: {name} has {end - begin} bytes, and its shape needs {entries[name].size}")
     return Layout(entries, 8 + length, path.stat().st_size)
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, Layout]:
-    """Return (header bytes, layout) of a file of `tensors`: (name, dtype, shape). Order: `safetensors_header.lay_out`."""
-    given = {name: (dtype, shape) for name, dtype, shape in tensors}
-    header, places = safetensors_header.lay_out(((name, *one) for name, one in given.items()), {"format": "pt"})
-    entries = {name: Entry(name, *given[name], begin) for name, (begin, _) in places.items()}
+    """Return (header bytes, layout) of a file with `tensors`: (name, dtype, shape).
+
+    `safetensors_header.lay_out` determines the order.
+    """
+    specs = {name: (dtype, shape) for name, dtype, shape in tensors}
+    header, places = safetensors_header.lay_out(((name, *spec) for name, spec in specs.items()), {"format": "pt"})
+    entries = {name: Entry(name, *specs[name], begin) for name, (begin, _) in places.items()}
     end = max((end for _, end in places.values()), default=0)
     return header, Layout(entries, len(header), len(header) + end)

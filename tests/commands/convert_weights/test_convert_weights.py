@@ -179,7 +179,7 @@ def test_a_killed_conversion_goes_on(
 ) -> None:
     out, whole = tmp_path / "out", tmp_path / "whole"
     convert(model, whole, workers=1)
-    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="killed from outside"):
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="a worker process was killed"):
         patched.setattr(convert_weights, "convert_shard", interrupted)
         convert(model, out, workers=2)
     assert not (out / "config.json").exists(), "half a model is none"
@@ -212,10 +212,10 @@ def test_ctrl_c_says_how_to_go_on(
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(convert_weights, "convert_shard", stop_at_the_second)
         convert(model, out, workers=1)
-    assert f"1 of 3 files are whole in {out}; the same command goes on" in capsys.readouterr().out
+    assert f"1 of 3 files are complete in {out}; the same command resumes" in capsys.readouterr().out
     assert sorted(path.name for path in out.iterdir()) == ["conversion.megarl.json", calls[0]]
     convert(model, out, workers=1)
-    assert "1 file of them is in" in capsys.readouterr().out and (out / "config.json").exists()
+    assert "1 file of them is already complete in" in capsys.readouterr().out and (out / "config.json").exists()
 
 
 def test_two_at_once_never_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def test_another_source_is_noticed(model: Path, tmp_path: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
     file.write_bytes(data)
-    with pytest.raises(InputError, match=f"not what the conversion was begun with: {file.name} differs"):
+    with pytest.raises(InputError, match=f"changed since the conversion began: {file.name} differs"):
         convert(model, tmp_path / "out", workers=1)
 
 
@@ -284,9 +284,9 @@ def test_another_source_is_noticed(model: Path, tmp_path: Path) -> None:
         ({"quant_method": "awq"}, "quantised by 'awq'"),
         ({"quant_method": "gptq"}, "quantised by 'gptq'"),
         ({"quant_method": "compressed-tensors"}, "quantised by 'compressed-tensors'"),
-        ({"weight_block_size": None}, "a scale for a whole tensor is another format"),
-        ({"fmt": "e5m2"}, "'e5m2', and e4m3 is known"),
-        ({"weight_block_size": [8, 4]}, r"blocks of 8 x 4 ask for \[1, 3\]"),
+        ({"weight_block_size": None}, "one scale per tensor is not supported"),
+        ({"fmt": "e5m2"}, "'e5m2' is not supported, only e4m3"),
+        ({"weight_block_size": [8, 4]}, r"blocks of 8 x 4 need scales \[1, 3\]"),
     ],
 )
 def test_other_formats_are_refused(model: Path, tmp_path: Path, settings: dict[str, Any], words: str) -> None:
@@ -310,7 +310,7 @@ def rewrite(model: Path, number: int, **tensors: torch.Tensor | None) -> None:
 def test_tensors_that_do_not_belong_are_refused(model: Path, tmp_path: Path) -> None:
     scales = load_file(model / "model-00003-of-00003.safetensors")["model.layers.0.kv.weight_scale_inv"]
     rewrite(model, 3, model_layers_0_kv_weight__scale__inv=None)
-    with pytest.raises(InputError, match=r"model\.layers\.0\.kv\.weight is in float8, and no file holds its scales"):
+    with pytest.raises(InputError, match=r"model\.layers\.0\.kv\.weight is in float8, and no file has its scales"):
         convert(model, tmp_path / "out")
     rewrite(model, 3, model_layers_0_kv_weight__scale__inv=scales, packed_weight=torch.zeros(2, dtype=torch.int32))
     with pytest.raises(InputError, match=r"packed\.weight is in I32"):
@@ -433,7 +433,7 @@ def test_ctrl_c_ends_the_processes_first(model: Path, tmp_path: Path) -> None:
     ]  # and not Python's tracker of resources
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
-    assert process.returncode == 130 and "the same command goes on" in out and "stopped by Ctrl-C" in err, (out, err)
+    assert process.returncode == 130 and "the same command resumes" in out and "stopped by Ctrl-C" in err, (out, err)
     assert len(converting) == 2 and not [child for child in converting if Path(f"/proc/{child}").exists()]
 
 
