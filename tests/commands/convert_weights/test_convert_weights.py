@@ -128,7 +128,7 @@ def test_values_names_files_and_config(model: Path, tmp_path: Path, capsys: pyte
     assert config == {"model_type": "deepseek_v3", "torch_dtype": "bfloat16", "num_nextn_predict_layers": 1}
     assert (out / "tokenizer.json").read_text() == "tokenizer.json as published"
     printed = capsys.readouterr().out
-    assert "left out" in printed and "configuration_deepseek.py" in printed and "consolidated.bin" in printed
+    assert "not copied" in printed and "configuration_deepseek.py" in printed and "consolidated.bin" in printed
     assert not (out / "configuration_deepseek.py").exists() and "left 0:00" in printed
     assert {path.name for path in out.iterdir() if path.name.startswith(".")} == set()
     assert (out / "model-00001-of-00003.safetensors").stat().st_mode & 0o777 == 0o666 & ~current_umask()
