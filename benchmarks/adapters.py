@@ -17,7 +17,7 @@ from typing import Any
 from megarl.commands.data.tiny_model import make_tiny_model
 from megarl.engines.base import AdapterSpec
 from tests.support.engine_process import EngineProcess, make_requests, spec
-from tests.support.planned_live import Trainers
+from tests.support.live_trainers import Trainers
 
 PATIENCE = 900  # seconds
 TARGETS = ("all-linear",)

@@ -24,7 +24,7 @@ import psutil
 
 from megarl.weight_sync.session import compare_full_reports, compare_sharded_reports, merge_reports
 from tests.support.engine_process import EngineProcess, spec
-from tests.support.planned_live import Trainers
+from tests.support.live_trainers import Trainers
 
 PATIENCE = 900  # seconds
 LAYOUTS: dict[str, dict[str, Any]] = {

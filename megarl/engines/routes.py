@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megarl.engines.vllm.reload import RouteSupport, installed_support, support_of
 from megarl.errors import RecipeError
 from megarl.platform.version_sets import VersionSet
-from megarl.recipe.exchange import never_planned, planned_by_recipe, wants_adapters
+from megarl.recipe.exchange import is_sharded, wants_adapters, why_not_sharded
 from megarl.recipe.schema import Recipe
 
 _ENGINE = "vllm"
@@ -36,8 +36,8 @@ def route_of(recipe: Recipe, support: RouteSupport | None, on: str = "") -> Rout
         return Route("none", support.no_updates, on)
     if wants_adapters(recipe):
         return Route("adapters", f"exchange.adapters={exchange.adapters}, where engines can hold them", on)
-    if not planned_by_recipe(recipe):
-        reason = "the recipe says so" if exchange.route == "export" else never_planned(recipe) or ""
+    if not is_sharded(recipe):
+        reason = "the recipe says so" if exchange.route == "export" else why_not_sharded(recipe) or ""
         return Route("export", f"exchange.route={exchange.route}: {reason}", on)
     if support is None:
         return Route("planned", f"exchange.route={exchange.route}; the version of vLLM is not known here", on)

@@ -1,4 +1,4 @@
-"""Which recipes' weights can go to the engines slice by slice."""
+"""How a recipe's weights go to the engines: sharded, full, or adapters alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ARGUMENTS = {  # of vLLM
 }
 
 
-def never_planned(recipe: Recipe) -> str | None:
-    """Why no plan can be made, whatever the model and the engines are; None: it depends on these."""
+def why_not_sharded(recipe: Recipe) -> str | None:
+    """Return why the recipe rules out sharded weight sync; None if only trainers and engines can."""
     if recipe.lora.rank:
         return f"lora.rank={recipe.lora.rank}: adapters go whole, and merged weights are made when all are exported"
     if recipe.rollout.engine != "vllm":
@@ -26,18 +26,17 @@ def never_planned(recipe: Recipe) -> str | None:
     return None
 
 
-def planned_by_recipe(recipe: Recipe) -> bool:
-    """Whether weights go slice by slice, as far as the recipe alone shows: `auto` also asks trainers and engines."""
-    return recipe.exchange.route == "planned" or (recipe.exchange.route == "auto" and never_planned(recipe) is None)
+def is_sharded(recipe: Recipe) -> bool:
+    """Return True if the recipe selects sharded weight sync. With `auto`, trainers and engines may still refuse it."""
+    return recipe.exchange.route == "planned" or (recipe.exchange.route == "auto" and why_not_sharded(recipe) is None)
 
 
 def wants_adapters(recipe: Recipe) -> bool:
-    """Whether engines are to be sent adapters alone, as far as the recipe alone shows: whether they can hold them, engines
-    say."""
+    """Return True if the recipe sends adapters alone. Engines may still refuse them."""
     return recipe.lora.rank > 0 and recipe.exchange.adapters != "merged" and recipe.train.source == "rollout"
 
 
 def weights_directory(recipe: Recipe) -> Path:
-    """Where weights lie that go as files."""
-    given = recipe.exchange.directory
-    return Path(given, recipe.name) if given else Path(recipe.runs_dir, recipe.name, "exchange")
+    """Return the directory of weight files for `exchange.transport: files`."""
+    directory = recipe.exchange.directory
+    return Path(directory, recipe.name) if directory else Path(recipe.runs_dir, recipe.name, "exchange")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megarl.cluster.calls import wait_for_all
-from megarl.recipe.exchange import never_planned, wants_adapters
+from megarl.recipe.exchange import wants_adapters, why_not_sharded
 from megarl.recipe.schema import ExchangeConfig, Recipe
 from megarl.weight_sync.publish import ReceivingEngine, SendingTrainers
 from megarl.weight_sync.session import DEVICE_TRANSPORTS, Session
@@ -35,7 +35,7 @@ def open_exchange(
     route = recipe.exchange.route
     if route == "export":
         return _open_export(recipe.exchange, trainers, engines, receivers)
-    session = never_planned(recipe) or _open(recipe.exchange, trainers, engines, receivers, "planned")
+    session = why_not_sharded(recipe) or _open(recipe.exchange, trainers, engines, receivers, "planned")
     if not isinstance(session, str):
         if route == "auto":
             notice("exchange.route=auto: planned; every trainer rank sends the engines the slices that they need")

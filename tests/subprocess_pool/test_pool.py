@@ -20,7 +20,7 @@ def make() -> Iterator[Callable[..., ProcessPool]]:
 
     def start(names: list[str] = NAMES, **options: Any) -> ProcessPool:
         options = {"processes": 1, "timeout": 5.0, "retries": 0, "timeout_key": "agent.tool_timeout", **options}
-        made.append(ProcessPool("tests.support.works:find", names, {"depth": [1, 2]}, **options))
+        made.append(ProcessPool("tests.support.pool_jobs:find", names, {"depth": [1, 2]}, **options))
         made[-1].start()
         return made[-1]
 

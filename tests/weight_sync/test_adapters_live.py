@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megarl.engines.base import AdapterSpec, EngineDead, EngineRefused
 from megarl.weight_sync.session import compare_full_reports
 from tests.support.engine_process import EngineProcess, build_model, gaps, load_model, make_requests, spec
-from tests.support.planned_live import Trainers, TrainersFailed
+from tests.support.live_trainers import Trainers, TrainersFailed
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

@@ -22,7 +22,7 @@ from megarl.cluster.failures import Failure, Place, Raised
 from megarl.weight_sync import heartbeat
 from megarl.weight_sync.session import ShardedSession
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
-from tests.support.planned_ranks import SHAPES, Exchange, exchange, met
+from tests.support.sharded_ranks import SHAPES, Exchange, exchange, met
 
 HERE, APART = ["here"] * 4, ["b", "b", "c", "c"]
 TIMEOUT = 60.0  # which nobody may wait for
@@ -51,7 +51,7 @@ class Split:
             "place": None, "signal": signal.SIGKILL, "before": False, **fault,
         }  # fmt: skip
         self.process = subprocess.Popen(
-            [*inside, sys.executable, "-m", "tests.support.planned_member", json.dumps(case)],
+            [*inside, sys.executable, "-m", "tests.support.sharded_member", json.dumps(case)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

@@ -23,7 +23,7 @@ from tests.support.engine_process import (
     spec,
     update,
 )
-from tests.support.planned_slices import SlicedTrainers
+from tests.support.sharded_trainers import SlicedTrainers
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

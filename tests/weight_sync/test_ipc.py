@@ -31,7 +31,7 @@ from megarl.weight_sync.sharded import receiver
 from megarl.weight_sync.sharded.buckets import OutgoingBuckets
 from megarl.weight_sync.sharded.mailbox import AckWriter
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
-from tests.support.planned_ranks import exchange
+from tests.support.sharded_ranks import exchange
 from tests.support.upstream_sources import missing, torch_npu
 
 TORCH_NPU = torch_npu()

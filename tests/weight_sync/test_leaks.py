@@ -19,7 +19,7 @@ from megarl.weight_sync.sharded.buckets import OutgoingBuckets
 from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from megarl.weight_sync.sharded.sender import ShardedSender
 from megarl.weight_sync.store import StoreChannel
-from tests.support.planned_ranks import exchange, met, trainers
+from tests.support.sharded_ranks import exchange, met, trainers
 
 WATCH = ("megarl-heartbeat", "megarl-heartbeat-monitor", "megarl-fingerprint")
 

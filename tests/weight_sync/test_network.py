@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.weight_sync.process_group import BroadcastGroup
-from tests.support.planned_ranks import SHAPES
+from tests.support.sharded_ranks import SHAPES
 from tests.weight_sync.test_deaths import LARGE, TIMEOUT, split
 
 SECONDS = (

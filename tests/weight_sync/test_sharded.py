@@ -30,7 +30,7 @@ from megarl.weight_sync.sharded.receiver import ShardedReceiver
 from megarl.weight_sync.sharded.sender import open_sharded_session
 from megarl.weight_sync.sharded.slices import SliceTableBuilder
 from megarl.weight_sync.store import StoreChannel
-from tests.support.planned_ranks import SHAPES, Exchange, exchange, replaced
+from tests.support.sharded_ranks import SHAPES, Exchange, exchange, replaced
 
 HERE = ["here"] * 4
 RELAYED = ["here", "b", "b", "c"]

@@ -17,7 +17,7 @@ from megarl.trainer.group import ActorGroup
 from megarl.weight_sync.publish import publish
 from megarl.weight_sync.session import compare_full_reports, compare_sharded_reports, merge_reports
 from tests.support.engine_process import EngineProcess, build_model, make_requests, same, spec
-from tests.support.planned_live import Trainers, TrainersFailed
+from tests.support.live_trainers import Trainers, TrainersFailed
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
 

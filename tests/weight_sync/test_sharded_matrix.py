@@ -15,8 +15,8 @@ import pytest
 
 from megarl.weight_sync.session import compare_full_reports, compare_sharded_reports, merge_reports
 from tests.support.engine_process import VOCABULARY, EngineProcess, build_model, make_requests, spec
+from tests.support.live_trainers import Trainers
 from tests.support.megatron_layouts import LAYOUTS, PARITY
-from tests.support.planned_live import Trainers
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(3600)]
 

@@ -18,7 +18,7 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.platform.kinds import kind_of
 from megarl.preflight.environment import environment_notices
 from megarl.preflight.run import STAGES, check_device, prepare_evaluation, prepare_training
-from megarl.recipe.exchange import planned_by_recipe
+from megarl.recipe.exchange import is_sharded
 from megarl.recipe.judge import JUDGE
 from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
@@ -50,9 +50,7 @@ def needs_of(recipe: Recipe | None, environ: dict[str, str]) -> Needs:
     sizes = hf_weights.sizes(Path(recipe.model.path))
     each, scorers = _BYTES[recipe.model.dtype], [recipe.reward.function or "", *recipe.reward.functions]
     bucket_bytes, buckets = max(recipe.exchange.bucket_mb << 20, each * max(sizes, default=0)), FULL_SLOTS
-    if planned_by_recipe(
-        recipe
-    ):  # tensors are cut; every trainer has slots, and every rank of an engine that passes on
+    if is_sharded(recipe):  # tensors are cut; every trainer has slots, and every rank of an engine that passes on
         bucket_bytes = recipe.exchange.bucket_mb << 20
         buckets = SHARDED_SLOTS * -(-(demand.trainers + demand.engine_devices) // nodes)
     runs = [name for name in [*recipe.agent.tools, *scorers] if name in _RUNS_PROGRAMS]

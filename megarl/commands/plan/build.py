@@ -27,7 +27,7 @@ from megarl.engines.specs import policy_spec
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.platform.cuda_kind import installation_notices
 from megarl.platform.devices import Device
-from megarl.recipe.exchange import planned_by_recipe, wants_adapters
+from megarl.recipe.exchange import is_sharded, wants_adapters
 from megarl.recipe.schema import Recipe
 
 _WHOLE = 27.0
@@ -106,7 +106,7 @@ def _counted(
 ) -> tuple[Plan, list[Engine], dict[str, EngineRank]]:
     """A plan without refusals; the engines, and a device of each section's."""
     actor = models[ROLLOUT]
-    planned = recipe.train.source == "rollout" and planned_by_recipe(recipe)
+    planned = recipe.train.source == "rollout" and is_sharded(recipe)
     with RankClient(child=ENGINES) as client, ThreadPoolExecutor() as beside:
         asked = beside.submit(engines, recipe, models, client)
         counts = counted(recipe, actor, models.get("critic", actor), trainers, holdings=planned)
@@ -154,7 +154,7 @@ def _links(
     per_node = device.per_node if device is not None else None
     if wants_adapters(recipe):
         return _adapters(recipe, model, device, per_node)
-    if not planned_by_recipe(recipe):
+    if not is_sharded(recipe):
         return exported(recipe, model, per_node), []
     try:
         if counts.held is None:

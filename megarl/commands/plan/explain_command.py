@@ -19,7 +19,7 @@ from megarl.commands.plan.weight_flows import Flow, Totals, flows, totals
 from megarl.errors import InputError, as_input_error
 from megarl.preflight.load import load_recipe
 from megarl.preflight.models import config_of
-from megarl.recipe.exchange import never_planned, planned_by_recipe
+from megarl.recipe.exchange import is_sharded, why_not_sharded
 from megarl.recipe.header import hardware_of
 from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
@@ -135,8 +135,8 @@ def _whole_model(made: TransferPlan) -> int:
 
 def _notes(recipe: Recipe, made: TransferPlan, per_node: int | None) -> list[str]:
     notes = []
-    if not planned_by_recipe(recipe):
-        why = never_planned(recipe) or "exchange.route=export"
+    if not is_sharded(recipe):
+        why = why_not_sharded(recipe) or "exchange.route=export"
         notes.append(f"The recipe's weights do not go this way: {why}. It is how planned copies to vLLM would go.")
     if recipe.lora.rank:
         notes.append(

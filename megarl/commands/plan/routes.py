@@ -9,7 +9,7 @@ from megarl.engines.routes import Route, route_here, route_of, routes_of_sets
 from megarl.engines.vllm.reload import installed_support
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
-from megarl.recipe.exchange import planned_by_recipe
+from megarl.recipe.exchange import is_sharded
 from megarl.recipe.schema import Recipe
 
 
@@ -28,6 +28,6 @@ def expected_routes(recipe: Recipe, device: Device | None) -> list[Route]:
 
 def as_expected(recipe: Recipe, routes: list[Route]) -> Recipe:
     """`recipe` with exchange.route=export where that is the expected route of a recipe that leaves it open."""
-    if not routes or routes[0].name != "export" or not planned_by_recipe(recipe) or recipe.exchange.route != "auto":
+    if not routes or routes[0].name != "export" or not is_sharded(recipe) or recipe.exchange.route != "auto":
         return recipe
     return replace(recipe, exchange=replace(recipe.exchange, route="export"))

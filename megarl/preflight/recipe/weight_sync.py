@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megarl.errors import RecipeError
-from megarl.recipe.exchange import never_planned, planned_by_recipe, wants_adapters
+from megarl.recipe.exchange import is_sharded, wants_adapters, why_not_sharded
 from megarl.recipe.schema import ExchangeConfig, Recipe
 
 
@@ -14,7 +14,7 @@ def check_exchange(recipe: Recipe) -> None:
     if not recipe.lora.rank and exchange.adapters != "auto":
         what = "no adapters are trained, with lora.rank=0"
         raise RecipeError("exchange.adapters", what, "leave it out, or set lora.rank", value=exchange.adapters)
-    reason = never_planned(recipe)
+    reason = why_not_sharded(recipe)
     if exchange.route == "planned" and reason is not None:
         raise RecipeError("exchange.route", reason, "set exchange.route=export, or auto", value=exchange.route)
     if exchange.transport in ("device", "ipc"):
@@ -38,7 +38,7 @@ def check_exchange(recipe: Recipe) -> None:
 
 def _check_on_devices(recipe: Recipe) -> None:
     key, value = "exchange.transport", recipe.exchange.transport
-    whole = never_planned(recipe)
+    whole = why_not_sharded(recipe)
     if whole is not None:
         what = f"it carries planned slices alone: {whole}"
         raise RecipeError(key, what, "set exchange.transport=auto", value=value)
@@ -54,10 +54,10 @@ def _check_on_devices(recipe: Recipe) -> None:
 def _check_silence(recipe: Recipe) -> None:
     exchange = recipe.exchange
     given = exchange.silence != ExchangeConfig().silence
-    if given and not planned_by_recipe(recipe):
-        what = f"weights go whole, and then ranks give no signs of life: {never_planned(recipe) or 'exchange.route=export'}"
+    if given and not is_sharded(recipe):
+        what = f"weights go whole, and then ranks give no signs of life: {why_not_sharded(recipe) or 'exchange.route=export'}"
         raise RecipeError("exchange.silence", what, "leave it out", value=exchange.silence)
-    if planned_by_recipe(recipe) and exchange.silence >= exchange.timeout:
+    if is_sharded(recipe) and exchange.silence >= exchange.timeout:
         what = f"every wait ends after exchange.timeout = {exchange.timeout:g} s, before a rank is known to be silent"
         if not given:
             what = f"a rank is known to be silent after exchange.silence = {exchange.silence:g} s, when every wait has ended"

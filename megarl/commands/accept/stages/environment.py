@@ -19,7 +19,7 @@ from megarl.commands.doctor.machine import Machine, Output
 from megarl.commands.doctor.nodes import check_all_nodes
 from megarl.commands.doctor.recipe import demand_of, device_demand, environment, needs_of, stages, weights
 from megarl.platform.kinds import kind_of
-from megarl.recipe.exchange import never_planned
+from megarl.recipe.exchange import why_not_sharded
 from megarl.recipe.schema import Recipe
 
 _SECONDS = 120.0
@@ -204,7 +204,7 @@ def why_exported(recipe: Recipe, capabilities: dict[str, object]) -> str | None:
     """Why weights are exported whole; None: each engine rank receives its slices from the trainers that hold them."""
     if recipe.exchange.route == "export":
         return "exchange.route=export"
-    if reason := never_planned(recipe):
+    if reason := why_not_sharded(recipe):
         return reason
     why = capabilities["no_planned"]
     return None if why is None else str(why)

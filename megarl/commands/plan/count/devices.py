@@ -21,7 +21,7 @@ from megarl.commands.plan.show.units import GIB, Unit
 from megarl.hf.config import text_fields
 from megarl.platform.adaptor import swapped_parts
 from megarl.recipe.critic import critic_view
-from megarl.recipe.exchange import planned_by_recipe
+from megarl.recipe.exchange import is_sharded
 from megarl.recipe.schema import Recipe
 from megarl.weight_sync.session import DEVICE_TRANSPORTS, FULL_SLOTS, RECEIVE_AHEAD, SHARDED_SLOTS, SUM_BYTES
 
@@ -49,7 +49,7 @@ def exchange_buffers(recipe: Recipe, largest: int) -> int:
     memory, except for the transports in DEVICE_TRANSPORTS.
     """
     bucket, gathered = recipe.exchange.bucket_mb * 2**20, 2 * largest
-    on_device = max(bucket, gathered) if planned_by_recipe(recipe) else bucket + gathered
+    on_device = max(bucket, gathered) if is_sharded(recipe) else bucket + gathered
     slots_on_device = recipe.cluster.device == "cpu" or recipe.exchange.transport in DEVICE_TRANSPORTS
     sums = SUM_BYTES if recipe.exchange.transport == "ipc" else 0
     return on_device + sums + (slots(recipe, largest) if slots_on_device else 0)
@@ -59,7 +59,7 @@ def slots(recipe: Recipe, largest: int) -> int:
     """Return the bytes of a trainer's packed buckets. Sharded sync: on each rank; tensors are cut to fit. Full sync: on
     rank 0; a tensor above the bucket size gets a bucket as large as itself."""
     bucket = recipe.exchange.bucket_mb * 2**20
-    if planned_by_recipe(recipe):
+    if is_sharded(recipe):
         return SHARDED_SLOTS * bucket
     return FULL_SLOTS * max(bucket, largest)
 
@@ -193,7 +193,7 @@ class _Device:
         buckets arrive interleaved, plus the bucket being copied. With transport `device` also buckets in flight and
         relayed ones; with `ipc` relayed ones.
         """
-        if not planned_by_recipe(self.recipe):
+        if not is_sharded(self.recipe):
             return engine.largest
         buckets = {"device": RECEIVE_AHEAD + SHARDED_SLOTS, "ipc": SHARDED_SLOTS}.get(self.recipe.exchange.transport, 1)
         sums = SUM_BYTES if self.recipe.exchange.transport == "ipc" else 0

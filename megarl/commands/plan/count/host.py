@@ -21,7 +21,7 @@ from megarl.engines.specs import fixed_models
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
 from megarl.recipe.critic import critic_view
-from megarl.recipe.exchange import planned_by_recipe, wants_adapters
+from megarl.recipe.exchange import is_sharded, wants_adapters
 from megarl.recipe.offload import copies_checkpoints
 from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
@@ -163,7 +163,7 @@ def _trainer(tenants: Tenants, turns: TimeSharing, stage: Stage, rank: int) -> d
     if stage.role == "actor" and runs_reference_pass(tenants.recipe.algorithm):
         parts[REFERENCE] = held.reference_pinned
     sends = tenants.recipe.train.source == "rollout" and tenants.recipe.exchange.transport in HOST_MEMORY_TRANSPORTS
-    if stage.role == "actor" and sends and (rank == 0 or planned_by_recipe(tenants.recipe)):
+    if stage.role == "actor" and sends and (rank == 0 or is_sharded(tenants.recipe)):
         parts[SHARED_MEMORY] = slots(tenants.recipe, tenants.largest)
     return parts
 
@@ -191,7 +191,7 @@ def _engine(tenants: Tenants, turns: TimeSharing) -> dict[str, int]:
     recipe, rank, parts = tenants.recipe, tenants.engines.get(ROLLOUT), {}
     if rank is not None and turns.sleeps and (tenants.keeps_weights or wants_adapters(recipe)):
         parts[ASLEEP] = rank.asleep
-    if planned_by_recipe(recipe) and recipe.exchange.transport in HOST_MEMORY_TRANSPORTS:  # ranks that relay buckets
+    if is_sharded(recipe) and recipe.exchange.transport in HOST_MEMORY_TRANSPORTS:  # ranks that relay buckets
         parts[SHARED_MEMORY] = SHARDED_SLOTS * recipe.exchange.bucket_mb * 2**20
     return parts
 

@@ -24,7 +24,7 @@ from megarl.commands.plan.time.weight_sync import exchange, moved, uncounted
 from megarl.hf.shape import ModelShape, model_shape
 from megarl.platform.devices import Device
 from megarl.recipe.critic import critic_view
-from megarl.recipe.exchange import planned_by_recipe
+from megarl.recipe.exchange import is_sharded
 from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
 
@@ -283,7 +283,7 @@ class Step:
     def _planned(self) -> Links | None:
         """Bytes of planned copies, or of adapters alone; None: weights go by export."""
         if self.links is None:
-            return uncounted(self.actor, self.engines) if planned_by_recipe(self.recipe) else None
+            return uncounted(self.actor, self.engines) if is_sharded(self.recipe) else None
         return self.links if self.links.route != "export" else None
 
     def seconds_by_route(self) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """One trainer rank of tests/weight_sync/test_sharded_live.py: does what the test says, over a store, until it says "end".
 
-Usage, with the environment of torchrun: python -m tests.support.planned_trainer CASE.json STORE_PORT
+Usage, with the environment of torchrun: python -m tests.support.live_trainer_rank CASE.json STORE_PORT
 """
 
 from __future__ import annotations

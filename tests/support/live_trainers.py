@@ -28,7 +28,7 @@ class TrainersFailed(RuntimeError):
 
 
 class Trainers:
-    """Processes of `tests.support.planned_trainer` that do the same thing at the same time."""
+    """Processes of `tests.support.live_trainer_rank` that do the same thing at the same time."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Trainers:
         self.logs = [directory / f"trainer{rank}.log" for rank in range(size)]
         self.processes = []
         for rank, log in enumerate(self.logs):
-            command = [sys.executable, "-m", "tests.support.planned_trainer", str(case), str(self._store.port)]
+            command = [sys.executable, "-m", "tests.support.live_trainer_rank", str(case), str(self._store.port)]
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             with log.open("w") as stream:
                 self.processes.append(

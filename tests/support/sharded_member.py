@@ -1,6 +1,6 @@
 """Ranks of tests/weight_sync/test_deaths.py in a process of their own, which dies or is stopped in the middle of an update.
 
-Usage: python -m tests.support.planned_member CASE, as JSON: trainers, engines (which are here), session (null where trainer 0 is
+Usage: python -m tests.support.sharded_member CASE, as JSON: trainers, engines (which are here), session (null where trainer 0 is
 here: it is told on stdout), shapes, and, of the second update: place (an attribute of megarl.weight_sync, as
 "outbox.OutgoingBuckets.send"), signal, before (that, or after it). Does the updates whose versions it is told on stdin.
 """
@@ -15,7 +15,7 @@ import threading
 from typing import Any
 
 from megarl.weight_sync.session import ShardedSession
-from tests.support.planned_ranks import SHAPES, Exchange, met
+from tests.support.sharded_ranks import SHAPES, Exchange, met
 
 
 def arm(place: str, signal: int, before: bool) -> None:
