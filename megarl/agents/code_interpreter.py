@@ -8,8 +8,8 @@ from megarl import sandbox
 from megarl.agents.tool import TOOLS, ToolUnavailable, describe
 from megarl.recipe.sandbox import SandboxConfig
 
-# Runs inside the sandbox and reads the policy's program from its input. As in a notebook, the value of a last line that is
-# an expression is printed.
+# Runs inside the sandbox and reads the policy's program from standard input. As in a notebook, the value of an expression in
+# the last line is printed.
 _RUNNER = """
 import ast, sys, traceback
 source = sys.stdin.read()
@@ -40,19 +40,21 @@ _LIMITS = {
 }
 
 
-_config = SandboxConfig()  # of this process's recipe, once `prepare` was called
+_config = SandboxConfig()  # `prepare` sets the recipe's section
 
 
 def prepare(settings: dict[str, Any]) -> None:
-    """Take the recipe's limits. Raises SandboxUnavailable where this machine has no sandbox, ValueError where it lacks a
-    package that programs are to import."""
+    """Set the recipe's limits.
+
+    Raises SandboxUnavailable if this machine has no sandbox, and ValueError if a package for programs is not installed.
+    """
     global _config
     _config = SandboxConfig(**settings.get("sandbox", {}))
     sandbox.check(_config.packages)
 
 
 def code_interpreter(code: str) -> str:
-    """Runs Python code and returns what it prints.
+    """Runs Python code and returns its output.
 
     Args:
         code: The code to run.
@@ -62,11 +64,11 @@ def code_interpreter(code: str) -> str:
         result = sandbox.run(_RUNNER, code, limits, _config.packages)
     except (sandbox.SandboxUnavailable, sandbox.SandboxError) as error:
         raise ToolUnavailable(str(error)) from error
-    return told(result, limits)
+    return report(result, limits)
 
 
-def told(result: sandbox.Result, limits: sandbox.Limits) -> str:
-    """What a program printed, and why it ended where it did not end well."""
+def report(result: sandbox.Result, limits: sandbox.Limits) -> str:
+    """Return the program's output, and the reason if it failed or was stopped."""
     parts = [result.stdout.rstrip("\n"), result.stderr.rstrip("\n")]
     if result.limit is not None:
         parts.append(f"Error: {_LIMITS[result.limit].format(limits=limits)}, and was stopped")

@@ -1,4 +1,4 @@
-"""Tools of an MCP server (Model Context Protocol), through the protocol's own Python client."""
+"""Tools of an MCP server (Model Context Protocol), through its Python client."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from megarl.agents import Answer, Context, Tool, ToolUnavailable
-from megarl.agents.toolbox import Failure, Outcome
+from megarl.agents.toolbox import CallOutcome, Failure
 from megarl.cluster import orphan_reaper
 from megarl.recipe.agent import McpServer
 
-CONNECT_SECONDS = 60.0  # until a server that does not answer is given up
-LOOK_SECONDS = 10.0  # for a server that may be lost to say what it offers
-READ_SECONDS = 300.0  # a server may hold a stream of answers open
+CONNECT_SECONDS = 60.0  # for a server to answer the first request
+LOOK_SECONDS = 10.0  # for a server to list its tools, when the connection may be lost
+READ_SECONDS = 300.0  # a server may keep a stream open
 
 
 class McpTools:
-    """A `Caller`: one connection to one server, opened anew where it is lost. Belongs to one event loop."""
+    """A `Caller` with one connection to one server, opened again after a loss. Belongs to one event loop."""
 
     def __init__(self, name: str, server: McpServer) -> None:
         self.name, self.server = name, server
@@ -30,49 +30,49 @@ class McpTools:
         self._lost: asyncio.Event | None = None
         self._keeper: asyncio.Task[None] | None = None
         self._opening = asyncio.Lock()
-        self._places = asyncio.Semaphore(server.at_once)  # time counts from when a call has one
+        self._places = asyncio.Semaphore(server.at_once)  # a call's time-out starts when it has a place
 
     async def tools(self) -> list[Tool]:
-        """What the server offers, of that what the recipe asks for.
+        """List the server's tools, or those of them that the recipe names.
 
         Raises:
             ToolUnavailable: the server cannot be reached.
-            ValueError: it does not offer a tool that the recipe asks for.
+            ValueError: the server lacks a tool that the recipe names.
         """
         client = await self._connected()
-        found: list[Tool] = []
+        listed: list[Tool] = []
         cursor = None
         try:
             while True:
                 page = await asyncio.wait_for(client.list_tools(cursor=cursor), CONNECT_SECONDS)
-                found += [Tool(one.name, one.description or "", one.input_schema, _not_here) for one in page.tools]
+                listed += [Tool(tool.name, tool.description or "", tool.input_schema, _not_here) for tool in page.tools]
                 cursor = page.next_cursor
                 if cursor is None:
                     break
         except Exception as error:
-            raise ToolUnavailable(f"MCP server {self.name!r} does not say what it offers: {_plain(error)}") from error
-        offered = {tool.name: tool for tool in found}
+            raise ToolUnavailable(f"MCP server {self.name!r} does not list its tools: {_plain(error)}") from error
+        offered = {tool.name: tool for tool in listed}
         missing = [name for name in self.server.tools if name not in offered]
         if missing:
             raise ValueError(
                 f"agent.mcp.{self.name}.tools: the server does not offer {', '.join(missing)}, but {', '.join(offered)}"
             )
-        return [offered[name] for name in self.server.tools] if self.server.tools else found
+        return [offered[name] for name in self.server.tools] if self.server.tools else listed
 
-    async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> Outcome:
-        """`context` is not sent: a server is not told the answer."""
+    async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> CallOutcome:
+        """Call a tool. `context` is not sent: a server must not see the answer."""
         async with self._places:
             client = await self._connected()
             return await self._ask(client, name, arguments, timeout)
 
-    async def _ask(self, client: Any, name: str, arguments: dict[str, Any], timeout: float) -> Outcome:
+    async def _ask(self, client: Any, name: str, arguments: dict[str, Any], timeout: float) -> CallOutcome:
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
         began = time.monotonic()
 
-        def outcome(text: str, failure: Failure = "") -> Outcome:
-            return Outcome(Answer(text), time.monotonic() - began, failure)
+        def outcome(text: str, failure: Failure = "") -> CallOutcome:
+            return CallOutcome(Answer(text), time.monotonic() - began, failure)
 
         try:
             result = await asyncio.wait_for(client.call_tool(name, arguments), timeout)
@@ -81,30 +81,30 @@ class McpTools:
         except MCPError as error:
             if error.code != CONNECTION_CLOSED:
                 return outcome(f"Error: {error}", "error")
-            await self._look_whether_it_lives(client)  # over HTTP it may have been this call's stream alone
+            await self._check_connection(client)  # over HTTP, perhaps only this call's stream is closed
             raise ToolUnavailable(f"MCP server {self.name!r} has ended the call: {_plain(error)}") from error
-        except (ValueError, RuntimeError) as error:  # the client's, of what the server answered to this call
+        except (ValueError, RuntimeError) as error:  # raised by the client for this call's result
             return outcome(f"Error: {_plain(error)}", "error")
         except Exception as error:
-            await self._look_whether_it_lives(client)
+            await self._check_connection(client)
             raise ToolUnavailable(f"MCP server {self.name!r} failed: {_plain(error)}") from error
         return outcome(text_of(result), "error" if result.is_error else "")
 
-    async def _look_whether_it_lives(self, client: Any) -> None:
-        """Give the connection up where it is lost; other calls are under way on it."""
-        if client is not self._client:  # another call has seen to it
+    async def _check_connection(self, client: Any) -> None:
+        """Give up the connection if the server no longer answers; other calls may use it."""
+        if client is not self._client:  # another call replaced it
             return
         try:
             await asyncio.wait_for(client.list_tools(cache_mode="bypass"), LOOK_SECONDS)
-        except Exception:  # noqa: BLE001 -- it does not live
+        except Exception:  # noqa: BLE001 -- any failure means a lost connection
             if client is self._client:
                 self._give_up()
 
     async def close(self) -> None:
-        """End the connection, and the server where we started it."""
+        """Close the connection, and end a server that we started."""
         self._give_up()
         if self._keeper is not None:
-            await asyncio.wait({self._keeper})  # what failed was told to whoever called
+            await asyncio.wait({self._keeper})  # its failure was raised by the call that opened it
 
     async def _connected(self) -> Any:
         async with self._opening:
@@ -113,11 +113,11 @@ class McpTools:
             await self.close()
             opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._lost = asyncio.Event()
-            # One task enters and leaves the connection, as its task group asks for.
+            # The same task must enter and leave the connection (anyio task groups).
             self._keeper = asyncio.create_task(self._keep(opened, self._lost))
             try:
                 self._client = await asyncio.wait_for(opened, CONNECT_SECONDS)
-            except BaseException as error:  # Ctrl-C among them: nobody would end what is being opened
+            except BaseException as error:  # includes Ctrl-C: the server that is starting must be ended
                 self._give_up()
                 self._keeper.cancel()
                 if not isinstance(error, Exception):
@@ -135,7 +135,7 @@ class McpTools:
         except BaseException as error:
             if not opened.done():
                 opened.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
-                opened.exception()  # it may be that nobody waits any more
+                opened.exception()  # mark as retrieved: the caller may have gone
             elif isinstance(error, asyncio.CancelledError):
                 raise
         finally:
@@ -151,8 +151,8 @@ class McpTools:
 
 
 def text_of(result: Any) -> str:
-    """The text of a CallToolResult; of other content, what it is."""
-    parts = [one.text if one.type == "text" else f"[{one.type}, which is not text]" for one in result.content]
+    """Return the text of a CallToolResult, with a note in place of other content."""
+    parts = [part.text if part.type == "text" else f"[{part.type}, which is not text]" for part in result.content]
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     return "\n".join(parts)
@@ -176,11 +176,11 @@ async def _connection(server: McpServer) -> AsyncIterator[Any]:
             yield client
         return
     program, *arguments = server.command
-    # With the mark of those that end with us, however we end (cluster/orphan_reaper.py).
+    # Marked, so that the orphan reaper ends it if this process dies (cluster/orphan_reaper.py).
     mark = {name: os.environ[name] for name in (orphan_reaper.VARIABLE,) if name in os.environ}
     passed = {name: _variable(name, "pass_env") for name in server.pass_env}
     parameters = StdioServerParameters(command=program, args=arguments, env={**server.env, **passed, **mark})
-    # What it says on stderr goes where this process's own descriptor does, whatever sys.stderr is now.
+    # Its stderr goes to this process's descriptor 2; sys.stderr may be replaced.
     async with Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)) as client:
         yield client
 
@@ -192,7 +192,7 @@ def _variable(name: str, setting: str) -> str:
 
 
 def _plain(error: BaseException) -> str:
-    """Of a task group's exceptions the first; some have no text of their own."""
+    """Return the text of an exception, or of the first one in an exception group."""
     while getattr(error, "exceptions", None):
         error = error.exceptions[0]  # type: ignore[attr-defined]
     return str(error) or type(error).__name__

@@ -1,4 +1,4 @@
-"""The agent loop that a recipe asks for: first looked at, before anything starts, then put together in a rollout process."""
+"""Check a recipe's agent loop before anything starts, and build it in a rollout process."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from megarl.recipe.schema import Recipe
 
 @dataclass(frozen=True)
 class AgentSetup:
-    """All that a rollout process needs to know to put an agent loop together, in plain values."""
+    """Plain values from which a rollout process builds an agent loop."""
 
     agent: AgentConfig
-    template_args: dict[str, Any]  # of the chat template
-    settings: dict[str, Any]  # that tools are prepared with
+    template_args: dict[str, Any]  # for the chat template
+    settings: dict[str, Any]  # for `Tool.prepare`
 
     @classmethod
     def of(cls, recipe: Recipe) -> AgentSetup | None:
-        """None where the recipe names no tool."""
+        """Return the setup of a recipe, or None if it names no tool."""
         if not uses_tools(recipe):
             return None
         return cls(recipe.agent, dict(recipe.data.chat_template_args), {"sandbox": asdict(recipe.sandbox)})
 
 
 class Agents:
-    """An agent loop with the processes and connections that its tools need. Belongs to one event loop."""
+    """An agent loop with the processes and connections of its tools. Belongs to one event loop."""
 
     def __init__(self, setup: AgentSetup, tokenizer: Tokenizer) -> None:
         self._setup, self._tokenizer = setup, tokenizer
@@ -46,10 +46,10 @@ class Agents:
         self._servers: list[McpTools] = []
 
     async def start(self) -> AgentLoop:
-        """Wait until tools can be called. Raises RuntimeError where one cannot be."""
+        """Build the loop, once all tools can be called. Raises RuntimeError if one cannot."""
         agent = self._setup.agent
         callers: dict[str, Caller] = {}
-        found = [agents.find(path) for path in agent.tools]
+        tools = [agents.find(path) for path in agent.tools]
         if self._paths:
             self._python = PythonTools(
                 self._paths, self._setup.settings, processes=agent.processes, timeout=agent.tool_timeout
@@ -61,9 +61,9 @@ class Agents:
             self._servers.append(connection)
             offered = await connection.tools()
             callers.update({tool.name: connection for tool in offered})
-            found += offered
+            tools += offered
         answers = AnswerTokens(self._tokenizer, self._setup.template_args, agent.max_answer_tokens)
-        toolbox = Toolbox(found, callers, agent.tool_timeout, agent.retries)
+        toolbox = Toolbox(tools, callers, agent.tool_timeout, agent.retries)
         return AgentLoop(agent, chosen_format(agent, self._tokenizer), self._tokenizer, answers, toolbox)
 
     async def close(self) -> None:
@@ -75,57 +75,56 @@ class Agents:
 
 
 def chosen_format(agent: AgentConfig, tokenizer: Tokenizer) -> str:
-    """How the model writes calls: as the recipe says, else as its chat template shows.
+    """Return the call format: `agent.format`, else the one that the chat template shows.
 
     Raises:
-        ValueError: neither says it.
+        ValueError: neither names one.
     """
-    found = agent.format or format_of(str(tokenizer.chat_template or ""))
-    if found is None:
+    format = agent.format or format_of(str(tokenizer.chat_template or ""))
+    if format is None:
         raise ValueError(
             f"the chat template in {tokenizer.directory} shows its model neither how Qwen nor how DeepSeek write calls of "
             "tools: set agent.format to hermes or deepseek, or use a template for tools"
         )
-    return found
+    return format
 
 
 def check_tools(setup: AgentSetup, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """Look at everything that an agent loop needs, MCP servers included, and return the tools' schemas, as the chat
-    template shows them to the policy.
+    """Check tools, MCP servers and the chat template, and return the tools' schemas as the template shows them to the policy.
 
     Raises:
-        ValueError: a tool is not there, two have one name, or the chat template cannot write answers.
+        ValueError: a tool does not exist, two have one name, or the chat template cannot write tool messages.
     """
     agent = setup.agent
     chosen_format(agent, tokenizer)
-    found: dict[str, tuple[str, Tool]] = {}
+    tools: dict[str, tuple[str, Tool]] = {}
     try:
         offered = asyncio.run(_offered(agent)) if agent.mcp else {}
     except ToolUnavailable as error:
         raise NotHereError("agent.mcp", str(error), "start the server, or leave it out") from error
     with as_recipe_error("agent.tools", "name tools that there are", agent.tools):
-        own = [("agent.tools", agents.find(path)) for path in agent.tools]
-    for origin, tool in [*own, *((f"agent.mcp.{name}", tool) for name, more in offered.items() for tool in more)]:
-        if tool.name in found:
+        local = [("agent.tools", agents.find(path)) for path in agent.tools]
+    for origin, tool in [*local, *((f"agent.mcp.{name}", tool) for name, more in offered.items() for tool in more)]:
+        if tool.name in tools:
             raise ValueError(
-                f"{origin} and {found[tool.name][0]} both have a tool {tool.name!r}: leave one of them out"
+                f"{origin} and {tools[tool.name][0]} both have a tool {tool.name!r}: leave one of them out"
             )
-        found[tool.name] = (origin, tool)
-    everything = [tool for _, tool in found.values()]
+        tools[tool.name] = (origin, tool)
+    everything = [tool for _, tool in tools.values()]
     Toolbox(everything, {}, agent.tool_timeout, agent.retries)
     AnswerTokens(tokenizer, setup.template_args, agent.max_answer_tokens)
     _prepare(everything, setup.settings)
     return [tool.schema for tool in everything]
 
 
-def _prepare(found: list[Tool], settings: dict[str, Any]) -> None:
-    for tool in found:
+def _prepare(tools: list[Tool], settings: dict[str, Any]) -> None:
+    for tool in tools:
         if tool.prepare is not None:
             try:
                 tool.prepare(settings)
             except Exception as error:
-                what = f"tool {tool.name!r} cannot be used here: {error}"
-                raise NotHereError("agent.tools", what, "install what it needs, or leave the tool out") from error
+                problem = f"tool {tool.name!r} cannot be used here: {error}"
+                raise NotHereError("agent.tools", problem, "install its requirements, or leave the tool out") from error
 
 
 async def _offered(agent: AgentConfig) -> dict[str, list[Tool]]:

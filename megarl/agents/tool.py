@@ -1,4 +1,4 @@
-"""Tools as decorated functions: the JSON schema of one comes from its signature and docstring, and so do its checks."""
+"""The decorator `tool`: JSON schemas from a function's signature and docstring."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Prepare = Callable[[dict[str, Any]], Any]
 
 
 class ToolUnavailable(RuntimeError):
-    """A tool cannot be used now, which is nobody's fault who calls it: the call is made again, and in the end the sample
-    is given up. Anything else that a tool raises is told to the policy."""
+    """A tool cannot be used now, through no fault of the policy. The call is retried, and then the sample is given up. Any
+    other exception of a tool is shown to the policy."""
 
-    tool = ""  # its name, once that is known
+    tool = ""  # its name, set by the toolbox
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a tool may know of the sample that it is called for, by a parameter annotated with this class; the policy
-    does not see that parameter."""
+    """Facts about the sample that calls a tool, passed to a parameter annotated with this class. The policy does not see that
+    parameter."""
 
     uid: str  # of the row
     ground_truth: Any = None
@@ -35,7 +35,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a tool may return instead of text, to give the turn that called it a reward."""
+    """A tool's result with a reward for the turn that called it."""
 
     text: str
     reward: float = 0.0
@@ -46,13 +46,13 @@ class Tool:
     """A function that the policy may call.
 
     Attributes:
-        name: what the policy calls it.
-        description: what it is told of it.
+        name: its name in calls.
+        description: text for the policy.
         parameters: JSON schema of the arguments, an object.
-        function: returns text, an `Answer`, or anything else, which is written as text. May be `async def`.
-        context: the parameter that is given a `Context`; None: it asks for none.
-        prepare: called once, before any call, with the recipe's settings for tools (`sandbox`), before anything starts and
-            in the process that calls; raises where something is not installed.
+        function: returns text, an `Answer`, or another value, which is converted to text. May be `async def`.
+        context: the parameter that receives a `Context`, or None.
+        prepare: called with the recipe's settings for tools (`sandbox`), once in preflight and once in each process that
+            calls the tool; raises if something is not installed.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates are given it."""
+        """The schema in the form that chat templates take."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -86,11 +86,11 @@ def tool(
     """Let the policy call a function: ``@tool``, or ``@tool(name="search")``. The function itself is returned unchanged.
 
     Parameters are annotated with str, int, float, bool, list[...], dict[str, ...], Literal[...] or one of these
-    ``| None``, and described in the docstring's section ``Args:`` (``name: what it is``). What stands before that section
+    ``| None``, and described in the docstring's section ``Args:`` (``name: text``). The text before that section
     describes the tool. A parameter annotated with `Context` is filled in by megarl.
 
     Raises:
-        ValueError: the signature cannot be told to a policy.
+        ValueError: the signature has no JSON schema.
     """
 
     def declare(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,13 +101,13 @@ def tool(
 
 
 def describe(function: Callable[..., Any], name: str | None = None, prepare: Prepare | None = None) -> Tool:
-    """The tool that a function is, from its signature and docstring. Raises ValueError as `tool`."""
+    """Build the `Tool` of a function from its signature and docstring. Raises ValueError as `tool` does."""
     name = name or function.__name__
     if not _NAME.fullmatch(name):
         raise ValueError(f"tool {name!r}: a name is letters, digits, _ and -, at most 64, and begins with no digit")
-    description, told = _docstring(function)
+    description, described = _docstring(function)
     if not description:
-        raise ValueError(f"tool {name!r}: its docstring is what the policy is told of it, and there is none")
+        raise ValueError(f"tool {name!r}: it has no docstring, which describes it to the policy")
     hints = typing.get_type_hints(function)
     properties: dict[str, Any] = {}
     required, context = [], None
@@ -119,21 +119,21 @@ def describe(function: Callable[..., Any], name: str | None = None, prepare: Pre
             context = parameter.name
             continue
         schema = _schema_of(hint, f"tool {name!r}: parameter {parameter.name!r}")
-        if parameter.name in told:
-            schema["description"] = told.pop(parameter.name)
+        if parameter.name in described:
+            schema["description"] = described.pop(parameter.name)
         if parameter.default is parameter.empty:
             required.append(parameter.name)
         elif parameter.default is not None:
             schema["default"] = parameter.default
         properties[parameter.name] = schema
-    if told:
-        raise ValueError(f"tool {name!r}: its docstring describes {', '.join(told)}, which it has no parameter for")
+    if described:
+        raise ValueError(f"tool {name!r}: its docstring describes {', '.join(described)}, and it has no such parameter")
     parameters = {"type": "object", "properties": properties, "required": required}
     return Tool(name, description, parameters, function, context, prepare)
 
 
 def find(name: str) -> Tool:
-    """The tool registered as `name`, or that ``module:function`` names, decorated with `tool`. Raises ValueError."""
+    """Return the tool registered as `name`, or the function ``module:function`` decorated with `tool`. Raises ValueError."""
     if ":" not in name:
         if name not in TOOLS:
             raise ValueError(f"{TOOLS.unknown(name)} Your own is given as module:function")
@@ -147,24 +147,24 @@ def find(name: str) -> Tool:
         raise ValueError(
             f"tool {name!r}: importing {module_name!r} failed with {type(error).__name__}: {error}{where}"
         ) from error
-    found = getattr(getattr(module, function_name, None), "__megarl_tool__", None)
-    if found is None:
+    function_tool = getattr(getattr(module, function_name, None), "__megarl_tool__", None)
+    if function_tool is None:
         tools = [key for key, value in vars(module).items() if hasattr(value, "__megarl_tool__")]
         close = nearest(function_name, tools)
         hint = f"; did you mean {close!r}?" if close else ""
-        what = "not decorated with megarl.agents.tool" if hasattr(module, function_name) else "not there"
+        problem = "not decorated with megarl.agents.tool" if hasattr(module, function_name) else "not there"
         raise ValueError(
-            f"tool {name!r}: {function_name} of {module_name} is {what}{hint} Its tools: {', '.join(tools) or 'none'}"
+            f"tool {name!r}: {function_name} of {module_name} is {problem}{hint} Its tools: {', '.join(tools) or 'none'}"
         )
-    return typing.cast(Tool, found)
+    return typing.cast(Tool, function_tool)
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """What stands before the section Args, and what that says of each parameter."""
+    """Return a docstring's text before the section Args, and the text of each parameter in that section."""
     text = inspect.getdoc(function) or ""
     before, _, section = text.partition("\nArgs:\n")
     before = before.partition("\nReturns:\n")[0].partition("\nRaises:\n")[0]
-    told: dict[str, str] = {}
+    described: dict[str, str] = {}
     last = None
     for line in section.splitlines():
         if line and not line[0].isspace():  # the next section
@@ -172,29 +172,29 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
         match = re.match(r"\s{2,4}(\w+)(?:\s*\([^)]*\))?:\s*(.*)", line)
         if match:
             last = match[1]
-            told[last] = match[2].strip()
+            described[last] = match[2].strip()
         elif last is not None and line.strip():
-            told[last] = f"{told[last]} {line.strip()}"
-    return " ".join(before.split()), told
+            described[last] = f"{described[last]} {line.strip()}"
+    return " ".join(before.split()), described
 
 
-def _schema_of(hint: Any, what: str) -> dict[str, Any]:
-    """JSON schema of an annotation."""
+def _schema_of(hint: Any, subject: str) -> dict[str, Any]:
+    """Return the JSON schema of an annotation. `subject`: the parameter, for errors."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _JSON_TYPES:
         return {"type": _JSON_TYPES[hint]}
     if origin in (Union, types.UnionType) and len(arguments) == 2 and type(None) in arguments:
         (kind,) = [argument for argument in arguments if argument is not type(None)]
-        return _schema_of(kind, what)
+        return _schema_of(kind, subject)
     if origin is Literal and arguments and all(type(value) is type(arguments[0]) for value in arguments):
-        return {**_schema_of(type(arguments[0]), what), "enum": list(arguments)}
+        return {**_schema_of(type(arguments[0]), subject), "enum": list(arguments)}
     if origin is list and arguments:
-        return {"type": "array", "items": _schema_of(arguments[0], what)}
+        return {"type": "array", "items": _schema_of(arguments[0], subject)}
     if hint in (list, dict):
         return {"type": "array" if hint is list else "object"}
     if origin is dict and arguments[0] is str:
-        return {"type": "object", "additionalProperties": _schema_of(arguments[1], what)}
-    told = "has no annotation" if hint is None else f"is annotated with {hint}"
+        return {"type": "object", "additionalProperties": _schema_of(arguments[1], subject)}
+    problem = "has no annotation" if hint is None else f"is annotated with {hint}"
     raise ValueError(
-        f"{what} {told}: give it str, int, float, bool, list[...], dict[str, ...], Literal[...] or one of these | None"
+        f"{subject} {problem}: give it str, int, float, bool, list[...], dict[str, ...], Literal[...] or one of these | None"
     )

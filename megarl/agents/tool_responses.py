@@ -1,4 +1,4 @@
-"""What stands between two turns of the policy: the answers of tools, as the chat template writes them, in tokens."""
+"""Tokens between two turns of the policy: tool messages as the chat template writes them."""
 
 from __future__ import annotations
 
@@ -8,34 +8,36 @@ from typing import Any
 from megarl.data.tokenizer import Tokenizer
 
 _CALL = {"id": "call_0", "type": "function", "function": {"name": "tool", "arguments": "{}"}}
-_TALK: list[list[dict[str, Any]]] = [  # conversations that end with a call; templates differ in which they can write
+_TALK: list[list[dict[str, Any]]] = [  # conversations that end with a call; templates accept different ones
     [{"role": "user", "content": "?"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
     for content in (None, "")
     for call in (_CALL, {**_CALL, "function": {"name": "tool", "arguments": {}}})
 ]
-_LONGEST_TOKEN = 64  # characters that a token of an answer has at most, but for runs of white space
+_LONGEST_TOKEN = 64  # most characters of a token, runs of white space excepted
 _PROBE = [{"role": "tool", "content": "answer", "name": "tool", "tool_call_id": "call_0"}]
 
 
 class AnswerTokens:
-    """Answers of tools to tokens, by themselves: nothing that was sampled is rendered or tokenised again.
+    """Converts tool messages to tokens without rendering or tokenizing sampled text again.
 
-    A chat template is made to write a short conversation with a call, once without and once with answers to it; what
-    comes in addition, from the end token of the policy's turn on, is what stands between two turns.
+    The chat template renders a short conversation with a call, once without and once with tool messages. The difference,
+    from the end token of the policy's turn on, is the text between two turns.
     """
 
     def __init__(self, tokenizer: Tokenizer, template_args: dict[str, Any], most: int) -> None:
-        """`most`: tokens of an answer; of a longer one the middle is left out.
+        """`most`: tokens of an answer; the middle of a longer one is cut out.
 
         Raises:
-            ValueError: the chat template cannot write answers of tools so that they follow what was before.
+            ValueError: the chat template cannot append tool messages to a conversation.
         """
         self.tokenizer, self.args, self.most = tokenizer, template_args, most
         self._talk, self._before, self._rest = self._find_talk()
 
     def tokens(self, answers: Sequence[tuple[str, str]]) -> list[int]:
-        """From the (tool's name, text) of each answer to what follows the end token of the turn that called them, up to
-        the head of the policy's next turn."""
+        """Return the tokens from the end token of the calling turn to the head of the policy's next turn.
+
+        `answers`: (tool name, text) of each tool message.
+        """
         messages = [
             {"role": "tool", "content": text, "name": self._harmless(name), "tool_call_id": f"call_{number}"}
             for number, (name, text) in enumerate(answers)
@@ -43,15 +45,17 @@ class AnswerTokens:
         whole = self._render([*self._talk, *messages], generate=True)
         if not whole.startswith(self._before):
             raise ValueError(
-                f"the chat template in {self.tokenizer.directory} writes what was before otherwise where {messages} follow"
+                f"the chat template in {self.tokenizer.directory} changes earlier text when {messages} follow"
             )
         return self.tokenizer.encode(self._rest + whole[len(self._before) :])
 
     def shown(self, text: str) -> str:
-        """`text` as the policy is shown it: at most `most` tokens, and none that the tokenizer knows as one of its own
-        (<|im_end|>, </tool_response>): these are broken up by a space, so that nobody can speak for somebody else."""
+        """Return `text` as the policy sees it: at most `most` tokens, none of them a special token.
+
+        A space breaks up special tokens in the text (<|im_end|>, </tool_response>), so that a tool cannot fake a turn.
+        """
         reach = self.most * _LONGEST_TOKEN
-        if len(text) > 2 * reach:  # nothing between is shown in any case, and a megabyte takes seconds to tokenise
+        if len(text) > 2 * reach:  # the middle is cut out anyway, and a megabyte takes seconds to tokenize
             shown, last = self._harmless(text[:reach]), self._harmless(text[-reach:])
             return self._cut(self.tokenizer.encode(shown), self.tokenizer.encode(last), text)
         shown = self._harmless(text)
@@ -65,11 +69,11 @@ class AnswerTokens:
         return self._harmless(f"{first}\n[{left_out} characters are left out here]\n{last}")
 
     def _harmless(self, text: str) -> str:
-        """Without the tokenizer's own tokens, and without half surrogate pairs, which no tokenizer takes."""
+        """Break up special tokens, and replace half surrogate pairs, which tokenizers reject."""
         return self.tokenizer.break_added_tokens(text.encode("utf-8", "replace").decode())
 
     def _find_talk(self) -> tuple[list[dict[str, Any]], str, str]:
-        """A conversation that the template can go on from, its text, and what of it stands behind the last end token."""
+        """Return a conversation that the template can continue, its text, and the text after its last end token."""
         problem = ""
         for talk in _TALK:
             try:
@@ -78,13 +82,13 @@ class AnswerTokens:
                 problem = problem or str(error)
                 continue
             if whole.startswith(before) and "answer" in whole[len(before) :]:
-                return talk, before, self._behind_the_end(before)
+                return talk, before, self._after_last_end(before)
         raise ValueError(
-            f"the chat template in {self.tokenizer.directory} cannot write a tool's answer behind what was before"
+            f"the chat template in {self.tokenizer.directory} cannot append a tool message to a conversation"
             f"{': ' + problem if problem else ''}. Use a template for tools (role `tool`)"
         )
 
-    def _behind_the_end(self, before: str) -> str:
+    def _after_last_end(self, before: str) -> str:
         ids = self.tokenizer.encode(before)
         ends = [place for place, number in enumerate(ids) if number in self.tokenizer.end_ids]
         if not ends:

@@ -1,5 +1,7 @@
-"""The tools of a run behind one call, wherever they run: Python tools in processes that can be killed, MCP tools at their
-servers. Whatever comes of a call is text for the policy, but for a tool that is not to be had."""
+"""ToolCall a run's tools: Python tools in worker processes, MCP tools at their servers.
+
+Every result of a call is text for the policy, except `ToolUnavailable`.
+"""
 
 from __future__ import annotations
 
@@ -13,56 +15,59 @@ from jsonschema.exceptions import SchemaError, best_match
 from jsonschema.validators import extend
 
 from megarl.agents import Answer, Context, Tool, ToolUnavailable
-from megarl.agents.call_formats import Call
+from megarl.agents.call_formats import ToolCall
 from megarl.types import Turn
 
-_MOST_PROBLEM = 300  # characters of what is wrong with arguments
+_MOST_PROBLEM = 300  # characters of an error about arguments
 
 
 def _left_to_the_tool(*_: Any) -> None:
-    """No problem found."""
+    """Accept any value."""
 
 
-# A pattern may take for ever on text that a policy has written, and nothing could end it here.
+# Patterns are not checked: one could take for ever on sampled text, and nothing could end it here.
 _Validator = extend(Draft202012Validator, {"pattern": _left_to_the_tool, "patternProperties": _left_to_the_tool})
 Failure = Literal["", "refused", "error", "timeout", "crash"]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a call that was made."""
+class CallOutcome:
+    """The result of a call."""
 
     answer: Answer
-    seconds: float  # that it ran
+    seconds: float  # running time
     failure: Failure = ""
 
 
 class Caller(Protocol):
-    """Where tools run."""
+    """Runs tools: in worker processes, or at a server."""
 
-    async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> Outcome:
-        """Call a tool, for at most `timeout` seconds. Raises ToolUnavailable."""
+    async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> CallOutcome:
+        """ToolCall a tool, for at most `timeout` seconds. Raises ToolUnavailable."""
         ...
 
 
 class Toolbox:
-    """Tools by name, and where each of them runs."""
+    """Tools by name, each with its caller."""
 
     def __init__(self, tools: Sequence[Tool], callers: Mapping[str, Caller], timeout: float, retries: int) -> None:
-        """`timeout`: seconds of one call. `retries`: further attempts where a tool is not to be had.
+        """`timeout`: seconds of one call. `retries`: further attempts while a tool is unavailable.
 
-        Raises ValueError for a tool whose parameters are no JSON schema."""
+        Raises ValueError for a tool with an invalid JSON schema.
+        """
         self._callers, self._timeout, self._retries = dict(callers), timeout, retries
         self._checks: dict[str, Any] = {}
         for tool in tools:
             try:
                 Draft202012Validator.check_schema(tool.parameters)
             except SchemaError as error:
-                raise ValueError(f"the parameters of tool {tool.name!r} are no JSON schema: {error.message}") from error
+                raise ValueError(
+                    f"the parameters of tool {tool.name!r} are not a valid JSON schema: {error.message}"
+                ) from error
             self._checks[tool.name] = _Validator(tool.parameters)
 
-    async def call(self, call: Call, context: Context, seconds_left: float) -> Turn:
-        """The turn that answers `call`, its text not shortened yet. Raises ToolUnavailable after all attempts."""
+    async def call(self, call: ToolCall, context: Context, seconds_left: float) -> Turn:
+        """Return the tool turn for `call`, with its whole text. Raises ToolUnavailable after all attempts."""
         problem = self._problem_of(call)
         if problem:
             return refused(call, problem)
@@ -77,7 +82,7 @@ class Toolbox:
             reward=outcome.answer.reward,
         )
 
-    async def _attempts(self, call: Call, context: Context, timeout: float) -> Outcome:
+    async def _attempts(self, call: ToolCall, context: Context, timeout: float) -> CallOutcome:
         for attempt in range(self._retries + 1):
             try:
                 return await self._callers[call.name].call(call.name, call.arguments, context, timeout)
@@ -88,14 +93,14 @@ class Toolbox:
                 await asyncio.sleep(min(2.0**attempt, 30.0))
         raise AssertionError("the last attempt returns or raises")
 
-    def _problem_of(self, call: Call) -> str:
+    def _problem_of(self, call: ToolCall) -> str:
         if call.problem:
             return call.problem
         if call.name not in self._checks:
             return f"there is no tool {call.name!r}; there are: {', '.join(self._checks)}"
         try:
             error = best_match(self._checks[call.name].iter_errors(call.arguments))
-        except Exception as failure:  # noqa: BLE001 -- of a server's schema, or a number that it cannot compare
+        except Exception as failure:  # noqa: BLE001 -- a server's schema, or a number that cannot be compared
             return f"its arguments cannot be held to the tool's schema: {type(failure).__name__}: {failure}"
         if error is None:
             return ""
@@ -103,6 +108,6 @@ class Toolbox:
         return f"its arguments are wrong{' at ' + place if place else ''}: {error.message[:_MOST_PROBLEM]}"
 
 
-def refused(call: Call, problem: str) -> Turn:
-    """The turn that tells the policy why its call was not made."""
+def refused(call: ToolCall, problem: str) -> Turn:
+    """Return a tool turn with the reason why the call was not made."""
     return Turn("tool", f"Error: {problem}", name=call.name, arguments=call.arguments, failure="refused")

@@ -1,7 +1,7 @@
-"""One sample of an agent loop: turn by turn, until the policy calls no tool any more or a limit comes.
+"""One sample of an agent loop: turn by turn, until the policy calls no tool or reaches a limit.
 
-What was sampled stays as it was, token by token; what stands between two turns is written by the chat template and is
-not learned (`loss_mask`). Nothing is tokenised twice.
+Sampled tokens are kept as they are. The chat template writes the tokens between two turns, which are not trained on
+(`loss_mask`). Nothing is tokenized twice.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from megarl.agents import Context, ToolUnavailable
-from megarl.agents.call_formats import Call, calls_in
+from megarl.agents.call_formats import ToolCall, calls_in
 from megarl.agents.tool_responses import AnswerTokens
 from megarl.agents.toolbox import Toolbox, refused
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.agent import AgentConfig
 from megarl.types import Completion, GenerationRequest, Prompt, SampleFailure, ToolUse, Turn
 
-_HEAD = 16  # tokens before a turn in which a template may have begun a thought
+_HEAD = 16  # tokens before a turn, in which a template may open <think>
 SampleTurn = Callable[[GenerationRequest], Awaitable[Completion]]
-"""Samples one turn: `sampling.n` is 1, and the prompt's tokens are all that was before."""
+"""Samples one turn; `sampling.n` is 1, and the prompt holds all earlier tokens."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What came of one sample; vectors cover the response, [R]."""
+    """The result of one sample; vectors cover the response, [R]."""
 
     tokens: np.ndarray  # int32 [R]
-    log_probs: np.ndarray  # float32 [R]; 0 where nothing was sampled
+    log_probs: np.ndarray  # float32 [R]; 0 for tokens between turns
     sampled: np.ndarray  # bool [R]: tokens of the policy's turns
     turns: tuple[Turn, ...]
-    ends: tuple[int, ...]  # of each of the policy's turns, the index in the response behind its last token
+    ends: tuple[int, ...]  # index in the response after the last token of each policy turn
     finish_reason: str
     routed_experts: np.ndarray | None = None  # int16 [prompt + R, layers, topk]
-    failure: SampleFailure | None = None  # a tool was not to be had: the sample ended before its time
+    failure: SampleFailure | None = None  # a tool was unavailable, and the sample ended early
 
     @property
     def tool_use(self) -> ToolUse:
-        """What its tools did."""
+        """Counts and times of its tool calls."""
         tools = [turn for turn in self.turns if turn.role == "tool"]
         return ToolUse(
             turns=len(self.ends),
@@ -52,7 +52,7 @@ class Trajectory:
 
     @classmethod
     def of(cls, completion: Completion, text: str) -> Trajectory:
-        """A sample of one turn, without tools. `text`: what it says."""
+        """Return a sample of one turn, without tools. `text`: the decoded completion."""
         length = len(completion.tokens)
         return cls(
             tokens=completion.tokens.astype(np.int32),
@@ -66,7 +66,7 @@ class Trajectory:
 
     @classmethod
     def of_nothing(cls, failure: SampleFailure) -> Trajectory:
-        """A sample that could not be begun."""
+        """Return an empty sample that could not start."""
         nothing = np.zeros(0)
         vectors = nothing.astype(np.int32), nothing.astype(np.float32), nothing.astype(bool)
         return cls(*vectors, turns=(), ends=(), finish_reason="failed", failure=failure)
@@ -84,7 +84,7 @@ class _Written:
     length: int = 0
 
     def add(self, tokens: np.ndarray, log_probs: np.ndarray | None) -> None:
-        """`log_probs` None: the policy did not sample these tokens."""
+        """Append tokens. `log_probs` is None for tokens that the policy did not sample."""
         self.tokens.append(tokens.astype(np.int32))
         self.log_probs.append(np.zeros(len(tokens), np.float32) if log_probs is None else log_probs)
         self.sampled.append(np.full(len(tokens), log_probs is not None))
@@ -92,14 +92,14 @@ class _Written:
 
 
 class AgentLoop:
-    """Makes samples with tools. One serves any number of samples at once."""
+    """Runs samples with tools, any number at once."""
 
     def __init__(self, settings: AgentConfig, format: str, tokenizer: Tokenizer, answers: AnswerTokens, tools: Toolbox):
         self.settings, self.format, self.tokenizer = settings, format, tokenizer
         self.answers, self.tools = answers, tools
 
     async def run(self, request: GenerationRequest, first: Awaitable[Completion], sample: SampleTurn) -> Trajectory:
-        """Go on from `first`, the first turn of `request` (`sampling.n` is 1), with further turns that `sample` samples.
+        """Run a sample to its end, from its first turn `first` on; `sample` samples later turns (`sampling.n` is 1).
 
         Raises what `sample` raises.
         """
@@ -123,7 +123,7 @@ class AgentLoop:
             left -= sum(turn.seconds for turn in answers)
             between = await asyncio.to_thread(self.answers.tokens, [(turn.name, turn.text) for turn in answers])
             room = request.sampling.max_tokens - written.length - len(between)
-            if room < 1:  # the last token of a sample is always one that was sampled
+            if room < 1:  # the last token of a sample must be a sampled one
                 written.turns += answers
                 reason = "length"
                 break
@@ -142,45 +142,45 @@ class AgentLoop:
             failure=failure,
         )
 
-    def _take(self, request: GenerationRequest, written: _Written, completion: Completion) -> list[Call]:
-        """The policy's turn, as it was sampled; returns what it calls."""
+    def _take(self, request: GenerationRequest, written: _Written, completion: Completion) -> list[ToolCall]:
+        """Append the policy's turn and return its tool calls."""
         ids = completion.tokens.tolist()
         before = written.tokens[-1].tolist() if written.tokens else request.prompt.tokens
         head = self.tokenizer.decode(before[-_HEAD:], special=True)
         written.add(completion.tokens, completion.log_probs.astype(np.float32))
         written.turns.append(Turn("assistant", self.tokenizer.decode(ids), tokens=len(ids)))
         written.ends.append(written.length)
-        if completion.finish_reason != "stop":  # cut off: a call in it may lack its end
+        if completion.finish_reason != "stop":  # truncated: a call may be incomplete
             return []
         return calls_in(self.tokenizer.decode(ids, special=True), self.format, head)
 
-    def _limit(self, written: _Written, completion: Completion, calls: list[Call], seconds_left: float) -> str:
-        """Why the sample ends here; "": it goes on."""
+    def _limit(self, written: _Written, completion: Completion, calls: list[ToolCall], seconds_left: float) -> str:
+        """Return the reason to end the sample here, or "" to continue."""
         if not calls:
             return completion.finish_reason
         if len(written.ends) >= self.settings.max_turns:
             return "turns"
         return "tool_time" if seconds_left <= 0 else ""
 
-    async def _answer(self, calls: list[Call], request: GenerationRequest, seconds_left: float) -> list[Turn]:
-        """The answers to the calls of one turn, which are made at the same time, in the calls' order."""
+    async def _answer(self, calls: list[ToolCall], request: GenerationRequest, seconds_left: float) -> list[Turn]:
+        """Make the calls of one turn concurrently and return their tool turns, in the order of the calls."""
         most, prompt = self.settings.max_calls_per_turn, request.prompt
         context = Context(prompt.uid, prompt.ground_truth, prompt.extra_info)
-        made: list[Turn] = []
+        turns: list[Turn] = []
         for answer in await asyncio.gather(
             *(self.tools.call(call, context, seconds_left) for call in calls[:most]), return_exceptions=True
         ):
-            if isinstance(answer, BaseException):  # once all are done: none runs on unobserved
+            if isinstance(answer, BaseException):  # raised when all calls have ended
                 raise answer
-            made.append(answer)
+            turns.append(answer)
         problem = f"a turn may make {most} calls; this one was not made"
-        answers = [*made, *(refused(call, problem) for call in calls[most:])]
+        answers = [*turns, *(refused(call, problem) for call in calls[most:])]
         shown = await asyncio.to_thread(lambda: [self.answers.shown(turn.text) for turn in answers])
         return [replace(turn, text=text) for turn, text in zip(answers, shown, strict=True)]
 
 
 def turn_seed(seed: int | None, turn: int) -> int | None:
-    """Seed of a sample's turn, counted from 0: that of the sample for the first, others of their own; None without seeds."""
+    """Return the seed of turn number `turn`, from 0: the sample's seed for the first, derived ones after it; None without seeds."""
     if turn == 0 or seed is None:
         return seed
     return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0] >> np.uint64(2))
@@ -197,9 +197,9 @@ def _next_request(request: GenerationRequest, written: _Written, room: int) -> G
     )
 
 
-def _with_experts(known: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
-    """Routed experts [so far, layers, topk]: what was told when a token was first read stays."""
-    if known is None or later is None:
+def _with_experts(earlier: np.ndarray | None, later: np.ndarray | None) -> np.ndarray | None:
+    """Return routed experts [tokens, layers, topk]; a token keeps the experts of the turn that first computed it."""
+    if earlier is None or later is None:
         return later
-    unread = (known == -1).all(axis=(1, 2))
-    return np.concatenate([np.where(unread[:, None, None], later[: len(known)], known), later[len(known) :]])
+    missing = (earlier == -1).all(axis=(1, 2))
+    return np.concatenate([np.where(missing[:, None, None], later[: len(earlier)], earlier), later[len(earlier) :]])

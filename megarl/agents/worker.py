@@ -1,4 +1,4 @@
-"""Calls of Python tools in worker processes (megarl/subprocess_pool)."""
+"""Python tools inside worker processes of megarl/subprocess_pool."""
 
 from __future__ import annotations
 
@@ -23,52 +23,54 @@ class ToolRequest:
 
 
 @dataclass(frozen=True)
-class Raised:
-    """The tool raised this, which the policy is told."""
+class ToolException:
+    """An exception of a tool, for the policy to read."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Unavailable:
+class UnavailableNow:
     """The tool cannot be used now."""
 
     cause: str
 
 
 def caller_of(tool: agents.Tool) -> Callable[[ToolRequest], Any]:
-    """The function that calls `tool`, whose schema the arguments were held to: async where the tool's is, so that it is
-    awaited on a loop that stays, and may keep a connection open from call to call."""
+    """Return the function that calls `tool` with checked arguments.
+
+    It is async if the tool is. The loop of the process stays, so that an async tool may keep a connection between calls.
+    """
 
     def arguments_of(request: ToolRequest) -> dict[str, Any]:
         context = {tool.context: request.context} if tool.context is not None else {}
         return {**request.arguments, **context}
 
-    def call(request: ToolRequest) -> Answer | Raised | Unavailable:
+    def call(request: ToolRequest) -> Answer | ToolException | UnavailableNow:
         try:
-            return _held(tool, tool.function(**arguments_of(request)))
-        except Exception as error:  # noqa: BLE001 -- told
-            return _told(error)
+            return _answer_of(tool, tool.function(**arguments_of(request)))
+        except Exception as error:  # noqa: BLE001 -- the policy reads it
+            return _failure_of(error)
 
-    async def call_async(request: ToolRequest) -> Answer | Raised | Unavailable:
+    async def call_async(request: ToolRequest) -> Answer | ToolException | UnavailableNow:
         try:
-            return _held(tool, await tool.function(**arguments_of(request)))
-        except Exception as error:  # noqa: BLE001 -- told
-            return _told(error)
+            return _answer_of(tool, await tool.function(**arguments_of(request)))
+        except Exception as error:  # noqa: BLE001 -- the policy reads it
+            return _failure_of(error)
 
     return call_async if inspect.iscoroutinefunction(tool.function) else call
 
 
-def _told(error: Exception) -> Raised | Unavailable:
-    """What a tool raised is the policy's doing, as far as anybody knows, where it does not say otherwise."""
+def _failure_of(error: Exception) -> ToolException | UnavailableNow:
+    """Classify a tool's exception: the policy's mistake, unless it is `ToolUnavailable`."""
     if isinstance(error, ToolUnavailable):
-        return Unavailable(str(error))
-    return Raised(f"{type(error).__name__}: {error}")
+        return UnavailableNow(str(error))
+    return ToolException(f"{type(error).__name__}: {error}")
 
 
-def _held(tool: agents.Tool, result: Any) -> Answer:
-    """What a tool returned, as plain text and number. ToolUnavailable where its author made it something else: the policy
-    could do nothing about it."""
+def _answer_of(tool: agents.Tool, result: Any) -> Answer:
+    """Convert a tool's result to text and reward. Raises ToolUnavailable for an invalid `Answer`, which is the author's
+    mistake and not the policy's."""
     if not isinstance(result, Answer):
         return Answer(as_text(result))
     text, reward = result.text, result.reward
@@ -80,7 +82,7 @@ def _held(tool: agents.Tool, result: Any) -> Answer:
 
 
 def as_text(result: Any) -> str:
-    """What a tool returned, as the policy reads it: text as it stands, other values as JSON where they can be."""
+    """Return text unchanged, and other values as JSON if possible."""
     if isinstance(result, str):
         return result
     try:

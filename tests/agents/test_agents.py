@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.agents import Answer, Context, ToolUnavailable
-from megarl.agents.call_formats import DEEPSEEK, HERMES, Call
+from megarl.agents.call_formats import DEEPSEEK, HERMES, ToolCall
 from megarl.agents.tool import describe
 from megarl.agents.tool_responses import AnswerTokens
-from megarl.agents.toolbox import Outcome, Toolbox
+from megarl.agents.toolbox import CallOutcome, Toolbox
 from megarl.agents.trajectory import AgentLoop, Trajectory, turn_seed
 from megarl.data.tokenizer import Tokenizer
 from megarl.recipe.agent import AgentConfig
@@ -39,15 +39,15 @@ class Calculator:
         self.timeouts: list[float] = []
         self.absent = 0
 
-    async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> Outcome:
+    async def call(self, name: str, arguments: dict[str, Any], context: Context, timeout: float) -> CallOutcome:
         self.contexts.append(context)
         self.timeouts.append(timeout)
         if name == "absent":
             self.absent += 1
             raise ToolUnavailable("the server is down")
         if name == "slow":
-            return Outcome(Answer("Error: it was stopped"), timeout, "timeout")
-        return Outcome(Answer(str(arguments["a"] + arguments.get("b", 0)), reward=0.25), 1.5)
+            return CallOutcome(Answer("Error: it was stopped"), timeout, "timeout")
+        return CallOutcome(Answer(str(arguments["a"] + arguments.get("b", 0)), reward=0.25), 1.5)
 
 
 def tools() -> list[Any]:
@@ -175,7 +175,7 @@ def test_a_schema_that_cannot_be_applied_refuses_the_call() -> None:
     box = Toolbox(odd, dict.fromkeys(("odd", "slow"), Calculator()), 1.0, 0)
 
     def told(name: str, **arguments: Any) -> str:
-        return asyncio.run(box.call(Call(name, arguments), Context("row"), 1.0)).text
+        return asyncio.run(box.call(ToolCall(name, arguments), Context("row"), 1.0)).text
 
     assert told("odd", a=10**400).startswith("Error: its arguments cannot be held to the tool's schema: OverflowError")
     assert told("odd", b=1).startswith("Error: its arguments cannot be held to the tool's schema: ")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.agents.call_formats import DEEPSEEK, HERMES, Call, calls_in, format_of
+from megarl.agents.call_formats import DEEPSEEK, HERMES, ToolCall, calls_in, format_of
 from megarl.agents.tool_responses import AnswerTokens
 from megarl.data.tokenizer import Tokenizer
 from tests.support.agent_tokenizers import DEEPSEEK_V3, QWEN3, deepseek_v3, qwen3
@@ -27,19 +27,22 @@ def nested(levels: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', [Call("add", {"a": 1})]),
-        ('so <tool_call>{"name": "add"}</tool_call> then', [Call("add", {})]),
-        (hermes('{"name": "a", "arguments": {}}', '{"name": "b", "arguments": {}}'), [Call("a"), Call("b")]),
-        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [Call("add", {"a": 1})]),
-        ('<tool_call>{"name": "add", "arguments": {"a": "</tool_cal"}}', [Call("add", {"a": "</tool_cal"})]),
-        (hermes('{"name": "add", "arguments": {"a": ' + "[" * 31 + "]" * 31 + "}}"), [Call("add", {"a": nested(31)})]),
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', [ToolCall("add", {"a": 1})]),
+        ('so <tool_call>{"name": "add"}</tool_call> then', [ToolCall("add", {})]),
+        (hermes('{"name": "a", "arguments": {}}', '{"name": "b", "arguments": {}}'), [ToolCall("a"), ToolCall("b")]),
+        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [ToolCall("add", {"a": 1})]),
+        ('<tool_call>{"name": "add", "arguments": {"a": "</tool_cal"}}', [ToolCall("add", {"a": "</tool_cal"})]),
+        (
+            hermes('{"name": "add", "arguments": {"a": ' + "[" * 31 + "]" * 31 + "}}"),
+            [ToolCall("add", {"a": nested(31)})],
+        ),
         ("no call at all", []),
         ('<think>I could <tool_call>{"name": "add"}</tool_call></think>done', []),
         ('<think>I could <tool_call>{"name": "add"}</tool_call>', []),
-        ('thought</think><tool_call>{"name": "add"}</tool_call>', [Call("add")]),
+        ('thought</think><tool_call>{"name": "add"}</tool_call>', [ToolCall("add")]),
     ],
 )
-def test_qwen_calls(text: str, expected: list[Call]) -> None:
+def test_qwen_calls(text: str, expected: list[ToolCall]) -> None:
     assert calls_in(text, HERMES) == expected
 
 
@@ -68,8 +71,8 @@ def test_a_thought_that_began_before_the_turn_calls_nothing() -> None:
     """Templates of reasoning models open the thought themselves."""
     call = '<tool_call>{"name": "add"}</tool_call>'
     assert calls_in(f"I could {call}", HERMES, "<|im_start|>assistant\n<think>\n") == []
-    assert calls_in(f"I could {call}</think>{call}", HERMES, "<think>\n") == [Call("add")]
-    assert calls_in(call, HERMES, "assistant\n<think>\n\n</think>\n\n") == [Call("add")]
+    assert calls_in(f"I could {call}</think>{call}", HERMES, "<think>\n") == [ToolCall("add")]
+    assert calls_in(call, HERMES, "assistant\n<think>\n\n</think>\n\n") == [ToolCall("add")]
 
 
 def test_deepseek_calls() -> None:
@@ -78,12 +81,12 @@ def test_deepseek_calls() -> None:
         '{"a": 1, "text": "```"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```'
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜><|im_end|>"
     )
-    assert calls_in(v3, DEEPSEEK) == [Call("add", {"a": 1, "text": "```"}), Call("now")]
+    assert calls_in(v3, DEEPSEEK) == [ToolCall("add", {"a": 1, "text": "```"}), ToolCall("now")]
     v31 = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
-    assert calls_in(v31, DEEPSEEK) == [Call("add", {"a": 1})]
+    assert calls_in(v31, DEEPSEEK) == [ToolCall("add", {"a": 1})]
     # A tool that is called `function` itself, in V3.1's way.
     own = '<｜tool▁call▁begin｜>function<｜tool▁sep｜>{"a":\n1}<｜tool▁call▁end｜>'
-    assert calls_in(own, DEEPSEEK) == [Call("function", {"a": 1})]
+    assert calls_in(own, DEEPSEEK) == [ToolCall("function", {"a": 1})]
     (broken,) = calls_in("<｜tool▁call▁begin｜>add 1<｜tool▁call▁end｜>", DEEPSEEK)
     assert "tool▁sep" in broken.problem
 
@@ -133,7 +136,7 @@ def test_a_template_without_tools_is_refused() -> None:
     tokenizer = qwen3()
     template = "{% for message in messages %}{% if message.role != 'tool' %}{{ message.content }}<|im_end|>{% endif %}{% endfor %}"
     tokenizer = _with_template(tokenizer, template)
-    with pytest.raises(ValueError, match="cannot write a tool's answer"):
+    with pytest.raises(ValueError, match="cannot append a tool message"):
         AnswerTokens(tokenizer, {}, 64)
     with pytest.raises(ValueError, match="no special token"):
         AnswerTokens(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megarl.agents import Context, ToolUnavailable, find, tool
-from megarl.agents.call_formats import Call
+from megarl.agents.call_formats import ToolCall
 from megarl.agents.code_interpreter import code_interpreter
 from megarl.agents.mcp_tools import McpTools
 from megarl.agents.python_tools import PythonTools
@@ -102,11 +102,11 @@ def _told_too_much(a: int) -> int:
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (_no_docstring, "its docstring is what the policy is told"),
+        (_no_docstring, "it has no docstring"),
         (_no_annotation, "parameter 'a' has no annotation"),
         (_odd, r"parameter 'a' is annotated with set\[int\]: give it str"),
         (_many, "cannot be called by name"),
-        (_told_too_much, "describes b, which it has no parameter for"),
+        (_told_too_much, "describes b, and it has no such parameter"),
     ],
 )
 def test_what_cannot_be_told_to_a_policy_is_refused(function: Callable[..., Any], words: str) -> None:
@@ -145,7 +145,7 @@ def python_tools() -> Iterator[tuple[Toolbox, PythonTools]]:
 
 def call(box: Toolbox, name: str, limit: float = 20.0, **arguments: Any) -> Turn:
     context = Context("row/1", "4", {"table": {"b": 7}})
-    return asyncio.run(box.call(Call(name, arguments), context, limit))
+    return asyncio.run(box.call(ToolCall(name, arguments), context, limit))
 
 
 def test_calls_in_processes(python_tools: tuple[Toolbox, PythonTools]) -> None:
@@ -189,7 +189,7 @@ def test_a_slow_tool_holds_back_its_own_sample_alone(python_tools: tuple[Toolbox
         order: list[str] = []
 
         async def one(name: str, **arguments: Any) -> None:
-            await box.call(Call(name, arguments), Context("row"), 20.0)
+            await box.call(ToolCall(name, arguments), Context("row"), 20.0)
             order.append(name)
 
         await asyncio.gather(one("wait", seconds=1.0), *(one("add", a=number) for number in range(40)))
@@ -229,7 +229,7 @@ def test_the_code_interpreter_as_recipes_name_it() -> None:
         try:
             loop = await agents.start()
             codes = ("import packaging; 6 * 7", "while True: pass", "import numpy")
-            calls = [Call("code_interpreter", {"code": code}) for code in codes]
+            calls = [ToolCall("code_interpreter", {"code": code}) for code in codes]
             return [await loop.tools.call(call, Context("row"), 20.0) for call in calls]
         finally:
             await agents.close()
@@ -364,7 +364,7 @@ def test_an_mcp_server_that_listens() -> None:
             agents = Agents(setup, qwen3())
             try:
                 loop = await agents.start()
-                return await loop.tools.call(Call("add", {"a": 20, "b": 22}), Context("row"), 20.0)
+                return await loop.tools.call(ToolCall("add", {"a": 20, "b": 22}), Context("row"), 20.0)
             finally:
                 await agents.close()
 
