@@ -38,7 +38,7 @@ def measure(directory: Path, width: int, layers: int, rank: int, rounds: int) ->
     try:
         for way, engine in engines.items():
             info = engine.begin("start", spec(model, load_weights=False, adapters=ways[way])).result(PATIENCE)
-            engine.connect_exchange(trainers.call(sending[way][0], info["receivers"])[0])
+            engine.connect_weight_sync(trainers.call(sending[way][0], info["receivers"])[0])
         for version in range(1, rounds + 2):
             trainers.call("learn", version, 0.02)
             for way, engine in engines.items():

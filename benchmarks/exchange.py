@@ -64,7 +64,7 @@ def write_model(directory: Path, millions: int) -> tuple[str, int]:
 
 
 def connect(process: EngineProcess, session: Any) -> None:
-    process.begin("connect_exchange", session).result(PATIENCE)
+    process.begin("connect_weight_sync", session).result(PATIENCE)
 
 
 def planned(process: EngineProcess, trainers: Trainers, version: int) -> tuple[float, Any, Any]:

@@ -207,7 +207,7 @@ def main() -> None:
         actor = ActorGroup(workers, recipe)
         actor.describe()
         session = actor.open_exchange(receivers, "export")
-        engine.connect_exchange(session).result()
+        engine.connect_weight_sync(session).result()
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         figures = drive(case, Driver(recipe, cluster, actor, engine, session, vocabulary), directory)
         actor.shutdown()

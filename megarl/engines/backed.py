@@ -23,7 +23,7 @@ class WeightsBackend(Backend, Protocol):
         """Raise ValueError for an invalid request. Called from any thread."""
         ...
 
-    def connect_exchange(self, session: Session) -> str | None: ...
+    def connect_weight_sync(self, session: Session) -> str | None: ...
 
     def update_weights(self, version: int, running: int) -> Report: ...
 
@@ -53,8 +53,8 @@ class BackedEngine(EngineLoop):
             raise EngineRefused(f"engine {self._spec.name!r} {self._weights.unloaded}; update its weights first")
         super().generate(requests, on_finished)
 
-    def connect_exchange(self, session: Session) -> str | None:
-        return self.call(lambda: self._weights.connect_exchange(session))
+    def connect_weight_sync(self, session: Session) -> str | None:
+        return self.call(lambda: self._weights.connect_weight_sync(session))
 
     def update_weights(self, version: int) -> Report:
         return self.call(lambda: self._weights.update_weights(version, self.running), collective=True)

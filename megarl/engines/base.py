@@ -128,7 +128,7 @@ class RolloutEngine(Protocol):
 
     def resume(self) -> None: ...
 
-    def connect_exchange(self, session: Session) -> str | None:
+    def connect_weight_sync(self, session: Session) -> str | None:
         """Join a weight sync session, which replaces an earlier one. Returns why the engine cannot join a sharded session,
         or None; it may still join a full one. EngineRefused if the engine's software cannot update weights safely."""
         ...

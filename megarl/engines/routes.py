@@ -41,8 +41,8 @@ def route_of(recipe: Recipe, support: RouteSupport | None, on: str = "") -> Rout
         return Route("export", f"exchange.route={exchange.route}: {reason}", on)
     if support is None:
         return Route("planned", f"exchange.route={exchange.route}; the version of vLLM is not known here", on)
-    if support.no_planned is not None:
-        return Route("export", support.no_planned, on)
+    if support.no_sharded is not None:
+        return Route("export", support.no_sharded, on)
     return Route("planned", f"exchange.route={exchange.route}", on, support.remark)
 
 

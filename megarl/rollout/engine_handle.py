@@ -83,9 +83,9 @@ class EngineHandle(ServiceHandle):
         """Return the location of the responses' texts of a collected group, for the judge."""
         return self._call_with_data(RolloutServer.said, group)
 
-    def connect_exchange(self, session: Session) -> Future[str | None]:
+    def connect_weight_sync(self, session: Session) -> Future[str | None]:
         """Join a weight sync session; the result is the reason if the engine cannot."""
-        return self._call(RolloutServer.connect_exchange, session)
+        return self._call(RolloutServer.connect_weight_sync, session)
 
     def update_weights(self, version: int) -> Future[Any]:
         """Receive the weights of `version`; the result is the engine's report."""

@@ -185,9 +185,9 @@ class RolloutServer:
             self._results[group] = asyncio.get_running_loop().create_future()
         return self._results[group]
 
-    async def connect_exchange(self, session: Session) -> str | None:
+    async def connect_weight_sync(self, session: Session) -> str | None:
         """Join the trainers' weight exchange; returns why the engine cannot, of a planned one."""
-        return await self._in_thread(self.engine.connect_exchange, session)
+        return await self._in_thread(self.engine.connect_weight_sync, session)
 
     async def update_weights(self, version: int) -> Any:
         """Receive the weights of `version` from the trainers; returns the engine's report of what arrived."""

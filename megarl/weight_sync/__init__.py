@@ -12,6 +12,6 @@ update succeeds only if every receiver has acknowledged every bucket with the se
 reports of both sides are then equal. See docs/architecture.md.
 
     sender = FullSender.open(host, endpoints, bucket_bytes=..., timeout=...)
-    engine.connect_exchange(sender.session)
+    engine.connect_weight_sync(sender.session)
     sender.send(1, weights)          # at the same time as engine.update_weights(1)
 """

@@ -103,7 +103,7 @@ def _open(
     session: Session | str = trainers.open_exchange(receivers, route)
     if isinstance(session, str):
         return session
-    joining = [engine.connect_exchange(session) for engine in engines]
+    joining = [engine.connect_weight_sync(session) for engine in engines]
     answers = wait_for_all(
         engines, joining, doing="connect to the trainers", key="exchange.timeout", limit=exchange.timeout
     )

@@ -36,7 +36,7 @@ class ReceivingEngine(Protocol):
     @property
     def name(self) -> str: ...
 
-    def connect_exchange(self, session: Session) -> Future[str | None]:
+    def connect_weight_sync(self, session: Session) -> Future[str | None]:
         """Join a session; the result is the reason if the engine cannot."""
 
     def update_weights(self, version: int) -> Future[Any]:

@@ -53,7 +53,7 @@ class EngineGroup:
         receivers = [tuple(receiver) for info in self.infos for receiver in info["receivers"]]
         sender = FullSender.open("127.0.0.1", receivers, bucket_bytes=1 << 18, timeout=120.0)
         for engine in self.engines:
-            engine.connect_exchange(sender.session)
+            engine.connect_weight_sync(sender.session)
         return sender
 
     def kill(self):

@@ -65,7 +65,7 @@ def exchange(engine, tmp_path_factory):
     """Sends weights to the engine, as a trainer does."""
     folder = str(tmp_path_factory.mktemp("shm"))
     sender = FullSender.open("127.0.0.1", engine.info["receivers"], bucket_bytes=512, timeout=10.0, shm_dir=folder)
-    engine.connect_exchange(sender.session)
+    engine.connect_weight_sync(sender.session)
     with ThreadPoolExecutor(1) as pool:
 
         def send(version: int, values: dict[str, torch.Tensor]):

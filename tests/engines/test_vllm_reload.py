@@ -64,7 +64,7 @@ def package(directory: Path, form: str) -> Path:
 @pytest.mark.parametrize("form", FORMS)
 def test_known_forms_can_take_the_planned_route(tmp_path: Path, form: str) -> None:
     support = read_support(package(tmp_path, form), form)
-    assert support.planned and support.no_planned is None and support.no_updates is None
+    assert support.no_sharded is None and support.no_updates is None
 
 
 @pytest.mark.parametrize(
@@ -110,18 +110,22 @@ def test_an_unknown_form_is_refused_with_its_difference(
     support = read_support(vllm, "0.99")
     assert support.no_updates is None, "whole tensors still go through vLLM's public functions"
     with pytest.raises(AssertionError, match=f"vLLM 0.99 .*{words}"):
-        raise AssertionError(support.no_planned)
+        raise AssertionError(support.no_sharded)
 
 
 def test_a_version_without_reload_takes_no_updates(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     for support in (read_support(tmp_path / "vllm", "0.11.0"), support_of("0.11.0")):
-        assert support.no_updates == support.no_planned
-        assert support.no_planned == "vLLM 0.11.0 has no layerwise reload: weights can be updated from vLLM 0.16.0 on"
+        assert support.no_updates == support.no_sharded
+        assert support.no_sharded == "vLLM 0.11.0 has no layerwise reload: weights can be updated from vLLM 0.16.0 on"
 
 
 def test_the_table_says_what_it_leaves_open() -> None:
-    assert support_of("0.18.0").planned and support_of("0.23.0").planned and support_of(f"{LAST}").remark == ""
+    assert (
+        support_of("0.18.0").no_sharded is None
+        and support_of("0.23.0").no_sharded is None
+        and support_of(f"{LAST}").remark == ""
+    )
     assert support_of("0.23.1.dev5+empty").remark == ""
     assert "newer than 0.33.0" in support_of("0.34.0").remark
 
@@ -132,19 +136,19 @@ def test_the_vllm_of_each_set_of_versions_takes_weights_as_its_remark_says() -> 
             wanted = re.search(r"\d[\d.]*", versions.packages.get("vllm", ""))  # of a range the oldest
             if wanted:
                 support = support_of(wanted[0])
-                assert support.planned != ("only evaluates" in versions.remark), versions.name
-                assert (support.no_updates is None) == support.planned
+                assert (support.no_sharded is not None) == ("only evaluates" in versions.remark), versions.name
+                assert (support.no_updates is None) == (support.no_sharded is None)
 
 
 def test_the_installed_vllm_is_read_without_importing_it() -> None:
     pytest.importorskip("vllm", reason="no vLLM is installed")
     code = (
         "import sys; from megarl.engines.vllm.reload import installed_support as i; s = i();"
-        "assert not {'vllm', 'torch'} & set(sys.modules); print(s.source, s.version, s.no_planned)"
+        "assert not {'vllm', 'torch'} & set(sys.modules); print(s.source, s.version, s.no_sharded)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     support = installed_support()
-    assert support is not None and support.planned, support
+    assert support is not None and support.no_sharded is None, support
     assert done.stdout.split() == ["installed", support.version, "None"]
 
 
@@ -209,7 +213,7 @@ def test_a_list_under_another_name_that_has_the_router_bias_is_enough(tmp_path: 
     vllm = package(tmp_path, "0.23")
     source = vllm / "model_executor/model_loader/reload/meta.py"
     source.write_text(source.read_text().replace("SKIP_TENSORS", "KEPT"))
-    assert read_support(vllm, "0.99").no_planned is None
+    assert read_support(vllm, "0.99").no_sharded is None
 
 
 class Biased(torch.nn.Module):
@@ -248,4 +252,4 @@ def test_the_table_agrees_with_the_sources() -> None:
     assert read
     for place in read:
         support, said = read_support(place / "vllm", place.name), support_of(place.name)
-        assert (support.no_updates, support.no_planned) == (said.no_updates, said.no_planned), place
+        assert (support.no_updates, support.no_sharded) == (said.no_updates, said.no_sharded), place

@@ -47,7 +47,7 @@ def capabilities(**changes: Any) -> Capabilities:
         "version": "0.15.1",
         "device": "cuda",
         "layerwise_reload": True,
-        "no_planned": None,
+        "no_sharded": None,
         "preempting_reset": True,
         "flat_logprobs": True,
         "adapters": True,
@@ -121,14 +121,14 @@ def test_weights_that_no_update_brings_again_stay_on_the_host(
     meeting = {"host": "", "port": 0, "prefix": "", "receivers": (), "bucket_bytes": 1, "timeout": 1}
     for alpha, level in ((16.0, 1), (None, 2)):
         sleeper.wake()
-        assert sleeper.connect_exchange(FullSession(**meeting, adapter_alpha=alpha)) is None
+        assert sleeper.connect_weight_sync(FullSession(**meeting, adapter_alpha=alpha)) is None
         sleeper.sleep()
         assert vllm.calls[-1] == ("sleep", level)
     sleeper.shutdown()
 
 
 @pytest.mark.parametrize(
-    ("no_planned", "quantization", "words"),
+    ("no_sharded", "quantization", "words"),
     [
         ("materialize_layer is missing", None, "layer is missing"),
         (None, "fp8", "quantised as they are loaded"),
@@ -136,7 +136,7 @@ def test_weights_that_no_update_brings_again_stay_on_the_host(
     ],
 )
 def test_an_engine_says_why_it_takes_no_planned_weights(
-    monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, no_planned: str | None, quantization: str | None, words: str | None
+    monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm, no_sharded: str | None, quantization: str | None, words: str | None
 ) -> None:
     """And lives on: the export may take the plan's place. What a worker says of its model is passed on."""
     vllm.vllm_config = SimpleNamespace(
@@ -149,9 +149,9 @@ def test_an_engine_says_why_it_takes_no_planned_weights(
         host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
         check_every=0, heartbeat_timeout=8,
     )  # fmt: skip
-    asked = engine(monkeypatch, no_planned=no_planned)
+    asked = engine(monkeypatch, no_sharded=no_sharded)
     asked.start()
-    told = asked.connect_exchange(session)
+    told = asked.connect_weight_sync(session)
     assert told is not None and (words or "lm_head is odd") in told
     asked.shutdown()
 
@@ -178,7 +178,7 @@ def test_without_layerwise_reload_no_weights_are_taken(monkeypatch: pytest.Monke
     fixed = engine(monkeypatch, layerwise_reload=False)
     fixed.start()
     with pytest.raises(EngineRefused, match="cannot take new weights"):
-        fixed.connect_exchange(None)
+        fixed.connect_weight_sync(None)
     assert "megarl_connect" not in vllm.calls
     fixed.shutdown()
 

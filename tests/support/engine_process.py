@@ -320,7 +320,7 @@ def same(one, other):
 
 def exchange(engine, info):
     sender = FullSender.open("127.0.0.1", [tuple(r) for r in info["receivers"]], bucket_bytes=1 << 18, timeout=120.0)
-    engine.connect_exchange(sender.session)
+    engine.connect_weight_sync(sender.session)
     return sender
 
 

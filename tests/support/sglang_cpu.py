@@ -127,7 +127,7 @@ def main(kind: str, folder: str) -> None:
     info = engine.start()
     say("info", info)
     sender = FullSender.open("127.0.0.1", info["receivers"], bucket_bytes=1 << 16, timeout=60.0)
-    engine.connect_exchange(sender.session)
+    engine.connect_weight_sync(sender.session)
 
     def generate(asked: list[GenerationRequest]) -> dict[int, list[Completion]]:
         done: dict[int, list[Completion]] = {}

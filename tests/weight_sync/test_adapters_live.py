@@ -53,7 +53,7 @@ class Run:
         self.trainers = Trainers(directory, self.path, megatron, size, dtype, lora)
         self.infos = [one.result(400) for one in starting]
         for engine, info, opening in zip(processes, self.infos, ("open_adapters", "open_export"), strict=False):
-            assert engine.connect_exchange(self.trainers.call(opening, info["receivers"])[0]) is None
+            assert engine.connect_weight_sync(self.trainers.call(opening, info["receivers"])[0]) is None
 
     def update(self, size: float = 0.1) -> list[Any]:
         """All engines to new adapters. Returns what was sent to each."""

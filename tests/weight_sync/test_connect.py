@@ -32,7 +32,7 @@ class Engine:
         self.name, self.problem, self.joined = name, problem, []
 
     def call(self, method: str, session: bytes) -> Future[Any]:
-        assert method == "connect_exchange"
+        assert method == "connect_weight_sync"
         self.joined.append(session.decode())
         future: Future[Any] = Future()
         future.set_result(self.problem if session in (b"planned", b"adapters") else None)

@@ -63,7 +63,7 @@ def test_planned_updates_equal_the_export(process: EngineProcess, tmp_path: Path
         for version in (1, 2, 3):
             weights = change(model, version, tmp_path)
             trainers = SlicedTrainers(weights, info["receivers"], check_every=1)
-            assert process.connect_exchange(trainers.session) is None
+            assert process.connect_weight_sync(trainers.session) is None
             report = trainers.update(process, version, weights)
             assert report.checked > 0
             planned, requests = process.rpc("digests"), make_requests(2)

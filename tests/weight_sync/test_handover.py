@@ -57,7 +57,7 @@ def update(engines: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("hangs_in", "act", "words"),
     [
-        ("connect_exchange", colocated, "engine1 did not connect to the trainers within exchange.timeout = 0.2 s"),
+        ("connect_weight_sync", colocated, "engine1 did not connect to the trainers within exchange.timeout = 0.2 s"),
         ("update_weights", update, "engine1 did not take the new weights in within exchange.timeout = 0.2 s"),
         (
             "sleep",

@@ -98,7 +98,7 @@ def update_planned(process: EngineProcess, trainers: Trainers, info: dict, versi
     """In a session of its own, all of it held to the export."""
     receivers = info["receivers"]
     session = trainers.call("open_planned", receivers, {"bucket_mb": 1, "timeout": 60.0, **options})[0]
-    process.connect_exchange(session)
+    process.connect_weight_sync(session)
     report = None
     for number in (version, version + 100):  # the second without the check, and with everything planned
         sent, received = both(process, trainers, number)
@@ -116,7 +116,7 @@ def both(process: EngineProcess, trainers: Trainers, version: int) -> tuple[Any,
 
 def update_exported(process: EngineProcess, trainers: Trainers, info: dict, version: int) -> None:
     session = trainers.call("open_export", info["receivers"])[0]
-    process.connect_exchange(session)
+    process.connect_weight_sync(session)
     sending = trainers.begin("send_export", version)
     received = process.update_weights(version)
     compare_full_reports(sending.result(60)[0], {"e0": received})
@@ -166,7 +166,7 @@ def test_faults(tmp_path: Path, fault: str) -> None:
         info = process.begin("start", spec(path, load_weights=False)).result(PATIENCE)
         options = {"bucket_mb": 1, "timeout": 60.0, "check_every": 1}
         session = trainers.call("open_planned", info["receivers"], options)[0]
-        process.connect_exchange(session)
+        process.connect_weight_sync(session)
         assert publish(sending(trainers), [receiving(process)], session, 1)["exchange/version"] == 1
         assert process.generate(make_requests(1))[1]
         send = "send_planned"

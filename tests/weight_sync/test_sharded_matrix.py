@@ -88,7 +88,7 @@ def test_bit_equality_over_the_matrix(engines: Engines, processes: int, tmp_path
 def check(engines: Engines, trainers: Trainers, layout: dict[str, Any]) -> None:
     options = {"bucket_mb": 1, "timeout": 120.0, "check_every": 1}
     session = trainers.call("open_planned", engines.receivers, options)[0]
-    engines.all("connect_exchange", session)
+    engines.all("connect_weight_sync", session)
     former: list[Any] = []
     # The last time they are the same: what layers had before vLLM repacked them is compared below, and a router's bias, which
     # comes after the experts by either route, was then that of the update before.
@@ -105,7 +105,7 @@ def check(engines: Engines, trainers: Trainers, layout: dict[str, Any]) -> None:
         former = own
         engines.all("generate", make_requests(2))
     engines.all("rpc", "forget_names")
-    engines.all("connect_exchange", trainers.call("open_export", engines.receivers)[0])
+    engines.all("connect_weight_sync", trainers.call("open_export", engines.receivers)[0])
     exporting = trainers.begin("send_export", 5)
     reports = engines.all("update_weights", 5)
     compare_full_reports(exporting.result(PATIENCE)[0], {f"e{number}": report for number, report in enumerate(reports)})

@@ -58,8 +58,8 @@ class EngineProbe:
     async def abort(self) -> None:
         await asyncio.to_thread(self.engine.abort)
 
-    async def connect_exchange(self, session: Any) -> str | None:
-        return await asyncio.to_thread(self.engine.connect_exchange, session)
+    async def connect_weight_sync(self, session: Any) -> str | None:
+        return await asyncio.to_thread(self.engine.connect_weight_sync, session)
 
     async def update_weights(self, version: int) -> Any:
         return await asyncio.to_thread(self.engine.update_weights, version)

@@ -154,7 +154,7 @@ class _SglangBackend:
 
         self._run(self._engine.tokenizer_manager.continue_generation(ContinueGenerationReqInput()))
 
-    def connect_exchange(self, session: Session) -> str | None:
+    def connect_weight_sync(self, session: Session) -> str | None:
         if isinstance(session, ShardedSession):
             return "SGLang loads only whole tensors"
         self._session = session  # each rank joins at its first update

@@ -31,7 +31,7 @@ class Capabilities:
     version: str
     device: str  # "cpu" | "cuda" | "npu" | ...
     layerwise_reload: bool  # can load checkpoint tensors after live weights were repacked; updates need it
-    no_planned: str | None  # why it does not support the sharded route; None if it does
+    no_sharded: str | None  # why it does not support the sharded route; None if it does
     preempting_reset: bool  # resetting the prefix cache can preempt running requests
     routed_experts: bool  # can return each token's routed experts: not on a CPU, nor with an old vllm-ascend
     adapters: bool  # can load adapters from tensors in memory
@@ -56,7 +56,7 @@ def capabilities() -> Capabilities:
         version=vllm.__version__,
         device=device,
         layerwise_reload=has_layerwise_reload(),
-        no_planned=_no_planned(),
+        no_sharded=_no_sharded(),
         preempting_reset="reset_running_requests" in inspect.signature(LLMEngine.reset_prefix_cache).parameters,
         routed_experts=(device != "cpu" if ascend is None else ascend.routed_experts)
         and "enable_return_routed_experts" in {field.name for field in dataclasses.fields(EngineArgs)},
@@ -73,10 +73,10 @@ def has_layerwise_reload() -> bool:
     return hasattr(reload, "initialize_layerwise_reload") and hasattr(reload, "finalize_layerwise_reload")
 
 
-def _no_planned() -> str | None:
+def _no_sharded() -> str | None:
     support = vllm_reload.installed_support()
     assert support is not None, "vLLM is imported"
-    return support.no_planned
+    return support.no_sharded
 
 
 def _has_adapters() -> bool:

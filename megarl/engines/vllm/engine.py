@@ -213,7 +213,7 @@ class _VllmBackend:
             del self._running[key]
         self._engine.abort_request(keys)
 
-    def connect_exchange(self, session: Session) -> str | None:
+    def connect_weight_sync(self, session: Session) -> str | None:
         if not self._can.layerwise_reload:
             raise EngineRefused(self._no_updates())
         reason = self._not_sharded_because() if isinstance(session, ShardedSession) else None
@@ -232,8 +232,8 @@ class _VllmBackend:
     def _not_sharded_because(self) -> str | None:
         """Return why slices of the checkpoint cannot be copied into the layers of any model; None if they can."""
         config = self._engine.vllm_config
-        if self._can.no_planned is not None:
-            return self._can.no_planned
+        if self._can.no_sharded is not None:
+            return self._can.no_sharded
         reasons = {
             "its weights are quantised as they are loaded": config.model_config.quantization is not None,
             "its experts move between devices (enable_eplb)": getattr(config.parallel_config, "enable_eplb", False),

@@ -43,12 +43,8 @@ class RouteSupport:
     version: str
     source: str  # "installed": from its source here; "table": from its version number
     no_updates: str | None  # why it supports no weight updates at all; None if it does
-    no_planned: str | None  # why it does not support the sharded route; None if it does. `no_updates` if that is set
+    no_sharded: str | None  # why it does not support the sharded route; None if it does. `no_updates` if that is set
     remark: str = ""  # a caveat
-
-    @property
-    def planned(self) -> bool:
-        return self.no_planned is None
 
 
 def installed_support() -> RouteSupport | None:

@@ -38,7 +38,7 @@ class TestEnvironment:
         assert environment.check_of(Finding("ok", "fine", check="x", host="b", rank=2)).name == "doctor: x on b"
 
     def test_a_route_that_cannot_be_taken(self, context):
-        capabilities = {"version": "0.11.0", "no_planned": "vLLM 0.11.0 cannot reload its layers"}
+        capabilities = {"version": "0.11.0", "no_sharded": "vLLM 0.11.0 cannot reload its layers"}
         recipe = Recipe()
         context.__dict__["recipe"] = recipe
         environment._route(context, capabilities)
@@ -48,13 +48,13 @@ class TestEnvironment:
         environment._route(context, capabilities)
         assert "exchange.route=planned: vLLM 0.11.0 cannot reload" in failed(context)[0]
         context.checks.clear()
-        environment._route(context, capabilities | {"no_planned": None})
+        environment._route(context, capabilities | {"no_sharded": None})
         assert not failed(context)
 
     def test_capabilities_have_the_fields_that_are_read(self):
         from megarl.engines.vllm.compat import Capabilities
 
-        assert {"version", "device", "no_planned"} <= set(Capabilities.__dataclass_fields__)
+        assert {"version", "device", "no_sharded"} <= set(Capabilities.__dataclass_fields__)
 
     def test_recipe_is_checked_too(self, context, tmp_path):
         """Its settings; but an acceptance needs neither its files nor its devices."""

@@ -206,7 +206,7 @@ def why_exported(recipe: Recipe, capabilities: dict[str, object]) -> str | None:
         return "exchange.route=export"
     if reason := why_not_sharded(recipe):
         return reason
-    why = capabilities["no_planned"]
+    why = capabilities["no_sharded"]
     return None if why is None else str(why)
 
 
