@@ -1,8 +1,8 @@
 """SGLang as a rollout engine, through its offline `Engine`.
 
-Written to SGLang 0.5.23, which a test runs on the CPU (tests/support/sglang_cpu.py), and never run on a device. SGLang samples in
-child processes and replies through an asyncio loop, which the owning thread runs for a moment in each `step`. A failing
-child process also ends this process (SIGQUIT), which the controller notices.
+Written for SGLang 0.5.23, tested on the CPU (tests/support/sglang_cpu.py), never run on a device. SGLang samples in child
+processes and replies through an asyncio loop, which the owning thread runs for a moment in each `step`. A failing child
+process also ends this process (SIGQUIT), which the controller notices.
 """
 
 from __future__ import annotations

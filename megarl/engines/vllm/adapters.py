@@ -1,8 +1,8 @@
 """LoRA adapters of a live vLLM model: unwrap linears while base weights are loaded, load adapters from tensors, verify them.
 
-vLLM wraps each linear that can have an adapter, but loads adapters only from directories. megarl passes full
-tensors to vLLM's internal functions, which shard them, pack the adapters of a fused linear (q, k and v), scale them and copy them
-into the wrappers' memory.
+vLLM wraps each linear that can have an adapter, but loads adapters only from directories. megarl passes full tensors to
+vLLM's internal functions, which shard them, pack the adapters of a fused linear (q, k and v), scale them and copy them into
+the wrappers' memory.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def _completion(sample: Any, prompt_length: int, prompt: TokenScores | None) -> 
 
 
 def _experts_of_all(experts: np.ndarray, length: int) -> np.ndarray:
-    """Pad vLLM's routed experts [length - 1, layers, topk], without the last token, with -1 to int16 [length, layers, topk]."""
+    """Pad vLLM's routed experts [length - 1, layers, topk] with -1 for the last token: int16 [length, layers, topk]."""
     if len(experts) not in (length - 1, length):
         raise RuntimeError(
             f"vLLM returned the experts of {len(experts)} of a sample's {length} tokens; they cannot be matched"
