@@ -1,4 +1,4 @@
-"""Tokenised rows are found again only for what they were made of, and whatever fails is done another way and said."""
+"""The cache returns rows only for identical inputs; every failure has a fallback with a notice."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def encoded_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many rows each call tokenised: empty where all came from the cache."""
+    """Rows that each call tokenised; empty if all came from the cache."""
     calls: list[int] = []
     real = prompt_rows.encode_prompts
 
@@ -65,17 +65,17 @@ def entries(tmp_path: Path) -> list[Path]:
 def test_rows_come_from_the_cache_just_as_they_were(
     tmp_path: Path, rows: Path, tokenizer: Tokenizer, encoded_rows: list[int]
 ) -> None:
-    made = PromptDataset([rows], tokenizer, cached(tmp_path))
+    dataset = PromptDataset([rows], tokenizer, cached(tmp_path))
     assert sum(encoded_rows) == ROWS and len(entries(tmp_path)) == 1
     encoded_rows.clear()
     again = PromptDataset([rows], tokenizer, cached(tmp_path))
-    assert not encoded_rows and list(again) == list(made) and not again.notices
+    assert not encoded_rows and list(again) == list(dataset) and not again.notices
     examples = [SFTDataset([rows], tokenizer, cached(tmp_path), 100) for _ in range(2)]
     assert len(entries(tmp_path)) == 2, "demonstrations of the same file are other texts"
-    for one, same in zip(*examples, strict=True):
-        assert (one.uid, one.text) == (same.uid, same.text)
-        np.testing.assert_array_equal(one.tokens, same.tokens)
-        np.testing.assert_array_equal(one.loss_mask, same.loss_mask)
+    for first, same in zip(*examples, strict=True):
+        assert (first.uid, first.text) == (same.uid, same.text)
+        np.testing.assert_array_equal(first.tokens, same.tokens)
+        np.testing.assert_array_equal(first.loss_mask, same.loss_mask)
         assert same.loss_mask.dtype == bool and same.tokens.dtype == np.int32
 
 
@@ -120,13 +120,13 @@ def test_a_template_that_writes_the_date_is_kept_for_a_day(tmp_path: Path, token
 def test_a_damaged_entry_is_made_again_and_said(
     tmp_path: Path, rows: Path, tokenizer: Tokenizer, encoded_rows: list[int], damage: Any
 ) -> None:
-    made = PromptDataset([rows], tokenizer, cached(tmp_path))
+    dataset = PromptDataset([rows], tokenizer, cached(tmp_path))
     (entry,) = entries(tmp_path)
     whole = entry.read_bytes()
     entry.write_bytes(damage(whole))
     encoded_rows.clear()
     again = PromptDataset([rows], tokenizer, cached(tmp_path))
-    assert sum(encoded_rows) == ROWS and list(again) == list(made)
+    assert sum(encoded_rows) == ROWS and list(again) == list(dataset)
     assert again.notices == [f"the tokenised rows in {entry} were damaged: they are tokenised again"]
     assert entry.read_bytes() == whole
 
@@ -177,10 +177,10 @@ def dies_in_a_child(rows: list[Row], tokenizer: Tokenizer, config: DataConfig) -
 
 
 def test_processes_that_die_are_replaced_by_this_one_and_said(rows: Path, tokenizer: Tokenizer) -> None:
-    told: list[str] = []
+    notices: list[str] = []
     files = [Row(f"row {n}", {"prompt": str(n)}) for n in range(ROWS)]
-    made = encoding.encode_rows(files, dies_in_a_child, tokenizer, DataConfig(workers=2), told.append)
-    assert len(made) == ROWS and "data.workers=1" in told[0]
+    encoded = encoding.encode_rows(files, dies_in_a_child, tokenizer, DataConfig(workers=2), notices.append)
+    assert len(encoded) == ROWS and "data.workers=1" in notices[0]
 
 
 def test_processes_are_started_for_many_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Rows with images become prompts whose placeholders are as many tokens as the image processor makes of each image."""
+"""Prompts with images have as many placeholder tokens per image as the image processor returns."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def picture(width: int, height: int, mode: str = "RGB", kind: str = "PNG", seed:
 
 def row(content: Any, images: Any, **columns: Any) -> dict[str, Any]:
     prompt = [{"role": "user", "content": content}]
-    made = {"data_source": "x", "prompt": prompt, "reward_model": {"ground_truth": "1"}, "images": images}
-    return {**made, **columns}
+    values = {"data_source": "x", "prompt": prompt, "reward_model": {"ground_truth": "1"}, "images": images}
+    return {**values, **columns}
 
 
 def parquet(tmp_path: Path, *rows: dict[str, Any]) -> Path:
@@ -75,9 +75,9 @@ def test_tokens_are_counted_from_the_size_as_the_processor_makes_them(model: Pat
     for limits in ((None, None), (None, 6000), (50_000, None), (3136, 3136)):
         reader = ImageReader(str(model), *limits)
         for width, height in sizes:
-            made = reader._processor()(images=[Image.new("RGB", (width, height))], return_tensors="np")
-            assert reader.tokens(width, height) == made["image_grid_thw"].prod() // MERGE**2, (limits, width, height)
-            assert len(made["pixel_values"]) == made["image_grid_thw"].prod()
+            inputs = reader._processor()(images=[Image.new("RGB", (width, height))], return_tensors="np")
+            assert reader.tokens(width, height) == inputs["image_grid_thw"].prod() // MERGE**2, (limits, width, height)
+            assert len(inputs["pixel_values"]) == inputs["image_grid_thw"].prod()
 
 
 def test_a_row_becomes_tokens_and_pixels(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
@@ -102,44 +102,44 @@ def test_a_row_becomes_tokens_and_pixels(tmp_path: Path, model: Path, tokenizer:
     assert images.starts.tolist() == [3, 3 + 15 + 3] and images.grids.tolist() == [[1, 6, 10], [1, 4, 4]]
     assert images.pixels.shape == (60 + 16, PATCH_VALUES) and images.pixels.dtype == np.float32
     check_images(images, prompt.tokens, MERGE)
-    pictures = [Image.open(io.BytesIO(one)) for one in (first, second)]
+    pictures = [Image.open(io.BytesIO(encoded)) for encoded in (first, second)]
     expected = reader._processor()(images=pictures, return_tensors="np")
     np.testing.assert_array_equal(images.pixels, expected["pixel_values"])
     assert len(pickle.dumps(prompt)) < len(first) + len(second) + 2000, "what travels is the encoded files"
 
 
 @pytest.mark.parametrize(
-    ("kind", "given"),
-    [(kind, given) for kind in ("parquet", "jsonl") for given in ("path", {"bytes": None, "path": "sub/a.png"})]
+    ("kind", "source"),
+    [(kind, source) for kind in ("parquet", "jsonl") for source in ("path", {"bytes": None, "path": "sub/a.png"})]
     + [("parquet", "bytes")],
 )
 def test_bytes_and_paths_are_the_same_images(
-    tmp_path: Path, model: Path, tokenizer: Tokenizer, kind: str, given: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, tokenizer: Tokenizer, kind: str, source: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Paths are relative to the file of rows, wherever the process that reads them stands."""
     image = picture(70, 50)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.png").write_bytes(image)
-    value = {"path": "sub/a.png", "bytes": image}.get(given, given) if isinstance(given, str) else given
-    made = (parquet if kind == "parquet" else jsonl)(tmp_path, row("<image>", [value]))
+    value = {"path": "sub/a.png", "bytes": image}.get(source, source) if isinstance(source, str) else source
+    file = (parquet if kind == "parquet" else jsonl)(tmp_path, row("<image>", [value]))
     monkeypatch.chdir(tmp_path)
     reader = ImageReader(str(model))
-    (prompt,) = dataset(Path(made.name), tokenizer, reader)
+    (prompt,) = dataset(Path(file.name), tokenizer, reader)
     (whole,) = dataset(parquet(tmp_path, row("<image>", [image])), tokenizer, reader)
     monkeypatch.chdir("/")
     assert prompt.tokens == whole.tokens
-    one, other = reader.prepare(prompt), reader.prepare(whole)
-    assert one is not None and other is not None
-    np.testing.assert_array_equal(one.pixels, other.pixels)
+    single, other = reader.prepare(prompt), reader.prepare(whole)
+    assert single is not None and other is not None
+    np.testing.assert_array_equal(single.pixels, other.pixels)
 
 
 def test_contents_that_are_parts_already(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
     """Parquet gives the text's part an `image` of None, and Qwen's template would write a second image for it."""
     parts = [{"type": "image", "text": None, "image": None}, {"type": "text", "text": "w7", "image": None}]
     reader = ImageReader(str(model))
-    (one,) = dataset(parquet(tmp_path, row(parts, [picture(60, 60)])), tokenizer, reader)
+    (prompt,) = dataset(parquet(tmp_path, row(parts, [picture(60, 60)])), tokenizer, reader)
     (other,) = dataset(parquet(tmp_path, row("<image>w7", [picture(60, 60)])), tokenizer, reader)
-    assert one.tokens == other.tokens
+    assert prompt.tokens == other.tokens
 
 
 def test_rows_without_images_are_text(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
@@ -186,7 +186,7 @@ def test_the_length_counts_every_placeholder(tmp_path: Path, model: Path, tokeni
 
 
 def test_the_cache_serves_every_limit(tmp_path: Path, model: Path, tokenizer: Tokenizer) -> None:
-    """What is kept is the text: the same entry gives each limit its own tokens, and a path's image its own."""
+    """The cache holds text only: an entry serves every pixel limit, and a path may hold another image."""
     (tmp_path / "a.png").write_bytes(picture(130, 90))
     file = jsonl(tmp_path, *[row("w7<image>", ["a.png"]) for _ in range(1000)])
     settings = DataConfig(cache=str(tmp_path / "cache"))
@@ -215,7 +215,7 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 60\n%%EndComments\nshowpa
 
 
 @pytest.mark.parametrize(
-    ("content", "images", "said"),
+    ("content", "images", "message"),
     [
         ("w7", [picture(60, 60)], r"row 0: the prompt has 0 <image> and the column 'images' has 1"),
         ("<image><image>", [picture(60, 60)], "has 2 <image> and the column 'images' has 1"),
@@ -241,11 +241,11 @@ EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 60 60\n%%EndComments\nshowpa
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_rows_that_are_refused(
-    tmp_path: Path, model: Path, tokenizer: Tokenizer, content: str, images: Any, said: str
+    tmp_path: Path, model: Path, tokenizer: Tokenizer, content: str, images: Any, message: str
 ) -> None:
     """Before training, with the row."""
     file = parquet(tmp_path, row(content, images), row("<image>", images))
-    with pytest.raises(ValueError, match=said) as refused:
+    with pytest.raises(ValueError, match=message) as refused:
         dataset(file, tokenizer, ImageReader(str(model)))
     assert len(str(refused.value)) < 500 + len(str(tmp_path)), "no pages of bytes"
 
@@ -283,16 +283,16 @@ def test_what_cannot_read_images_refuses_them(tmp_path: Path, model: Path, token
 def test_the_recipe_and_its_model(tmp_path: Path, quickstart_data: Path) -> None:
     """A language model's recipe with images, and limits that would apply to none."""
     file = parquet(tmp_path, row("<image>", [picture(60, 60)]))
-    given = [f"model.path={quickstart_data}/model", "reward.function=unscored", "evaluation.at_end=false", "data.eval_files=[]",
+    settings = [f"model.path={quickstart_data}/model", "reward.function=unscored", "evaluation.at_end=false", "data.eval_files=[]",
         "evaluation.at_start=false"]  # fmt: skip
-    recipe = load_recipe("recipes/quickstart.yaml", [*given, f"data.train_files=[{file}]"])
+    recipe = load_recipe("recipes/quickstart.yaml", [*settings, f"data.train_files=[{file}]"])
     with pytest.raises(ValueError, match=r"row 0 has images: the model in .* \(qwen3_moe\) reads no images"):
         prepare_training(recipe)
     recipe = load_recipe(
         "recipes/quickstart.yaml",
-        [*given, f"data.train_files=[{quickstart_data}/data/train.parquet]", "data.max_pixels=9000"],
+        [*settings, f"data.train_files=[{quickstart_data}/data/train.parquet]", "data.max_pixels=9000"],
     )
     with pytest.raises(RecipeError, match="the model reads no images"):
         prepare_training(recipe)
     with pytest.raises(RecipeError, match=r"above data\.max_pixels=9000"):
-        load_recipe("recipes/quickstart.yaml", [*given, "data.max_pixels=9000", "data.min_pixels=9001"])
+        load_recipe("recipes/quickstart.yaml", [*settings, "data.max_pixels=9000", "data.min_pixels=9001"])

@@ -21,7 +21,7 @@ from megarl.data.rows import Row
 from megarl.data.sft import encode_demonstrations
 from megarl.recipe.schema import DataConfig
 
-# Qwen2.5's habits: a system turn of its own where none is given, and roles and contents as they stand.
+# Like Qwen2.5: a default system turn, and roles and contents unchanged.
 WITH_SYSTEM = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}" + CHAT_TEMPLATE
 )
@@ -34,8 +34,8 @@ WITHOUT_THINKING = (
 )
 TEMPLATES = {"plain": CHAT_TEMPLATE, "with_system": WITH_SYSTEM, "without_thinking": WITHOUT_THINKING}
 
-# Any text, with what templates and tokenizers are sensitive to more often than chance would have it. What is written
-# as a special token is one, to every tokenizer: such contents cannot be told from the template's own.
+# Random text, biased to strings that templates and tokenizers treat specially. Special tokens in contents are excluded: a
+# tokenizer cannot distinguish them from the template's.
 pieces = st.one_of(
     st.text(st.characters(exclude_categories=("Cs",)), max_size=12),
     st.sampled_from(
@@ -57,14 +57,14 @@ def conversations(draw: st.DrawFn) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
-    made = {}
+    tokenizers_by_name = {}
     for name, template in TEMPLATES.items():
         out = tmp_path_factory.mktemp(name)
         make_tiny_tokenizer(out)
         path = out / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-        made[name] = load_tokenizer(out)
-    return made
+        tokenizers_by_name[name] = load_tokenizer(out)
+    return tokenizers_by_name
 
 
 @pytest.fixture(scope="module")
@@ -134,18 +134,18 @@ def test_a_bare_sentencepiece_model(sentencepiece: Tokenizer, talk: list[dict[st
     learned = runs(encoded)
     # Turns that follow each other are one stretch only where nothing lies between them, which here is an empty question.
     together = "".join(text + "|" for text in said(talk))
-    found = "".join(
+    assistant_text = "".join(
         "".join(sentencepiece.decode(part) + "|" for part in split_after(run, sentencepiece.eos_id)) for run in learned
     )
-    assert found.replace("\u2581", " ") == together.replace("\u2581", " ")  # sentencepiece's own sign for a space
+    assert assistant_text.replace("\u2581", " ") == together.replace("\u2581", " ")  # sentencepiece's own sign for a space
     assert learned[-1][-1] == sentencepiece.eos_id
 
 
 def split_after(ids: list[int], end: int) -> list[list[int]]:
     parts: list[list[int]] = [[]]
-    for one in ids:
-        parts[-1].append(one)
-        if one == end:
+    for token in ids:
+        parts[-1].append(token)
+        if token == end:
             parts.append([])
     return parts[:-1]
 

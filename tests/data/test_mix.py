@@ -53,7 +53,7 @@ def test_each_stretch_has_the_sets_shares(weights: list[float], start: int, leng
 @settings(deadline=None)
 @given(weights_of_sets, st.integers(0, 400))
 def test_a_position_is_computed_without_those_before_it(weights: list[float], position: int) -> None:
-    """What a resumed run draws: each set goes on at the row after its last one."""
+    """A resumed run continues each set with the row after its last one."""
     drawn: Counter[int] = Counter()
     walk = mixed(*weights)
     for earlier in range(position):

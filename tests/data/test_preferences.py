@@ -53,8 +53,8 @@ def test_only_the_last_answer_is_learned_however_a_row_is_written(
         np.testing.assert_array_equal(chosen.tokens[:prompt], rejected.tokens[:prompt])
         assert "5" in tokenizer.decode(chosen.tokens[:prompt].tolist())
     for other in pairs[1:]:
-        for one, same in zip(pairs[0], other, strict=True):
-            np.testing.assert_array_equal(one.tokens, same.tokens)
+        for first, same in zip(pairs[0], other, strict=True):
+            np.testing.assert_array_equal(first.tokens, same.tokens)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_pair_is_a_group_of_two_the_chosen_one_first(tmp_path: Path, tokenizer
     groups = source.take(3).groups
     for number, group in enumerate(groups):
         vectors = group.samples[0].data.get()
-        assert [one.text for one in vectors] == [f"yes {number}", f"no {number} no"]
+        assert [vector.text for vector in vectors] == [f"yes {number}", f"no {number} no"]
         assert [sample.index for sample in group.samples] == [0, 1] and group.version == 4
-        for sample, one in zip(group.samples, vectors, strict=True):
-            assert sample.length == len(one.tokens) and sample.loss_tokens == one.loss_mask.sum()
+        for sample, vector in zip(group.samples, vectors, strict=True):
+            assert sample.length == len(vector.tokens) and sample.loss_tokens == vector.loss_mask.sum()

@@ -1,4 +1,4 @@
-"""Prompt rows become prompts: rendered, tokenised, named, and held to the length limit."""
+"""Prompt rows are rendered, tokenised and named, and checked against the length limit."""
 
 import json
 

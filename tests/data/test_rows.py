@@ -1,4 +1,4 @@
-"""Files of rows: what is read, and how each thing that can be wrong with them is named."""
+"""Data files: rows and columns that are read, and messages for every fault."""
 
 import json
 

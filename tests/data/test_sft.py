@@ -37,7 +37,7 @@ def build(tmp_path, tokenizer, rows, max_length=200, **settings):
 
 
 def learned(tokenizer, example):
-    """What the mask covers, run by run, special tokens shown as <id>."""
+    """Return the text of each run of the mask, with special tokens as <id>."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], example.loss_mask, [0]])))
     runs = [example.tokens[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True)]
     return [tokenizer.decode(run[:-1]) + f"<{run[-1]}>" for run in runs]

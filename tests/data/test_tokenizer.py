@@ -1,4 +1,4 @@
-"""Tokenizers of both kinds: ids, stop tokens, templates, and what is refused."""
+"""Tokenizers of both kinds: ids, stop tokens, templates, and rejected directories and arguments."""
 
 import io
 import json
@@ -21,14 +21,14 @@ def directory(tmp_path_factory):
 
 @pytest.fixture
 def changed(directory, tmp_path):
-    """A copy of the directory whose tokenizer_config.json can be changed."""
+    """Copy the directory, with changes to tokenizer_config.json."""
 
     def change(**settings):
         out = tmp_path / "changed"
         shutil.copytree(directory, out, dirs_exist_ok=True)
         path = out / "tokenizer_config.json"
-        known = json.loads(path.read_text()) | settings
-        path.write_text(json.dumps({name: value for name, value in known.items() if value is not None}))
+        config = json.loads(path.read_text()) | settings
+        path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
         return out
 
     return change

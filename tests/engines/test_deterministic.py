@@ -26,35 +26,35 @@ NPU = {**INVARIANT, "HCCL_DETERMINISTIC": "strict", "LCCL_DETERMINISTIC": "1"}
 
 
 @pytest.mark.parametrize(
-    ("platform", "wanted"), [(NPUPlatform(), NPU), (CUDAPlatform(), INVARIANT), (CPUPlatform(), {})]
+    ("platform", "expected"), [(NPUPlatform(), NPU), (CUDAPlatform(), INVARIANT), (CPUPlatform(), {})]
 )
-def test_what_engines_get(platform: Platform, wanted: dict[str, str]) -> None:
-    plain, fixed = (engine_env("vllm", platform.engines_env(asked), 1, {}) for asked in (False, True))
-    assert {name: value for name, value in fixed.items() if name not in plain} == wanted
+def test_what_engines_get(platform: Platform, expected: dict[str, str]) -> None:
+    plain, fixed = (engine_env("vllm", platform.engines_env(deterministic), 1, {}) for deterministic in (False, True))
+    assert {name: value for name, value in fixed.items() if name not in plain} == expected
     assert {name: fixed[name] for name in plain} == plain
 
 
 def test_a_user_cannot_take_it_back_unnoticed() -> None:
     users = {"VLLM_BATCH_INVARIANT": "0", "HCCL_DETERMINISTIC": "false"}
     assert users_first(NPU, users) == NPU
-    said = " ".join(notices("engines", NPU, users))
+    text = " ".join(notices("engines", NPU, users))
     assert (
-        "VLLM_BATCH_INVARIANT=0, which is overridden" in said
-        and "HCCL_DETERMINISTIC=false, which is overridden" in said
+        "VLLM_BATCH_INVARIANT=0, which is overridden" in text
+        and "HCCL_DETERMINISTIC=false, which is overridden" in text
     )
 
 
-@pytest.mark.parametrize("asked", [True, False])
-def test_the_run_says_so(asked: bool) -> None:
-    recipe = load_recipe(GRPO, [f"train.deterministic={asked}".lower()])
-    said = [notice for notice in environment_notices(recipe, NPUPlatform()) if "batch-invariant" in notice]
-    assert bool(said) is asked
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_run_says_so(deterministic: bool) -> None:
+    recipe = load_recipe(GRPO, [f"train.deterministic={deterministic}".lower()])
+    matching = [notice for notice in environment_notices(recipe, NPUPlatform()) if "batch-invariant" in notice]
+    assert bool(matching) is deterministic
     assert not [notice for notice in environment_notices(recipe, CPUPlatform()) if "batch-invariant" in notice]
-    assert {spec.deterministic for _, spec in first_specs(recipe, training=True)} == {asked}
+    assert {spec.deterministic for _, spec in first_specs(recipe, training=True)} == {deterministic}
 
 
 @pytest.mark.parametrize(
-    ("engine_args", "wanted"),
+    ("engine_args", "expected"),
     [
         ({}, {"cudagraph_mode": "PIECEWISE"}),
         ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"cudagraph_mode": "NONE"}),
@@ -65,7 +65,7 @@ def test_the_run_says_so(asked: bool) -> None:
     ],
 )
 def test_no_whole_graphs_on_an_npu(
-    engine_args: dict[str, Any], wanted: Any, quickstart_data: Path, monkeypatch: pytest.MonkeyPatch
+    engine_args: dict[str, Any], expected: Any, quickstart_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from packaging.version import Version
 
@@ -74,13 +74,13 @@ def test_no_whole_graphs_on_an_npu(
     spec = EngineSpec(
         "engine0", f"{quickstart_data}/model", "bfloat16", 64, engine_args=engine_args, deterministic=True
     )
-    if isinstance(wanted, str):
+    if isinstance(expected, str):
         for refuse in (build_engine_args, check_plan):
-            with pytest.raises(ValueError, match=wanted):
+            with pytest.raises(ValueError, match=expected):
                 refuse(spec, "npu")
         return
     check_plan(spec, "npu")
-    assert build_engine_args(spec, "npu").get("compilation_config") == wanted
+    assert build_engine_args(spec, "npu").get("compilation_config") == expected
     assert "compilation_config" not in build_engine_args(
         EngineSpec("engine0", f"{quickstart_data}/model", "bfloat16", 64), "npu"
     )

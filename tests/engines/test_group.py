@@ -46,7 +46,7 @@ class EngineGroup:
 
     def generate(self, *requests):
         """One list for each engine; completions by engine."""
-        calls = [engine.begin("generate", one) for engine, one in zip(self.engines, requests, strict=True) if one]
+        calls = [engine.begin("generate", load) for engine, load in zip(self.engines, requests, strict=True) if load]
         return [call.result(PATIENCE)[1] for call in calls]
 
     def exchange(self):
@@ -96,7 +96,7 @@ def test_samples_of_unequal_loads_and_of_each_version_are_the_models(start, tmp_
     for version in (1, 2, 3):
         update_all(group.engines, sender, change(model, version, tmp_path), version)
         for loads in ((many, few), (few, []), ([], many)):
-            for requests, completions in zip([one for one in loads if one], group.generate(*loads), strict=True):
+            for requests, completions in zip([load for load in loads if load], group.generate(*loads), strict=True):
                 assert_exact(model, requests, completions)
         (answers,) = group.generate([], make_requests(3, n=1, temperature=0.0))
         for number, (answer,) in answers.items():

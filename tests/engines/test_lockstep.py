@@ -1,6 +1,6 @@
-"""Engines of a group: all step or none does, whatever each is told and when; nothing of one leaves another waiting.
+"""Engine groups: all engines step or none, for any order of calls, and no call to one leaves another waiting.
 
-Their collectives are barriers here: a member that comes alone breaks one, and the test fails."""
+Collectives are barriers here: an engine that enters one alone breaks it, and the test fails."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Engines:
         return self.pool.submit(self.loops[number].generate, requests, lambda *_: None)
 
     def update(self, number: int) -> Future[list[int]]:
-        """What takes all engines, as receiving weights does. Returns the steps that each had made by then."""
+        """Run a collective command, like a weight update. Returns the number of steps of each engine before it."""
 
         def take() -> list[int]:
             self.meet.wait(5)
@@ -103,13 +103,13 @@ class Engines:
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
     monkeypatch.setattr(group, "GRACE_SECONDS", 0.05)
-    made = Engines()
-    yield made
-    made.close()
+    engines_of_group = Engines()
+    yield engines_of_group
+    engines_of_group.close()
 
 
 def test_who_failed_because_another_did_says_of_whom(engines: Engines) -> None:
-    """Else whoever answers first is blamed: it only lost its connection to the one that had no memory."""
+    """Otherwise the first engine to report would be blamed, although it only lost its connection to the failed one."""
 
     def run_out() -> None:
         raise MemoryError("no room for the weights")
@@ -118,11 +118,11 @@ def test_who_failed_because_another_did_says_of_whom(engines: Engines) -> None:
         time.sleep(0.02)
         raise RuntimeError("Connection closed by peer")
 
-    first, *others = [
+    first, *remaining = [
         engines.pool.submit(loop.call, command, collective=True)
         for loop, command in zip(engines.loops, (run_out, lose, lose), strict=True)
     ]
-    for other in others:
+    for other in remaining:
         with pytest.raises(EngineDead, match=r"Earlier failure in its group: engine 'e0' .*no room for the weights"):
             other.result(10)
     with pytest.raises(MemoryError, match="no room"):
@@ -139,7 +139,7 @@ def test_who_has_no_requests_steps_with_the_others(engines: Engines) -> None:
     steps = [backend.steps for backend in engines.backends]
     assert len(set(steps)) == 1 and not engines.meet.broken
     time.sleep(0.03)
-    assert steps == [backend.steps for backend in engines.backends]  # nobody has any request: none steps
+    assert steps == [backend.steps for backend in engines.backends]  # without requests no engine steps
 
 
 def test_what_all_do_together_waits_for_the_last_to_be_told_and_steps_go_on(engines: Engines) -> None:
@@ -156,13 +156,13 @@ def test_what_all_do_together_waits_for_the_last_to_be_told_and_steps_go_on(engi
 
 
 def test_many_updates_with_requests_in_between(engines: Engines) -> None:
-    """Whoever is told first, idle or not."""
+    """In any order of the engines, idle or not."""
     for round_ in range(10):
         running = [engines.generate(number, 1 + 3 * number) for number in range(SIZE) if number != round_ % SIZE]
         for update in [engines.update((number + round_) % SIZE) for number in range(SIZE)]:
             update.result(10)
-        for one in running:
-            one.result(10)
+        for call in running:
+            call.result(10)
     assert not engines.meet.broken
 
 
@@ -193,26 +193,26 @@ def test_requests_of_the_whole_group_count(engines: Engines) -> None:
 
     running = engines.generate(0, 10**6, count=2)
     engines.wait_for_steps(1)
-    for told in all_sleep():
+    for call in all_sleep():
         with pytest.raises(EngineRefused, match="2 run"):
-            told.result(10)
+            call.result(10)
     engines.loops[0].abort()
     assert running.exception(10) is not None
-    for told in all_sleep():
-        told.result(10)
+    for call in all_sleep():
+        call.result(10)
 
 
 def test_a_failure_ends_all_and_each_says_whose_it_was(engines: Engines) -> None:
-    """Nothing was asked of the engine that fails: it steps for another. Whoever watches it is told."""
+    """The failing engine has no requests and steps for another. Its watchers still get the failure."""
     watching = [engines.pool.submit(loop.watch) for loop in engines.loops]
     engines.backends[2].explode = True
-    running, told = engines.generate(0, 5), engines.update(1)
+    running, update = engines.generate(0, 5), engines.update(1)
     engines.meet.abort()  # the others' collective breaks, as when a process dies
-    for call in (*watching, running, told):
+    for call in (*watching, running, update):
         with pytest.raises(EngineDead):
             call.result(10)
-    said = [str(call.exception()) for call in watching]
-    assert said[2].startswith("engine 'e2' died: MemoryError: no blocks left")
+    messages = [str(call.exception()) for call in watching]
+    assert messages[2].startswith("engine 'e2' died: MemoryError: no blocks left")
     assert all(backend.down for backend in engines.backends)
 
 
@@ -253,7 +253,7 @@ def test_one_that_is_told_to_end_ends_all_without_a_failure(engines: Engines) ->
 def test_vllm_executes_the_model_once_in_each_step(
     running: bool, queue: list[str], executes: bool, expected: list[str]
 ) -> None:
-    """Twice or not at all, and the others' tokens meet those of another step, or nobody's."""
+    """Otherwise the other engines' tokens would meet tokens of another step, or wait forever."""
     backend, done = _VllmBackend(EngineSpec("e0", "model", "float32", 8, data_parallel=2)), list[str]()
     core = SimpleNamespace(batch_queue=queue, step_fn=lambda: (done.append("step"), executes))
     client = SimpleNamespace(engine_core=core, execute_dummy_batch=lambda: done.append("dummy"))

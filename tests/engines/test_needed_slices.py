@@ -1,4 +1,4 @@
-"""What an engine needs is what its own loader copies: of loaders that do what vLLM's do."""
+"""Needed slices equal the copies of the loader, for loaders with the operations of vLLM's."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ GIVEN = [
 
 def test_boxes_are_what_the_loader_copies() -> None:
     """Carried out on values, they give what the loader gives."""
-    wanted, got = Model("cpu"), Model("cpu")
+    expected, got = Model("cpu"), Model("cpu")
     values = {name: torch.randn(shape) for name, shape, _ in GIVEN}
     with torch.no_grad():
-        for parameter in [*wanted.parameters(), *got.parameters()]:
+        for parameter in [*expected.parameters(), *got.parameters()]:
             parameter.zero_()
-        wanted.load_weights(values.items())
+        expected.load_weights(values.items())
     described = needed_slices(Model(), GIVEN)
     assert "unknown" not in described.tensors and not described.whole
     assert dict(zip(described.parameters, described.dtypes, strict=True))["norm.weight"] == "bfloat16"
@@ -75,7 +75,7 @@ def test_boxes_are_what_the_loader_copies() -> None:
         matrix = matrix if matrix.dim() == 2 else matrix[None]
         part = parameters[described.parameters[parameter]].data.as_strided((rows, columns), (stride, 1), offset)
         part.copy_(matrix[row : row + rows, column : column + columns])
-    for name, value in wanted.named_parameters():
+    for name, value in expected.named_parameters():
         assert torch.equal(parameters[name], value), name
 
 

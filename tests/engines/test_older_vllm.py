@@ -1,6 +1,6 @@
-"""Engine and weight updates on vLLM versions that sets of versions name beside the newest, each in an environment of its own.
+"""Engine and weight updates on older vLLM versions of the version sets, each in a separate environment.
 
-`launch/install_older_vllm.sh VERSION` makes it (CI: 0.23, of the default set for NPUs). All of its cases, or another environment:
+`launch/install_older_vllm.sh VERSION` creates it (CI: 0.23, of the default set for NPUs). All of its cases, or another environment:
 
     MEGARL_OLDER_VLLM=.venv-vllm-0.18/bin/python python -m pytest -m slow tests/engines/test_older_vllm.py
 """

@@ -65,46 +65,46 @@ def test_train_says_a_fallback_with_what_it_moves(monkeypatch: pytest.MonkeyPatc
     from megarl.preflight import run
 
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
-    made = recipe(rollout__engines=4, rollout__tensor_parallel=2, model__dtype="bfloat16")
-    (notice,) = run.route_notices(made, read("Qwen3-8B"))
+    changed = recipe(rollout__engines=4, rollout__tensor_parallel=2, model__dtype="bfloat16")
+    (notice,) = run.route_notices(changed, read("Qwen3-8B"))
     assert "export on vLLM 9.9.9, installed here" in notice and "each of 8 engine ranks receives" in notice
     assert "15.3 GiB an update" in notice
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: support_of("0.23.0"))
-    assert run.route_notices(made, read("Qwen3-8B")) == []
+    assert run.route_notices(changed, read("Qwen3-8B")) == []
 
 
 def test_doctor_warns_of_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.commands.doctor.recipe import weights
 
-    made = recipe(data__train_files=["x"])
+    changed = recipe(data__train_files=["x"])
     monkeypatch.setattr("megarl.engines.routes.installed_support", lambda: UNKNOWN)
-    (finding,) = weights(made)
+    (finding,) = weights(changed)
     assert finding.status == "warning" and "vLLM 9.9.9 finishes" in finding.text
-    made.exchange.route = "planned"
-    assert weights(made)[0].status == "FAIL"
+    changed.exchange.route = "planned"
+    assert weights(changed)[0].status == "FAIL"
 
 
 def test_a_plan_counts_the_expected_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.commands.plan.routes.routes_of_sets", lambda *_: [route_of(recipe(), UNKNOWN, "a set")])
-    made = recipe(cluster__device="npu")
-    routes = expected_routes(made, device_named("910B"))
+    changed = recipe(cluster__device="npu")
+    routes = expected_routes(changed, device_named("910B"))
     assert [route.name for route in routes] == ["export"]
-    assert as_expected(made, routes).exchange.route == "export" and made.exchange.route == "auto"
+    assert as_expected(changed, routes).exchange.route == "export" and changed.exchange.route == "auto"
     assert expected_routes(recipe(train__source="sft"), None) == []
 
 
 def test_the_console_names_the_route_and_both_costs() -> None:
     links = Links("planned", 10**6, 10**6, 10**6, 0)
-    found = estimate(recipe(rollout__engines=8, cluster__trainers=8), QWEN, None, DEVICE, links=links)
-    assert set(found.weights) == {"planned", "export"} and found.weights["export"] > 10 * found.weights["planned"]
-    exchanged = next(phase for phase in found.phases if phase.name == "weight_exchange")
-    assert found.weights["planned"] == pytest.approx(exchanged.seconds)
+    times = estimate(recipe(rollout__engines=8, cluster__trainers=8), QWEN, None, DEVICE, links=links)
+    assert set(times.weights) == {"planned", "export"} and times.weights["export"] > 10 * times.weights["planned"]
+    exchanged = next(phase for phase in times.phases if phase.name == "weight_exchange")
+    assert times.weights["planned"] == pytest.approx(exchanged.seconds)
     routes = [
         Route("planned", "exchange.route=auto", "one"),
         Route("none", "too old", "two"),
         Route("planned", "x", "three"),
     ]
-    lines = route_lines(replace(plans.BARE, routes=routes, estimate=found, device=DEVICE))
+    lines = route_lines(replace(plans.BARE, routes=routes, estimate=times, device=DEVICE))
     assert lines[0].startswith("weight route: planned on one: exchange.route=auto; no route was measured")
     assert "export " in lines[1] and "planned " in lines[1] and "0.1 GB/s" in lines[1]
     assert lines[2:] == ["  elsewhere: none on two: too old"]

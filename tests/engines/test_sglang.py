@@ -107,8 +107,8 @@ def test_weights_arrive_and_samples_follow_them(engine, exchange) -> None:
     for group, temperature in ((1, 1.0), (2, 0.7)):
         for sample in first[group]:
             reads = [3, *sample.tokens[:-1].tolist()]
-            wanted = (table[reads] / temperature).log_softmax(-1).gather(1, torch.tensor(sample.tokens[:, None]).long())
-            np.testing.assert_allclose(sample.log_probs, wanted[:, 0].numpy(), atol=1e-5)
+            expected = (table[reads] / temperature).log_softmax(-1).gather(1, torch.tensor(sample.tokens[:, None]).long())
+            np.testing.assert_allclose(sample.log_probs, expected[:, 0].numpy(), atol=1e-5)
 
 
 def test_sample_i_draws_from_seed_plus_i(engine, exchange) -> None:
@@ -144,14 +144,14 @@ def test_a_response_that_is_cut_ends_the_engine(engine, exchange) -> None:
 
 
 @pytest.mark.parametrize(
-    "values, said",
+    "values, message",
     [
         ({"table": torch.ones(VOCABULARY, VOCABULARY)}, "1 parameters of the engine's model lack values: scale"),
         ({"table": torch.ones(VOCABULARY - 1, VOCABULARY), "scale": torch.ones(())}, "lack values: table"),
     ],
 )
-def test_weights_that_are_not_all_there(engine, exchange, values, said) -> None:
-    with pytest.raises(WeightSyncError, match=said):
+def test_weights_that_are_not_all_there(engine, exchange, values, message) -> None:
+    with pytest.raises(WeightSyncError, match=message):
         exchange(1, values)
     assert engine.real.calls == ["begin", "update, flush True", "shutdown"]
     with pytest.raises(EngineDead, match="lack values"):
@@ -220,7 +220,7 @@ def test_an_sglang_without_update_sessions_is_refused(fake, spec, monkeypatch) -
         create("sglang", spec).start()
 
 
-# --- what is refused before anything starts -----------------------------------------------------
+# --- settings rejected before the start ---------------------------------------------------------
 
 
 def test_arguments(spec, monkeypatch) -> None:
@@ -238,14 +238,14 @@ def test_arguments(spec, monkeypatch) -> None:
     monkeypatch.setattr(args, "fields", lambda: ["ep_size"])
     fixed = replace(spec, tensor_parallel=4, engine_args={"ep_size": 2}, recipe_section="judge")
     assert build_engine_args(fixed, "npu")["ep_size"] == 2, "a judge has no expert_parallel"
-    made = build_engine_args(spec, "npu")
-    assert "ep_size" not in made
-    assert made["load_format"] == "dummy" and made["custom_weight_loader"] == [LOADER]
-    assert made["context_length"] == 42 and made["enable_memory_saver"] is True
-    assert made["enable_deterministic_inference"] is True, "requests' seeds would be ignored"
+    arguments = build_engine_args(spec, "npu")
+    assert "ep_size" not in arguments
+    assert arguments["load_format"] == "dummy" and arguments["custom_weight_loader"] == [LOADER]
+    assert arguments["context_length"] == 42 and arguments["enable_memory_saver"] is True
+    assert arguments["enable_deterministic_inference"] is True, "requests' seeds would be ignored"
     unseeded = build_engine_args(replace(spec, seeded=False), "cuda")
     assert unseeded["enable_deterministic_inference"] is False
-    assert made["attention_backend"] == made["sampling_backend"] == "ascend"
+    assert arguments["attention_backend"] == arguments["sampling_backend"] == "ascend"
     assert "attention_backend" not in build_engine_args(spec, "cuda")
 
 
@@ -266,15 +266,15 @@ def test_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    "change, device, said",
+    "change, device, message",
     [
         ({}, "cpu", r"rollout\.engine(.|\n)*AMX(.|\n)*rollout\.engine=vllm"),
         ({"return_routed_experts": True}, "npu", r"routing_replay(.|\n)*old_log_probs"),
         ({"prompt_top_k": 5, "recipe_section": "teacher"}, "npu", r"prompt tokens(.|\n)*teacher\.engine=vllm"),
     ],
 )
-def test_plans_that_sglang_cannot_serve(spec, change, device, said) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_plans_that_sglang_cannot_serve(spec, change, device, message) -> None:
+    with pytest.raises(RecipeError, match=message):
         check_plan("sglang", EngineSpec(spec.name, spec.model_path, spec.dtype, 40, **change), device)
     check_plan("sglang", spec, "npu")
 
@@ -301,7 +301,7 @@ def test_the_recipe_is_refused_on_a_cpu_before_anything_starts() -> None:
 def test_answers_of_ranks(tmp_path) -> None:
     for rank in (0, 1):
         (tmp_path / f"{rank}.json").write_text(json.dumps({"error": f"of {rank}"}))
-    assert [one["error"] for one in worker.read_results(str(tmp_path), 2)] == ["of 0", "of 1"]
+    assert [result["error"] for result in worker.read_results(str(tmp_path), 2)] == ["of 0", "of 1"]
 
 
 # --- a real SGLang, on the CPU ------------------------------------------------------------------
@@ -322,16 +322,16 @@ def test_a_real_sglang_on_the_cpu(kind: str, tmp_path) -> None:
     }
     command = [interpreter, "-m", "tests.support.sglang_cpu", kind, str(tmp_path / "model")]
     done = subprocess.run(command, env=os.environ | environment, cwd=ROOT, capture_output=True, text=True, timeout=400)
-    said: dict[str, list] = {}
+    outputs: dict[str, list] = {}
     for line in done.stdout.splitlines():
         if line.startswith("{"):
             for name, value in json.loads(line).items():
-                said.setdefault(name, []).append(value)
-    assert "told_to_the_sender" in said, done.stdout + done.stderr
-    assert np.max(said["gap"]) < 5e-5 and len(said["gap"]) == 2
-    assert said["repeats"] == said["seed_plus_1"] == said["differ"] == said["stops"] == [True]
-    assert said["ends"] == [["length", "stop"]]
-    assert said["paused"] == [[]] and said["resumed"] == [[[0]]]
-    assert said["aborted"][0][0].startswith("GenerationAborted") and said["after_abort"] == [[1]]
-    assert "1 parameters of the engine's model lack values: lm_head.weight" in said["weight_left_out"][0]
-    assert "lack values: lm_head.weight" in said["told_to_the_sender"][0][0]
+                outputs.setdefault(name, []).append(value)
+    assert "told_to_the_sender" in outputs, done.stdout + done.stderr
+    assert np.max(outputs["gap"]) < 5e-5 and len(outputs["gap"]) == 2
+    assert outputs["repeats"] == outputs["seed_plus_1"] == outputs["differ"] == outputs["stops"] == [True]
+    assert outputs["ends"] == [["length", "stop"]]
+    assert outputs["paused"] == [[]] and outputs["resumed"] == [[[0]]]
+    assert outputs["aborted"][0][0].startswith("GenerationAborted") and outputs["after_abort"] == [[1]]
+    assert "1 parameters of the engine's model lack values: lm_head.weight" in outputs["weight_left_out"][0]
+    assert "lack values: lm_head.weight" in outputs["told_to_the_sender"][0][0]

@@ -36,8 +36,8 @@ def text(file: str) -> str:
 
 
 def parameters(file: str, owner: str, name: str) -> list[str]:
-    (found,) = [node for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef) and node.name == owner]
-    (method,) = [node for node in found.body if getattr(node, "name", "") == name]
+    (definition,) = [node for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef) and node.name == owner]
+    (method,) = [node for node in definition.body if getattr(node, "name", "") == name]
     return [argument.arg for argument in [*method.args.args, *method.args.kwonlyargs]]
 
 
@@ -68,10 +68,10 @@ def test_arguments_are_sglangs(tmp_path: Path) -> None:
     recipe = load_recipe(ROOT / "recipes" / "grpo_qwen3_8b_sglang.yaml")
     assert set(recipe.rollout.engine_args) <= set(fields)
     params = [node for node in ast.walk(tree("sampling/sampling_params.py")) if isinstance(node, ast.AnnAssign)]
-    known = {getattr(node.target, "id", "") for node in params}
+    parameters = {getattr(node.target, "id", "") for node in params}
     from megarl.engines.sglang.engine import _sampling_params
 
-    assert set(_sampling_params(Sampling(1, 1), 0)) <= known
+    assert set(_sampling_params(Sampling(1, 1), 0)) <= parameters
     for name in ("SGLANG_RETURN_ORIGINAL_LOGPROB", "SGLANG_NPU_DISABLE_ACL_FORMAT_WEIGHT"):
         assert f"{name} = EnvBool" in text("environ.py")
     assert "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN = EnvBool" in text("environ.py")
@@ -84,8 +84,8 @@ def test_what_the_adapter_rests_on() -> None:
     assert "custom_loader = dynamic_import(load_format) custom_loader(self.get_model(), named_tensors)" in updater
     assert "if self._session is None" in text("managers/scheduler_components/weight_updater.py")
     request = text("managers/schedule_batch.py")
-    assert "if self.sampling_params.ignore_eos: return False" in request, "stop tokens count beside ignore_eos"
-    assert "self.finished_len = matched_pos + 1" in request, "a stop token is no part of the response"
+    assert "if self.sampling_params.ignore_eos: return False" in request, "stop tokens apply with ignore_eos, too"
+    assert "self.finished_len = matched_pos + 1" in request, "the response excludes its stop token"
     assert "self.max_req_len - input_len - 1" in text("managers/scheduler.py"), "how long a response may be"
     sampler = text("layers/sampler.py")
     assert "logits.div_(sampling_info.temperatures)" in sampler

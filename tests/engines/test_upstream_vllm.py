@@ -57,7 +57,7 @@ def largest_gap(process, model):
 
 
 def printed(code):
-    """The last word that `code` prints in a process of its own."""
+    """Return the last word that `code` prints in a new process."""
     environment = os.environ | engine_env("vllm", {}, threads=1, engine_args={})
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=200
@@ -124,4 +124,4 @@ def test_communicator_for_cpus_has_no_uneven_collectives():
         "from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator as C;"
         "print(C.all_gatherv is B.all_gatherv and C.reduce_scatterv is B.reduce_scatterv)"
     )
-    assert printed(code) == "True", "it has some of its own"
+    assert printed(code) == "True", "it has its own implementation"

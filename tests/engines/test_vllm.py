@@ -95,32 +95,32 @@ def test_greedy_for_evaluation(engine, path):
         expected = reference(model, request.prompt.tokens, sample.tokens.tolist())
         assert expected.argmax(-1).tolist() == sample.tokens.tolist()
     _, warmer = engine.generate(make_requests(1, temperature=0.7))
-    assert all(np.isnan(s.log_probs).all() for s in warmer[0])  # vLLM's are those of temperature 1
+    assert all(np.isnan(s.log_probs).all() for s in warmer[0])  # vLLM's log-probs are for temperature 1
 
 
 def test_what_a_model_says_of_given_tokens(engine, path):
-    """A teacher's reading: each token's log-prob, and those of the likeliest, are the checkpoint's softmax."""
+    """Log-probs of the prompt's tokens and of the likeliest tokens, as for a teacher, equal the checkpoint's softmax."""
     tokens = tuple(np.random.default_rng(0).integers(1, VOCABULARY, 30).tolist())
-    asked = [
+    requests = [
         GenerationRequest(number, Prompt("p", tokens[: 30 - number], "", "x"), Sampling(1, 1, 0.0), 0, prompt_top_k=k)
         for number, k in enumerate((0, 5))
     ]
-    _, told = engine.generate(asked)
+    _, scored = engine.generate(requests)
     logits = load_model(path)(torch.tensor([tokens])).logits[0].float()
     expected = logits.log_softmax(-1)[:-1].detach()
-    for request in asked:
+    for request in requests:
         length, k = len(request.prompt.tokens), request.prompt_top_k
-        scores, places = told[request.group][0].prompt, expected[: len(request.prompt.tokens) - 1]
+        scores, places = scored[request.group][0].prompt, expected[: len(request.prompt.tokens) - 1]
         assert scores.log_probs[0] == 0 and not scores.top_log_probs[0].any()
-        own = places.gather(1, torch.tensor(tokens[1:length])[:, None])[:, 0]
-        np.testing.assert_allclose(scores.log_probs[1:], own, atol=1e-4)
+        log_probs = places.gather(1, torch.tensor(tokens[1:length])[:, None])[:, 0]
+        np.testing.assert_allclose(scores.log_probs[1:], log_probs, atol=1e-4)
         best = places.topk(k)
         np.testing.assert_allclose(scores.top_log_probs[1:], best.values, atol=1e-4)
         assert scores.top_tokens.shape == (length, k)
         named = places.gather(1, torch.from_numpy(scores.top_tokens[1:]).long())
         np.testing.assert_allclose(named, scores.top_log_probs[1:], atol=1e-4)
     with pytest.raises(ValueError, match="has prompt_top_k=6; the engine was started for 5"):
-        engine.generate([dataclasses.replace(asked[0], prompt_top_k=6)])
+        engine.generate([dataclasses.replace(requests[0], prompt_top_k=6)])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_updates_through_the_exchange(engine, info, path, tmp_path):
             assert not same(previous, completions)
             previous = completions
 
-        # in flight: what is sampled after the update follows the new weights
+        # running requests: tokens after the update follow the new weights
         short, *long = make_requests(4, max_tokens=100)
         short = dataclasses.replace(short, sampling=Sampling(1, 3))
         running = engine.begin("generate", [short, *long])
@@ -264,9 +264,9 @@ def test_temperature_and_bad_arguments(process, info, path):
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_tied"])
 def test_models_that_need_care(process, info, tmp_path, kind):
-    """DeepSeek-V3: attention that vLLM's CPU operators get wrong without our setting, and routing that its
-    defaults get wrong with a config.json as transformers writes it; its expert bias is no parameter.
-    Tied embeddings: the output layer has no name in an export, and a packed copy in the engine."""
+    """DeepSeek-V3: without our settings, vLLM's CPU operators compute wrong attention, and its defaults wrong routing if
+    transformers wrote config.json; the expert bias is a buffer, not a parameter. Tied embeddings: the export has no output
+    layer, and the engine has a packed copy of it."""
     path = build_model(tmp_path, kind)
     model = load_model(path)
     sender = exchange(process, process.start(spec(path)))

@@ -1,4 +1,4 @@
-"""vllm-ascend by its versions: what is refused before an engine starts. tests/engines/test_vllm_ascend_wake.py: waking up.
+"""Versions of vllm-ascend: settings that are rejected before an engine starts. tests/engines/test_vllm_ascend_wake.py: waking up.
 
 Nothing here runs on a device. What megarl says of a version is compared with that version's source: the versions in
 launch/sources-dev.txt from their wheels, all where MEGARL_VLLM_ASCEND names a git directory of vllm-ascend."""
@@ -44,7 +44,7 @@ EACH = pytest.mark.parametrize(
 )
 
 
-# --- the table, held to the sources -------------------------------------------------------------
+# --- the table against the sources --------------------------------------------------------------
 
 
 def git(*arguments: str) -> str:
@@ -76,8 +76,8 @@ def source(version: str, *files: str) -> str:
 
 def method(text: str, name: str) -> str:
     """The first method called `name`, up to the next."""
-    found = re.search(rf"^    def {name}\(.*?(?=^    def |^class |\Z)", text, re.M | re.S)
-    return found[0] if found else ""
+    match = re.search(rf"^    def {name}\(.*?(?=^    def |^class |\Z)", text, re.M | re.S)
+    return match[0] if match else ""
 
 
 @EACH
@@ -89,7 +89,7 @@ def test_keys_are_those_that_the_version_reads(version: str) -> None:
 
 @EACH
 def test_features_are_those_of_the_version(version: str) -> None:
-    """Weights left in NZ, graphs that read old weights of MLA, experts that nobody tells."""
+    """Weights left in NZ, graphs that read old weights of MLA, missing routed experts."""
     has = ascend.features(Version(version))
     assert "VLLM_ASCEND_ENABLE_NZ" in source(version, "envs.py")
     wake = method(source(version, "worker/worker_v1.py", "worker/worker.py"), "wake_up")
@@ -104,7 +104,7 @@ def test_features_are_those_of_the_version(version: str) -> None:
 
 @EACH
 def test_waking_up_replaces_experts_as_put_back_says(version: str) -> None:
-    """The comment of put_back names wrong versions, or what it undoes is no longer a replaced parameter."""
+    """Otherwise put_back names wrong versions, or vllm-ascend no longer replaces parameters."""
     wake = method(source(version, "worker/worker_v1.py", "worker/worker.py"), "wake_up")
     turns = "w13_data = torch.nn.Parameter(w13_data, requires_grad=False)" in " ".join(wake.split())
     assert turns == (Version(version) >= Version("0.12.0rc1"))
@@ -113,7 +113,7 @@ def test_waking_up_replaces_experts_as_put_back_says(version: str) -> None:
 
 @EACH
 def test_experts_are_repacked_from_what_was_loaded_alone(version: str) -> None:
-    """A method that keeps weights of its own, or transposes what it transposed: a layerwise reload would mix old and new."""
+    """If a method keeps copies of weights, or transposes weights twice, a layerwise reload would mix old and new ones."""
     if Version(version) < Version("0.13.0"):
         pytest.skip("no layerwise reload in its vLLM")
     text = source(version, "ops/fused_moe/fused_moe.py")
@@ -161,11 +161,11 @@ def test_keys_of_a_version(running) -> None:
     assert "does not read it, versions from 0.13.0 on do" in refusal({"eplb_config": {}})
     running("0.23.1.dev4+g1234567")  # a checkout of releases/v0.23.0
     check_args("vllm", {"additional_config": {"enable_sleep_mode_extra_cleanup": True}}, "rollout")
-    said = refusal({"torchair_graph_config": {}})
+    message = refusal({"torchair_graph_config": {}})
     assert (
-        "vllm-ascend 0.23.1.dev4+g1234567 does not read it, versions from 0.11.0rc1 until before 0.12.0rc1 do" in said
+        "vllm-ascend 0.23.1.dev4+g1234567 does not read it, versions from 0.11.0rc1 until before 0.12.0rc1 do" in message
     )
-    assert "compilation_config.cudagraph_mode" in said
+    assert "compilation_config.cudagraph_mode" in message
     assert "vLLM's scheduler is used" in refusal({"ascend_scheduler_config": {"enabled": True}})
     assert "from 0.13.0 until before 0.14.0rc1 and from 0.19.1rc1 on" in ascend._unknown(
         "mix_placement", "x", Version("0.18.0"), frozenset()
@@ -233,9 +233,9 @@ def test_weights_stay_out_of_nz_in_both_places(spec, running) -> None:
     running("0.23.0")
     assert build_engine_args(spec, "npu")["additional_config"] == {"weight_nz_mode": 0}
     assert "additional_config" not in build_engine_args(spec, "cuda")
-    given = EngineSpec("e0", spec.model_path, "bfloat16", 64, engine_args={"additional_config": {"refresh": True}})
-    assert build_engine_args(given, "npu")["additional_config"] == {"refresh": True, "weight_nz_mode": 0}
-    assert given.engine_args == {"additional_config": {"refresh": True}}, "the recipe's own was changed"
+    with_config = EngineSpec("e0", spec.model_path, "bfloat16", 64, engine_args={"additional_config": {"refresh": True}})
+    assert build_engine_args(with_config, "npu")["additional_config"] == {"refresh": True, "weight_nz_mode": 0}
+    assert with_config.engine_args == {"additional_config": {"refresh": True}}, "the recipe's own was changed"
     assert build_engine_args(spec, "npu")["enable_sleep_mode"] is True
 
 
@@ -254,17 +254,17 @@ def test_the_task_queue_follows_the_recipe() -> None:
 
 
 def test_a_bad_compilation_config_is_said_of_its_section(spec) -> None:
-    made = replace(latent(spec, compilation_config=3), load_weights=True, recipe_section="judge")
+    judge = replace(latent(spec, compilation_config=3), load_weights=True, recipe_section="judge")
     with pytest.raises(ValueError, match=r"judge\.engine_args\.compilation_config must be a mapping, not 3"):
-        build_engine_args(made, "cpu")
+        build_engine_args(judge, "cpu")
 
 
 @pytest.mark.skipif(torch_npu() is None, reason=missing("torch_npu"))
 def test_torch_npu_refuses_graphs_at_queue_2() -> None:
     library = torch_npu()
     assert library is not None
-    said = b"Do not support TASK_QUEUE_ENABLE = 2 during NPU graph capture"
-    assert any(said in file.read_bytes() for file in library.rglob("*.so"))
+    refusal_text = b"Do not support TASK_QUEUE_ENABLE = 2 during NPU graph capture"
+    assert any(refusal_text in file.read_bytes() for file in library.rglob("*.so"))
 
 
 @pytest.mark.parametrize(
@@ -279,15 +279,15 @@ def test_torch_npu_refuses_graphs_at_queue_2() -> None:
 )
 def test_settings_that_updates_do_not_reach(spec, running, config, key) -> None:
     running("0.23.0")
-    made = EngineSpec(
+    fixed_model = EngineSpec(
         "e0", spec.model_path, "bfloat16", 64, load_weights=False, engine_args={"additional_config": config}
     )
     for refuse in (check_plan, build_engine_args):
         with pytest.raises(RecipeError, match=f"additional_config.{key}"):
-            refuse(made, "npu")
+            refuse(fixed_model, "npu")
     fixed = EngineSpec("e0", spec.model_path, "bfloat16", 64, engine_args={"additional_config": config})
     check_plan(fixed, "npu")  # its weights never change
-    check_plan(made, "cuda")
+    check_plan(fixed_model, "cuda")
 
 
 def test_fused_experts_may_also_come_from_the_environment(spec, running, monkeypatch) -> None:
@@ -311,15 +311,15 @@ def test_graphs_of_latent_attention_need_updates_in_place(spec, running) -> None
 
 def test_experts_that_a_version_cannot_tell(spec, running) -> None:
     running("0.14.0rc1")
-    made = EngineSpec("e0", spec.model_path, "bfloat16", 64, return_routed_experts=True)
+    routing = EngineSpec("e0", spec.model_path, "bfloat16", 64, return_routed_experts=True)
     with pytest.raises(RecipeError, match=r"routing_replay(.|\n)*0.15"):
-        check_plan(made, "npu")
+        check_plan(routing, "npu")
     running("0.15.0rc1")
-    check_plan(made, "npu")
+    check_plan(routing, "npu")
 
 
 def test_the_plan_of_a_recipe_is_checked(running) -> None:
-    """Found before any process starts; a model that is not here yet is told elsewhere."""
+    """Checked before any process starts; other checks report a missing model."""
     running("0.17.0rc1")
     recipe = load_recipe(ROOT / "recipes" / "grpo_deepseek_v3.yaml")
     check_device(recipe, "npu")

@@ -31,13 +31,13 @@ class Experts(torch.nn.Module):
 
 
 def wake_up(model: torch.nn.Module, hidden: int = 4) -> None:
-    """What versions 0.12 to 0.26 do: whatever looks as if kernels read it becomes what loaders write."""
+    """Do as versions 0.12 to 0.26: turn weights in the kernels' layout into the loaders' layout."""
     for name, parameter in list(model.named_parameters()):
-        owner, _, own = name.rpartition(".")
-        at = 2 if own == "w2_weight" else 1 if own == "w13_weight" else None
+        owner, _, attribute = name.rpartition(".")
+        at = 2 if attribute == "w2_weight" else 1 if attribute == "w13_weight" else None
         if at is not None and parameter.shape[at] == hidden:
             turned = torch.nn.Parameter(parameter.transpose(1, 2), requires_grad=False)
-            setattr(model.get_submodule(owner), own, turned)
+            setattr(model.get_submodule(owner), attribute, turned)
 
 
 def test_parameters_that_waking_up_replaced_are_put_back() -> None:

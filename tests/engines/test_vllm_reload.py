@@ -133,10 +133,10 @@ def test_the_table_says_what_it_leaves_open() -> None:
 def test_the_vllm_of_each_set_of_versions_takes_weights_as_its_remark_says() -> None:
     for kind in KINDS:
         for versions in kind.sets:
-            wanted = re.search(r"\d[\d.]*", versions.packages.get("vllm", ""))  # of a range the oldest
-            if wanted:
-                support = support_of(wanted[0])
-                assert (support.no_sharded is not None) == ("only evaluates" in versions.remark), versions.name
+            version = re.search(r"\d[\d.]*", versions.packages.get("vllm", ""))  # of a range the oldest
+            if version:
+                support = support_of(version[0])
+                assert (support.no_sharded is not None) == ("for evaluation only" in versions.remark), versions.name
                 assert (support.no_updates is None) == (support.no_sharded is None)
 
 
@@ -201,12 +201,12 @@ def test_deferred_attention_and_loading_of_each_form(monkeypatch: pytest.MonkeyP
         SimpleNamespace(Attention=list, MLAAttention=tuple),
         SimpleNamespace(is_deferred_attention_layer=lambda layer: not isinstance(layer, dict)),
     ):
-        monkeypatch.setattr(compat, "_layerwise", lambda one=layerwise: one)
+        monkeypatch.setattr(compat, "_layerwise", lambda module=layerwise: module)
         deferred = {name for name, layer in layers.items() if compat.is_deferred_attention(layer)}
         assert deferred == {"attention", "latent"}
     for name in ("can_load", "can_process"):
         for loading in (True, False):
-            assert compat.is_loading(SimpleNamespace(**{name: lambda one=loading: one})) is loading
+            assert compat.is_loading(SimpleNamespace(**{name: lambda module=loading: module})) is loading
 
 
 def test_a_list_under_another_name_that_has_the_router_bias_is_enough(tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ class Biased(torch.nn.Module):
 
 
 def test_whole_tensors_need_no_private_name_of_a_later_reload(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`read_support` promises updates to versions whose private names differ: exports go through here too."""
+    """`read_support` promises updates to versions with other private names: full updates use this function, too."""
     started: list[Any] = []
     reload = SimpleNamespace(initialize_layerwise_reload=started.append, meta=SimpleNamespace())
     monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
@@ -251,5 +251,5 @@ def test_the_table_agrees_with_the_sources() -> None:
     read = [place for place in Path(SOURCES).iterdir() if (place / "vllm").is_dir()]
     assert read
     for place in read:
-        support, said = read_support(place / "vllm", place.name), support_of(place.name)
-        assert (support.no_updates, support.no_sharded) == (said.no_updates, said.no_sharded), place
+        support, from_table = read_support(place / "vllm", place.name), support_of(place.name)
+        assert (support.no_updates, support.no_sharded) == (from_table.no_updates, from_table.no_sharded), place

@@ -1,4 +1,4 @@
-"""What the vLLM engine lets through while it sleeps, and without layerwise reload; vLLM itself is a stand-in."""
+"""Calls that the vLLM engine accepts while asleep, and without layerwise reload; vLLM is a stand-in."""
 
 from __future__ import annotations
 
@@ -149,18 +149,18 @@ def test_an_engine_says_why_it_takes_no_planned_weights(
         host="", port=0, prefix="", receivers=(), bucket_bytes=1, timeout=1, senders=(), transport="auto",
         check_every=0, heartbeat_timeout=8,
     )  # fmt: skip
-    asked = engine(monkeypatch, no_sharded=no_sharded)
-    asked.start()
-    told = asked.connect_weight_sync(session)
-    assert told is not None and (words or "lm_head is odd") in told
-    asked.shutdown()
+    backend = engine(monkeypatch, no_sharded=no_sharded)
+    backend.start()
+    reason = backend.connect_weight_sync(session)
+    assert reason is not None and (words or "lm_head is odd") in reason
+    backend.shutdown()
 
 
 def test_another_device_than_the_recipes_is_refused(monkeypatch: pytest.MonkeyPatch, vllm: FakeVllm) -> None:
-    """`cluster.device: cpu` where vLLM is one for GPUs: engines ran on devices that nobody had claimed."""
-    asked = engine(monkeypatch, on="cpu")
+    """With `cluster.device: cpu` and vLLM for GPUs, engines ran on devices that no process had claimed."""
+    backend = engine(monkeypatch, on="cpu")
     with pytest.raises(RuntimeError, match=r"runs on cuda here.* on cpu: set cluster\.device=cuda, or install"):
-        asked.start()
+        backend.start()
     assert vllm.calls == []
     engine(monkeypatch, on="cuda").start()
 

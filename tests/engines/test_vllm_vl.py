@@ -1,6 +1,6 @@
 """A real vLLM that samples from prompts with images: its log-probs are the actor's, before and after an update.
 
-The actor is Megatron's, in a process of its own; this one plays the rollout process.
+The actor is Megatron's, in a separate process; this process is the rollout process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of models/vl and of what actors write."""
+    """Create the folder of models/vl and of the actors' outputs."""
     directory = tmp_path_factory.mktemp("vl")
     write_vl_model(directory / "models" / "vl")
     write_processor(directory / "models" / "vl")
@@ -51,17 +51,17 @@ def requests() -> list[GenerationRequest]:
     """Every sequence is a prompt; siblings share their images."""
     result = []
     for number, (tokens, images) in enumerate(sequences()):
-        own = None
+        sample_images = None
         if images:
             starts, pixels, grids = zip(*images, strict=True)
-            own = SampleImages(torch.cat(pixels).numpy(), torch.stack(grids).numpy(), np.array(starts))
+            sample_images = SampleImages(torch.cat(pixels).numpy(), torch.stack(grids).numpy(), np.array(starts))
         prompt = Prompt(f"p{number}", tuple(tokens.tolist()), "", "x")
-        result.append(GenerationRequest(number, prompt, Sampling(2, 12), 100 * number, own))
+        result.append(GenerationRequest(number, prompt, Sampling(2, 12), 100 * number, sample_images))
     return result
 
 
 def actor(directory: Path, steps: int, samples: list[Any]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """What the actor gives the engine's own samples after `steps` of training, and its weights one step later."""
+    """Return the actor's log-probs of the engine's samples after `steps` of training, and its weights one step later."""
     name = f"steps{steps}"
     (directory / f"{name}.samples").write_bytes(pickle.dumps(samples))
     case = {"name": name, "kind": "samples", "model": "vl", "megatron": {}, "per_micro": 3, "steps": steps}
