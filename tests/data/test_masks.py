@@ -137,7 +137,9 @@ def test_a_bare_sentencepiece_model(sentencepiece: Tokenizer, talk: list[dict[st
     assistant_text = "".join(
         "".join(sentencepiece.decode(part) + "|" for part in split_after(run, sentencepiece.eos_id)) for run in learned
     )
-    assert assistant_text.replace("\u2581", " ") == together.replace("\u2581", " ")  # sentencepiece's own sign for a space
+    assert assistant_text.replace("\u2581", " ") == together.replace(
+        "\u2581", " "
+    )  # sentencepiece's own sign for a space
     assert learned[-1][-1] == sentencepiece.eos_id
 
 

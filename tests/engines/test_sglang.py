@@ -1,8 +1,8 @@
-"""SGLang behind the engine protocol: on a stand-in of its offline engine, whose names and parameters, with the other facts
-that the adapter rests on, are held to SGLang's source where MEGARL_SGLANG names an unpacked wheel (0.5.23).
+"""SGLang behind the engine protocol, with a stand-in for its offline engine. With MEGARL_SGLANG (an unpacked wheel of 0.5.23),
+the stand-in's names and parameters and other assumptions are compared with SGLang's source.
 
-A real SGLang runs on the CPU where MEGARL_SGLANG_PYTHON names an interpreter that has it: its own engine for CPUs needs kernels
-that no package index has, and AMX; here the kernels have a stand-in. On a device it was not run."""
+With MEGARL_SGLANG_PYTHON (an interpreter with SGLang), the real engine runs on the CPU. SGLang's kernels for CPUs must be built
+from source and need AMX, so the kernels have a stand-in. SGLang was not run on a device."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def test_weights_arrive_and_samples_follow_them(engine, exchange) -> None:
     for group, temperature in ((1, 1.0), (2, 0.7)):
         for sample in first[group]:
             reads = [3, *sample.tokens[:-1].tolist()]
-            expected = (table[reads] / temperature).log_softmax(-1).gather(1, torch.tensor(sample.tokens[:, None]).long())
+            expected = (
+                (table[reads] / temperature).log_softmax(-1).gather(1, torch.tensor(sample.tokens[:, None]).long())
+            )
             np.testing.assert_allclose(sample.log_probs, expected[:, 0].numpy(), atol=1e-5)
 
 

@@ -1,5 +1,5 @@
-"""Facts that the adapter for SGLang rests on, and the names of its stand-in, held to SGLang's source where MEGARL_SGLANG names
-an unpacked wheel (0.5.23)."""
+"""Assumptions about SGLang, and the names of its stand-in, compared with SGLang's source in MEGARL_SGLANG (an unpacked wheel of
+0.5.23)."""
 
 from __future__ import annotations
 

@@ -163,7 +163,8 @@ def test_keys_of_a_version(running) -> None:
     check_args("vllm", {"additional_config": {"enable_sleep_mode_extra_cleanup": True}}, "rollout")
     message = refusal({"torchair_graph_config": {}})
     assert (
-        "vllm-ascend 0.23.1.dev4+g1234567 does not read it, versions from 0.11.0rc1 until before 0.12.0rc1 do" in message
+        "vllm-ascend 0.23.1.dev4+g1234567 does not read it, versions from 0.11.0rc1 until before 0.12.0rc1 do"
+        in message
     )
     assert "compilation_config.cudagraph_mode" in message
     assert "vLLM's scheduler is used" in refusal({"ascend_scheduler_config": {"enabled": True}})
@@ -233,7 +234,9 @@ def test_weights_stay_out_of_nz_in_both_places(spec, running) -> None:
     running("0.23.0")
     assert build_engine_args(spec, "npu")["additional_config"] == {"weight_nz_mode": 0}
     assert "additional_config" not in build_engine_args(spec, "cuda")
-    with_config = EngineSpec("e0", spec.model_path, "bfloat16", 64, engine_args={"additional_config": {"refresh": True}})
+    with_config = EngineSpec(
+        "e0", spec.model_path, "bfloat16", 64, engine_args={"additional_config": {"refresh": True}}
+    )
     assert build_engine_args(with_config, "npu")["additional_config"] == {"refresh": True, "weight_nz_mode": 0}
     assert with_config.engine_args == {"additional_config": {"refresh": True}}, "the recipe's own was changed"
     assert build_engine_args(spec, "npu")["enable_sleep_mode"] is True
