@@ -65,10 +65,10 @@ def functions(file: Path) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
 
 
-def test_every_row_names_a_mend_and_a_test() -> None:
+def test_every_row_names_a_fix_and_a_test() -> None:
     for row in rows():
         assert row["version"] and row["symptom"], row
-        for cell in ("mend", "test"):
+        for cell in ("fix", "test"):
             places = re.findall(r"`([^`:]+)::?([^`:\[]+)(?:\[(\w+)\])?`", row[cell])
             assert places, f"{cell} is not `file:function`: {row[cell]}"
             for file, name, parameter in places:
