@@ -31,6 +31,7 @@ from megarl.recipe import Recipe
 from megarl.recipe.critic import critic_view
 from megarl.recipe.offload import learners_take_turns, offloads
 from megarl.recipe.paths import with_absolute_paths
+from megarl.recipe.schema import RolloutConfig
 from megarl.rollout.engine_handle import EngineHandle, JudgeHandle, SamplingEngine, TeacherHandle, check_engines_too
 from megarl.rollout.evaluate import EvaluationResult, evaluate
 from megarl.rollout.judge.service import with_judge
@@ -151,7 +152,7 @@ def build_run(setup: RunSetup, cluster: Cluster, log: RunLog) -> Run:
     recipe, prepared, folder = setup.recipe, setup.prepared, setup.place.directory
     started = _start_processes(setup, cluster, log)
     engines, actor, critic = started.engines, started.actor, started.critic
-    check = check_for(recipe, engines, cluster)
+    check = check_for(recipe.rollout, engines, cluster)
     samplers, check = with_judge(recipe.judge, recipe.reward, engines, started.judges, check)
     devices = connect_engines(recipe, started, log.notice)
     for notice in kernel_notices(actor.describe()):
@@ -275,9 +276,9 @@ def _check_shared_storage(trainers: TrainerGroup, folder: Path) -> None:
         )
 
 
-def check_for(recipe: Recipe, engines: Sequence[EngineHandle], cluster: Cluster) -> Callable[[], None]:
+def check_for(rollout: RolloutConfig, engines: Sequence[EngineHandle], cluster: Cluster) -> Callable[[], None]:
     """Return a function that raises if a process of the run has failed. The controller calls it while it waits for samples."""
-    return cluster.check if recipe.rollout.data_parallel == 1 else check_engines_too(engines, cluster.check)
+    return cluster.check if rollout.data_parallel == 1 else check_engines_too(engines, cluster.check)
 
 
 def connect_engines(recipe: Recipe, started: Started, notice: Callable[[str], None]) -> Handover:

@@ -14,6 +14,7 @@ from megarl.algorithms.shaping import counts_in_loss, group_numbers
 from megarl.batching.flops import ModelFlops
 from megarl.batching.packing import Plan, Slot, expand, imbalance, plan_micro_batches, share, split_evenly
 from megarl.batching.padding import plan_padded_micro_batches
+from megarl.recipe.algorithm import AlgorithmConfig
 from megarl.recipe.schema import Recipe
 from megarl.types import Group, Metrics, Sample, Shard, ShardSample, Steps
 
@@ -51,7 +52,7 @@ def plan_step(
     estimator = ADVANTAGES[recipe.algorithm.advantage]
     of_samples = None if recipe.algorithm.kl_in_reward else estimator.function
     advantages = of_samples(outcomes, recipe.algorithm) if of_samples else np.zeros(len(samples))
-    of_steps = _of_steps(estimator, outcomes, recipe, samples)
+    of_steps = _of_steps(estimator, outcomes, recipe.algorithm, samples)
     scored = _ScoredSamples(samples, advantages, of_steps)
     lengths, costs = _lengths_and_costs(samples, model_flops)
     packing = _Packing()
@@ -59,7 +60,7 @@ def plan_step(
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
     for run in split_evenly(len(groups), recipe.actor.mini_batches):
         members = range(firsts[run.start], firsts[run.stop])
-        sizes = _bundles(groups[run.start : run.stop], recipe)
+        sizes = _bundles(groups[run.start : run.stop], recipe.algorithm)
         tokens = loss_tokens[members.start : members.stop]
         weights = AGGREGATIONS[recipe.algorithm.aggregation](tokens, recipe.rollout.max_response_length)
         run_lengths, run_costs = lengths[members], costs[members]
@@ -104,7 +105,9 @@ def plan_held_out(
     """
     samples = [sample for group in groups for sample in group.samples]
     lengths, costs = _lengths_and_costs(samples, model_flops)
-    plan = plan_mini_batch(lengths, costs, _bundles(groups, recipe), recipe, data_parallel, micro_batches_multiple_of)
+    plan = plan_mini_batch(
+        lengths, costs, _bundles(groups, recipe.algorithm), recipe, data_parallel, micro_batches_multiple_of
+    )
     shards = [Shard(samples=[], mini_batches=[], loss_tokens=[]) for _ in range(data_parallel)]
     tokens = np.array([sample.loss_tokens for sample in samples])
     scored = _ScoredSamples(samples, np.zeros(len(samples)), [()] * len(samples))
@@ -117,10 +120,10 @@ def _lengths_and_costs(samples: Sequence[Sample], model_flops: ModelFlops | None
     return lengths, model_flops.of(lengths) if model_flops else lengths.astype(np.float64)
 
 
-def _bundles(groups: Sequence[Group], recipe: Recipe) -> list[int]:
+def _bundles(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[int]:
     """Return the sizes of runs of neighbouring samples that stay together: groups, for a loss that compares siblings."""
     sizes = [len(group.samples) for group in groups]
-    return sizes if LOSSES[recipe.algorithm.loss].whole_groups else [1] * sum(sizes)
+    return sizes if LOSSES[algorithm.loss].whole_groups else [1] * sum(sizes)
 
 
 def _steps_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
@@ -131,7 +134,7 @@ def _steps_of(samples: Sequence[Sample]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_steps(
-    estimator: AdvantageEstimator, outcomes: Outcomes, recipe: Recipe, samples: Sequence[Sample]
+    estimator: AdvantageEstimator, outcomes: Outcomes, algorithm: AlgorithmConfig, samples: Sequence[Sample]
 ) -> list[Steps]:
     """Return the step advantages of each sample; empty for an estimator without step advantages.
 
@@ -141,11 +144,11 @@ def _of_steps(
         return [()] * len(samples)
     if not any("steps" in sample.reward_parts for sample in samples):
         raise ValueError(
-            f"algorithm.advantage is '{recipe.algorithm.advantage}', which needs rewards of steps, and the scorer gave "
+            f"algorithm.advantage is '{algorithm.advantage}', which needs rewards of steps, and the scorer gave "
             "none of the batch's samples any. Have it return `steps` (an empty list for a response without one), or "
             "choose another algorithm.advantage"
         )
-    advantages = iter(estimator.of_steps(outcomes, recipe.algorithm).tolist())
+    advantages = iter(estimator.of_steps(outcomes, algorithm).tolist())
     return [tuple((token, next(advantages)) for token, _ in sample.steps) for sample in samples]
 
 

@@ -115,10 +115,10 @@ def check_identity(checkpoint: Path, identity: dict[str, Any]) -> None:
             )
 
 
-def check_base(checkpoint: Path, recipe: Recipe) -> None:
+def check_base(checkpoint: Path, model: ModelConfig) -> None:
     """Raise RecipeError if the weights at `model.path` are not the base of the adapters in `checkpoint`."""
-    saved, digest = saved_identity(checkpoint)["model"], weights_digest(Path(recipe.model.path))
-    _check_model(checkpoint, saved, {**saved, "path": recipe.model.path, "weights": digest}, "model.path")
+    saved, digest = saved_identity(checkpoint)["model"], weights_digest(Path(model.path))
+    _check_model(checkpoint, saved, {**saved, "path": model.path, "weights": digest}, "model.path")
 
 
 def _model_identity(model: ModelConfig, config: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from megarl.types import Metrics
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether something that happens `every` so many steps (0: never) happens after `step`."""
+    """Return whether `step` is a multiple of `every`; False if `every` is 0."""
     return every > 0 and step % every == 0
 
 

@@ -93,7 +93,7 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether a save is in progress."""
+        """True while a save is in progress."""
         return self._step is not None
 
     def poll(self) -> Metrics:

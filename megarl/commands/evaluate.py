@@ -40,7 +40,7 @@ def evaluate_model(recipe: Recipe) -> EvaluationResult:
         judges = start_judge(recipe, platform, cluster)
         loading = [*(judge.start() for judge in judges), *load_engines(recipe.rollout, engines)]
         wait_for_start([*judges, *engines], loading, doing="load", limit=limit)
-        check = check_for(recipe, engines, cluster)
+        check = check_for(recipe.rollout, engines, cluster)
         samplers, check = with_judge(recipe.judge, recipe.reward, engines, judges, check)
         result = evaluate(recipe, prepared.evaluation, samplers, prepared.tokenizer.stop_ids, check)
     for notice in result.notices:

@@ -32,7 +32,7 @@ def export(run_path: Path, out: Path, step: int | None = None, *, critic: bool =
             raise ValueError(f"{run_path} has no critic: its algorithm.advantage is {recipe.algorithm.advantage}")
         checkpoint = _choose_checkpoint(run_dir, step)
         if recipe.lora.rank and not critic:
-            check_base(checkpoint, recipe)
+            check_base(checkpoint, recipe.model)
         for folder in (out, adapter_folder(out)) if recipe.lora.rank else (out,):
             if folder.exists() and any(folder.iterdir()):
                 raise ValueError(f"{folder} exists and is not empty: choose another --out, or move it away")

@@ -73,7 +73,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
 
     upstream_fixes.fix_megatron()
     if platform.uses_native_layers:
-        _install_native_layers(recipe, platform, hf_config)
+        _install_native_layers(recipe.model.dtype, platform, hf_config)
     if value_head:
         critic.untie(hf_config)
     bridge = _bridge(recipe, hf_config, platform)
@@ -105,7 +105,7 @@ def build(recipe: Recipe, platform: Platform, *, value_head: bool = False, weigh
     return Model(bridge, chunks, bridge.config, dtype, bridge.hf_config.vocab_size, _image_layout(hf_config), lora)
 
 
-def _install_native_layers(recipe: Recipe, platform: Platform, hf_config: Any) -> None:
+def _install_native_layers(dtype: str, platform: Platform, hf_config: Any) -> None:
     """Make Megatron build the native layers; rank 0 logs their kernels."""
     from megarl.megatron import native_layers
     from megarl.megatron.kernels import description
@@ -113,7 +113,7 @@ def _install_native_layers(recipe: Recipe, platform: Platform, hf_config: Any) -
     native_layers.install()
     if torch.distributed.get_rank() == 0:
         experts = bool(number_of_experts(text_fields(hf_config.to_dict())))
-        logger.info(description(platform.device(), DTYPES[recipe.model.dtype], experts=experts))
+        logger.info(description(platform.device(), DTYPES[dtype], experts=experts))
 
 
 def _install_hooks(chunks: list[Any], recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ from math import comb
 import numpy as np
 
 from megarl.cluster.calls import StallTimer, attach, wait
-from megarl.recipe.schema import EvaluationConfig, Recipe
+from megarl.recipe.schema import EvaluationConfig, Recipe, RolloutConfig
 from megarl.rollout.engine_handle import SamplingEngine
 from megarl.rollout.failures import ScoringCounts, check_evaluation, scoring_notice
 from megarl.rollout.metrics import agent_figures, groups_by_source
@@ -117,7 +117,7 @@ def evaluate(
     """
     settings = recipe.evaluation
     problems = list(prompts)[: settings.limit]
-    sampling = _sampling(recipe, settings, stop_token_ids)
+    sampling = _sampling(recipe.rollout, settings, stop_token_ids)
     groups = _run(problems, sampling, engines, check_processes, recipe.rollout.timeout)
     check_evaluation(groups, recipe.reward.max_failed_share)
     answers: list[Group] = []
@@ -130,10 +130,10 @@ def evaluate(
     return EvaluationResult(metrics, groups, [notice] if notice is not None else [])
 
 
-def _sampling(recipe: Recipe, settings: EvaluationConfig, stop_token_ids: Sequence[int]) -> Sampling:
+def _sampling(rollout: RolloutConfig, settings: EvaluationConfig, stop_token_ids: Sequence[int]) -> Sampling:
     return Sampling(
         n=settings.samples,
-        max_tokens=recipe.rollout.max_response_length,
+        max_tokens=rollout.max_response_length,
         temperature=settings.temperature,
         top_p=settings.top_p,
         stop_token_ids=tuple(stop_token_ids),

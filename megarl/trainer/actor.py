@@ -269,7 +269,7 @@ class ActorWorker(Worker):
         settings = self.recipe.algorithm
         scores_of = LOSSES[settings.loss].scores
         assert scores_of is not None
-        # Before the first update the policy equals that of the old-log-prob pass.
+        # The policy has not changed between the old-log-prob pass and the first update.
         if number == 0 and runs_old_log_prob_pass(settings):
             log_probs = [batch.vectors.get("old_log_probs") for batch in mini_batch]
         else:

@@ -34,8 +34,8 @@ class CriticWorker(Worker):
     def compute_values(self, kl: list[tuple[DataRef, list[int]]], kl_weight: float) -> ValueMoments | None:
         """Compute values before this step's updates, and from them advantages and returns, which stay here.
 
-        kl: location of the KL vectors whose `kl_weight`-fold is subtracted from token rewards. Returns the moments of
-        values, returns and advantages, on reporting ranks.
+        kl: location of the KL vectors. `kl_weight` times the KL is subtracted from token rewards.
+        Returns the moments of values, returns and advantages, on reporting ranks.
         """
         flat = [batch for mini_batch in self.batches for batch in mini_batch]
         members = [numbers for mini_batch in self.members for numbers in mini_batch]

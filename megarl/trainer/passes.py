@@ -1,4 +1,4 @@
-"""Which passes a step makes, and in which order."""
+"""Passes of a training step, and their order."""
 
 from __future__ import annotations
 

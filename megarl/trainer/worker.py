@@ -261,7 +261,7 @@ class Worker:
 
 
 def _advantages(sample: ShardSample, vectors: SampleTokens) -> np.ndarray:
-    """Return each token's advantage as far as the plan contains it: float64 [L]."""
+    """Return each token's advantage from the plan, with step advantages: float64 [L]."""
     advantages = np.full(len(vectors.tokens), sample.advantage)
     if not sample.step_advantages:
         return advantages
@@ -282,7 +282,7 @@ def _seed_everything(seed: int) -> None:
 
 
 def kernel_notices(ranks: Sequence[dict[str, Any]]) -> list[str]:
-    """Return notices of trainers whose native layers use other kernels than trainer 0's. Each rank tests the kernels.
+    """Return notices of trainers whose native layers use other kernels than trainer 0's. Each rank tests its kernels.
 
     ranks: results of `describe`.
     """

@@ -31,7 +31,7 @@ def open_exchange(
     """
     receivers = [(name, host) for description in descriptions for name, host in description["receivers"]]
     if wants_adapters(recipe):
-        return _open_adapters(recipe, trainers, engines, descriptions, receivers, notice)
+        return _open_adapters(recipe.exchange, trainers, engines, descriptions, receivers, notice)
     route = recipe.exchange.route
     if route == "export":
         return _open_export(recipe.exchange, trainers, engines, receivers)
@@ -49,7 +49,7 @@ def open_exchange(
 
 
 def _open_adapters(
-    recipe: Recipe,
+    exchange: ExchangeConfig,
     trainers: SendingTrainers,
     engines: Sequence[ReceivingEngine],
     descriptions: Sequence[dict[str, Any]],
@@ -57,9 +57,9 @@ def _open_adapters(
     notice: Callable[[str], None],
 ) -> Session:
     """Send adapters only, after the base weights in the first update; merged weights if an engine cannot hold adapters."""
-    setting, reasons = recipe.exchange.adapters, [description["merged_because"] for description in descriptions]
+    setting, reasons = exchange.adapters, [description["merged_because"] for description in descriptions]
     refusals = (f"{engine.name}: {reason}" for engine, reason in zip(engines, reasons, strict=True) if reason)
-    session = next(refusals, None) or _open(recipe.exchange, trainers, engines, receivers, "adapters")
+    session = next(refusals, None) or _open(exchange, trainers, engines, receivers, "adapters")
     if not isinstance(session, str):
         if setting == "auto":
             notice(
@@ -69,9 +69,9 @@ def _open_adapters(
     reason = session
     if setting == "only":
         raise RouteRefused(f"exchange.adapters=only: {reason}. Set exchange.adapters=merged, or auto")
-    ignored = _ignored_settings(recipe.exchange)
+    ignored = _ignored_settings(exchange)
     notice(f"exchange.adapters=auto: merged weights, exported, in every update, because {reason}{ignored}")
-    return _open_export(recipe.exchange, trainers, engines, receivers)
+    return _open_export(exchange, trainers, engines, receivers)
 
 
 def _ignored_settings(exchange: ExchangeConfig) -> str:

@@ -192,10 +192,10 @@ def test_other_weights_are_refused_and_their_place_does_not_matter(tmp_path: Pat
         opened(tmp_path, CONFIG, path=f"{tmp_path}/other")
     recipe = Recipe()
     for recipe.model.path in (f"{tmp_path}/one", f"{tmp_path}/copy"):
-        check_base(checkpoint, recipe)
+        check_base(checkpoint, recipe.model)
     recipe.model.path = f"{tmp_path}/other"
     with pytest.raises(RecipeError, match="started from other weights"):
-        check_base(checkpoint, recipe)
+        check_base(checkpoint, recipe.model)
 
 
 def test_samples_of_large_files_tell_weights_apart(tmp_path: Path) -> None:
