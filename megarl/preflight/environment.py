@@ -30,6 +30,6 @@ def environment_notices(recipe: Recipe, platform: Any, *, training: bool = True)
         if spec.deterministic and engine == "vllm" and platform.deterministic_rollout_env():
             notices.append(
                 "train.deterministic: engines run in vLLM's batch-invariant mode (VLLM_BATCH_INVARIANT=1), which is slower and in "
-                "beta; docs/numerics.md says what it covers"
+                "beta; see docs/numerics.md"
             )
     return list(dict.fromkeys(notices))
