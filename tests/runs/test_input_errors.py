@@ -161,7 +161,7 @@ def test_full_disk(megarl: CommandLine, tmp_path: Path) -> None:
         (["trian", "x.yaml"], "trian"),
         (["train", "nowhere.yaml"], "no file nowhere.yaml"),
         (["report", "nowhere"], "nowhere"),
-        (["export", "nowhere", "--out", "x"], "no run's directory"),
+        (["export", "nowhere", "--out", "x"], "not a run's directory"),
         (["data", "gsm8k", "--source", "nowhere", "--out", "x"], "nowhere"),
     ],
 )
