@@ -1,0 +1,130 @@
+"""`build_run` over a stand-in cluster: which processes start, and the order of the calls to them."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.assembly import Run, RunSetup, build_run
+from megarl.observe.log import RunLog
+from megarl.observe.run_dir import RunDirectory
+from megarl.platform.cpu import CPUPlatform
+from megarl.recipe.schema import Recipe
+from megarl.trainer.group import ActorGroup, CriticGroup
+from megarl.weight_sync.handover import Colocated, Disaggregated, TrainersOnly
+
+
+class Service:
+    """An engine's process that records its calls and answers at once."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.address, self.calls = name, "10.0.0.1", calls
+
+    def call(self, method: str, *args: Any) -> Future[Any]:
+        self.calls.append(f"{self.name}.{method}")
+        done: Future[Any] = Future()
+        answers = {"start": {"receivers": [(f"{self.name}/0", "host")], "can_sleep": True, "merged_because": None}}
+        done.set_result(answers.get(method))
+        return done
+
+
+class Workers:
+    """Two trainer processes that record their calls."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls, self.size = name, calls, 2
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        self.calls.append(f"{self.name}.{method}")
+        if method == "sees":
+            return [("host", Path(args[0]).exists())] * 2
+        if method == "describe":
+            rank = {"dp_size": 2, "reports": True, "device_name": "cpu", "kernels": "plain"}
+            return [{**rank, "dp_rank": number} for number in range(2)]
+        if method == "open_exchange":
+            return [SimpleNamespace(timeout=1.0), None]
+        return [None] * 2
+
+
+class Cluster:
+    """Starts stand-ins."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.started: list[tuple[str, Any]] = []
+
+    def start_trainers(self, class_path: str, size: int, args: Any, env: Any, name: str = "trainer") -> Workers:
+        self.started.append((class_path.partition(":")[2], (size, *args[1:])))
+        return Workers(name, self.calls)
+
+    def start_service(self, class_path: str, args: Any, *, name: str, devices: int, env: Any) -> Service:
+        self.started.append((class_path.partition(":")[2], name))
+        return Service(name, self.calls)
+
+    def check(self) -> None: ...
+
+
+def build(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch, **prepared: Any) -> tuple[Run, Cluster]:
+    monkeypatch.setattr("megarl.rollout.start_engines.process_env", lambda *_: {})
+    monkeypatch.setattr("megarl.assembly.EnginesSource", lambda *_: "engines source")
+    monkeypatch.setattr("megarl.assembly.DataSource", lambda *_: "data source")
+    recipe.model.path, recipe.observe.console = str(folder / "model"), "plain"
+    recipe.observe.tensorboard = recipe.observe.report = False
+    nothing: dict[str, Any] = {"prompts": None, "examples": None, "evaluation": None, "held_out": None}
+    data = SimpleNamespace(
+        **{**nothing, "data_sources": ["rows"], "flops": None, "critic_flops": None, **prepared},
+        tokenizer=SimpleNamespace(stop_ids=[0]),
+    )
+    cluster = Cluster()
+    directory = RunDirectory(folder / "run")
+    place = SimpleNamespace(directory=directory, identity={"seed": 1}, notices=[])
+    setup: Any = RunSetup(recipe, data, CPUPlatform(), place)  # type: ignore[arg-type]
+    with RunLog(recipe, directory, 1, recipe.train.steps) as log:
+        return build_run(setup, cluster, log), cluster  # type: ignore[arg-type]
+
+
+def test_sft_starts_trainers_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe()
+    recipe.train.source, recipe.train.steps, recipe.actor.mini_batches = "sft", 3, 2
+    recipe.algorithm.advantage, recipe.algorithm.loss, recipe.cluster.trainers = "none", "sft", 2
+    run, cluster = build(recipe, tmp_path, monkeypatch, examples=["row"])
+    assert cluster.started == [("ActorWorker", (2, 6))]
+    assert cluster.calls == ["trainer.sees", "trainer.describe"]
+    assert isinstance(run.devices, TrainersOnly) and run.source == "data source" and run.evaluate is None
+    assert run.device_count == 2 and not list((tmp_path / "run").glob(".shared-*"))
+    run.checkpoints.load_weights(tmp_path)
+    assert cluster.calls[2:] == ["trainer.load"]
+
+
+@pytest.mark.parametrize("placement", ["disaggregated", "colocated"])
+def test_rl_with_a_critic(placement: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = Recipe()
+    recipe.train.steps, recipe.rollout.engines, recipe.cluster.placement = 5, 2, placement
+    recipe.algorithm.advantage, recipe.critic.warmup_steps = "gae", 2
+    recipe.exchange.route = "export"
+    run, cluster = build(recipe, tmp_path, monkeypatch, prompts=["row"], evaluation=["problem"])
+    trainers = recipe.cluster.trainers
+    mini_batches = recipe.actor.mini_batches, recipe.critic.mini_batches
+    assert cluster.started == [
+        ("RolloutServer", "engine0"), ("RolloutServer", "engine1"), ("ActorWorker", (trainers, 3 * mini_batches[0])),
+        ("CriticWorker", (recipe.critic.trainers, 5 * mini_batches[1])),
+    ]  # fmt: skip
+    assert cluster.calls == [
+        "engine0.start", "engine1.start", "trainer.sees", "critic.sees", "critic.describe", "trainer.open_exchange",
+        "engine0.connect_exchange", "engine1.connect_exchange", "trainer.describe",
+    ]  # fmt: skip
+    assert isinstance(run.devices, Colocated if placement == "colocated" else Disaggregated)
+    assert isinstance(run.actor, ActorGroup) and isinstance(run.critic, CriticGroup)
+    shared = 2  # processes of the actor
+    engines = 2 * recipe.rollout.tensor_parallel + recipe.critic.trainers
+    assert run.device_count == (shared if placement == "colocated" else shared + engines)
+    assert run.checkpoints.saver.groups == {"critic": run.critic, "trainer": run.actor}
+    assert run.evaluate is not None
+    del cluster.calls[:]
+    run.checkpoints.load_weights(tmp_path)
+    sleep = ["engine0.sleep", "engine1.sleep"] if placement == "colocated" else []
+    assert cluster.calls == [*sleep, "critic.load", "trainer.load"]
