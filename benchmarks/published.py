@@ -1,4 +1,4 @@
-"""Figures that others have published, and the recipes with which estimates are held to them: see document.py."""
+"""Published figures of other projects, and the recipes that reproduce them for comparison with estimates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Size:
-    """Billions of parameters, in all and those that a token meets; None: not published."""
+    """Billions of parameters: all of a model, and those active for a token (None: not published)."""
 
     model: str  # in megarl/model_configs
     total: float
@@ -38,7 +38,7 @@ SIZES = [
 
 @dataclass(frozen=True)
 class Published:
-    """A step that was timed. `prompt`, `response`: mean tokens of a sample. `seconds`: of phases, or of the `step` alone."""
+    """A timed step. `prompt`, `response`: mean tokens of a sample. `seconds`: by phase, or only of the `step`."""
 
     name: str
     source: str
@@ -47,21 +47,21 @@ class Published:
     prompt: float
     response: float
     seconds: dict[str, float]
-    why: str  # the estimate is another one: what is known, and what is supposed
+    why: str  # reasons for the difference to the estimate: facts and suppositions
     settings: dict[str, Any] = field(default_factory=dict)  # of a recipe, by dotted key
-    file: str | None = None  # a recipe of the repository that they are put over
-    compared: tuple[str, ...] = ()  # phases that can be compared; (): all that were published
+    file: str | None = None  # recipe of the repository that `settings` override
+    compared: tuple[str, ...] = ()  # phases that can be compared; (): all published ones
 
     def recipe(self) -> Recipe:
-        made = load_recipe(ROOT / "recipes" / self.file, []) if self.file else Recipe()
+        recipe = load_recipe(ROOT / "recipes" / self.file, []) if self.file else Recipe()
         for name, value in self.settings.items():
             *sections, key = name.split(".")
-            owner: Any = made
+            owner: Any = recipe
             for section in sections:
                 owner = getattr(owner, section)
             assert hasattr(owner, key), name
             setattr(owner, key, value)
-        return made
+        return recipe
 
 
 _NEMO = (
@@ -83,9 +83,11 @@ def _nemo(
     layout: dict[str, Any],
     why: str,
 ) -> Published:
-    """Old and reference log-probs, mini batches of 512 samples, sequences packed up to the longest; engines of `engine`
-    devices with 0.6 of the memory, all on the trainers' devices in turn. Prompts: 100 tokens, what the published tokens a second
-    leave beside the published mean length."""
+    """Describe a run with old and reference log-probs, mini batches of 512 samples, and sequences packed up to the longest.
+
+    Engines of `engine` devices with 0.6 of the memory share the trainers' devices in turn. Prompts have 100 tokens: the
+    published tokens per second less the published mean length.
+    """
     settings: dict[str, Any] = {
         "data.prompts_per_step": prompts,
         "data.max_prompt_length": 200,
@@ -107,15 +109,17 @@ def _nemo(
 
 _ASCEND = (
     "verl-project/verl-ascend-recipe, {}/README.md: tokens a step from end-to-end throughput x mean step, sampling from the "
-    "generation throughput, both means of 100 steps; prompts taken as 110 tokens, which it does not tell"
+    "generation throughput, both means of 100 steps; prompts assumed to have 110 tokens, since it has no length"
 )
 
 
 def _qwen3_30b_on_four(
     name: str, folder: str, *, prompts: int, tokens: float, written: float, step: float
 ) -> Published:
-    """Qwen3-30B-A3B on 4 devices of an Atlas 800T A2 with vllm-ascend: an engine of TP 4, trainers of PP 4. `tokens`: all of
-    a step, `written`: of responses a second."""
+    """Describe Qwen3-30B-A3B on 4 devices of an Atlas 800T A2 with vllm-ascend: an engine of TP 4, trainers of PP 4.
+
+    `tokens`: of a step in all; `written`: response tokens per second.
+    """
     samples, prompt = 4 * prompts, 110.0
     response = tokens / samples - prompt
     return Published(
@@ -126,8 +130,8 @@ def _qwen3_30b_on_four(
         prompt,
         round(response, 1),
         {"gen": round(samples * response / written, 1), "step": step},
-        why="Of the step only sampling can be compared: 40 % of the optimizer ran on the host, and weights went through a file. "
-        "Sampling is bound by the bandwidth of the memory in the estimate; graphs were captured.",
+        why="Only sampling can be compared: 40 % of the optimizer ran on the host, and weights went through a file. In the "
+        "estimate the memory bandwidth limits sampling; graphs were captured.",
         settings={
             "data.prompts_per_step": prompts,
             "data.max_prompt_length": 512,
@@ -166,12 +170,12 @@ STEPS = [
         175.1,
         1385.0,
         {"gen": 482.2, "reward": 20.4, "old_log_prob": 105.5, "reference": 92.7, "update_actor": 342.9, "step": 1044.8},
-        why="Trainers took 1.5 to 1.7 times as long as estimated. Supposed: their share of the peak is that of a run tuned for "
-        "pre-training (Pangu Ultra MoE), and theirs had one sequence in a micro batch of the update and four in the passes, "
-        "where the estimate packs. Sampling took five times as long: 482 s over at most 2,048 steps are 235 ms a step or "
-        "more, where the estimate has 46. Known to be missing in it: hosts that cannot start kernels as fast as the device "
-        "ends them, experts busier than others, and 128 engines that wait for the slowest in each layer. The weights' way to "
-        "the engines has no row of its own there, so it may be in this one.",
+        why="Trainers took 1.5 to 1.7 times the estimate. Suppositions: the estimate's share of the peak comes from a run tuned "
+        "for pre-training (Pangu Ultra MoE), and this run had one sequence in a micro batch of the update and four in the "
+        "passes, where the estimate packs. Sampling took five times the estimate: 482 s over at most 2,048 steps are 235 ms a "
+        "step or more, where the estimate has 46. Known omissions: hosts that cannot start kernels as fast as the device "
+        "finishes them, busy experts, and 128 engines that wait for the slowest in each layer. The source has no row for weight "
+        "sync, so sampling may include it.",
         file="grpo_deepseek_v3.yaml",
     ),
     _nemo(
@@ -190,7 +194,7 @@ STEPS = [
             "last_stage_layers": 2,
             "recompute": "full",
         },
-        why="With 512 short samples on 256 devices the time supposedly goes into what the estimate has not: hosts, waiting, "
+        why="With 512 short samples on 256 devices the time is probably spent on omissions of the estimate: hosts, waiting, "
         "and kernels on few tokens.",
     ),
     _nemo(
@@ -211,9 +215,9 @@ STEPS = [
             "last_stage_layers": 11,
             "recompute": "full",
         },
-        why="Sampling is most of the estimate. Supposed: engines over two nodes, whose 16 ranks exchange small messages in each layer "
-        "of each step. The estimate counts their bytes and 80 microseconds a layer, and takes experts cut in 16 to be read "
-        "as fast as whole ones.",
+        why="Sampling is most of the estimate. Supposition: in engines over two nodes, 16 ranks exchange small messages in each "
+        "layer of each step. The estimate counts their bytes and 80 microseconds a layer, and assumes that experts cut in 16 are "
+        "read as fast as whole ones.",
     ),
     _nemo(
         "Qwen3-30B-A3B",
@@ -225,8 +229,8 @@ STEPS = [
         step=225,
         engine=4,
         layout={"tensor_parallel": 2, "expert_parallel": 8},
-        why="Supposed: many small experts reach less of the peak and of the bandwidth than the large models that the shares are of, and "
-        "the host is behind the device: a layer's products of 768 columns are done in microseconds.",
+        why="Suppositions: many small experts reach less of the peak and of the bandwidth than the large models behind the "
+        "shares, and the host is the bottleneck: a layer's products of 768 columns take microseconds.",
     ),
     _nemo(
         "Qwen3-32B",
@@ -238,6 +242,6 @@ STEPS = [
         step=393,
         engine=4,
         layout={"tensor_parallel": 4, "pipeline_parallel": 4},
-        why="A dense model, of the kind that the shares are of. Phases are not published, so errors of theirs may cancel.",
+        why="A dense model, like the models behind the shares. Phases are not published, so errors may cancel.",
     ),
 ]

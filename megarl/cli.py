@@ -220,9 +220,9 @@ def plan(
 ) -> int:
     """Compute memory per device and seconds per phase of a step, without any device. Exit status 1 if memory is too small."""
     from megarl.commands.plan.command import plan as count
-    from megarl.commands.plan.options import Options
+    from megarl.commands.plan.options import PlanOptions
 
-    options = Options(
+    options = PlanOptions(
         device=device,
         memory=memory,
         host_memory=host_memory,

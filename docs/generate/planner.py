@@ -1,4 +1,4 @@
-"""Writes what docs/planner.md holds estimates to: ``python -m docs.generate.planner``. The rest of the page is by hand."""
+"""Writes the generated part of docs/planner.md: ``python -m docs.generate.planner``. The rest of the page is by hand."""
 
 from __future__ import annotations
 
@@ -26,68 +26,68 @@ _WIDTH = 120
 
 _FIELDS = """### Fields of a device in a file
 
-Of an entry of `--devices FILE`. "needed" is what it must say itself, or have from the device that `like` names.
+Fields of an entry of `--devices FILE`. "needed": the entry, or the device that it is `like`, must have the field.
 
-| field | unit | needed | what it is |
+| field | unit | needed | meaning |
 |---|---|---|---|
 """
 _RATES = """
 ### Rates of a calibration
 
-What an entry of `rates` means; all of one device, as reached.
+Entries of `rates`; all are per device, as measured.
 
-| rate | unit | what it is |
+| rate | unit | meaning |
 |---|---|---|
 """
 _DEVICES = """
 ### Devices
 
-Of one device, as torch sees it: of a 910C one of its two dies. Sources are in
+Per device, as torch sees it: for a 910C one of its two dies. Sources are in
 [`megarl/platform/devices.yaml`](../megarl/platform/devices.yaml), figure by figure.
 
 | device | GiB | dense bf16 TFLOP/s | memory TB/s | link, network, host, host's network GB/s | per node | shares: train, prefill, decode, links |
 |---|---|---|---|---|---|---|
 """
 _SIZES = """
-### Parameters beside published ones
+### Parameters compared with published ones
 
-Counted from each model's config.json by `megarl/hf/shape.py`, in billions; norms and biases are left out. A token meets
-the output layer and its experts; publishers count the embedding as well, of which it meets one row, so it is counted here.
-(Qwen2.5-32B's card says 32.5; the published tensors are what is counted.)
+Counted from each model's config.json by `megarl/hf/shape.py`, in billions, without norms and biases. "active" includes the
+output layer and a token's experts; publishers include the embedding, although a token reads one row of it, so it is included
+here. (Qwen2.5-32B's card says 32.5; the published tensors have the counted number.)
 
 | model | published | counted | active: published | active: counted | source |
 |---|---|---|---|---|---|
 """
 _STEPS = """
-### Steps beside published ones
+### Steps compared with published ones
 
-No rate or share was tuned on them; lengths are the published means. What sources do not tell is taken as
-`benchmarks/published.py` says. The weights' way to the engines is left out, since each project has its own and published no time of it. The one dense model
-comes out near. Mixtures of experts come out too fast: a quarter to 0.6 of the timed step, and a fifth to 0.6 of the sampling
-phases that are published. Take theirs for an upper bound of speed, and calibrate with a run of your own.
+No rate or share was tuned on these runs; lengths are the published means. `benchmarks/published.py` has the assumptions for
+details that the sources leave open. Weight sync is left out, since each project does it differently and none published its
+time. The estimate of the one dense model is close. Mixtures of experts are estimated too fast: a quarter to 0.6 of the timed
+step, and a fifth to 0.6 of the published sampling phases. Use them as an upper bound of speed, and calibrate with a run.
 """
 _LEFT_OUT = """
-### Published runs foretold from the others
+### Published runs predicted from the others
 
 `plan` multiplies a phase by the ratios of published runs of the same kind of model (with or without experts), and prints the
-geometric mean and the range. Here each run is foretold from the others. A run that was published by its step alone stands for
-each phase. The others do not foretell DeepSeek-V3 on 910C within a factor of 1.3: its sampling took longer than any other run
-suggests, its trainers less, and where the step comes out near, errors cancel.
+geometric mean and the range. Here each run is predicted from the others. If only the step of a run was published, its ratio
+counts for each phase. DeepSeek-V3 on 910C is not predicted within a factor of 1.3: its sampling took longer than any other run
+suggests, its trainers less, and where the step is close, errors cancel.
 
-| run | phase | took, s | foretold, s | foretold / took | range, s | other runs |
+| run | phase | took, s | predicted, s | predicted / took | range, s | other runs |
 |---|---|---|---|---|---|---|
 """
 
 
 def block() -> str:
-    """What stands between the two marks."""
+    """Return the generated part of the page, with its marks."""
     sizes = "".join(_size_row(size.model, size.total, size.active, size.source) for size in SIZES)
     table = "".join(_device_row(device) for device in devices().values())
     rates = "".join(f"| `{name}` | {unit} | {about} |\n" for name, (unit, about) in RATES.items())
-    of_file = "".join(_field_row(one) for one in fields_of_file())
+    of_file = "".join(_field_row(entry) for entry in fields_of_file())
     return (
         f"{BEGIN}\n\n{_FIELDS}{of_file}{_RATES}{rates}{_DEVICES}{table}{_SIZES}{sizes}{_STEPS}"
-        + "".join(_step(one) for one in STEPS)
+        + "".join(_step(entry) for entry in STEPS)
         + _LEFT_OUT
         + left_out()
         + f"\n{END}\n"
@@ -95,53 +95,61 @@ def block() -> str:
 
 
 def document(page: str) -> str:
-    """`page` with the block anew."""
+    """Return `page` with a new generated part."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(f"{END}\n")
     return before + block() + after
 
 
 def estimated(published: Published) -> Estimate:
-    """With megarl's recipe for it, on its device, at its lengths; without the weights' way to the engines, which each project
-    has a way of its own for, and none published."""
+    """Estimate a published run with megarl's recipe for it, on its device, at its lengths; without weight sync, since each
+    project does it differently and none published its time."""
     recipe = published.recipe()
     lengths = Lengths.around(published.prompt, published.response, recipe.rollout.max_response_length, "as published")
     model = model_configs.read(published.model)
-    found = estimate(recipe, model, None, device_named(published.device), lengths=lengths)
-    phases = [phase for phase in found.phases if phase.name != "weight_exchange"]
-    return replace(found, phases=phases, seconds=max(end for _, end in spans(phases)))
+    whole_estimate = estimate(recipe, model, None, device_named(published.device), lengths=lengths)
+    phases = [phase for phase in whole_estimate.phases if phase.name != "weight_exchange"]
+    return replace(whole_estimate, phases=phases, seconds=max(end for _, end in spans(phases)))
 
 
 def ratios() -> list[dict[str, Any]]:
-    """What published_ratios.yaml holds: measured / estimated seconds of the phases of each published run."""
-    found = []
+    """Return the content of published_ratios.yaml: measured / estimated seconds of the phases of each published run."""
+    result = []
     for published in STEPS:
         of = {phase.name: phase.seconds for phase in estimated(published).phases} | {STEP: estimated(published).seconds}
         phases = [name for name in published.seconds if name in of and name != STEP] or [STEP]
         names = published.compared or phases
         experts = bool(model_shape(model_configs.read(published.model)).experts)
         each = {name: float(f"{published.seconds[name] / of[name]:.3g}") for name in names}
-        found.append({"run": published.name, "model": published.model, "experts": experts, "ratios": each})
-    return found
+        result.append({"run": published.name, "model": published.model, "experts": experts, "ratios": each})
+    return result
 
 
 def left_out() -> str:
-    """What other runs foretell of each run whose phases were published, and what it took."""
-    known = [Ratios(one["run"], one["experts"], one["ratios"]) for one in ratios()]
+    """Return table rows: each published phase as predicted from the other runs, compared with its time."""
+    all_ratios = [Ratios(entry["run"], entry["experts"], entry["ratios"]) for entry in ratios()]
     rows = []
     for published in STEPS:
         experts = bool(model_shape(model_configs.read(published.model)).experts)
-        found = spreads(estimated(published), experts=experts, ratios=known, without=published.name)
-        for one in found:
-            if one.name in published.seconds and (not published.compared or one.name in published.compared):
-                took = published.seconds[one.name]
-                cells = [published.name, one.name, f"{took:,.1f}", f"{one.typical:,.1f}", f"{one.typical / took:.2f}"]
-                rows.append(f"| {' | '.join([*cells, f'{one.low:,.0f} to {one.high:,.0f}', str(one.runs)])} |\n")
+        predicted = spreads(estimated(published), experts=experts, ratios=all_ratios, without=published.name)
+        for spread in predicted:
+            if spread.name in published.seconds and (not published.compared or spread.name in published.compared):
+                took = published.seconds[spread.name]
+                cells = [
+                    published.name,
+                    spread.name,
+                    f"{took:,.1f}",
+                    f"{spread.typical:,.1f}",
+                    f"{spread.typical / took:.2f}",
+                ]
+                rows.append(
+                    f"| {' | '.join([*cells, f'{spread.low:,.0f} to {spread.high:,.0f}', str(spread.runs)])} |\n"
+                )
     return "".join(rows)
 
 
-def _field_row(one: FieldOfFile) -> str:
-    return f"| `{one.name}` | {one.unit} | {'yes' if one.needed else ''} | {one.about} |\n"
+def _field_row(field: FieldOfFile) -> str:
+    return f"| `{field.name}` | {field.unit} | {'yes' if field.needed else ''} | {field.about} |\n"
 
 
 def _device_row(device: Device) -> str:
@@ -164,9 +172,9 @@ def _size_row(model: str, total: float, active: float | None, source: str) -> st
 
 
 def _step(published: Published) -> str:
-    found = estimated(published)
-    seconds = {phase.name: phase.seconds for phase in found.phases}
-    bounds = {phase.name: phase.bound for phase in found.phases}
+    estimate_of_run = estimated(published)
+    seconds = {phase.name: phase.seconds for phase in estimate_of_run.phases}
+    bounds = {phase.name: phase.bound for phase in estimate_of_run.phases}
     about = (
         f"**{published.name}**: mean prompt {published.prompt:g} and response {published.response:g} tokens. Source: "
         f"{published.source}."
@@ -179,7 +187,7 @@ def _step(published: Published) -> str:
     for name in dict.fromkeys([*published.seconds, *seconds]):
         if name != "step":
             lines.append(_phase_row(name, published.seconds.get(name), seconds.get(name), bounds.get(name, "")))
-    lines.append(_phase_row("step", published.seconds["step"], found.seconds, ""))
+    lines.append(_phase_row("step", published.seconds["step"], estimate_of_run.seconds, ""))
     return "\n".join([*lines, "", _filled(published.why), ""])
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megarl.commands.plan.count.stages import phases
 from megarl.commands.plan.count.types import RankMemory
-from megarl.commands.plan.search.lower_bound import held_at_least, largest_parts, parameters
+from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, parameters
 from megarl.errors import RecipeError
 from megarl.hf import published
 from megarl.hf.shape import model_shape
@@ -170,6 +170,6 @@ def test_the_planners_lower_bound_follows() -> None:
     shape = model_shape(published.read("Qwen3-8B"))
     (part,) = largest_parts(recipe, shape)
     own = parameters(recipe, shape, part)
-    assert held_at_least(recipe, shape, part) == pytest.approx(6 * (own.every + own.routed)), "weights and gradients"
+    assert min_held_bytes(recipe, shape, part) == pytest.approx(6 * (own.every + own.routed)), "weights and gradients"
     recipe.actor.optimizer.extra = {}
-    assert held_at_least(recipe, shape, part) == pytest.approx(18 * (own.every + own.routed))
+    assert min_held_bytes(recipe, shape, part) == pytest.approx(18 * (own.every + own.routed))

@@ -7,16 +7,16 @@ from dataclasses import replace
 from megarl.commands.plan.count.stages import phases
 from megarl.commands.plan.count.types import (
     Activations,
+    DeviceUses,
     EngineRank,
     Estimate,
     Links,
     PhaseTime,
-    Place,
-    Plan,
+    PipelineStage,
     Proposal,
     RankMemory,
+    RecipePlan,
     Refusal,
-    Stage,
     Use,
 )
 from megarl.platform.devices import device_named
@@ -27,13 +27,13 @@ _HELD = RankMemory(3_060_000_000, 3_060_000_000, 6 * GIB, 2**20, 12 * GIB, 12 * 
 _BEYOND = Activations(2 * GIB, 14 * GIB, 11 * GIB, 3 * GIB)
 
 
-def stage(number: int, role: str = "actor", chunks: int = 1) -> Stage:
+def stage(number: int, role: str = "actor", chunks: int = 1) -> PipelineStage:
     held = replace(_HELD, weights=(5 + number % 4) * GIB)
     of_phases = phases(held, _BEYOND, reference=True, trainers_offload=True, swaps=16)
-    return Stage(role, number, 32 * number, held, _BEYOND, None, of_phases, chunks)
+    return PipelineStage(role, number, 32 * number, held, _BEYOND, None, of_phases, chunks)
 
 
-def place(number: int) -> Place:
+def place(number: int) -> DeviceUses:
     """Of a pipeline stage and an engine that take turns; a stage has less under way than the one before it."""
     weights, gradients, waiting = (5 + number % 4) * GIB, 12 * GIB, (8 - number) * GIB
     computing = {"weights": weights, "gradients": gradients}
@@ -47,7 +47,7 @@ def place(number: int) -> Place:
         Use("optimizer", {**computing, "optimizer": 9 * GIB // 4}),
         Use("weight_exchange", {"weights": weights, "engine weights": 22 * GIB, "exchange buffers": GIB}),
     ]
-    return Place(f"actor {number} + engine", 32, uses)
+    return DeviceUses(f"actor {number} + engine", 32, uses)
 
 
 PHASES = [
@@ -63,7 +63,7 @@ PHASES = [
     PhaseTime("weight_exchange", 38.0, "links", "70 % of 28 GB/s"),
 ]
 ESTIMATE = Estimate(PHASES, sum(phase.seconds for phase in PHASES), 8192 * 1600.0, 64, 2987.5, 7 / 71, 1024.0)
-LARGE = Plan(
+LARGE = RecipePlan(
     recipe="grpo-deepseek-v3",
     device=DEVICE,
     stages=[stage(number) for number in range(8)],
@@ -92,12 +92,12 @@ TOO_LARGE = replace(
     ],
 )
 _TINY = RankMemory(200_000, 200_000, 800_000, 4096, 800_000, 800_000, 1_600_000, 0)
-SMALL = Plan(
+SMALL = RecipePlan(
     recipe="quickstart",
     device=None,
-    stages=[Stage("actor", 0, 0, _TINY, Activations(300_000, 900_000, 700_000, 200_000), None, {})],
+    stages=[PipelineStage("actor", 0, 0, _TINY, Activations(300_000, 900_000, 700_000, 200_000), None, {})],
     engine=None,
-    places=[Place("actor", 2, [Use("update_actor", {"weights": 800_000, "activations": 900_000})])],
+    places=[DeviceUses("actor", 2, [Use("update_actor", {"weights": 800_000, "activations": 900_000})])],
     estimate=None,
     exchange=None,
 )

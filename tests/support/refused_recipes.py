@@ -89,7 +89,7 @@ LAYOUTS = [
 
 ENGINES = [
     bad(DENSE, "rollout.tensor_parallel=4", "rollout.tensor_parallel", "cluster.placement=disaggregated"),
-    bad(DENSE, "rollout.engines=8", "rollout.engines", "Lower the former"),
+    bad(DENSE, "rollout.engines=8", "rollout.engines", "Use fewer or smaller engines"),
     bad(OFF, "rollout.tensor_parallel=3", "rollout.tensor_parallel", "choose a divisor of 32"),
     bad("grpo_qwen2.5_0.5b", "rollout.engines=1 rollout.tensor_parallel=7", "rollout.tensor_parallel", "2 key/value heads"),
     bad("grpo_qwen3_32b", "rollout.engines=1 rollout.tensor_parallel=32", "rollout.tensor_parallel", "each engine in one machine"),
@@ -294,7 +294,7 @@ FILES = [
     bad(QUICK, OWN, "reward.function", "score", own_scorer("def scoer(request): return 1.0")),
     bad(QUICK, OWN, "reward.function", "ScoreRequest", own_scorer("def score(a, b): return 1.0")),
     bad(QUICK, "agent.tools=[code_interpeter] data.chat_template=true", "agent.tools", "code_interpreter"),
-    bad(QUICK, "train.resume=HERE/nowhere/step_000010", "train.resume", "no checkpoint"),
+    bad(QUICK, "train.resume=HERE/nowhere/step_000010", "train.resume", "does not exist"),
     bad(QUICK, "train.resume=yes", "train.resume", "auto"),
     bad(QUICK, "", "runs_dir", "directory that can be written to", runs_is_a_file),
     bad(QUICK, "", "train.resume", "train.resume=auto", a_run_there, "--strict"),

@@ -121,7 +121,7 @@ def test_what_a_plan_says_of_them() -> None:
     found, (note,) = _links(recipe, model, device=device_named("H100"), **asked)  # type: ignore[arg-type]
     size = 2 * 12 * 2 * (64 + 64 + 64 + 96)
     assert (found.route, found.sent, found.received, found.total) == ("adapters", size, size, 4 * size)
-    assert "exported: 4.0 GiB to each" in note and note.endswith(
+    assert "to engines: 4.0 GiB to each" in note and note.endswith(
         f"not counted: {size / 12 * 16 / 2**20:.1f} MiB at most."
     )
     for changed, name in ((model | {"num_experts": 8, "num_experts_per_tok": 2}, "H100"), (model, "910B")):

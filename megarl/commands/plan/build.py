@@ -1,4 +1,4 @@
-"""A recipe's plan, put together."""
+"""Builds the plan of a recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.commands.plan.count.host import Tenants, assumed, host_refusals, hos
 from megarl.commands.plan.count.libraries import LEGEND, counted_libraries
 from megarl.commands.plan.count.rank_client import ENGINES, RankClient
 from megarl.commands.plan.count.stages import Counted, check_trainable, counted, left_out
-from megarl.commands.plan.count.types import EngineRank, Links, Plan, Stage
+from megarl.commands.plan.count.types import EngineRank, Links, PipelineStage, RecipePlan
 from megarl.commands.plan.count.workload import is_time_shared
 from megarl.commands.plan.explain import NotInstalled, adapters_alone, adapters_held, exported, links, planned_from
 from megarl.commands.plan.routes import as_expected, expected_routes
@@ -31,27 +31,26 @@ from megarl.recipe.exchange import is_sharded, wants_adapters
 from megarl.recipe.schema import Recipe
 
 _WHOLE = 27.0
-"""Seconds that a plan takes with layouts looked for; where it took more than two thirds of them without, half of that more,
-since what is slow to count once is slow to count again."""
+"""Seconds of a plan with suggestions. A plan that took more than two thirds of it without them gets half of that more, since
+slow counts stay slow."""
 
 ASSUMED = (
-    "Every micro batch is full (actor.max_tokens_per_micro_batch, or one sequence of the longest length), and the "
-    "pipeline full of them.",
-    "Layers, attention and Adam are megarl's own on torch's kernels; fused ones of a device's own libraries keep less.",
-    "Not counted: kernels' workspace and the allocator's fragmentation.",
+    "All micro batches are full (actor.max_tokens_per_micro_batch, or one sequence of the longest length), and they fill the "
+    "pipeline.",
+    "Layers, attention and Adam are megarl's, on torch's kernels; fused kernels of a device's libraries keep less.",
+    "Not counted: workspace of kernels and fragmentation of the allocator.",
 )
 OF_CONNECTIONS = (
-    "Not counted: what groups that carry weights from device to device keep on either one; `exchange` says how many "
-    "a rank has, and docs/exchange.md what one takes."
+    "Not counted: device memory of the groups that carry weights between devices; `exchange` prints how many a rank has, and "
+    "docs/exchange.md the size of each."
 )
-OF_EXPERTS = "Experts are sent equally many tokens."
+OF_EXPERTS = "All experts receive equally many tokens."
 OF_IMAGES = (
-    "Every sequence that trainers compute has one image, of data.max_pixels, or as large as a prompt of the longest length "
-    "may show."
+    "Every sequence in training has one image, of data.max_pixels or as large as a prompt of the longest length allows."
 )
 OF_ENGINES = (
-    "An engine's weights are those of vLLM's own model. Its largest step: what all linear layers of one layer put out for "
-    "max_num_batched_tokens, and each logit of max_num_seqs sequences once as it comes and four times in float32."
+    "Weights of an engine are counted from vLLM's model. Its largest step: outputs of all linear layers of one layer for "
+    "max_num_batched_tokens, and each logit of max_num_seqs sequences once in the model's precision and four times in float32."
 )
 
 
@@ -63,18 +62,18 @@ def make_plan(
     memory: float | None = None,
     response: float | None = None,
     advise: bool = True,
-) -> Plan:
-    """`models`: the config.json of the policy (rollout), and of critic, teacher and judge, as far as they are known.
+) -> RecipePlan:
+    """Build a plan. `models`: config.json of the policy ("rollout") and, if available, of critic, teacher and judge.
 
-    `memory`: GiB, in place of the device's; with neither nothing is refused for it. `advise`: propose layouts that
-    fit where something does not, the fastest first at a mean `response` of so many tokens.
-    Raises ValueError for a model that cannot be trained, and for a layout that does not divide.
+    `memory`: GiB, instead of the device's; without a device or `memory`, device memory is not checked. `advise`: suggest
+    layouts that fit if something does not, ranked by the estimate for a mean `response`. Raises ValueError for a model that
+    cannot be trained, and for a layout that does not divide.
     """
     began, actor = time.monotonic(), models[ROLLOUT]
     routes = expected_routes(recipe, device)
     recipe = as_expected(recipe, routes)
-    check_trainable(recipe, actor, models.get("critic", actor))  # in milliseconds, before engines are asked about
-    with RankClient() as trainers:  # which is asked again where something does not fit
+    check_trainable(recipe, actor, models.get("critic", actor))  # takes milliseconds, so before engines are counted
+    with RankClient() as trainers:  # used again for suggestions
         plan, kinds, ranks = _counted(recipe, models, device, memory, trainers)
         plan, memory = replace(plan, routes=routes), plan.memory
         if memory is None:
@@ -103,15 +102,15 @@ def _counted(
     device: Device | None,
     memory: float | None,
     trainers: RankClient,
-) -> tuple[Plan, list[Engine], dict[str, EngineRank]]:
-    """A plan without refusals; the engines, and a device of each section's."""
+) -> tuple[RecipePlan, list[Engine], dict[str, EngineRank]]:
+    """Return a plan without refusals, the engines, and one engine device per section."""
     actor = models[ROLLOUT]
     planned = recipe.train.source == "rollout" and is_sharded(recipe)
-    with RankClient(child=ENGINES) as client, ThreadPoolExecutor() as beside:
-        asked = beside.submit(engines, recipe, models, client)
+    with RankClient(child=ENGINES) as client, ThreadPoolExecutor() as executor:
+        future = executor.submit(engines, recipe, models, client)
         counts = counted(recipe, actor, models.get("critic", actor), trainers, holdings=planned)
         exchanged, not_planned = _links(recipe, actor, counts, device, client)
-        found, kinds = counts.stages, asked.result()
+        stages, kinds = counts.stages, future.result()
     recipe = _as_sent(recipe, exchanged)
     if memory is None and device is not None:
         memory = device.memory
@@ -121,26 +120,28 @@ def _counted(
         for kind in kinds
         if (rank := rank_of(kind, memory, libraries.communicators.get(kind.section, 0)))
     }
-    unknown = {kind.section: why for kind in kinds if (why := not_counted(kind, memory))}
+    not_counted_by_section = {kind.section: why for kind in kinds if (why := not_counted(kind, memory))}
     largest, swaps = largest_tensor(recipe, actor), swaps_of(recipe)
-    lying = places(recipe, found, ranks, swaps=swaps, largest=largest, unknown=unknown, libraries=libraries)
-    hosts = hosts_of(Tenants(recipe, found, ranks, swaps, largest, keeps_weights(recipe, device)), device)
+    lying = places(
+        recipe, stages, ranks, swaps=swaps, largest=largest, unknown=not_counted_by_section, libraries=libraries
+    )
+    hosts = hosts_of(Tenants(recipe, stages, ranks, swaps, largest, keeps_weights(recipe, device)), device)
     if device is not None and hosts:
         not_planned = [*not_planned, LEGEND, assumed(hosts, device.host_memory)]
-    plan = Plan(
+    plan = RecipePlan(
         recipe=recipe.name,
         device=device,
         memory=memory,
-        stages=found,
+        stages=stages,
         engine=ranks.get(ROLLOUT),
         places=lying,
         estimate=None,
         exchange=exchanged,
         hosts=hosts,
         readers={section: rank for section, rank in ranks.items() if section != ROLLOUT},
-        not_counted=list(unknown),
-        unchecked=list(unknown.values()),
-        notes=[*not_planned, *_notes(recipe, found, kinds, actor), *_of_device(recipe, device), *ASSUMED],
+        not_counted=list(not_counted_by_section),
+        unchecked=list(not_counted_by_section.values()),
+        notes=[*not_planned, *_notes(recipe, stages, kinds, actor), *_of_device(recipe, device), *ASSUMED],
     )
     return plan, kinds, ranks
 
@@ -148,7 +149,7 @@ def _counted(
 def _links(
     recipe: Recipe, model: dict[str, Any], counts: Counted, device: Device | None, client: RankClient
 ) -> tuple[Links | None, list[str]]:
-    """Bytes of the weight exchange by the route that the recipe asks for; and why they are not known."""
+    """Return the bytes of a weight update by the recipe's route, and notes, e.g. why they are not known."""
     if recipe.train.source != "rollout":
         return None, []
     per_node = device.per_node if device is not None else None
@@ -164,12 +165,12 @@ def _links(
         return None, [f"Bytes of the weight exchange are not known here: {error}"]
     except ValueError as error:
         if recipe.exchange.route == "auto":  # as a run does
-            return exported(recipe, model, per_node), [f"Weights go by export: no plan can be made of them: {error}"]
-        return None, [f"Bytes of the weight exchange are not known: no plan can be made of them: {error}"]
+            return exported(recipe, model, per_node), [f"Weights go by export, since they cannot be sharded: {error}"]
+        return None, [f"Bytes of the weight exchange are not known, since weights cannot be sharded: {error}"]
 
 
 def _as_sent(recipe: Recipe, exchanged: Links | None) -> Recipe:
-    """The recipe with the route that weights will go by: what is laid out on devices, and how long it takes, follows."""
+    """Return the recipe with the route that weights will take, which determines buffers and times."""
     if exchanged is None or exchanged.route != "export":
         return recipe
     return replace(recipe, exchange=replace(recipe.exchange, route="export"))
@@ -178,7 +179,7 @@ def _as_sent(recipe: Recipe, exchanged: Links | None) -> Recipe:
 def _adapters(
     recipe: Recipe, model: dict[str, Any], device: Device | None, per_node: int | None
 ) -> tuple[Links, list[str]]:
-    """Of a recipe whose engines are to be sent adapters alone; and what else it takes, or why they are sent merged weights."""
+    """Return the bytes of adapter updates with notes, or of merged weights with the reason for merging."""
     kind = device.kind if device is not None and recipe.cluster.device == "auto" else recipe.cluster.device
     spec, whole = policy_spec(recipe, "engine0", load_weights=False), exported(recipe, model, per_node)
     reason = merged_because(recipe.rollout.engine, spec, kind, model)
@@ -187,46 +188,46 @@ def _adapters(
             f"exchange.adapters={recipe.exchange.adapters}: engines are sent merged weights, because {reason}."
         ]
     notes = [
-        f"The first update also brings engines the weights beside the adapters, exported: {whole.received / 2**30:.1f} GiB "
-        "to each of their devices. Each then keeps room for adapters, which is not counted: "
+        f"The first update also exports the weights below the adapters to engines: {whole.received / 2**30:.1f} GiB to each "
+        "device. Engines also reserve memory for adapters, which is not counted: "
         f"{adapters_held(recipe, model) / 2**20:.1f} MiB at most."
     ]
     if is_time_shared(recipe):
-        notes.append("In engines that sleep, these weights lie in the host's memory: no update brings them again.")
+        notes.append("While engines sleep, these weights are in host memory: no later update sends them again.")
     return adapters_alone(recipe, model, per_node), notes
 
 
 def _with_proposals(
-    plan: Plan, subject: Subject, trainers: RankClient, engines_known: Chosen | None, *, seconds: float
-) -> Plan:
+    plan: RecipePlan, subject: Subject, trainers: RankClient, engines_known: Chosen | None, *, seconds: float
+) -> RecipePlan:
     try:
-        found, stopped = proposals(subject, trainers, engines=engines_known, seconds=seconds)
-    except ValueError as error:  # nothing can be said to fit
+        layouts, stopped = proposals(subject, trainers, engines=engines_known, seconds=seconds)
+    except ValueError as error:  # engines cannot be counted, so no layout can be shown to fit
         return replace(plan, notes=[*plan.notes, str(error)])
-    looked = f"Layouts that fit were looked for during {seconds:.0f} s, and {len(found) or 'none'} found in that time"
-    notes = [f"{looked}; plan --search looks for longer (--seconds)."] if stopped else []
-    return replace(plan, proposals=found, notes=[*notes, *plan.notes])
+    looked = f"The search for layouts that fit took {seconds:.0f} s and found {len(layouts) or 'none'}"
+    notes = [f"{looked}; plan --search searches longer (--seconds)."] if stopped else []
+    return replace(plan, proposals=layouts, notes=[*notes, *plan.notes])
 
 
 def _of_device(recipe: Recipe, device: Device | None) -> list[str]:
-    """What the environment of this command lacks for the planned device; the machines of the run may have it."""
+    """Return notes on software for the planned device that is missing here; the machines of the run may have it."""
     name = device.kind if device is not None and recipe.cluster.device == "auto" else recipe.cluster.device
     return [f"In this environment {notice}." for notice in installation_notices()] if name == "cuda" else []
 
 
-def _notes(recipe: Recipe, stages: list[Stage], kinds: list[Engine], model: dict[str, Any]) -> list[str]:
-    unknown = sorted({*left_out(recipe.megatron), *left_out(recipe.critic.megatron)})
+def _notes(recipe: Recipe, stages: list[PipelineStage], kinds: list[Engine], model: dict[str, Any]) -> list[str]:
+    dropped = sorted({*left_out(recipe.megatron), *left_out(recipe.critic.megatron)})
     notes = [
-        f"Activations are not known: {reason}."
+        f"Activations are not counted: {reason}."
         for reason in sorted({stage.not_counted for stage in stages if stage.not_counted})
     ]
-    if unknown:
+    if dropped:
         notes.append(
-            f"Left out of megatron.extra, since only what adapts Megatron to the device knows them: {', '.join(unknown)}."
+            f"Left out of megatron.extra, since only the device's Megatron adapter defines them: {', '.join(dropped)}."
         )
-    if "swap_optimizer" in unknown:
+    if "swap_optimizer" in dropped:
         notes.append(
-            "With swap_optimizer, master weights and moments are on the host; their bytes were not measured on a device."
+            "With swap_optimizer, master weights and moments are on the host; this was not measured on a device."
         )
     if recipe.exchange.transport == "device":
         notes.append(OF_CONNECTIONS)
@@ -238,7 +239,7 @@ def _notes(recipe: Recipe, stages: list[Stage], kinds: list[Engine], model: dict
         notes.append(OF_ENGINES)
     for kind in kinds:
         if kind.name != "vllm":
-            notes.append(f"{kind.section}.engine {kind.name} is taken to hold what vLLM does.")
+            notes.append(f"{kind.section}.engine {kind.name} is assumed to hold as much as vLLM.")
         if kind.limits.assumed:
             notes.append(kind.limits.assumed)
     return notes

@@ -1,4 +1,4 @@
-"""The command `plan`: whether a recipe can work, and what each of its devices holds and does."""
+"""Command `plan`: can a recipe work, what does each device hold, and how long does a step take?"""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from megarl.atomic_files import check_target
 from megarl.commands.plan.build import make_plan
-from megarl.commands.plan.count.types import Plan
+from megarl.commands.plan.count.types import RecipePlan
 from megarl.commands.plan.environment import environment_of
-from megarl.commands.plan.options import SECONDS, Options, device_of
+from megarl.commands.plan.options import SECONDS, PlanOptions, device_of
 from megarl.commands.plan.preflight import Checked, checked
 from megarl.commands.plan.routes import expected_routes
-from megarl.commands.plan.search.command import known, proposing, search_layouts, to_lay_out
+from megarl.commands.plan.search.command import load_for_search, require_device, search_layouts, with_suggestions
 from megarl.commands.plan.show.console import show
 from megarl.commands.plan.show.page import write_page
 from megarl.commands.plan.time.calibrate_command import calibrate_run
@@ -30,13 +30,15 @@ from megarl.preflight.models import CRITIC, JUDGE, POLICY, TEACHER
 _SECTIONS = {POLICY: "rollout", CRITIC: "critic", TEACHER: "teacher", JUDGE: "judge"}
 
 
-def plan(path: Path, overrides: Sequence[str], options: Options, model: str | None = None) -> int:
-    """Print the plan. 1 where some phase needs more than the device or its host has, else 0. With `options.search`: print
-    layouts that fit; 1 where there are none. Raises InputError for options and input that are wrong."""
-    kind, table, of_machines = _device(path, options)
+def plan(path: Path, overrides: Sequence[str], options: PlanOptions, model: str | None = None) -> int:
+    """Print the plan of a recipe. Returns 1 if a phase needs more than the device or its host has, else 0.
+
+    With `options.search`: print layouts that fit; 1 if none was found. Raises InputError for wrong options and input.
+    """
+    kind, table, device_notes = _device(path, options)
     if options.search:
-        return _search(path, overrides, options, model, known(kind))
-    with proposing(path, overrides, model, kind):
+        return _search(path, overrides, options, model, require_device(kind))
+    with with_suggestions(path, overrides, model, kind):
         recipe = load_recipe(path, overrides)
         look = checked(recipe, path, model)
         look.require(strict=options.strict)
@@ -48,27 +50,27 @@ def plan(path: Path, overrides: Sequence[str], options: Options, model: str | No
         environment = environment_of(recipe, models, kind)
         for route in expected_routes(recipe, kind)[:1]:
             check_route(recipe, route)
-        made = make_plan(recipe, models, kind, memory=options.memory, response=options.response)
+        result = make_plan(recipe, models, kind, memory=options.memory, response=options.response)
         if kind is not None:
-            made = with_estimate(made, recipe, models, kind, table, options.response)
-    made = replace(
-        made,
-        unchecked=[*made.unchecked, *look.unchecked],
-        notes=[*look.notes, *of_machines, *made.notes],
+            result = with_estimate(result, recipe, models, kind, table, options.response)
+    result = replace(
+        result,
+        unchecked=[*result.unchecked, *look.unchecked],
+        notes=[*look.notes, *device_notes, *result.notes],
         environment=environment,
     )
     if options.html is not None:
-        write_page(made, options.html)
+        write_page(result, options.html)
     if options.as_json:
-        print(json.dumps(as_dict(made)))
+        print(json.dumps(as_dict(result)))
     else:
-        show(made)
-    return int(bool(made.refusals))
+        show(result)
+    return int(bool(result.refusals))
 
 
-def _device(path: Path, options: Options) -> tuple[Device | None, Device | None, list[str]]:
-    """The device that the plan is for, with its calibration and without, and notes on the choice. Files come first: an
-    unreadable one is reported whatever the device is."""
+def _device(path: Path, options: PlanOptions) -> tuple[Device | None, Device | None, list[str]]:
+    """Return the plan's device with its calibration and without, and notes on the choice. Faults in files are reported even
+    if the device is unknown."""
     options.check()
     if options.html is not None:
         with as_input_error():
@@ -85,8 +87,8 @@ def _device(path: Path, options: Options) -> tuple[Device | None, Device | None,
     return calibration.apply(kind) if calibration is not None else kind, kind, notes
 
 
-def _search(path: Path, overrides: Sequence[str], options: Options, model: str | None, device: Device) -> int:
-    recipe, divides = to_lay_out(path, overrides, model, device)
+def _search(path: Path, overrides: Sequence[str], options: PlanOptions, model: str | None, device: Device) -> int:
+    recipe, divides = load_for_search(path, overrides, model, device)
     look = checked(divides, path, model)
     look.require(strict=options.strict)
     seconds = options.seconds or SECONDS
@@ -96,21 +98,21 @@ def _search(path: Path, overrides: Sequence[str], options: Options, model: str |
 
 
 def _models(look: Checked) -> dict[str, dict[str, Any]]:
-    """The config.json of each model, by its section of the recipe."""
+    """Return the config.json of each model, by section of the recipe."""
     return {_SECTIONS[key]: config for key, config in look.models.items()}
 
 
-def as_dict(made: Plan) -> dict[str, object]:
-    """All of the plan in plain values; with what is computed from them where the console shows it."""
-    found = asdict(made)
-    for place, plain in zip(made.places, found["places"], strict=True):
+def as_dict(plan: RecipePlan) -> dict[str, object]:
+    """Return the plan as plain values, with the totals that the console shows."""
+    result = asdict(plan)
+    for place, plain in zip(plan.places, result["places"], strict=True):
         plain["peak"] = {"phase": place.peak.phase, "total": place.peak.total}
-    if made.estimate is not None:
-        found["estimate"]["tokens_per_second"] = made.estimate.tokens_per_second
-    return found
+    if plan.estimate is not None:
+        result["estimate"]["tokens_per_second"] = plan.estimate.tokens_per_second
+    return result
 
 
 def _of_run(device: Device | None) -> Device:
     if device is None:
-        raise InputError("--calibrate fits a device: say with --device which one the run had.")
+        raise InputError("--calibrate fits a device: name the run's device with --device.")
     return device

@@ -1,4 +1,4 @@
-"""Environment variables of a recipe's processes that follow from recipe and model: for `plan`, before anything starts."""
+"""Environment variables that a recipe's processes will get, computed before anything starts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megarl.platform.kinds import kind_of
 from megarl.recipe.environment import variables
 from megarl.recipe.schema import Recipe
 
-OF_SHELL = "of this shell; a run that it starts inherits it, and its memory is counted"
+OF_SHELL = "set in this shell; a run started from it inherits the variable, so its memory is counted"
 
 
 def device_kind(recipe: Recipe, device: Device | None) -> str | None:
-    """The kind of device that a plan is for, a name of `kinds.py`; None where neither recipe nor plan says."""
+    """Return the kind of device of a plan (a name of `kinds.py`); None if neither recipe nor plan has one."""
     if recipe.cluster.device != "auto":
         return recipe.cluster.device
     return device.kind if device is not None else None
@@ -29,32 +29,32 @@ def device_kind(recipe: Recipe, device: Device | None) -> str | None:
 def environment_of(
     recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device | None, shell: Mapping[str, str] | None = None
 ) -> list[Variable]:
-    """Variables that the recipe sets, or that its layout needs; those of a platform's defaults are left out. `models`:
-    sections -> config.json.
+    """Return the variables that the recipe sets or its layout needs, without a platform's defaults.
 
-    Of `shell` (None: this command's) only the size of communicators' buffers counts, since it takes device memory: a run
-    that this shell starts inherits it. Raises RecipeError for a variable of the recipe with which processes would be wrong.
+    `models`: section -> config.json. `shell` (None: os.environ) is read only for the buffer size of communicators, which
+    takes device memory: a run started from this shell inherits it. Raises RecipeError for a variable of the recipe that
+    breaks its processes.
     """
     kind = device_kind(recipe, device)
     if kind is None:
         return []
     platform, buffer = kind_of(kind).platform(), kind_of(kind).buffer_variable
-    given = (os.environ if shell is None else shell).get(buffer, "") if buffer else ""
-    users = {buffer: given} if given.isdecimal() else {}
+    buffer_size = (os.environ if shell is None else shell).get(buffer, "") if buffer else ""
+    inherited = {buffer: buffer_size} if buffer_size.isdecimal() else {}
     settings = [trainer_settings(recipe, platform)]
     for engine, spec in first_specs(recipe, training=True):
         if spec.recipe_section != "rollout" or recipe.train.source == "rollout":
             config = models.get(spec.recipe_section)
-            own = platform.engines_env(recipe.train.deterministic)
-            settings.append(engine_settings(engine, spec, own, kind, variables(recipe, "engines"), config))
-    return list(dict.fromkeys(variable for role in settings for variable in _of_role(role, users)))
+            defaults = platform.engines_env(recipe.train.deterministic)
+            settings.append(engine_settings(engine, spec, defaults, kind, variables(recipe, "engines"), config))
+    return list(dict.fromkeys(variable for role in settings for variable in _of_role(role, inherited)))
 
 
-def _of_role(settings: RoleSettings, users: Mapping[str, str]) -> list[Variable]:
-    """Computed variables with those of the shell, which come first unless the layout needs more."""
+def _of_role(settings: RoleSettings, inherited: Mapping[str, str]) -> list[Variable]:
+    """Return computed variables merged with the shell's, which win unless the layout needs more."""
     reasons = {name: (value, why) for name, value, why in settings.computed(shell={})}
-    found = []
-    for name, value, why in settings.computed(users):
-        found.append(Variable(settings.role, name, value, why if reasons[name][0] == value else OF_SHELL))
-    missing = [name for name in users if name not in reasons]
-    return found + [Variable(settings.role, name, users[name], OF_SHELL) for name in missing]
+    result = []
+    for name, value, why in settings.computed(inherited):
+        result.append(Variable(settings.role, name, value, why if reasons[name][0] == value else OF_SHELL))
+    missing = [name for name in inherited if name not in reasons]
+    return result + [Variable(settings.role, name, inherited[name], OF_SHELL) for name in missing]

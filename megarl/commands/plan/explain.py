@@ -1,4 +1,4 @@
-"""The weight exchange of a recipe before anything has started: from config.json and the layouts alone."""
+"""Plan of a recipe's weight sync, from config.json and the layouts alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megarl.commands.plan.count.engines import NO_VLLM
 from megarl.commands.plan.count.rank_client import ENGINES, EngineRequest, RankClient
 from megarl.commands.plan.count.stages import built_from, holdings
 from megarl.commands.plan.count.types import Links
-from megarl.commands.plan.equal_layers import Sampled
+from megarl.commands.plan.equal_layers import SampledLayers
 from megarl.commands.plan.weight_flows import totals
 from megarl.engines.specs import policy_spec
 from megarl.engines.vllm.lora import held_rank
@@ -32,24 +32,24 @@ _EXPERT = re.compile(r"(.*\.experts\.)(\d+)")
 
 
 class NotInstalled(ValueError):
-    """What would tell how a plan is made is not on this machine."""
+    """A package that is needed to plan the weight sync is not installed here."""
 
 
 def exported(recipe: Recipe, model: dict[str, Any], per_node: int | None) -> Links:
-    """Bytes of one update under `exchange.route: export`: rank 0 has the whole model, of which every engine rank reads
-    all. Arguments as of `planned`."""
+    """Return the bytes of one full update: rank 0 has the whole model, and every engine rank reads all of it. Arguments as
+    in `planned`."""
     return _from_the_first("export", model_shape(model).total * _bytes_of_a_number(recipe), recipe, per_node)
 
 
 def adapters_alone(recipe: Recipe, model: dict[str, Any], per_node: int | None) -> Links:
-    """Bytes of one update, other than a run's first, that brings adapters alone: rank 0 has all of them, and every engine rank
-    reads all."""
+    """Return the bytes of one update, after the first, that sends only adapters: rank 0 has all, every engine rank reads
+    all."""
     sizes = adapter_sizes(text_fields(model), recipe.lora.rank, recipe.lora.targets)
     return _from_the_first("adapters", sum(sizes.values()) * _bytes_of_a_number(recipe), recipe, per_node)
 
 
 def adapters_held(recipe: Recipe, model: dict[str, Any]) -> int:
-    """Bytes that an engine's device keeps for adapters at most: as if tensor-parallel ranks did not cut them."""
+    """Return the largest size of the adapters on an engine's device in bytes: as if tensor parallelism did not cut them."""
     sizes = adapter_sizes(text_fields(model), held_rank(recipe.lora.rank), recipe.lora.targets)
     return sum(sizes.values()) * (4 if (recipe.rollout.dtype or recipe.model.dtype) == "float32" else 2)
 
@@ -59,23 +59,23 @@ def _bytes_of_a_number(recipe: Recipe) -> int:
 
 
 def _from_the_first(route: str, size: int, recipe: Recipe, per_node: int | None) -> Links:
-    """Trainer rank 0 sends all engine ranks the same. Between nodes it travels once to each, where its ranks share memory
-    (`hops.full_relays`), else once to each rank."""
-    where = hosts(recipe, per_node)
-    others = [host for host in where.engines if host != where.trainers[0]]
-    outside = len(set(others) if recipe.exchange.transport in SHARED_MEMORY_TRANSPORTS else others)
-    return Links(route, size, size, size * len(where.engines), size * outside)
+    """Return the bytes if trainer rank 0 sends equal data to all engine ranks. Between nodes it travels once per node with
+    shared memory (`hops.full_relays`), else once per rank."""
+    placed = hosts(recipe, per_node)
+    remote = [host for host in placed.engines if host != placed.trainers[0]]
+    outside = len(set(remote) if recipe.exchange.transport in SHARED_MEMORY_TRANSPORTS else remote)
+    return Links(route, size, size, size * len(placed.engines), size * outside)
 
 
-def links(made: TransferPlan) -> Links:
-    """Bytes of one update under `exchange.route: planned`."""
-    found = totals(made)
-    return Links("planned", found.sent_by_rank, found.received_by_rank, found.received, found.between_hosts)
+def links(plan: TransferPlan) -> Links:
+    """Return the bytes of one sharded update."""
+    sums = totals(plan)
+    return Links("planned", sums.sent_by_rank, sums.received_by_rank, sums.received, sums.between_hosts)
 
 
 def planned(recipe: Recipe, model: dict[str, Any], per_node: int | None = None) -> TransferPlan:
-    """The plan of one update of the policy's engines; `model`: its config.json, `per_node`: devices of a machine (None: one
-    machine has all). Raises ValueError where no plan can be made."""
+    """Plan one sharded update of the policy's engines. `model`: config.json; `per_node`: devices per machine (None: one
+    machine has all). Raises ValueError if the weights cannot be sharded."""
     with tempfile.TemporaryDirectory() as directory, RankClient() as client, RankClient(child=ENGINES) as engines:
         haves = holdings(built_from(recipe, model, Path(directory, "model")), client)
         return planned_from(haves, recipe, model, per_node, engines)
@@ -84,7 +84,7 @@ def planned(recipe: Recipe, model: dict[str, Any], per_node: int | None = None) 
 def planned_from(
     haves: Sequence[SliceTable], recipe: Recipe, model: dict[str, Any], per_node: int | None, engines: RankClient
 ) -> TransferPlan:
-    """As `planned`. `haves`: what each trainer rank holds. `engines`: of `ENGINES`."""
+    """Plan like `planned`. `haves`: slices held by each trainer rank. `engines`: a client of `ENGINES`."""
     if importlib.util.find_spec("vllm") is None:
         raise NotInstalled(NO_VLLM)
     with tempfile.TemporaryDirectory() as directory:
@@ -94,7 +94,7 @@ def planned_from(
 
 
 def hosts(recipe: Recipe, per_node: int | None) -> Hosts:
-    """Trainers fill machines in the order of ranks. Colocated engines do so with the same devices, others with the next."""
+    """Return the host of each rank. Trainers fill machines in rank order; colocated engines share them, others follow."""
     trainers, engines = recipe.cluster.trainers, recipe.rollout.engines * recipe.rollout.tensor_parallel
     first = 0 if recipe.cluster.placement == "colocated" else trainers
     each = per_node or trainers + engines
@@ -105,33 +105,36 @@ def hosts(recipe: Recipe, per_node: int | None) -> Hosts:
 
 
 def _needs(recipe: Recipe, haves: Sequence[SliceTable], directory: Path, client: RankClient) -> list[SliceTable]:
-    """Of all engine ranks. Ranks of a group's first engine are built, and the group's last rank: in between, ranks differ by
-    the numbers of their experts alone, or all are asked."""
+    """Return the slices that each engine rank needs.
+
+    Only ranks of a group's first engine and the group's last rank are built: in between, ranks differ by expert numbers
+    alone. If the last rank contradicts that, all ranks are built.
+    """
     rollout = recipe.rollout
     spec = policy_spec(recipe, "engine0", load_weights=False)
     spec = replace(spec, model_path=str(directory), engine_args=dict(spec.engine_args))
     whole = held_tensors(haves)
-    sampled = Sampled.of(whole)
+    sampled = SampledLayers.of(whole)
 
-    def asked(ranks: list[int], tensors: Sequence[Any], name: str) -> list[SliceTable]:
+    def request(ranks: list[int], tensors: Sequence[Any], name: str) -> list[SliceTable]:
         file = directory / name
         file.write_text(json.dumps(tensors), encoding="utf-8")
         futures = [client.submit(EngineRequest("vllm", spec, rank, file)) for rank in ranks]
         return [_description(future.result()) for future in futures]
 
-    def of(ranks: list[int]) -> list[SliceTable]:
-        found = [sampled.whole(one) for one in asked(ranks, sampled.tensors, "some.json")]
-        if None in found:
-            return asked(ranks, whole, "all.json")
-        return [one for one in found if one is not None]
+    def tables(ranks: list[int]) -> list[SliceTable]:
+        expanded = [sampled.expand(table) for table in request(ranks, sampled.tensors, "some.json")]
+        if None in expanded:
+            return request(ranks, whole, "all.json")
+        return [table for table in expanded if table is not None]
 
     group, each = rollout.data_parallel, rollout.tensor_parallel
     if group == 1:
-        return of(list(range(each))) * rollout.engines
-    *first, last = of([*range(each), group * each - 1])
+        return tables(list(range(each))) * rollout.engines
+    *first, last = tables([*range(each), group * each - 1])
     of_group = [_later(first[rank % each], rank // each * each) for rank in range(group * each)]
     if of_group[-1].digest != last.digest:
-        of_group = of(list(range(group * each)))
+        of_group = tables(list(range(group * each)))
     return of_group * (rollout.engines // group)
 
 
@@ -141,8 +144,8 @@ def _description(answer: dict[str, Any]) -> SliceTable:
     return SliceTable.from_bytes(base64.b64decode(answer["description"]))
 
 
-def _later(one: SliceTable, ranks: int) -> SliceTable:
-    """What the rank so many further on in a group needs, if each has equally many experts, numbered from rank to rank."""
-    count = len({found[2] for name in one.tensors if (found := _EXPERT.match(name))})
-    names = (_EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + ranks * count}", name) for name in one.tensors)
-    return replace(one, tensors=tuple(names))
+def _later(table: SliceTable, ranks: int) -> SliceTable:
+    """Shift the expert numbers of a table to a rank that is `ranks` further on in the group."""
+    count = len({match[2] for name in table.tensors if (match := _EXPERT.match(name))})
+    names = (_EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + ranks * count}", name) for name in table.tensors)
+    return replace(table, tensors=tuple(names))

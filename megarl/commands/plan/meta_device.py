@@ -1,8 +1,8 @@
 """An accelerator without memory, for planning: tensors have shapes and types, collectives move nothing.
 
-A process that has prepared it is any rank of any layout, whatever the machine: it builds what that rank would hold, and
-runs what that rank would run, in kilobytes. Everything that needs a value fails, but for what the host itself has sent
-to the device (`_remember_what_is_sent`). Patches are process-wide, as the CPU's: it is for a process of its own.
+A prepared process can be any rank of any layout on any machine: it builds that rank's model and runs its passes in kilobytes.
+Operations that need a value fail, except for values that the host sent to the device (`_remember_sent_values`). Patches are
+process-wide, as for the CPU, so use a separate process.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from megarl.platform.cpu import stand_in
 from megarl.platform.device_kind import DeviceKind
 
 META = torch.device("meta")
-_FEW = 2**16  # numbers of a tensor that are remembered: offsets and counts, not activations
+_FEW = 2**16  # largest tensor with remembered values: offsets and counts, not activations
 
 
 class MetaPlatform(Platform):
-    """torch's "meta" device in the place of an accelerator, with megarl's own layers (`native_layers.py`)."""
+    """torch's "meta" device as an accelerator, with megarl's native layers (`native_layers.py`)."""
 
     kind = DeviceKind(
         name="meta",
@@ -51,12 +51,12 @@ class MetaPlatform(Platform):
         torch._megarl_meta = True
         stand_in(META)
         fake_collectives()
-        _remember_what_is_sent()
+        _remember_sent_values()
         F.scaled_dot_product_attention = _attention
         F.rms_norm = _rms_norm
 
     def set_device(self, local_rank: int) -> None:
-        """Nothing to choose."""
+        """Do nothing: there is one device."""
 
     def device(self) -> torch.device:
         return META
@@ -74,22 +74,22 @@ class MetaPlatform(Platform):
         raise NotImplementedError("tensors without memory have nothing to share")
 
     def empty_cache(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: no memory is cached."""
 
     def peak_memory(self) -> float:
         return 0.0
 
 
 def join(rank: int, world_size: int) -> None:
-    """Be rank `rank` of `world_size` processes, of which there are no others."""
+    """Become rank `rank` of `world_size` processes; the others do not exist."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def fake_collectives() -> None:
-    """Every group is a fake one, Megatron's gloo groups too. What ranks exchange in a batch they exchange one by one:
-    torch's batches ask for a device that communicates."""
+    """Make every group a fake one, also Megatron's gloo groups. Batches of sends and receives run one by one, since torch's
+    batches need a device with collectives."""
     distributed = torch.distributed
     new_group = distributed.new_group
 
@@ -103,19 +103,19 @@ def fake_collectives() -> None:
 
     distributed.new_group = fake_group
     distributed._coalescing_manager = one_by_one
-    distributed.batch_isend_irecv = lambda batch: [one.op(one.tensor, one.peer, one.group) for one in batch]
+    distributed.batch_isend_irecv = lambda batch: [call.op(call.tensor, call.peer, call.group) for call in batch]
 
 
 class _Work:
     """A collective that is always complete."""
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Return at once."""
 
 
-def _remember_what_is_sent() -> None:
-    """Let `tolist` and `item` answer for tensors that came from the host and that nothing was computed of: offsets of
-    sequences, counts. A sum over ranks is then the rank's own part."""
+def _remember_sent_values() -> None:
+    """Patch `tolist` and `item` to work on tensors that came unchanged from the host, such as sequence offsets and counts.
+    A sum over ranks is then this rank's part."""
     to, make, tolist, item = torch.Tensor.to, torch.tensor, torch.Tensor.tolist, torch.Tensor.item
 
     def remembering_to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -126,10 +126,10 @@ def _remember_what_is_sent() -> None:
 
     @functools.wraps(make)
     def remembering_tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made = make(data, *args, **kwargs)
-        if made.device == META:
-            made._on_host = make(data, *args, **{**kwargs, "device": "cpu"})
-        return made
+        tensor = make(data, *args, **kwargs)
+        if tensor.device == META:
+            tensor._on_host = make(data, *args, **{**kwargs, "device": "cpu"})
+        return tensor
 
     torch.Tensor.to = remembering_to
     torch.tensor = remembering_tensor
@@ -137,7 +137,7 @@ def _remember_what_is_sent() -> None:
     torch.Tensor.item = lambda self: item(getattr(self, "_on_host", self))
 
 
-_ONLY_VALUES = (  # operations that tell values, or whose output has a size that hangs on them
+_ONLY_VALUES = (  # operations that return values, or with an output size that depends on values
     torch.ops.aten._local_scalar_dense.default,
     torch.ops.aten.repeat_interleave.Tensor,
     torch.ops.aten.unique_consecutive.default,
@@ -145,27 +145,27 @@ _ONLY_VALUES = (  # operations that tell values, or whose output has a size that
 
 
 class KnownValues(TorchDispatchMode):
-    """Computes on the host, too, what is computed of the few numbers that the host has sent: where an image's windows lie
-    follows from its size by some arithmetic on the device, and shapes follow from that.
+    """Computes on the host as well whatever depends only on values that the host sent. An image's windows follow from its
+    size by arithmetic on the device, and shapes follow from the windows.
 
-    Only within it, since it looks at every operation.
+    Slow, since it intercepts every operation: use it only where needed.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        known = any(hasattr(tensor, "_on_host") for tensor in tensors) and all(
+        has_values = any(hasattr(tensor, "_on_host") for tensor in tensors) and all(
             tensor.device != META or hasattr(tensor, "_on_host") for tensor in tensors
         )
-        if not known:
+        if not has_values:
             return function(*args, **kwargs)
         on_host = function(*tree_map(_host, args), **tree_map(_host, kwargs))
         if function == torch.ops.aten._local_scalar_dense.default or kwargs.get("device", META) != META:
-            return on_host  # which the host is told
+            return on_host  # the host reads this value
         by_value = function in _ONLY_VALUES
         result = tree_map(lambda value: value.to(META), on_host) if by_value else function(*args, **kwargs)
-        for made, value in zip(tree_leaves(result), tree_leaves(on_host), strict=True):
-            made._on_host = value
+        for output, value in zip(tree_leaves(result), tree_leaves(on_host), strict=True):
+            output._on_host = value
         return result
 
 
@@ -175,7 +175,7 @@ def _host(value: Any) -> Any:
     return torch.device("cpu") if value == META else value
 
 
-# --- kernels that every accelerator has as one, and that torch takes apart on "meta" ---------------------------
+# --- kernels that are fused on every accelerator, and that torch decomposes on "meta" ---------------------------
 
 
 def _attention(
@@ -188,14 +188,14 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels add a mask, and torch makes such a one
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # kernels add a mask of the query's type
         attn_mask = query.new_empty(attn_mask.shape)
     return _Attention.apply(query, key, value, attn_mask)
 
 
 class _Attention(torch.autograd.Function):
-    """Flash attention's memory: no matrix of queries by keys but a mask; the output and a number a row stay for the
-    backward pass."""
+    """Memory of flash attention: no matrix of queries by keys except a mask; the output and one number per row are saved for
+    the backward pass."""
 
     @staticmethod
     def forward(
@@ -223,7 +223,7 @@ def _rms_norm(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The fused kernel's memory: a number a row stays beside the input."""
+    """Memory of a fused RMSNorm: one number per row is saved besides the input."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the command `plan` is asked for: options that go together, and the device that they name."""
+"""Options of `plan`: their consistency, and the device that they select."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SECONDS = 120.0
 
 
 @dataclass(frozen=True)
-class Options:
-    """As they are given; None, or False: not."""
+class PlanOptions:
+    """Options as given on the command line; None or False: not given."""
 
     memory: float | None = None
     html: Path | None = None
@@ -32,12 +32,12 @@ class Options:
     strict: bool = False
 
     def check(self) -> None:
-        """InputError for an option that what is asked for would not read."""
+        """Raise InputError for options that contradict each other or have no effect."""
         if self.memory is not None and not self.memory > 0:
             raise InputError(f"--memory {self.memory:g}: a device has more than 0 GiB.")
         if self.host_memory is not None and not self.host_memory > 0:
             raise InputError(f"--host-memory {self.host_memory:g}: a machine has more than 0 GiB.")
-        given = {
+        is_given = {
             "--html": self.html is not None,
             "--response": self.response is not None,
             "--json": self.as_json,
@@ -48,66 +48,71 @@ class Options:
         }
         if self.calibrate is not None:
             for name in ("--search", "--html", "--json", "--response", "--calibration"):
-                if given[name]:
+                if is_given[name]:
                     raise InputError(
-                        f"{name} {_WHAT[name]}; --calibrate fits a device to a run. Leave one of them out."
+                        f"{name} {_MEANINGS[name]}; --calibrate fits a device to a run. Leave one of them out."
                     )
-        if self.search and given["--html"]:
+        if self.search and is_given["--html"]:
             raise InputError(
-                f"--html {_WHAT['--html']}; --search prints layouts, --json all of them. Leave one of them out."
+                f"--html {_MEANINGS['--html']}; --search prints layouts, --json all of them. Leave one of them out."
             )
-        for name, owner, has in (("--out", "--calibrate RUN", self.calibrate), ("--seconds", "--search", self.search)):
-            if given[name] and not has:
-                raise InputError(f"{name} {_WHAT[name]}. Give {owner} as well, or leave {name} out.")
+        for name, owner, is_present in (
+            ("--out", "--calibrate RUN", self.calibrate),
+            ("--seconds", "--search", self.search),
+        ):
+            if is_given[name] and not is_present:
+                raise InputError(f"{name} {_MEANINGS[name]}. Give {owner} as well, or leave {name} out.")
 
     def check_with(self, device: Device | None) -> None:
-        """InputError for an option that is read where a device is known."""
+        """Raise InputError for an option that needs a device if there is none."""
         if device is None:
-            for name, given in (
+            for name, value in (
                 ("--devices", self.devices),
                 ("--response", self.response),
                 ("--calibration", self.calibration),
                 ("--host-memory", self.host_memory),
             ):
-                if given is not None:
+                if value is not None:
                     raise InputError(
-                        f"{name} {_WHAT[name]}, and none is known: the recipe's head names no machine. Give --device as well."
+                        f"{name} {_MEANINGS[name]}, but no device is known: the recipe's head names no machine. Give --device as well."
                     )
 
 
-_WHAT = {
-    "--html": "writes the page of a recipe's plan",
-    "--json": "prints a plan, or what a search found",
-    "--response": "is the mean response that seconds are estimated for, of a device",
-    "--search": "looks for layouts",
+_MEANINGS = {
+    "--html": "writes the page of a plan",
+    "--json": "prints a plan or the result of a search",
+    "--response": "sets the mean response length of an estimate, which needs a device",
+    "--search": "searches for layouts",
     "--out": "writes the calibration that --calibrate fits",
-    "--seconds": "is how long --search looks",
-    "--host-memory": "is that of the machines of a device",
-    "--calibration": "has rates and factors of the device that seconds are estimated for",
-    "--devices": "has the figures of the device that a plan is for",
+    "--seconds": "limits the time of --search",
+    "--host-memory": "sets the host memory of a device's machines",
+    "--calibration": "has measured rates and factors of a device",
+    "--devices": "has data sheets of devices",
 }
 
 
 def device_of(path: Path, name: str | None, table: Path | None) -> tuple[Device | None, list[str]]:
-    """What `name` says, else the recipe's head, whose machine says how many of its devices it has; and what was decided
-    of that. A device whose number `table` says has that number."""
-    known = devices(table)  # read in any case: what is wrong with the user's is said
+    """Return the device called `name`, else the device in the recipe's head, with notes on the choice.
+
+    The head's number of devices per machine is used, unless `table` (a file of devices) has one for this device.
+    """
+    all_devices = devices(table)  # reports faults in the file even if it is not used
     machine = hardware_of(path)
-    own = DEVICES_OF.get(machine[0]) if machine is not None else None
-    if name is None and own is None:
+    head_device = DEVICES_OF.get(machine[0]) if machine is not None else None
+    if name is None and head_device is None:
         return None, []
-    found = device_named(name or str(own), table)
-    theirs = [one for one in known if known[one] != devices().get(one)]
-    unused = [f"{table} is not used: the plan is for {found.name}; --device says another."] if table else []
+    device = device_named(name or str(head_device), table)
+    of_table = [entry for entry in all_devices if all_devices[entry] != devices().get(entry)]
+    unused = [f"{table} is not used: the plan is for {device.name}; --device selects another."] if table else []
     where = "the table of devices has it"
-    if found.name in theirs:
+    if device.name in of_table:
         unused, where = [], f"{table} says"
-    if machine is None or own is None or found.name != own:
-        return found, [f"{found.name}: {pluralize(found.per_node, 'device')} a machine, as {where}.", *unused]
-    if known[own].per_node != devices()[own].per_node:
-        return found, [f"{found.name}: {pluralize(found.per_node, 'device')} a machine, as {table} says."]
-    memory = found.host_memory if own in theirs else HOST_MEMORY_OF.get(machine[0], found.host_memory)
-    return replace(found, per_node=machine[2], host_memory=memory), [
-        f"{own}: {pluralize(machine[2], 'device')} a machine, as the recipe's head says.",
+    if machine is None or head_device is None or device.name != head_device:
+        return device, [f"{device.name}: {pluralize(device.per_node, 'device')} a machine, as {where}.", *unused]
+    if all_devices[head_device].per_node != devices()[head_device].per_node:
+        return device, [f"{device.name}: {pluralize(device.per_node, 'device')} a machine, as {table} says."]
+    memory = device.host_memory if head_device in of_table else HOST_MEMORY_OF.get(machine[0], device.host_memory)
+    return replace(device, per_node=machine[2], host_memory=memory), [
+        f"{head_device}: {pluralize(machine[2], 'device')} a machine, as the recipe's head says.",
         *unused,
     ]

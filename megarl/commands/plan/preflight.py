@@ -350,7 +350,7 @@ def _check_run(recipe: Recipe, found: Checked) -> None:
 
 def _block(refusal: Refusal) -> str:
     """As a RecipeError says it."""
-    lines = [("key   ", refusal.key), ("what  ", refusal.what), ("do    ", refusal.remedy)]
+    lines = [("key   ", refusal.key), ("what  ", refusal.problem), ("do    ", refusal.remedy)]
     return "".join(f"\n  {label} {text}" for label, text in lines if text)
 
 

@@ -1,4 +1,4 @@
-"""The route of a recipe's weights on the versions of the device that a plan is for."""
+"""Weight-sync route that a recipe will take with a device's software versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.recipe.schema import Recipe
 
 
 def expected_routes(recipe: Recipe, device: Device | None) -> list[Route]:
-    """The expected route first, then that of other sets of versions of the device. Where this machine has such a device and
+    """Return the expected route first, then the routes with the device's other version sets. If this machine has such a device and
     a vLLM, its version comes first. Empty for a recipe without engines."""
     if recipe.train.source != "rollout":
         return []
@@ -27,7 +27,7 @@ def expected_routes(recipe: Recipe, device: Device | None) -> list[Route]:
 
 
 def as_expected(recipe: Recipe, routes: list[Route]) -> Recipe:
-    """`recipe` with exchange.route=export where that is the expected route of a recipe that leaves it open."""
+    """Return `recipe` with exchange.route=export if that is the expected route and the recipe leaves it open."""
     if not routes or routes[0].name != "export" or not is_sharded(recipe) or recipe.exchange.route != "auto":
         return recipe
     return replace(recipe, exchange=replace(recipe.exchange, route="export"))

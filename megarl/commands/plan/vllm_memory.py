@@ -1,4 +1,4 @@
-"""What one rank of vLLM's model holds, and about what its largest step takes."""
+"""Memory of one rank of vLLM's model, and an estimate for its largest step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.commands.plan.vllm_rank import RankModel
 from megarl.engines.base import EngineLimits, EngineSpec
 from megarl.platform.adaptor import asleep
 
-# Of a sequence's logits: as the model puts them out, in float32, their log-probs, probabilities, and the draws of these
+# Copies of a sequence's logits: the model's output, then in float32 logits, log-probs, probabilities and random draws
 # (vLLM 0.32, v1/sample/sampler.py and ops/topk_topp_sampler.py).
 _IN_FLOAT32 = 4
 _OF_A_LAYER = re.compile(r".*\.(?:layers|blocks)\.\d+(?=\.)")
@@ -21,16 +21,16 @@ _OF_A_LAYER = re.compile(r".*\.(?:layers|blocks)\.\d+(?=\.)")
 
 @dataclass(frozen=True)
 class RankCounts:
-    """Of one rank; but for the first in bytes."""
+    """Memory of one rank: bytes, except the number of parameters."""
 
     parameters: int
-    weights: int  # of these
-    beside: int  # tables of rotary positions and the like, and copies that latent attention makes of a weight
-    cache_per_token: float  # of the KV cache, for each token of one sequence
+    weights: int  # of the parameters
+    tables: int  # rotary tables and the like, and copies of a weight that latent attention makes
+    cache_per_token: float  # KV cache per token of one sequence
     working: int  # of the largest step
-    largest: int  # of `weights`, those of the one module that has the most
-    remade: int  # copies of a weight that latent attention makes anew at the first update, outside of what sleeps
-    asleep: int  # on the host, while the engine sleeps and keeps its weights
+    largest: int  # parameters of the largest module
+    remade: int  # copies of a weight that latent attention makes anew at the first update and that do not sleep
+    asleep: int  # on the host while the engine sleeps and keeps its weights
 
 
 def counted(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> RankCounts:
@@ -40,12 +40,14 @@ def counted(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> RankCou
     return RankCounts(
         parameters=sum(parameter.numel() for parameter in parameters.values()),
         weights=_bytes(parameters),
-        beside=_bytes({key: one for key, one in buffers.items() if key not in parameters}) + copies,
+        tables=_bytes({key: tensor for key, tensor in buffers.items() if key not in parameters}) + copies,
         cache_per_token=_cache_per_token(built),
         working=_layers(built, limits) + _logits(built, spec, limits),
-        largest=max(sum(one.nbytes for one in module.parameters(recurse=False)) for module in built.model.modules()),
+        largest=max(
+            sum(tensor.nbytes for tensor in module.parameters(recurse=False)) for module in built.model.modules()
+        ),
         remade=copies,
-        asleep=asleep(one.untyped_storage().nbytes() for one in {**buffers, **parameters}.values()),
+        asleep=asleep(tensor.untyped_storage().nbytes() for tensor in {**buffers, **parameters}.values()),
     )
 
 
@@ -62,18 +64,18 @@ def _attention(built: RankModel) -> list[Any]:
 
 def _cache_per_token(built: RankModel) -> float:
     specs = [layer.get_kv_cache_spec(built.config) for layer in _attention(built)]
-    return sum(one.page_size_bytes / one.block_size for one in specs if one is not None)
+    return sum(cache.page_size_bytes / cache.block_size for cache in specs if cache is not None)
 
 
 def _logits(built: RankModel, spec: EngineSpec, limits: EngineLimits) -> int:
-    """Of all the vocabulary: every rank gathers it. An engine that tells prompts' log-probs has a row a token."""
+    """Return bytes of logits over the whole vocabulary, which every rank gathers. With prompt log-probs: a row per token."""
     rows = limits.tokens if spec.prompt_top_k is not None else limits.sequences
     vocabulary = built.config.model_config.get_vocab_size()
     return rows * vocabulary * (_itemsize(built) + 4 * _IN_FLOAT32)
 
 
 def _layers(built: RankModel, limits: EngineLimits) -> int:
-    """Of the widest layer, with its input, its residual and their norm."""
+    """Return activation bytes of the widest layer, with its input, residual and norm."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 
@@ -84,7 +86,7 @@ def _layers(built: RankModel, limits: EngineLimits) -> int:
             continue
         if isinstance(module, LinearBase):
             widths[layer[0]] += getattr(module, "output_size_per_partition", module.output_size)
-            if isinstance(module, RowParallelLinear):  # what attention and activations put out
+            if isinstance(module, RowParallelLinear):  # the outputs of attention and activation functions
                 widths[layer[0]] += module.input_size_per_partition
         elif isinstance(module, RoutedExperts):
             widths[layer[0]] += _of_experts(module)
@@ -96,7 +98,7 @@ def _layers(built: RankModel, limits: EngineLimits) -> int:
 
 
 def _of_experts(experts: Any) -> float:
-    """Numbers a token of a step: the tokens that come to a rank's experts, their two products and what goes back."""
+    """Return values per token of a step: tokens arriving at a rank's experts, their two products and the results."""
     parallel = experts.moe_config.moe_parallel_config
     share = experts.local_num_experts / experts.global_num_experts
     arriving = experts.top_k * share * (parallel.dp_size if parallel.use_ep else 1)

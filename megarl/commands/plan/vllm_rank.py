@@ -1,8 +1,8 @@
-"""vLLM's own model of any rank of any layout, without memory: for planning, on a machine that need have no device.
+"""vLLM's model of any rank of any layout on tensors without memory, for planning on a machine without devices.
 
-`prepare` makes a process one that can be a rank, `build` makes it one. The process holds shapes and types alone, and the
-other ranks do not exist: their groups exchange nothing. What a device's kernels make of weights after loading is not there.
-Patches are process-wide: it is for a process of its own.
+`prepare` patches the process, `build` makes it a rank. Tensors have shapes and types only, and collectives move nothing, since
+the other ranks do not exist. Changes of weights by a device's kernels after loading are not modelled. Patches are
+process-wide, so use a separate process.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from megarl.commands.plan.meta_device import META, fake_collectives, join
 from megarl.engines.base import EngineSpec
 from megarl.engines.vllm.args import build_engine_args, process_env
 
-# Of an engine's arguments, those that change what its ranks hold. Others say how it runs, and may be a device's own.
+# Engine arguments that change the memory of a rank. Others control how it runs, and may be specific to a device.
 _OF_THE_MODEL = ("hf_overrides", "kv_cache_dtype", "limit_mm_per_prompt", "quantization", "num_redundant_experts")
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """`model`: parameters are on "meta", laid out as checkpoints are loaded into them."""
+    """A model with parameters on "meta", laid out for loading checkpoints."""
 
     model: torch.nn.Module
     config: Any  # vLLM's VllmConfig
 
 
 def prepare() -> None:
-    """Call before anything imports vLLM."""
-    os.environ.update(process_env(1), VLLM_PLUGINS="")  # "": other devices' plugins stay away
+    """Patch this process. Call before vLLM is imported."""
+    os.environ.update(process_env(1), VLLM_PLUGINS="")  # "": plugins of other devices are not loaded
     if importlib.util.find_spec("torchvision") is None:
         sys.meta_path.append(_Torchvision())
     fake_collectives()
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
 
-    vllm.platforms._current_platform = CpuPlatform()  # the same everywhere, whatever the machine has
+    vllm.platforms._current_platform = CpuPlatform()  # the same on every machine
     import vllm.model_executor.model_loader.utils
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
     from vllm.model_executor.models import registry
 
-    # What asks other ranks, or another process.
+    # These query other ranks or another process.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False
     MessageQueue.create_from_process_group = staticmethod(lambda *_, **__: None)
     parallel_state.in_the_same_node_as = lambda group, source_rank=0: [True] * torch.distributed.get_world_size(group)
@@ -62,9 +62,10 @@ def prepare() -> None:
 
 
 def build(spec: EngineSpec, rank: int) -> RankModel:
-    """Be rank `rank` of an engine of `spec`, or of its group: ranks of an engine are neighbours. Once in a process.
+    """Build rank `rank` of an engine with `spec`, or of its engine group (ranks of an engine are neighbours). Once per
+    process.
 
-    `spec.model_path` needs a config.json and nothing else. Raises ValueError for a model that cannot be cut so.
+    `spec.model_path` needs only a config.json. Raises ValueError for a model that cannot be cut this way.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -76,7 +77,7 @@ def build(spec: EngineSpec, rank: int) -> RankModel:
         VLLM_DP_SIZE=str(spec.data_parallel),
         VLLM_DP_RANK=str(engine),
         VLLM_DP_RANK_LOCAL="0",
-        VLLM_DP_MASTER_PORT="1",  # else a free one is looked for; nothing is connected
+        VLLM_DP_MASTER_PORT="1",  # avoids the search for a free port; nothing connects
     )
     join(rank, spec.tensor_parallel * spec.data_parallel)
     config = EngineArgs(**_arguments(spec)).create_engine_config()
@@ -89,9 +90,9 @@ def build(spec: EngineSpec, rank: int) -> RankModel:
 
 
 def _arguments(spec: EngineSpec) -> dict[str, Any]:
-    """As an accelerator's engine is given them, where they say what it holds."""
-    given = {name: value for name, value in spec.engine_args.items() if name in _OF_THE_MODEL}
-    arguments = build_engine_args(replace(spec, engine_args=given, sleep_mode=False, adapters=None), "cuda")
+    """Return the engine arguments on an accelerator that change the memory of a rank."""
+    relevant = {name: value for name, value in spec.engine_args.items() if name in _OF_THE_MODEL}
+    arguments = build_engine_args(replace(spec, engine_args=relevant, sleep_mode=False, adapters=None), "cuda")
     return {**arguments, "enforce_eager": True, "load_format": "dummy", "distributed_executor_backend": None}
 
 
@@ -106,7 +107,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 class _FloatsWithoutMemory(TorchFunctionMode):
-    """New tensors of floating point are on "meta". Integers stay on the host: which experts a rank has is computed of them."""
+    """Creates new floating-point tensors on "meta". Integers stay on the host: a rank's expert numbers are computed."""
 
     _MAKE = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.arange, torch.linspace)
 
@@ -120,7 +121,7 @@ class _FloatsWithoutMemory(TorchFunctionMode):
 
 
 class _Torchvision:
-    """Stands in for torchvision, of which vLLM and transformers import names that building a model never uses."""
+    """Stand-in for torchvision: vLLM and transformers import names that building a model never uses."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name.partition(".")[0] != "torchvision":

@@ -21,7 +21,7 @@ from megarl.commands.accept.settings import Settings
 from megarl.commands.accept.stages import engine, exchange, rl_step
 from megarl.commands.data.tiny_model import make_tiny_model
 from megarl.commands.data.tiny_weights import shapes
-from megarl.commands.plan.count.types import Place, Use
+from megarl.commands.plan.count.types import DeviceUses, Use
 from megarl.recipe.schema import Recipe
 from megarl.recipe.training import MegatronConfig
 from megarl.weight_sync.connect import RouteRefused
@@ -199,7 +199,7 @@ class TestStep:
     def test_peak_of_a_trainer_is_compared_with_its_tensors(self, context, monkeypatch):
         gib = 2**30
         update = Use("update_actor", {"weights": 2 * gib, "activations": gib, "KV cache": 9 * gib, "contexts": gib})
-        places = [Place("actor 0 + engine", 1, [Use("gen", {"engine weights": 20 * gib}), update])]
+        places = [DeviceUses("actor 0 + engine", 1, [Use("gen", {"engine weights": 20 * gib}), update])]
         assert rl_step.planned_peak(places) == ("update_actor of actor 0 + engine", 3.0)
         monkeypatch.setattr("megarl.commands.plan.build.make_plan", lambda *_, **__: SimpleNamespace(places=places))
         cut = SimpleNamespace(recipe=None, config={})

@@ -105,7 +105,7 @@ def test_what_shares_cannot_say_becomes_a_factor(tmp_path: Path) -> None:
     measured |= {"reference": 3 * measured["reference"], "weight_exchange": 50.0}
     assert after == pytest.approx(measured, rel=0.01)
     assert device.factors["reference"] > 1.5 and device.factors["weight_exchange"] > 10
-    assert device.link_share == H100.link_share and "not the links" in " ".join(said.split())
+    assert device.link_share == H100.link_share and "the links are not its bottleneck" in " ".join(said.split())
 
 
 def test_sampling_beside_the_trainers_is_known_where_they_waited(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_users_device_is_calibrated_by_its_name(tmp_path: Path) -> None:
         "the factor was not measured again"
     )
     assert (again.memory, again.network) == (96, pytest.approx(1e9))
-    with pytest.raises(InputError, match=r"the calibration is of mine, the plan for H100\. Give --device mine"):
+    with pytest.raises(InputError, match=r"the calibration is for mine, the plan for H100\. Give --device mine"):
         read_calibration(tmp_path / "own.yaml").apply(H100)
 
 
@@ -205,7 +205,7 @@ def test_a_run_of_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_run_or_too_short_is_refused(tmp_path: Path) -> None:
     made = recipe(**ORDINARY)
-    with pytest.raises(InputError, match=r"is no run to learn from: it lacks metrics.jsonl"):
+    with pytest.raises(InputError, match=r"is not a training run: it lacks metrics.jsonl"):
         calibrate_run(made, MODELS, H100, tmp_path, None)
     run = write_run(tmp_path / "run", made, of(made, TRUE), steps=2)
     with pytest.raises(InputError, match="has no step past the first 2"):
@@ -213,5 +213,5 @@ def test_what_is_no_run_or_too_short_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_calibration_is_said_to_be_missing(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="there is no such file"):
+    with pytest.raises(InputError, match="no such file"):
         read_calibration(tmp_path / "none.yaml")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.commands.plan.time.calibration import RATES, Calibration, Entry, Observation, read_calibration
+from megarl.commands.plan.time.calibration import RATES, Calibration, CalibrationEntry, Observation, read_calibration
 from megarl.commands.plan.time.estimate import estimate
 from megarl.errors import InputError
 from megarl.platform.devices import Device
@@ -18,8 +18,8 @@ from tests.support.estimate_cases import DEVICE, QWEN, recipe
 HEAD = {"schema": 1, "device": "round", "source": "a test"}
 
 
-def measured(value: float) -> Entry:
-    return Entry(value, "measured", "a test")
+def measured(value: float) -> CalibrationEntry:
+    return CalibrationEntry(value, "measured", "a test")
 
 
 def applied(**rates: float) -> Device:
@@ -28,7 +28,7 @@ def applied(**rates: float) -> Device:
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    entry = Entry(2.5, "fitted", "steps of a run", low=2.0, high=3.0)
+    entry = CalibrationEntry(2.5, "fitted", "steps of a run", low=2.0, high=3.0)
     observed = (Observation("decode, 32 sequences", 1850.0, "tokens/s", "TP 1"),)
     written = Calibration("910C", "a test", {"link": measured(1e11)}, {"gen": entry}, observed, {"torch": "2.10"})
     written.write(tmp_path / "one.yaml")

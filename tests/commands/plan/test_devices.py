@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megarl.commands.plan.count.devices import exchange_buffers, places, too_large
 from megarl.commands.plan.count.engines import Engine, not_counted, rank_of, too_small
-from megarl.commands.plan.count.types import Activations, EngineRank, Place, RankMemory, Stage, Use
+from megarl.commands.plan.count.types import Activations, DeviceUses, EngineRank, PipelineStage, RankMemory, Use
 from megarl.commands.plan.show.console import _places, show
 from megarl.commands.plan.show.units import Unit
 from megarl.engines.base import EngineLimits, EngineSpec
@@ -33,17 +33,17 @@ def recipe(**cluster: Any) -> Recipe:
     return made
 
 
-def stage(role: str = "actor", number: int = 0) -> Stage:
-    return Stage(role, number, 0, HELD, BEYOND, None, {})
+def stage(role: str = "actor", number: int = 0) -> PipelineStage:
+    return PipelineStage(role, number, 0, HELD, BEYOND, None, {})
 
 
-def of(made: Recipe, stages: list[Stage], engine: EngineRank | None = ENGINE) -> dict[str, Place]:
+def of(made: Recipe, stages: list[PipelineStage], engine: EngineRank | None = ENGINE) -> dict[str, DeviceUses]:
     engines = {} if engine is None else {"rollout": engine}
     found = places(made, stages, engines, swaps={"actor": None, "critic": None}, largest=0)
     return {place.name: place for place in found}
 
 
-def totals(place: Place) -> dict[str, int]:
+def totals(place: DeviceUses) -> dict[str, int]:
     return {use.phase: use.total for use in place.uses}
 
 
@@ -169,7 +169,7 @@ def test_an_engine_that_finds_its_share_out_is_not_known() -> None:
 
 def engine(spec: EngineSpec, **limits: Any) -> Engine:
     given = {"tokens": 1, "sequences": 1, "share": 0.5, "share_key": "gpu_memory_utilization", "covers_step": True}
-    counts = {"parameters": 1, "weights": 3 * GIB, "beside": GIB, "cache_per_token": GIB / 10, "working": 2 * GIB}
+    counts = {"parameters": 1, "weights": 3 * GIB, "tables": GIB, "cache_per_token": GIB / 10, "working": 2 * GIB}
     return Engine(
         "rollout",
         "vllm",
@@ -213,7 +213,7 @@ def test_a_cache_without_room_for_one_sequence_is_refused(longest: int, limits: 
     rank = rank_of(kind, memory=20)
     assert rank is not None
     refusal = too_small(kind, rank, 20)
-    assert refusal is not None and all(word in f"{refusal.what}. {refusal.remedy}" for word in words), refusal
+    assert refusal is not None and all(word in f"{refusal.problem}. {refusal.remedy}" for word in words), refusal
 
 
 def test_a_cache_with_room_for_one_is_not() -> None:
@@ -228,12 +228,12 @@ def large(made: Recipe, memory: float) -> list[tuple[str, str]]:
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
     found = places(
         made,
-        [Stage("actor", 0, 0, held, beyond, None, {})],
+        [PipelineStage("actor", 0, 0, held, beyond, None, {})],
         {"rollout": rank},
         swaps={"actor": None, "critic": None},
         largest=0,
     )
-    return [(refusal.key, refusal.what) for refusal in too_large(found, memory)]
+    return [(refusal.key, refusal.problem) for refusal in too_large(found, memory)]
 
 
 def test_a_phase_above_the_devices_memory_is_refused_with_its_arithmetic() -> None:
@@ -251,20 +251,20 @@ def test_an_engine_beside_trainers_that_stay_is_refused_for_offload() -> None:
     made.actor.max_tokens_per_micro_batch, made.megatron.offload = 1, False
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 30 * GIB, 60 * GIB, 0)
     rank = EngineRank(10, 20 * GIB, 2.0, 5 * GIB, cache=100 * GIB, sequences=3.0, devices=4)
-    lying = [Stage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
+    lying = [PipelineStage("actor", 0, 0, held, Activations(1, 1, 1, 1), None, {})]
     swaps: dict[str, int | None] = {"actor": None, "critic": None}
     (refusal,) = too_large(places(made, lying, {"rollout": rank}, swaps=swaps, largest=0), 200)
-    assert refusal.key == "megatron.offload" and "in gen: KV cache 100.0" in refusal.what
+    assert refusal.key == "megatron.offload" and "in gen: KV cache 100.0" in refusal.problem
 
 
 def test_many_phases_become_rows(capsys: pytest.CaptureFixture[str]) -> None:
     """A number that is cut is worse than none: the console's table keeps within 100 columns, and whole."""
     phases = ["gen", "values", "update_critic", "update_critic, Adam", "old_log_prob", "reference", "update_actor"]
     uses = [Use(phase, {"weights": (number + 50) << 30}) for number, phase in enumerate(phases)]
-    few = [Place("actor 0 + engine", 8, uses[:2])]
-    many = [Place(f"actor {number} + critic 0 + engine", 8, uses) for number in range(2)]
+    few = [DeviceUses("actor 0 + engine", 8, uses[:2])]
+    many = [DeviceUses(f"actor {number} + critic 0 + engine", 8, uses) for number in range(2)]
     for those, memory in ((few, 64.0), (many, 64.0), (many, None)):
-        Console(width=100).print(_places(those, memory, Unit.of(2**33), 100, known=True))
+        Console(width=100).print(_places(those, memory, Unit.of(2**33), 100, counted=True))
         printed = capsys.readouterr().out
         assert "…" not in printed and max(map(len, printed.splitlines())) <= 100
         for use in those[0].uses:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.commands.plan.equal_layers import Sampled, Tensor
+from megarl.commands.plan.equal_layers import SampledLayers, Tensor
 from megarl.weight_sync.sharded.slices import SliceTable, SliceTableBuilder
 
 LAYERS = 12
@@ -30,14 +30,14 @@ def told(tensors: list[Tensor], odd: int | None = None, *, whole: str = "") -> S
 
 
 def test_the_first_and_the_last_tell_of_those_between() -> None:
-    sampled = Sampled.of(EVERY)
+    sampled = SampledLayers.of(EVERY)
     asked = [name for name, *_ in sampled.tensors]
     assert asked == [name for name, *_ in EVERY if name.split(".")[2] in ("weight", "0", "1", str(LAYERS - 1))]
-    found = sampled.whole(told(sampled.tensors))
+    found = sampled.expand(told(sampled.tensors))
     assert found is not None and found.digest == told(EVERY).digest
 
 
 def test_layers_that_are_not_alike_tell_nothing() -> None:
-    sampled = Sampled.of(EVERY)
-    assert sampled.whole(told(sampled.tensors, odd=LAYERS - 1)) is None
-    assert sampled.whole(told(sampled.tensors, whole="layers.1.q")) is None
+    sampled = SampledLayers.of(EVERY)
+    assert sampled.expand(told(sampled.tensors, odd=LAYERS - 1)) is None
+    assert sampled.expand(told(sampled.tensors, whole="layers.1.q")) is None

@@ -52,9 +52,9 @@ def test_bytes_by_link() -> None:
     """a: on n0, and from there to n1. b: on n1; to n0 as well, which comes first in the order of relays."""
     made = small_plan()
     first, second = flows(made, ["stage 0", "stage 1", "stage 1"])
-    assert (first.source, first.what, first.audience, first.senders) == ("stage 0", "others", (2, 2), 1)
+    assert (first.source, first.weights, first.audience, first.senders) == ("stage 0", "others", (2, 2), 1)
     assert (first.sent, first.relayed, first.between_hosts, first.buckets) == (2 * HALF, 2 * HALF, 2 * HALF, 1)
-    assert (second.source, second.what, second.audience, second.senders) == ("stage 1", "experts", (1, 1), 2)
+    assert (second.source, second.weights, second.audience, second.senders) == ("stage 1", "experts", (1, 1), 2)
     assert (second.sent, second.sent_by_rank, second.relayed) == (4 * HALF, 2 * HALF, 0)
     assert (second.received_by_rank, second.between_hosts, second.buckets) == (2 * HALF, 2 * HALF, 4)
     told = totals(made)
@@ -64,7 +64,12 @@ def test_bytes_by_link() -> None:
 
 @pytest.mark.parametrize(
     ("transport", "way"),
-    [("auto", "out of memory"), ("ipc", "out of memory"), ("collective", "before it"), ("device", "before it")],
+    [
+        ("auto", "out of memory"),
+        ("ipc", "out of memory"),
+        ("collective", "from the previous rank"),
+        ("device", "from the previous rank"),
+    ],
 )
 def test_relays_are_named_after_the_transport(transport, way) -> None:
     """Ranks of a machine read the same memory only where the transport shares it."""
@@ -137,10 +142,10 @@ def test_the_command_says_who_sends_what(monkeypatch: pytest.MonkeyPatch, capsys
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 100 and given == [16], "the head says 16 devices a machine"
     assert "stage 1" in text and "Sent by 3 trainer ranks" in text and "5 buckets of at most" in text
-    assert "A rank has connections with 2 others at most, over gloo." in text
+    assert "A rank has at most 2 connections, over gloo." in text
     apart = ["cluster.placement=disaggregated", "megatron.offload=false", "exchange.route=planned"]
     assert run("exchange", recipe, *apart, "exchange.transport=device") == 0
-    assert "A rank has connections with 4 others at most, device to device." in capsys.readouterr().out
+    assert "A rank has at most 4 connections, device to device." in capsys.readouterr().out
     given.pop()
     assert run("exchange", recipe, "--json", "--per-node", "4") == 0
     told = json.loads(capsys.readouterr().out)
@@ -200,4 +205,4 @@ def test_an_exported_exchange_is_told_from_what_is_explained(
     monkeypatch.setattr(explain_command, "planned", lambda *_: small_plan())
     monkeypatch.setattr(explain_command, "_kinds", lambda recipe: ["stage 0", "stage 1", "stage 1"])
     assert run("exchange", str(RECIPES / "dapo_qwen3_30b.yaml"), "exchange.route=export") == 0
-    assert "do not go this way: exchange.route=export" in " ".join(capsys.readouterr().out.split())
+    assert "does not use this route: exchange.route=export" in " ".join(capsys.readouterr().out.split())

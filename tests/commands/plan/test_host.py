@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from megarl.commands.plan.count.host import Tenants, host_refusals, host_uses
-from megarl.commands.plan.count.types import EngineRank, HostUse, RankMemory, Stage
+from megarl.commands.plan.count.types import EngineRank, HostUse, PipelineStage, RankMemory
 from megarl.commands.plan.show.console import host_table
 from megarl.platform.adaptor import asleep, pinned
 from megarl.platform.devices import device_named
@@ -35,8 +35,8 @@ def recipe(**settings: Any) -> Recipe:
     return made
 
 
-def stage(number: int, held: RankMemory = HELD, role: str = "actor") -> Stage:
-    return Stage(role, number, number, held, None, None, {})
+def stage(number: int, held: RankMemory = HELD, role: str = "actor") -> PipelineStage:
+    return PipelineStage(role, number, number, held, None, None, {})
 
 
 def uses(made: Recipe, *, swaps: int | None = None, keeps_weights: bool = True) -> list[HostUse]:
@@ -147,7 +147,7 @@ def test_actor_and_critic_that_take_turns_copy_what_they_save() -> None:
 def test_a_machine_that_only_lacks_room_for_copies_of_a_checkpoint_names_the_key() -> None:
     hosts = [HostUse("node 0", 1, {"swapped": 40 * GIB, "checkpoint": 20 * GIB})]
     (refusal,) = host_refusals(hosts, 50.0)
-    assert refusal.key == "train.save_in_background" and "checkpoint 20.0" in refusal.what
+    assert refusal.key == "train.save_in_background" and "checkpoint 20.0" in refusal.problem
     (refusal,) = host_refusals(hosts, 30.0)
     assert refusal.key == "megatron.extra.swap_optimizer", "without the copies there is too little as well"
 
@@ -157,7 +157,7 @@ def test_a_machine_that_has_too_little_is_refused_with_the_key() -> None:
     assert host_refusals(hosts, 99.0) == [] == host_refusals([], 1.0)
     (refusal,) = host_refusals(hosts, 98.0)
     assert refusal.key == "rollout.tensor_parallel" and "--host-memory" in refusal.remedy
-    assert refusal.what == (
+    assert refusal.problem == (
         "the host of node 0 needs 99.0 GiB: asleep 50.0 + offloaded 40.0 + processes 9.0; there are 98"
     )
     (refusal,) = host_refusals([HostUse("node 0", 1, {"offloaded": 40 * GIB})], 8.0)

@@ -11,8 +11,8 @@ import pytest
 
 from megarl.commands.plan.search.layouts import (
     Choice,
-    Engines,
-    Layout,
+    EngineLayout,
+    TrainerLayout,
     choice_of,
     chosen,
     engine_layouts,
@@ -21,7 +21,7 @@ from megarl.commands.plan.search.layouts import (
     refusal,
     sizes_of_micro_batches,
 )
-from megarl.commands.plan.search.lower_bound import Part, chunks_under_way, largest_parts
+from megarl.commands.plan.search.lower_bound import StagePart, chunks_under_way, largest_parts
 from megarl.hf import published
 from megarl.hf.shape import model_shape
 from megarl.megatron.layout import check_layout
@@ -49,7 +49,7 @@ def recipe(trainers: int, **megatron: Any) -> Recipe:
     return made
 
 
-def brute_force(made: Recipe, model: dict[str, Any], per_node: int) -> set[Layout]:
+def brute_force(made: Recipe, model: dict[str, Any], per_node: int) -> set[TrainerLayout]:
     """Every layout with even stages that passes `check_layout`."""
     sizes = range(1, made.cluster.trainers + 1)
     found = set()
@@ -57,7 +57,7 @@ def brute_force(made: Recipe, model: dict[str, Any], per_node: int) -> set[Layou
         if tensor > per_node or tensor * pipeline * context > made.cluster.trainers:
             continue
         for chunks in (None, 2, 3, 4, 5, 6):
-            layout = Layout(tensor, pipeline, context, expert, within, chunks)
+            layout = TrainerLayout(tensor, pipeline, context, expert, within, chunks)
             megatron = chosen(made, replace(choice_of(made), layout=layout)).megatron
             try:
                 check_layout(model, megatron, made.cluster.trainers)
@@ -96,7 +96,7 @@ def test_two_uneven_stages_are_not_interleaved() -> None:
     """Megatron divides by the layers between the first and the last stage."""
     found = [one for one in layouts(recipe(2), DENSE, 8) if one.pipeline_parallel == 2]
     assert {one.virtual_pipeline for one in found} == {None, 3}
-    with pytest.raises(ValueError, match="none is between"):
+    with pytest.raises(ValueError, match="cannot interleave without a stage"):
         check_layout(
             DENSE,
             replace(
@@ -125,7 +125,7 @@ def test_what_was_chosen_is_what_the_command_line_makes(tmp_path: Path) -> None:
         "model: {path: x}\nmegatron: {tensor_parallel: 2, sequence_parallel: true, virtual_pipeline: null}\n"
     )
     own = load_recipe(file, ["cluster.trainers=4"])
-    choice = Choice(Layout(1, 2, 1, 1, 1, 3), "full", True, 777, Engines(2, 2, 1, None))
+    choice = Choice(TrainerLayout(1, 2, 1, 1, 1, 3), "full", True, 777, EngineLayout(2, 2, 1, None))
     made = chosen(own, choice)
     given = overrides(own, made)
     assert "megatron.sequence_parallel=null" in given, "one device cuts no sequences"
@@ -138,17 +138,17 @@ def test_micro_batches_hold_a_whole_sequence() -> None:
     made = recipe(4)
     made.data.max_prompt_length, made.rollout.max_response_length = 100, 300
     made.actor.max_tokens_per_micro_batch = 1000
-    assert sizes_of_micro_batches(made, Layout(1, 1, 1, 1, 1)) == [400, 800, 1000, 1600, 3200]
+    assert sizes_of_micro_batches(made, TrainerLayout(1, 1, 1, 1, 1)) == [400, 800, 1000, 1600, 3200]
     made.actor.max_tokens_per_micro_batch = 50
-    assert sizes_of_micro_batches(made, Layout(1, 1, 2, 1, 1)) == [200, 400, 800, 1600]
+    assert sizes_of_micro_batches(made, TrainerLayout(1, 1, 2, 1, 1)) == [200, 400, 800, 1600]
 
 
 def test_engines_take_the_devices_that_they_have() -> None:
     found = set(engine_layouts(recipe(4), SPARSE, 2))
-    assert Engines(4, 1, 1, None) in found and Engines(2, 2, 1, True) in found
-    assert Engines(2, 2, 2, None) not in found, "6 experts do not divide over 4 devices"
-    assert Engines(2, 1, 2, None) not in found, "two devices would have nothing to do"
-    assert Engines(1, 4, 1, None) not in found, "a machine has 2"
+    assert EngineLayout(4, 1, 1, None) in found and EngineLayout(2, 2, 1, True) in found
+    assert EngineLayout(2, 2, 2, None) not in found, "6 experts do not divide over 4 devices"
+    assert EngineLayout(2, 1, 2, None) not in found, "two devices would have nothing to do"
+    assert EngineLayout(1, 4, 1, None) not in found, "a machine has 2"
     apart = recipe(4)
     apart.cluster.placement, apart.rollout.engines = "disaggregated", 2
     assert {one.engines * one.tensor_parallel for one in engine_layouts(apart, DENSE, 8)} == {2}
@@ -186,8 +186,8 @@ def test_only_stages_that_no_earlier_one_covers_can_have_the_peak() -> None:
     assert [part.number for part in largest_parts(even, shape)] == [0, 5]
     uneven = recipe(4, pipeline_parallel=4, first_stage_layers=1, last_stage_layers=1)
     assert [part.number for part in largest_parts(uneven, shape)] == [0, 1, 3]
-    assert Part(0, 2, 1, True, False).covers(Part(1, 1, 1, False, False))
-    assert not Part(0, 2, 1, True, False).covers(Part(1, 1, 2, False, False)), "another kind of layers"
+    assert StagePart(0, 2, 1, True, False).covers(StagePart(1, 1, 1, False, False))
+    assert not StagePart(0, 2, 1, True, False).covers(StagePart(1, 1, 2, False, False)), "another kind of layers"
 
 
 def test_chunks_under_way() -> None:

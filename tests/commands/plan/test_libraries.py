@@ -11,7 +11,7 @@ import pytest
 from megarl.commands.plan.count.devices import places, too_large
 from megarl.commands.plan.count.engines import Engine, rank_of
 from megarl.commands.plan.count.libraries import Libraries, libraries_of, trainer_groups
-from megarl.commands.plan.count.types import RankMemory, Stage, Variable
+from megarl.commands.plan.count.types import PipelineStage, RankMemory, Variable
 from megarl.engines.base import EngineLimits
 from megarl.engines.specs import policy_spec
 from megarl.platform.devices import device_named
@@ -68,7 +68,7 @@ def test_libraries_lie_on_a_device_in_every_phase() -> None:
     """A trainer and an engine rank: two contexts, both ones' groups, graphs, and weights made anew."""
     libraries = Libraries({"actor": 7, "rollout": 5}, context=3, graphs=11)
     engine = replace(ENGINE, remade=2)
-    stage = Stage("actor", 0, 0, HELD, None, None, {})
+    stage = PipelineStage("actor", 0, 0, HELD, None, None, {})
     kept: dict[str, Any] = {"swaps": {"actor": None, "critic": None}, "largest": 0}
     (before,) = places(recipe(), [stage], {"rollout": engine}, **kept)
     (after,) = places(recipe(), [stage], {"rollout": engine}, **kept, libraries=libraries)
@@ -84,7 +84,7 @@ def test_libraries_lie_on_a_device_in_every_phase() -> None:
 def test_an_engines_groups_come_out_of_its_share() -> None:
     made = load_recipe(RECIPES / "grpo_qwen3_8b.yaml", [])
     spec = policy_spec(made, "engine0", load_weights=False)
-    counts = {"weights": GIB, "beside": 0, "cache_per_token": 1.0, "working": GIB, "parameters": 1, "largest": 1}
+    counts = {"weights": GIB, "tables": 0, "cache_per_token": 1.0, "working": GIB, "parameters": 1, "largest": 1}
     limits = EngineLimits(tokens=1, sequences=1, share=0.5, share_key="x", covers_step=True)
     engine = Engine("rollout", "vllm", 1, spec, limits, {**counts, "asleep": 1, "remade": 0})
     plain, less = rank_of(engine, 64.0), rank_of(engine, 64.0, communicators=GIB)
@@ -94,9 +94,9 @@ def test_an_engines_groups_come_out_of_its_share() -> None:
 
 def test_a_trainers_libraries_alone_can_make_a_device_too_small() -> None:
     held = RankMemory(1, 1, 20 * GIB, 0, 40 * GIB, 0, 0, 0)
-    stage = Stage("actor", 0, 0, held, None, None, {})
+    stage = PipelineStage("actor", 0, 0, held, None, None, {})
     kept: dict[str, Any] = {"swaps": {"actor": None, "critic": None}, "largest": 0}
     libraries = Libraries({"actor": 5 * GIB})
     (place,) = places(recipe(placement="disaggregated"), [stage], {}, **kept, libraries=libraries)
     (refusal,) = too_large([place], 64.0)
-    assert "communicators 5.0" in refusal.what
+    assert "communicators 5.0" in refusal.problem

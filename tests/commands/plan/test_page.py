@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from megarl.commands.plan.count.types import HostUse, PhaseTime, Place, Plan, Proposal, Refusal, Use, Variable
+from megarl.commands.plan.count.types import (
+    DeviceUses,
+    HostUse,
+    PhaseTime,
+    Proposal,
+    RecipePlan,
+    Refusal,
+    Use,
+    Variable,
+)
 from megarl.commands.plan.show import drawing
 from megarl.commands.plan.show.console import host_columns
 from megarl.commands.plan.show.estimate_table import remarks, seconds_columns
@@ -23,7 +32,7 @@ from tests.support import plans
 ALL = ("LARGE", "TOO_LARGE", "SMALL", "INTERLEAVED", "AHEAD", "BARE")
 
 
-def read(plan: Plan, folder: Path) -> Page:
+def read(plan: RecipePlan, folder: Path) -> Page:
     """The page as a browser would read it."""
     write_page(plan, folder / "plan.html")
     return Page(folder / "plan.html")
@@ -56,7 +65,7 @@ def test_words_of_a_plan_are_text(tmp_path: Path) -> None:
         plans.LARGE,
         recipe=EVIL,
         stages=[replace(plans.stage(0), role=EVIL)] * 2,
-        places=[Place(EVIL, 1, [Use(EVIL, {EVIL: GIB})])],
+        places=[DeviceUses(EVIL, 1, [Use(EVIL, {EVIL: GIB})])],
         estimate=replace(plans.ESTIMATE, phases=[PhaseTime(EVIL, 1.0, EVIL, EVIL)]),
         refusals=[Refusal(EVIL, EVIL, EVIL)],
         proposals=[Proposal(EVIL, 1.0)],
@@ -95,7 +104,7 @@ def test_verdicts() -> None:
     assert verdict(replace(plans.TOO_LARGE, refusals=[])) == ("does not fit", "bad")
     assert verdict(replace(large, device=None, memory=None))[1] == "warn"
     engines = replace(large, not_counted=["rollout", "teacher"])
-    assert verdict(engines) == ("not known: what engines hold (rollout, teacher)", "warn")
+    assert verdict(engines) == ("not known: memory of engines (rollout, teacher)", "warn")
     unknown = replace(large, stages=[replace(large.stages[0], activations=None, not_counted="images")])
     assert verdict(unknown) == ("not known: activations are not counted", "warn")
 
@@ -125,14 +134,14 @@ def test_a_device_that_is_far_larger_is_no_line(tmp_path: Path) -> None:
     (chart,) = drawing.memory(tiny, Unit.of(tiny.most))
     assert chart.line is None and chart.rows[0].end == pytest.approx(100 / 1.14, abs=0.01)
     assert "The device has 64 GiB, far more than is drawn" in words(read(tiny, tmp_path))
-    assert "The dashed line is what the device has" in words(read(plans.LARGE, tmp_path))
+    assert "The dashed line is the device's memory" in words(read(plans.LARGE, tmp_path))
 
 
 def test_more_parts_than_colours_are_told_apart(tmp_path: Path) -> None:
     use = Use("gen", {f"part {number}": GIB for number in range(14)})
-    (chart,) = drawing.memory(replace(plans.LARGE, places=[Place("actor", 1, [use])]), Unit.of(GIB))
+    (chart,) = drawing.memory(replace(plans.LARGE, places=[DeviceUses("actor", 1, [use])]), Unit.of(GIB))
     assert [(piece.colour, piece.hatched) for piece in chart.rows[0].pieces[-3:]] == [(11, False), (0, True), (1, True)]
-    page = read(replace(plans.LARGE, places=[Place("actor", 1, [use])]), tmp_path)
+    page = read(replace(plans.LARGE, places=[DeviceUses("actor", 1, [use])]), tmp_path)
     assert [found["title"] for tag, found in page.elements if tag == "i" and found.get("class") == "hatched" and "title" in found] == [
         "gen: part 12 1.0 GiB", "gen: part 13 1.0 GiB",
     ]  # fmt: skip
@@ -170,7 +179,7 @@ def test_what_is_lacking_is_said(tmp_path: Path) -> None:
         "no device given",
         "One pipeline stage",
         "No time is estimated: that needs a device",
-        "Nothing to tell",
+        "No notes",
     ):
         assert said in text
     text = words(read(plans.BARE, tmp_path))
@@ -179,7 +188,7 @@ def test_what_is_lacking_is_said(tmp_path: Path) -> None:
 
 def test_the_pipeline_is_the_estimates(tmp_path: Path) -> None:
     drawn = drawing.schedule(plans.INTERLEAVED, "actor")
-    assert (len(drawn.stages), drawn.chunks, drawn.micro_batches, drawn.known) == (4, 2, 64, True)
+    assert (len(drawn.stages), drawn.chunks, drawn.micro_batches, drawn.estimated) == (4, 2, 64, True)
     slots = [slot for stage in drawn.stages for slot in stage]
     assert drawn.fold is not None and len(slots) < 400
     assert max(int(slot.text) for slot in slots) == 64
@@ -210,13 +219,13 @@ def test_a_plain_schedule_is_megatrons_own_times() -> None:
 def test_without_an_estimate_a_pipeline_is_an_example(tmp_path: Path) -> None:
     plan = replace(plans.LARGE, estimate=None)
     assert drawing.schedule(plan, "actor").micro_batches == 16
-    assert "How many micro batches there are is not estimated here; drawn with 16" in words(read(plan, tmp_path))
+    assert "The number of micro batches is not estimated here; drawn with 16" in words(read(plan, tmp_path))
 
 
 def test_phases_stand_where_they_begin(tmp_path: Path) -> None:
     """One behind the other, or beside it; each cut into what its seconds are spent on."""
     page = read(plans.LARGE, tmp_path)
-    assert "none of it is measured" in words(page) and "assumed for update_actor: the bubble of 8 stages" in words(page)
+    assert "nothing is measured" in words(page) and "assumed for update_actor: the bubble of 8 stages" in words(page)
     chart = drawing.time(plans.ESTIMATE)
     assert chart.line is not None
     a_second = chart.line / plans.ESTIMATE.seconds
@@ -259,7 +268,7 @@ def test_hosts_routes_and_ranges_are_there_as_on_the_console(tmp_path: Path) -> 
         estimate=replace(plans.ESTIMATE, weights={"planned": 13.1, "export": 223.0}),
         spread=spreads(plans.ESTIMATE, experts=True, ratios=ratios),
         compared=["run of A", "run of B"],
-        alike="with experts",
+        model_kind="with experts",
         environment=[Variable("engines", "HCCL_BUFFSIZE", "240", "needs it")],
     )
     page = read(plan, tmp_path)

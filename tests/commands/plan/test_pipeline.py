@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.commands.plan.time.pipeline import Pass, Slot, bubble, folded, order, schedule
+from megarl.commands.plan.time.pipeline import Pass, TimedPass, bubble, folded, order, schedule
 
 LAYOUTS = [
     (1, 1, 3),
@@ -143,14 +143,14 @@ def test_the_bubble_is_the_published_one(stages: int, chunks: int, micro_batches
 def test_hand_worked() -> None:
     """Two stages, two micro batches, backward passes twice as long."""
     assert schedule(2, 1, 2) == [
-        Slot(0, 0, 0, False, 0, 1),
-        Slot(0, 0, 1, False, 1, 2),
-        Slot(0, 0, 0, True, 4, 6),
-        Slot(0, 0, 1, True, 7, 9),
-        Slot(1, 0, 0, False, 1, 2),
-        Slot(1, 0, 0, True, 2, 4),
-        Slot(1, 0, 1, False, 4, 5),
-        Slot(1, 0, 1, True, 5, 7),
+        TimedPass(0, 0, 0, False, 0, 1),
+        TimedPass(0, 0, 1, False, 1, 2),
+        TimedPass(0, 0, 0, True, 4, 6),
+        TimedPass(0, 0, 1, True, 7, 9),
+        TimedPass(1, 0, 0, False, 1, 2),
+        TimedPass(1, 0, 0, True, 2, 4),
+        TimedPass(1, 0, 1, False, 4, 5),
+        TimedPass(1, 0, 1, True, 5, 7),
     ]
 
 

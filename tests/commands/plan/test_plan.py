@@ -27,11 +27,11 @@ from megarl.commands.plan.count.stages import (
     stages,
     stages_of,
 )
-from megarl.commands.plan.count.types import Activations, Phase, Proposal, RankMemory, Stage
+from megarl.commands.plan.count.types import Activations, Phase, PipelineStage, Proposal, RankMemory
 from megarl.commands.plan.count.workload import Workload, first_ranks, image_grid, image_tokens, largest
 from megarl.commands.plan.meta_device import KnownValues
-from megarl.commands.plan.options import Options, device_of
-from megarl.commands.plan.search.suggest import Nearest
+from megarl.commands.plan.options import PlanOptions, device_of
+from megarl.commands.plan.search.suggest import Suggestions
 from megarl.errors import InputError
 from megarl.exit_status import guarded
 from megarl.hf import published
@@ -55,7 +55,7 @@ def recipe(tokens: int, prompt: int, response: int, **megatron: object) -> Recip
 def test_where_vllm_is_not_installed_nothing_is_said_of_the_route(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run elsewhere may well send planned copies."""
     made = recipe(1000, 100, 300)
-    counts = Counted([Stage("actor", 0, 0, HELD, BEYOND, None, {})], [])
+    counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
     monkeypatch.setattr("megarl.commands.plan.explain.importlib.util.find_spec", lambda _: None)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
@@ -72,7 +72,7 @@ def test_what_cannot_be_planned_goes_by_export_if_it_may(monkeypatch: pytest.Mon
 
     made = recipe(1000, 100, 300)
     made.exchange.route = route
-    counts = Counted([Stage("actor", 0, 0, HELD, BEYOND, None, {})], [])
+    counts = Counted([PipelineStage("actor", 0, 0, HELD, BEYOND, None, {})], [])
     monkeypatch.setattr(build, "planned_from", refused)
     monkeypatch.setattr(build, "counted", lambda *_, **__: counts)
     monkeypatch.setattr(build, "engines", lambda *_: [])
@@ -200,25 +200,27 @@ def test_live_memory_counts_each_memory_once_while_it_is_there() -> None:
 def test_a_device_is_too_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Colocated with what sleeps, a trainer alone has 151 GiB, and the optimizer's step 50 beside."""
     held, beyond = (type(one)(**{k: v << 30 for k, v in asdict(one).items()}) for one in (HELD, BEYOND))
-    stage = Stage("actor", 0, 0, held, beyond, None, phases(held, beyond, reference=True, trainers_offload=False))
+    stage = PipelineStage(
+        "actor", 0, 0, held, beyond, None, phases(held, beyond, reference=True, trainers_offload=False)
+    )
     monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
     monkeypatch.setattr(
         "megarl.commands.plan.build.proposals",
-        lambda *_, **__: Nearest([Proposal("megatron.pipeline_parallel=2", 1.234)], stopped),
+        lambda *_, **__: Suggestions([Proposal("megatron.pipeline_parallel=2", 1.234)], stopped),
     )
     monkeypatch.setattr("megarl.commands.plan.build.counted_libraries", lambda *_: NOT_COUNTED)
     stopped = True
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
-    assert plan(path, [], Options(memory=151 + 50)) == 0
-    assert plan(path, [], Options(memory=151 + 48)) == 1
+    assert plan(path, [], PlanOptions(memory=151 + 50)) == 0
+    assert plan(path, [], PlanOptions(memory=151 + 48)) == 1
     printed = capsys.readouterr().out
     assert "2.0 short" in printed and "actor 0 needs 201.0 GiB in update_actor, Adam: optimizer 90.0" in " ".join(
         printed.split()
     )
     assert "  fits, with 1.23 x the seconds of a step: megatron.pipeline_parallel=2\n" in printed
     words = " ".join(printed.split())
-    assert "and 1 found in that time; plan --search looks for longer (--seconds)." in words
+    assert "and found 1; plan --search searches longer (--seconds)." in words
     assert max(map(len, printed.splitlines())) <= 100
 
 
@@ -226,26 +228,28 @@ def test_a_calibration_file_is_read_before_the_device_is_looked_for(tmp_path: Pa
     """A recipe without a machine: what is wrong with the file comes first, then that there is no device to apply it to."""
     path = ROOT / "recipes" / "retool.yaml"
     assert device_of(path, None, None)[0] is None
-    with pytest.raises(InputError, match=r"none\.yaml: there is no such file"):
-        plan(path, [], Options(calibration=tmp_path / "none.yaml"))
+    with pytest.raises(InputError, match=r"none\.yaml: no such file"):
+        plan(path, [], PlanOptions(calibration=tmp_path / "none.yaml"))
     good = tmp_path / "good.yaml"
     good.write_text("schema: 1\ndevice: 910B\nsource: here\n")
-    with pytest.raises(InputError, match=r"--calibration has rates .* Give --device as well"):
-        plan(path, [], Options(calibration=good))
+    with pytest.raises(InputError, match=r"--calibration has measured rates .* Give --device as well"):
+        plan(path, [], PlanOptions(calibration=good))
 
 
 def test_what_was_not_counted_is_not_said_to_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage = Stage("actor", 0, 0, HELD, None, "images", phases(HELD, None, reference=True, trainers_offload=False))
+    stage = PipelineStage(
+        "actor", 0, 0, HELD, None, "images", phases(HELD, None, reference=True, trainers_offload=False)
+    )
     monkeypatch.setattr("megarl.commands.plan.build.counted", lambda *_, **__: Counted([stage]))
     monkeypatch.setattr("megarl.commands.plan.build.engines", lambda *_: [])
     monkeypatch.setattr("megarl.commands.plan.build.counted_libraries", lambda *_: NOT_COUNTED)
     monkeypatch.setattr("megarl.commands.plan.build.hosts_of", lambda *_: [])
     path = ROOT / "recipes" / "grpo_qwen2.5_7b.yaml"
-    assert plan(path, [], Options(memory=3)) == 0
+    assert plan(path, [], PlanOptions(memory=3)) == 0
     printed = capsys.readouterr().out
-    assert "not known" in printed and " left" not in printed and "Activations are not known: images." in printed
+    assert "not known" in printed and " left" not in printed and "Activations are not counted: images." in printed
 
 
 def test_a_machine_has_as_many_devices_as_the_head_says(tmp_path: Path) -> None:
@@ -282,15 +286,15 @@ _DAPO = "recipes/dapo_qwen3_30b.yaml"
             [_DAPO, "--out", "x.yaml"],
             "--out writes the calibration that --calibrate fits. Give --calibrate RUN as well",
         ),
-        ([_DAPO, "--seconds", "5"], "--seconds is how long --search looks. Give --search as well"),
-        ([_DAPO, "--search", "--html", "x.html"], "--html writes the page of a recipe's plan; --search prints"),
+        ([_DAPO, "--seconds", "5"], "--seconds limits the time of --search. Give --search as well"),
+        ([_DAPO, "--search", "--html", "x.html"], "--html writes the page of a plan; --search prints"),
         (
             [_DAPO, "--calibrate", "runs/x", "--html", "x.html"],
-            "--html writes the page of a recipe's plan; --calibrate",
+            "--html writes the page of a plan; --calibrate",
         ),
         ([_DAPO, "--calibrate", "runs/x", "--json"], "--json prints a plan"),
-        ([_DAPO, "--calibrate", "runs/x", "--response", "9"], "--response is the mean response"),
-        ([_DAPO, "--calibrate", "runs/x", "--search"], "--search looks for layouts; --calibrate"),
+        ([_DAPO, "--calibrate", "runs/x", "--response", "9"], "--response sets the mean response"),
+        ([_DAPO, "--calibrate", "runs/x", "--search"], "--search searches for layouts; --calibrate"),
         (["recipes/quickstart.yaml", "--response", "9"], "Give --device as well"),
         (["recipes/quickstart.yaml", "--devices", "megarl/platform/devices.yaml"], "Give --device as well"),
         (["recipes/quickstart.yaml", "--devices", "there/is/none.yaml"], "none.yaml: cannot be read as YAML"),
@@ -301,7 +305,7 @@ def test_bad_input_is_said(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("megarl.commands.plan.search.command.untried", lambda _: ["megarl.instead=1"])
+    monkeypatch.setattr("megarl.commands.plan.search.command.uncounted_layouts", lambda _: ["megarl.instead=1"])
     assert guarded(lambda: app(args=["plan", *arguments], standalone_mode=False), debug=False) == 2
     assert words in capsys.readouterr().err
 

@@ -23,7 +23,9 @@ def counts_nothing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise AssertionError("ranks were counted")
 
     monkeypatch.setattr("megarl.commands.plan.command.make_plan", started)
-    monkeypatch.setattr("megarl.commands.plan.search.command.untried", lambda _: [])  # of layouts that do not divide
+    monkeypatch.setattr(
+        "megarl.commands.plan.search.command.uncounted_layouts", lambda _: []
+    )  # of layouts that do not divide
     monkeypatch.setattr("signal.signal", lambda *_: None)
     yield
     sys.modules.pop("own_scorer", None)

@@ -15,17 +15,17 @@ from megarl.commands.plan.build import make_plan
 from megarl.commands.plan.count.host import Tenants
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
 from megarl.commands.plan.count.stages import built_from, stages_of
-from megarl.commands.plan.count.types import Activations, RankMemory, Stage
+from megarl.commands.plan.count.types import Activations, PipelineStage, RankMemory
 from megarl.commands.plan.search import search as module
 from megarl.commands.plan.search import suggest
-from megarl.commands.plan.search.command import known
-from megarl.commands.plan.search.fits import HostTooSmallError, Judge, Subject, too_large
+from megarl.commands.plan.search.command import require_device
+from megarl.commands.plan.search.fits import FitChecker, HostTooSmallError, Subject, too_large
 from megarl.commands.plan.search.forecast import Forecast
-from megarl.commands.plan.search.layouts import Choice, Engines, choice_of, chosen, overrides, refusal
-from megarl.commands.plan.search.lower_bound import at_least, held_at_least, largest_parts
-from megarl.commands.plan.search.search import Found, families, search
-from megarl.commands.plan.search.step_time import Clock
-from megarl.commands.plan.show.search_console import name_of, said, show, why
+from megarl.commands.plan.search.layouts import Choice, EngineLayout, choice_of, chosen, overrides, refusal
+from megarl.commands.plan.search.lower_bound import largest_parts, min_held_bytes, min_peak_bytes
+from megarl.commands.plan.search.search import SearchResult, families, search
+from megarl.commands.plan.search.step_time import StepTimes
+from megarl.commands.plan.show.search_console import name_of, show, summary_lines, why
 from megarl.commands.plan.time.estimate import estimate
 from megarl.errors import InputError
 from megarl.platform.devices import devices
@@ -47,14 +47,14 @@ def subject(trainers: int = 4, model: dict[str, Any] = SPARSE, **megatron: Any) 
 
 
 class Judges:
-    """In the place of `judge.Judge`: layouts without recomputation are too large, one shape is refused, and one is
+    """In the place of `FitChecker`: layouts without recomputation are too large, one shape is refused, and one is
     forecast to be too large."""
 
     def __init__(
         self, *_: Any, refuses: tuple[int, ...] = (), doubts: tuple[int, ...] = (), waits: float = 0.0
     ) -> None:
         self.refuses, self.doubts, self.waits, self.counted = refuses, doubts, waits, []  # type: ignore[var-annotated]
-        self.engines = Engines(4, 1, 1, None)
+        self.engines = EngineLayout(4, 1, 1, None)
         self.not_counted = "rollout: nothing is known"
 
     def too_large(self, choice: Choice) -> bool:
@@ -78,12 +78,12 @@ class Judges:
         return chosen(made, choice)
 
 
-def run(asked: Subject, judge: Judges, *, seconds: float = 60.0, wanted: int = 10) -> Found:
-    clock = Clock(asked.device, asked.shape, None, None)
+def run(asked: Subject, judge: Judges, *, seconds: float = 60.0, wanted: int = 10) -> SearchResult:
+    clock = StepTimes(asked.device, asked.shape, None, None)
     return module._Search(asked, judge, clock, time.monotonic() + seconds, wanted).run()  # type: ignore[arg-type]
 
 
-def everything(found: Found) -> int:
+def everything(found: SearchResult) -> int:
     others = found.too_large + found.unlikely + found.counted_too_large + sum(found.refused.values())
     others += found.hosts_too_small
     return len(found.best) + others + found.slower + found.not_reached
@@ -104,7 +104,7 @@ def test_nothing_faster_is_passed_over() -> None:
     """The first is the fastest of all that fit, whatever else there is."""
     asked = subject()
     first = run(asked, Judges(), wanted=1).best[0]
-    clock = Clock(asked.device, asked.shape, None, None)
+    clock = StepTimes(asked.device, asked.shape, None, None)
     fitting = [
         clock.seconds(chosen(asked.recipe, choice))
         for family in families(asked)
@@ -114,7 +114,7 @@ def test_nothing_faster_is_passed_over() -> None:
     assert first.seconds == pytest.approx(min(fitting), rel=0.02)
 
 
-def test_what_is_refused_and_what_is_doubted_is_said() -> None:
+def test_what_is_refused_and_what_is_doubted_is_summary_lines() -> None:
     found = run(subject(), Judges(refuses=(1, 1, 1, 1, 1), doubts=(2, 1, 1, 1, 1)), wanted=1000)
     assert found.refused["not this one"] > 0
     fitting = {one.choice.layout.shape for one in found.best}
@@ -136,16 +136,16 @@ def test_a_layout_that_hosts_cannot_hold_is_not_proposed(monkeypatch: pytest.Mon
     found = run(subject(), Hosts(), wanted=1000)
     assert found.best and not any(one.choice.offload for one in found.best)
     assert found.hosts_too_small > 0 and everything(found) == found.possible
-    (line,) = (line for line in said(found) if line.startswith("Fit the devices, and not their hosts"))
+    (line,) = (line for line in summary_lines(found) if line.startswith("Fit the devices, but not their hosts"))
     assert f": {found.hosts_too_small}; the first: the host of node 0 needs 99 GiB" in line
-    monkeypatch.setattr(suggest, "Judge", Hosts)
+    monkeypatch.setattr(suggest, "FitChecker", Hosts)
     asked = subject(recompute="none", offload=False)
-    known = Engines(4, 1, 1, None), None
+    known = EngineLayout(4, 1, 1, None), None
     made = suggest.proposals(asked, NO_ASKER, engines=known, seconds=30.0)
-    assert made.found and not any("offload=true" in one.overrides for one in made.found)
+    assert made.proposals and not any("offload=true" in one.overrides for one in made.proposals)
 
 
-class Hosts(Judge):
+class Hosts(FitChecker):
     """Hosts of two machines of four devices for 8 trainers in 4 stages; offloaded parts alone."""
 
     def __init__(self, memory: float) -> None:
@@ -156,7 +156,7 @@ class Hosts(Judge):
 
     def check(self, sizes: list[int], counted: int) -> None:
         """`sizes`: GiB of page-locked weights by stage, of which the first `counted` are counted."""
-        stages = [Stage("actor", number, 0, held(size), None, None, {}) for number, size in enumerate(sizes)]
+        stages = [PipelineStage("actor", number, 0, held(size), None, None, {}) for number, size in enumerate(sizes)]
         tenants = Tenants(self._subject.recipe, stages[:counted], {}, {}, 1, keeps_weights=True)
         self._check_hosts(tenants, stages[:counted], [])
 
@@ -165,11 +165,11 @@ def test_a_layout_that_fits_is_counted_on_its_hosts(monkeypatch: pytest.MonkeyPa
     """One that is too large for the devices is not: there is nothing to propose."""
     judge, beyond = Hosts(23.0), Activations(1, 1, 1, 1)
     chosen, critic = Future[Any](), Future[Any]()
-    chosen.set_result((Engines(1, 1, 1, None), None))
+    chosen.set_result((EngineLayout(1, 1, 1, None), None))
     critic.set_result([])
     judge._built, judge._shape = judge._subject.recipe, judge._subject.shape
-    judge._chosen, judge._critic, judge._choices = chosen, critic, [Engines(1, 1, 1, None)]
-    stages = [Stage("actor", number, 0, held(10), beyond, None, {}) for number in range(4)]
+    judge._chosen, judge._critic, judge._choices = chosen, critic, [EngineLayout(1, 1, 1, None)]
+    stages = [PipelineStage("actor", number, 0, held(10), beyond, None, {}) for number in range(4)]
     monkeypatch.setattr("megarl.commands.plan.search.fits.stages_of", lambda *_: stages)
     own = choice_of(judge._subject.recipe)
     with pytest.raises(HostTooSmallError, match="the host of node 0 needs 40"):
@@ -188,9 +188,9 @@ def test_hosts_of_a_searched_layout_are_those_of_its_plan(monkeypatch: pytest.Mo
     """Two ranks a stage, two stages a machine. Where hosts full of the largest stage fit, no other stage is counted."""
     asked = []
 
-    def rest(role: str, recipe: Recipe, megatron: Any, client: Any, numbers: list[int]) -> list[Stage]:
+    def rest(role: str, recipe: Recipe, megatron: Any, client: Any, numbers: list[int]) -> list[PipelineStage]:
         asked.append(numbers)
-        return [Stage(role, number, 0, held(2), None, None, {}) for number in numbers]
+        return [PipelineStage(role, number, 0, held(2), None, None, {}) for number in numbers]
 
     monkeypatch.setattr("megarl.commands.plan.search.fits.stages_of", rest)
     Hosts(41.0).check([10, 2, 2, 2], counted=1)
@@ -211,7 +211,7 @@ def test_time_ends_a_search() -> None:
     found = run(subject(), Judges(waits=0.3), seconds=1.0)
     assert time.monotonic() - began < 5
     assert found.not_reached > 0 and everything(found) == found.possible
-    assert any("Not reached in" in line for line in said(found))
+    assert any("Not reached in" in line for line in summary_lines(found))
 
 
 def test_the_recipes_own_is_found_however_little_time_there_is() -> None:
@@ -236,7 +236,7 @@ def test_trainers_that_stay_leave_room_for_engines() -> None:
     """By arithmetic: engines take 0.9 of the device, so no trainer has a fifth of it as they sample."""
     asked = subject()
     own = replace(choice_of(asked.recipe), recompute="full")
-    resident = max(held_at_least(asked.recipe, asked.shape, part) for part in largest_parts(asked.recipe, asked.shape))
+    resident = max(min_held_bytes(asked.recipe, asked.shape, part) for part in largest_parts(asked.recipe, asked.shape))
     asked.recipe.rollout.engine_args = {"gpu_memory_utilization": 0.9}
     asked = replace(asked, device=replace(H100, memory=5 * resident / 2**30))
     assert too_large(asked, replace(own, offload=False))
@@ -269,15 +269,15 @@ def test_a_setting_is_counted_once(tmp_path: Path) -> None:
     assert len(client.questions) == 6, "without context parallel, attention keeps other things"
 
 
-def test_engines_that_were_not_counted_are_said() -> None:
+def test_engines_that_were_not_counted_are_named() -> None:
     found = run(subject(), Judges(), wanted=1)
-    assert "Engines are left out of what fits. rollout: nothing is known." in said(found)
-    assert not any("left out of what fits" in line for line in said(Found()))
+    assert "Engines are not counted in the memory. rollout: nothing is known." in summary_lines(found)
+    assert not any("not counted in the memory" in line for line in summary_lines(SearchResult()))
 
 
 def test_a_clock_says_what_an_estimate_says() -> None:
     asked = subject(pipeline_parallel=2, recompute="full")
-    clock = Clock(asked.device, asked.shape, None, 20.0)
+    clock = StepTimes(asked.device, asked.shape, None, 20.0)
     for family in families(asked)[::7]:
         made = chosen(asked.recipe, family.choices[0])
         assert clock.seconds(made) == pytest.approx(estimate(made, asked.model, None, H100, response=20.0).seconds)
@@ -290,7 +290,7 @@ def test_proposals_end_with_their_time_in_the_middle_of_a_count(monkeypatch: pyt
             return 0
 
     asked = subject()
-    monkeypatch.setattr(suggest, "Judge", Slow)
+    monkeypatch.setattr(suggest, "FitChecker", Slow)
     monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([choice_of(asked.recipe)]))
     assert suggest.proposals(asked, NO_ASKER, seconds=0.5) == ([], True), "it would fit, 1.5 s later"
     monkeypatch.setattr(suggest, "_by_changes", lambda *_: iter([]))
@@ -311,7 +311,7 @@ def test_three_proposals_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(3)
             return 0
 
-    monkeypatch.setattr(suggest, "Judge", One)
+    monkeypatch.setattr(suggest, "FitChecker", One)
     began = time.monotonic()
     found, stopped = suggest.proposals(subject(), NO_ASKER, seconds=60)
     assert len(found) == 3 and not stopped and time.monotonic() - began < 2.5
@@ -319,25 +319,25 @@ def test_three_proposals_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_divides_is_found_without_counting(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = subject(tensor_parallel=4)  # two key/value heads do not divide
-    found = suggest.untried(asked)
+    found = suggest.uncounted_layouts(asked)
     assert len(found) == 3 and all(line.count("=") <= 2 for line in found), found
     for line in found:
         sizes = {key.removeprefix("megatron."): plain for key, plain in (one.split("=") for one in line.split())}
         made = replace(asked.recipe, megatron=replace(asked.recipe.megatron, **{k: int(v) for k, v in sizes.items()}))
         assert refusal(made, asked.model) is None
     small = replace(asked, device=replace(asked.device, memory=1e-6))
-    assert suggest.untried(small) == []
+    assert suggest.uncounted_layouts(small) == []
 
 
 def test_proposals_change_as_little_as_they_can(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = subject(tensor_parallel=4)  # two key/value heads do not divide
-    monkeypatch.setattr(suggest, "Judge", Judges)
+    monkeypatch.setattr(suggest, "FitChecker", Judges)
     found, stopped = suggest.proposals(asked, NO_ASKER, seconds=60)
     assert len(found) == 3 and not stopped
     assert all("megarl" not in one.overrides and "megatron.recompute=full" in one.overrides for one in found)
     assert all(len(one.overrides.split()) <= 3 for one in found), found
     assert [one.times for one in found] == sorted(one.times for one in found)
-    clock = Clock(asked.device, asked.shape, None, None)
+    clock = StepTimes(asked.device, asked.shape, None, None)
     for one in found:
         (tmp_path / "recipe.yaml").write_text(to_yaml(asked.recipe))
         made = load_recipe(tmp_path / "recipe.yaml", one.overrides.split(), check=False)
@@ -360,7 +360,7 @@ def test_what_is_proposed_is_more_than_one_way_of_the_same_shape(monkeypatch: py
 
     asked = subject(pipeline_parallel=2)
     asked.recipe.actor.max_tokens_per_micro_batch = 512
-    monkeypatch.setattr(suggest, "Judge", Small)
+    monkeypatch.setattr(suggest, "FitChecker", Small)
     found, _ = suggest.proposals(asked, NO_ASKER, seconds=60)
     lines = {one.overrides for one in found}
     assert "megatron.recompute=full" in lines and "actor.max_tokens_per_micro_batch=256" in lines, lines
@@ -371,7 +371,7 @@ def test_what_is_proposed_is_more_than_one_way_of_the_same_shape(monkeypatch: py
 
 def test_without_a_device_nothing_fits() -> None:
     with pytest.raises(InputError, match="give --device"):
-        known(None)
+        require_device(None)
 
 
 def test_the_table_is_within_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -380,7 +380,7 @@ def test_the_table_is_within_100_columns(capsys: pytest.CaptureFixture[str]) -> 
     printed = capsys.readouterr().out
     lines = [line for line in printed.splitlines() if not line.startswith("  megatron.")]  # what is to be copied
     assert max(map(len, lines)) <= 100
-    assert "On the command line" in printed and "megatron.recompute=full" in printed
+    assert "Overrides of the first" in printed and "megatron.recompute=full" in printed
 
 
 def test_names_and_reasons() -> None:
@@ -390,7 +390,7 @@ def test_names_and_reasons() -> None:
     asked = subject(pipeline_parallel=2)
     own = estimate(asked.recipe, asked.model, None, H100)
     assert why(own, own) == "as the recipe"
-    assert why(own, None) == "the recipe's own cannot run"
+    assert why(own, None) == "the recipe's layout cannot run"
 
 
 # --- with everything counted ---------------------------------------------------------------------
@@ -412,7 +412,7 @@ def test_no_layout_that_fits_is_pruned(model: dict[str, Any], tmp_path: Path) ->
                 stage.number: max(phase.device for phase in stage.phases.values())
                 for stage in stages_of("actor", made, made.megatron, client)
             }
-            assert at_least(made, asked.shape) <= max(peaks.values()), choice
+            assert min_peak_bytes(made, asked.shape) <= max(peaks.values()), choice
             looked_at = [part.number for part in largest_parts(made, asked.shape)]
             assert max(peaks.values()) == max(peaks[number] for number in looked_at), (choice, peaks)
             assert forecast.peak(made) == pytest.approx(max(peaks.values()), rel=0.5), choice
@@ -431,7 +431,7 @@ def test_the_best_fits(tmp_path: Path) -> None:
         "max_num_seqs": 4,
     }
     (tmp_path / "recipe.yaml").write_text(to_yaml(asked.recipe))
-    found = search(asked, seconds=120, wanted=3)
+    found = search(asked, seconds=120, count=3)
     assert found.best
     for one in found.best:
         given = overrides(asked.recipe, chosen(asked.recipe, one.choice))

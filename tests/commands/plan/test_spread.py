@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from docs.generate.planner import ratios
-from megarl.commands.plan.count.types import Estimate, PhaseTime, Plan
+from megarl.commands.plan.count.types import Estimate, PhaseTime, RecipePlan
 from megarl.commands.plan.show.estimate_table import remarks, seconds, seconds_columns
 from megarl.commands.plan.show.tables import transposed
 from megarl.commands.plan.time.estimate import estimate
@@ -64,7 +64,7 @@ def test_the_package_has_the_ratios_of_the_published_runs() -> None:
     assert deepseek.experts and deepseek.of["gen"] == pytest.approx(482.2 / 94.1, rel=0.01)
 
 
-def table(plan: Plan) -> dict[str, dict[str, str]]:
+def table(plan: RecipePlan) -> dict[str, dict[str, str]]:
     """Cells of the table of seconds, by phase and head."""
     head, *rows = transposed(seconds_columns(plan))
     return {row[0]: dict(zip(head, row, strict=True)) for row in rows}
@@ -74,13 +74,16 @@ def test_factor_expected_seconds_and_range_stand_beside_the_raw_ones() -> None:
     """Raw x factor is what is expected; the runs that the factor is of are named."""
     estimate = replace(of(("gen", 10, None), ("update_actor", 10, None)), seconds=20.0)
     spread = spreads(estimate, experts=True, ratios=KNOWN[:3])
-    plan = replace(plans.LARGE, estimate=estimate, spread=spread, compared=["a", "b", "c"], alike="with experts")
+    plan = replace(plans.LARGE, estimate=estimate, spread=spread, compared=["a", "b", "c"], model_kind="with experts")
     cells = table(plan)
     assert list(cells["gen"].values()) == ["gen", "10.0 s", "4.00", "40.0 s", "20.0 s to 80.0 s", "3", "x"]
     assert cells["step"]["raw"] == "20.0 s" and cells["step"]["range"] == "35.0 s to 120 s"
     text = " ".join(remarks(plan))
-    assert "3 published runs of models with experts: a; b; c." in text and "Nothing was measured" in text
-    assert "By the others alone" not in text
+    assert (
+        "3 published runs of models with experts: a; b; c." in text
+        and "Neither this layout nor this device was measured" in text
+    )
+    assert "From the other runs" not in text
 
 
 def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once() -> None:
@@ -92,7 +95,7 @@ def test_one_run_gives_no_range_and_runs_of_the_model_itself_are_left_out_once()
     plan = with_estimate(plans.BARE, made, {"rollout": deepseek}, DEVICE, DEVICE, None)
     assert plan.own_runs == [run for run in plan.compared if run.startswith("DeepSeek-V3")] and len(plan.own_runs) == 2
     assert plan.without_own is not None and plan.without_own.high < plan.spread[-1].high
-    (line,) = (line for line in remarks(plan) if "By the others alone (2 runs a phase or more)" in line)
+    (line,) = (line for line in remarks(plan) if "From the other runs (2 runs or more per phase)" in line)
     assert seconds(plan.without_own.typical) in line and plan.own_runs[0] in line
 
 
@@ -106,12 +109,12 @@ def test_a_calibration_stands_beside_the_raw_seconds() -> None:
     raw = next(phase.seconds for phase in estimate(made, QWEN, None, DEVICE).phases if phase.name == "update_actor")
     cells = table(calibrated)["update_actor"]
     assert (cells["raw"], cells["calibrated"]) == (seconds(raw), seconds(2 * raw)) and "factor" not in cells
-    assert calibrated.spread == [] and "Nothing was measured" not in " ".join(remarks(calibrated))
+    assert calibrated.spread == [] and "was measured" not in " ".join(remarks(calibrated))
 
 
 def test_without_a_published_run_the_plan_says_so() -> None:
     text = " ".join(remarks(replace(plans.LARGE, spread=[])))
-    assert "no published run of such a model is known" in text and "--calibration FILE" in text
+    assert "no published run with such a model is available" in text and "--calibration FILE" in text
 
 
 def test_factors_of_a_users_device_are_not_called_raw() -> None:

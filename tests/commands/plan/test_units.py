@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.commands.plan.count.devices import too_large
-from megarl.commands.plan.count.types import EngineRank, Links, Place, Use
+from megarl.commands.plan.count.types import DeviceUses, EngineRank, Links, Use
 from megarl.commands.plan.show.console import show
 from megarl.commands.plan.show.units import GIB, MIB, Unit, decimal, sized
 from megarl.text import pluralize
@@ -40,9 +40,11 @@ def test_a_large_model_is_told_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_a_refusal_is_in_the_unit_of_what_is_needed() -> None:
-    lying = [Place("actor 0", 1, [Use("update_actor", {"weights": 3 * MIB, "activations": 300 * MIB, "logits": 2000})])]
+    lying = [
+        DeviceUses("actor 0", 1, [Use("update_actor", {"weights": 3 * MIB, "activations": 300 * MIB, "logits": 2000})])
+    ]
     (refusal,) = too_large(lying, 0.25)
-    assert "303.0 MiB in update_actor: activations 300.0 + weights 3.0; there are 256" in refusal.what
+    assert "303.0 MiB in update_actor: activations 300.0 + weights 3.0; there are 256" in refusal.problem
 
 
 def test_units() -> None:

@@ -18,7 +18,7 @@ from megarl.commands.accept.context import Context
 from megarl.commands.accept.cut import CannotCut, Cut, make_cut
 from megarl.commands.accept.families import write_family
 from megarl.commands.data import word_problems
-from megarl.commands.plan.count.types import Place
+from megarl.commands.plan.count.types import DeviceUses
 from megarl.commands.rehearse.scorer import NAME as SCORER
 from megarl.observe.metrics import read_metrics
 from megarl.platform.kinds import kind_of
@@ -266,7 +266,7 @@ def peak_of(lines: list[dict[str, Any]]) -> float:
     return max((line.get("perf/max_memory_allocated_gb", 0.0) for line in lines), default=0.0)
 
 
-def planned_peak(places: Sequence[Place]) -> tuple[str, float]:
+def planned_peak(places: Sequence[DeviceUses]) -> tuple[str, float]:
     """The phase in which a trainer's own tensors take the most, and their GiB; engines' and libraries' are left out, which
     the trainer's allocator does not count."""
     sums = {

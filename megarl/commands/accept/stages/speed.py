@@ -22,7 +22,7 @@ from megarl.commands.accept.engine_probe import (
 from megarl.commands.accept.families import LENGTHS, write_family
 from megarl.commands.accept.ranks import LocalRanks, local_ranks, rank_environment
 from megarl.commands.accept.speed_rank import REPEATS, middle
-from megarl.commands.plan.time.calibration import Calibration, Entry, Observation
+from megarl.commands.plan.time.calibration import Calibration, CalibrationEntry, Observation
 from megarl.platform.devices import Device, device_of, devices
 from megarl.platform.kinds import KINDS
 
@@ -33,7 +33,7 @@ TRAIN_SIZE, TRAIN_REPEATS = 8, 10
 
 def run(context: Context) -> None:
     """Report rates of each operation beside those of the table of devices; only a crash fails this stage."""
-    rates: dict[str, Entry] = {}
+    rates: dict[str, CalibrationEntry] = {}
     observations: list[Observation] = []
     context.doing("timing products, copies and the optimizer")
     # On a CPU, whose processes have no links, one.
@@ -63,7 +63,7 @@ def run(context: Context) -> None:
     context.figure("calibration", f"megarl plan RECIPE --device {device.name} --calibration {path}")
 
 
-def _rates(context: Context, ranks: LocalRanks, rates: dict[str, Entry], device: Device | None) -> None:
+def _rates(context: Context, ranks: LocalRanks, rates: dict[str, CalibrationEntry], device: Device | None) -> None:
     """Reached rates; of several devices the slowest, since all wait for it."""
     tiny = context.tiny
     side, elements = (512, 1 << 20) if tiny else (8192, 1 << 28)
@@ -78,7 +78,7 @@ def _rates(context: Context, ranks: LocalRanks, rates: dict[str, Entry], device:
         context.doing(f"timing {rate}")
         reached = [work / middle(seconds) for seconds in ranks.call(method, *arguments)]
         text = f"{how}, median of {REPEATS}, the slowest of {len(reached)} devices"
-        rates[rate] = Entry(min(reached), "measured", text, low=min(reached), high=max(reached))
+        rates[rate] = CalibrationEntry(min(reached), "measured", text, low=min(reached), high=max(reached))
         context.figure(f"{rate}: reached", min(reached) / 1e9, unit="G/s")
         if rate in expected:
             context.figure(f"{rate}: of the table's", min(reached) / expected[rate], unit="share")

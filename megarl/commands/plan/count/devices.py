@@ -15,7 +15,7 @@ from typing import Any
 
 from megarl.algorithms.objective import runs_old_log_prob_pass, runs_reference_pass
 from megarl.commands.plan.count.libraries import NOT_COUNTED, Libraries
-from megarl.commands.plan.count.types import EngineRank, Place, Refusal, Stage, Use
+from megarl.commands.plan.count.types import DeviceUses, EngineRank, PipelineStage, Refusal, Use
 from megarl.commands.plan.count.workload import is_time_shared, trainers_offload
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.hf.config import text_fields
@@ -80,14 +80,14 @@ class TimeSharing:
 
 def places(
     recipe: Recipe,
-    stages: list[Stage],
+    stages: list[PipelineStage],
     engines: dict[str, EngineRank],
     *,
     swaps: dict[str, int | None],
     largest: int,
     unknown: Mapping[str, str] = MappingProxyType({}),
     libraries: Libraries = NOT_COUNTED,
-) -> list[Place]:
+) -> list[DeviceUses]:
     """Return each kind of device with its memory by phase.
 
     `engines`: section -> one device of an engine. `swaps`: role -> see `phases`. `largest`: bytes of the model's largest
@@ -99,7 +99,7 @@ def places(
     for tenants, count in _together(recipe, stages, policy, turns):
         not_counted = unknown.get(ROLLOUT) if turns.colocated and (policy is None or policy in tenants) else None
         uses = _with_slots(recipe, tenants, _with_constant(on.uses(tenants), libraries.of(tenants)))
-        result.append(Place(" + ".join(_name(tenant) for tenant in tenants), count, uses, not_counted))
+        result.append(DeviceUses(" + ".join(_name(tenant) for tenant in tenants), count, uses, not_counted))
     for section, engine in engines.items():
         if section == ROLLOUT and turns.colocated:
             continue
@@ -108,7 +108,7 @@ def places(
             uses.append(Use("weight_exchange", {**_sampling(engine, steps=False), EXCHANGED: on.loading(engine)}))
             uses = _with_slots(recipe, [engine], _with_constant(uses, libraries.of([engine])))
         name = "engine" if section == ROLLOUT else section
-        result.append(Place(name, engine.devices, uses, unknown.get(section)))
+        result.append(DeviceUses(name, engine.devices, uses, unknown.get(section)))
     return result
 
 
@@ -117,23 +117,23 @@ def _with_constant(uses: Iterable[Use], constant: Mapping[str, int]) -> list[Use
     return [Use(use.phase, {**use.parts, **constant}) for use in uses]
 
 
-def _with_slots(recipe: Recipe, tenants: Sequence[Stage | EngineRank], uses: list[Use]) -> list[Use]:
+def _with_slots(recipe: Recipe, tenants: Sequence[PipelineStage | EngineRank], uses: list[Use]) -> list[Use]:
     """Add the packed buckets of a transport in DEVICE_TRANSPORTS, which stay allocated between updates: on actor ranks, and on
     engine ranks, which may relay buckets."""
-    senders = sum(not isinstance(tenant, Stage) or tenant.role == "actor" for tenant in tenants)
+    senders = sum(not isinstance(tenant, PipelineStage) or tenant.role == "actor" for tenant in tenants)
     if recipe.exchange.transport not in DEVICE_TRANSPORTS or recipe.cluster.device == "cpu" or not senders:
         return uses
     kept = {EXCHANGED: senders * SHARDED_SLOTS * recipe.exchange.bucket_mb * 2**20}
     return [use if EXCHANGED in use.parts else Use(use.phase, {**use.parts, **kept}) for use in uses]
 
 
-def _name(tenant: Stage | EngineRank) -> str:
-    return f"{tenant.role} {tenant.number}" if isinstance(tenant, Stage) else "engine"
+def _name(tenant: PipelineStage | EngineRank) -> str:
+    return f"{tenant.role} {tenant.number}" if isinstance(tenant, PipelineStage) else "engine"
 
 
 def _together(
-    recipe: Recipe, stages: list[Stage], engine: EngineRank | None, turns: TimeSharing
-) -> Iterator[tuple[list[Stage | EngineRank], int]]:
+    recipe: Recipe, stages: list[PipelineStage], engine: EngineRank | None, turns: TimeSharing
+) -> Iterator[tuple[list[PipelineStage | EngineRank], int]]:
     """Group the tenants that share a device: (tenants, number of such devices). Ranks fill devices in their order."""
     by_role = {role: list(group) for role, group in groupby(stages, lambda stage: stage.role)}
     sizes = {"actor": recipe.cluster.trainers, "critic": recipe.critic.trainers}
@@ -150,7 +150,7 @@ def _together(
         ]
         together[(*numbers, int(engine is not None and device < engine.devices))] += 1
     for (*numbers, has_engine), count in together.items():
-        tenants: list[Stage | EngineRank] = [
+        tenants: list[PipelineStage | EngineRank] = [
             stages_of_role[number]
             for stages_of_role, number in zip(by_role.values(), numbers, strict=True)
             if number >= 0
@@ -169,9 +169,9 @@ class _Device:
     swaps: dict[str, int | None]
     exchanged: int  # bytes of a trainer's weight-sync buffers
 
-    def uses(self, tenants: list[Stage | EngineRank]) -> Iterator[Use]:
+    def uses(self, tenants: list[PipelineStage | EngineRank]) -> Iterator[Use]:
         """Yield the memory of each phase, in the order of a step."""
-        stages = {tenant.role: tenant for tenant in tenants if isinstance(tenant, Stage)}
+        stages = {tenant.role: tenant for tenant in tenants if isinstance(tenant, PipelineStage)}
         engine = next((tenant for tenant in tenants if isinstance(tenant, EngineRank)), None)
         algorithm = self.recipe.algorithm
         if engine is not None:
@@ -201,7 +201,7 @@ class _Device:
         return engine.largest * self.recipe.megatron.pipeline_parallel + buffers
 
     def _computing(
-        self, stages: dict[str, Stage], role: str, passes: list[str], update: str, asleep: dict[str, int]
+        self, stages: dict[str, PipelineStage], role: str, passes: list[str], update: str, asleep: dict[str, int]
     ) -> Iterator[Use]:
         """Yield the phases in which `role` computes. Without activations only resident memory is known."""
         stage = stages[role]
@@ -217,7 +217,7 @@ class _Device:
         yield Use(update, {**occupied, **_passing(beyond.update, beyond.update_logits)})
         yield Use(f"{update}, Adam", {**occupied, "Adam's step": states // swaps if swaps else beyond.optimizer})
 
-    def _others(self, stages: dict[str, Stage], computing: tuple[str, ...]) -> dict[str, int]:
+    def _others(self, stages: dict[str, PipelineStage], computing: tuple[str, ...]) -> dict[str, int]:
         """Return the memory of trainers that do not compute now."""
         occupied: dict[str, int] = {}
         for role, stage in stages.items():
@@ -226,12 +226,12 @@ class _Device:
                 occupied |= {f"{role}'s {part}": size for part, size in remaining.items()}
         return {part: size for part, size in occupied.items() if size}
 
-    def _resident(self, stage: Stage) -> dict[str, int]:
+    def _resident(self, stage: PipelineStage) -> dict[str, int]:
         held = stage.held
         states = 0 if self.swaps.get(stage.role) else held.masters + held.moments
         return {"weights": held.weights + held.buffers, "gradients": held.gradients, "optimizer": states}
 
-    def _exchange(self, stages: dict[str, Stage], engine: EngineRank | None) -> dict[str, int]:
+    def _exchange(self, stages: dict[str, PipelineStage], engine: EngineRank | None) -> dict[str, int]:
         stage = stages["actor"]
         if self.turns.offload["actor"]:  # optimizer states are already offloaded
             occupied = {"weights": stage.held.weights + stage.held.buffers}
@@ -257,7 +257,7 @@ def _sampling(engine: EngineRank, *, steps: bool = True) -> dict[str, int]:
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def too_large(places: list[Place], memory: float) -> list[Refusal]:
+def too_large(places: list[DeviceUses], memory: float) -> list[Refusal]:
     """Return a refusal for each place with a peak above `memory` GiB."""
     refusals = []
     for place in places:

@@ -53,7 +53,7 @@ def engines(recipe: Recipe, models: Mapping[str, dict[str, Any]], client: RankCl
     return [_with(engine, answers.get(engine.section)) for engine in result]
 
 
-def taken_at_least(recipe: Recipe, memory: float) -> float:
+def min_engine_bytes(recipe: Recipe, memory: float) -> float:
     """Return a lower bound of the memory that a policy engine takes from a device of `memory` GiB, from its arguments."""
     if recipe.train.source != "rollout":
         return 0.0
@@ -61,7 +61,7 @@ def taken_at_least(recipe: Recipe, memory: float) -> float:
     return (limits.share or 0.0) * memory * 2**30 if limits.cache is None else float(limits.cache)
 
 
-def policies(recipes: list[Recipe], model: dict[str, Any], deadline: float) -> list[Engine]:
+def policy_engines(recipes: list[Recipe], model: dict[str, Any], deadline: float) -> list[Engine]:
     """Count the policy engines of several recipes. `model`: config.json. Raises InputError after `deadline`
     (time.monotonic)."""
     if importlib.util.find_spec("vllm") is None:
@@ -135,7 +135,7 @@ def rank_of(engine: Engine, memory: float | None, communicators: int = 0) -> Eng
     counts, limits = engine.counts, engine.limits
     if counts is None:
         return None
-    weights = counts["weights"] + counts["beside"]
+    weights = counts["weights"] + counts["tables"]
     cache = limits.cache
     if cache is None and memory is not None and limits.share is not None:
         step = counts["working"] if limits.covers_step else 0
@@ -156,7 +156,7 @@ def rank_of(engine: Engine, memory: float | None, communicators: int = 0) -> Eng
 
 
 def not_counted(engine: Engine, memory: float | None) -> str | None:
-    """Return what is unknown about an engine's devices, with the reason. None if nothing is unknown, or without a device."""
+    """Return a sentence on unknown memory of an engine's devices. None if all is known, or without a device."""
     rank = rank_of(engine, memory)
     if rank is None:
         return f"{engine.section}: memory of its engines is not known: {engine.not_counted}"

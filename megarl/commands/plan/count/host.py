@@ -14,7 +14,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import runs_reference_pass
 from megarl.cluster.device_map import Demand
 from megarl.commands.plan.count.devices import ROLLOUT, TimeSharing, slots, sum_of_parts
-from megarl.commands.plan.count.types import EngineRank, HostUse, Refusal, Stage
+from megarl.commands.plan.count.types import EngineRank, HostUse, PipelineStage, Refusal
 from megarl.commands.plan.environment import device_kind
 from megarl.commands.plan.show.units import GIB, Unit
 from megarl.engines.specs import fixed_models
@@ -64,7 +64,7 @@ class Tenants:
     """The processes on all devices, in the order in which they fill machines. `engines`: section -> one engine device."""
 
     recipe: Recipe
-    stages: list[Stage]
+    stages: list[PipelineStage]
     engines: Mapping[str, EngineRank]
     swaps: Mapping[str, int | None]
     largest: int  # bytes of the model's largest tensor
@@ -151,7 +151,7 @@ def _devices(tenants: Tenants, process: int) -> list[dict[str, int]]:
     return result
 
 
-def _trainer(tenants: Tenants, turns: TimeSharing, stage: Stage, rank: int) -> dict[str, int]:
+def _trainer(tenants: Tenants, turns: TimeSharing, stage: PipelineStage, rank: int) -> dict[str, int]:
     held, parts = stage.held, {}
     if _saves_a_copy(tenants.recipe, stage.role, rank):
         parts[CHECKPOINT] = held.saved

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.commands.plan.count.types import EngineRank, Stage, Variable
+from megarl.commands.plan.count.types import EngineRank, PipelineStage, Variable
 from megarl.commands.plan.environment import device_kind, environment_of
 from megarl.platform.devices import Device
 from megarl.platform.kinds import kind_of
@@ -37,11 +37,11 @@ class Libraries:
     context: int = 0  # per process
     graphs: int = 0  # per engine process
 
-    def of(self, tenants: Iterable[Stage | EngineRank]) -> dict[str, int]:
+    def of(self, tenants: Iterable[PipelineStage | EngineRank]) -> dict[str, int]:
         """Return the libraries' memory of the processes that share a device; empty if libraries are not counted."""
         parts = {COMMUNICATORS: 0, CONTEXTS: 0, GRAPHS: 0, REMADE: 0}
         for tenant in tenants:
-            role = tenant.role if isinstance(tenant, Stage) else "rollout"
+            role = tenant.role if isinstance(tenant, PipelineStage) else "rollout"
             parts[COMMUNICATORS] += self.communicators.get(role, 0)
             parts[CONTEXTS] += self.context
             if isinstance(tenant, EngineRank):

@@ -13,7 +13,7 @@ from typing import Any
 from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.objective import runs_reference_pass
 from megarl.commands.plan.count.rank_client import RankClient, RankRequest
-from megarl.commands.plan.count.types import Activations, Phase, RankMemory, Stage
+from megarl.commands.plan.count.types import Activations, Phase, PipelineStage, RankMemory
 from megarl.commands.plan.count.workload import Workload, first_ranks, largest, trainers_offload
 from megarl.megatron.config_fields import check_extra, fields_of_megatron
 from megarl.megatron.layout import check_layout
@@ -38,7 +38,7 @@ _FUSED = ("moe_permute_fusion", "moe_router_fusion", "apply_rope_fusion")
 class Counted:
     """Counted stages. `held`: slices of the actor's ranks, in rank order, if requested; `not_planned`: why they are missing."""
 
-    stages: list[Stage]
+    stages: list[PipelineStage]
     held: list[SliceTable] | None = None
     not_planned: str | None = None
 
@@ -53,7 +53,7 @@ def check_trainable(recipe: Recipe, actor_model: dict[str, Any], critic_model: d
         _check(view, model)
 
 
-def stages(recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any]) -> list[Stage]:
+def stages(recipe: Recipe, actor_model: dict[str, Any], critic_model: dict[str, Any]) -> list[PipelineStage]:
     """Count every stage of the actor, then of the critic if there is one. `..._model`: config.json.
 
     Raises ValueError as `check_trainable` does.
@@ -100,13 +100,13 @@ def _descriptions(answers: dict[int, dict[str, Any]]) -> list[SliceTable]:
 
 
 def left_out(megatron: MegatronConfig) -> list[str]:
-    """Return the names in `extra` that this machine's Megatron does not have: those of an adapter for the device."""
+    """Return the names in `extra` that this machine's Megatron does not have: the fields of an adapter for the device."""
     fields = fields_of_megatron()
     return [] if fields is None else sorted(name for name in megatron.extra if name not in fields)
 
 
 def built_from(recipe: Recipe, model: dict[str, Any], directory: Path) -> Recipe:
-    """Return a recipe whose ranks can be built from `model` (config.json) in `directory`, without device libraries.
+    """Return a recipe with ranks that can be built from `model` (config.json) in `directory`, without device libraries.
 
     Ranks hold the same memory without these libraries.
     """
@@ -141,7 +141,7 @@ def _without_flex(extra: dict[str, Any]) -> dict[str, Any]:
 
 def stages_of(
     role: str, recipe: Recipe, section: MegatronConfig, client: RankClient, numbers: Sequence[int] | None = None
-) -> list[Stage]:
+) -> list[PipelineStage]:
     """Count the stages of one role. `recipe`: from `built_from`. `section`: the Megatron section of the
     recipe, with the fields that `built_from` left out.
     `numbers`: stages to count; None: all."""
@@ -227,7 +227,7 @@ def _answers(questions: dict[int, RankRequest], client: RankClient) -> dict[int,
 
 def _stage(
     role: str, number: int, question: RankRequest, answer: dict[str, Any], view: Recipe, swaps: int | None
-) -> Stage:
+) -> PipelineStage:
     held = RankMemory(**answer["held"])
     beyond = Activations(**answer["activations"]) if "activations" in answer else None
     in_phases = phases(
@@ -238,7 +238,7 @@ def _stage(
         swaps=swaps,
     )
     chunks = view.megatron.virtual_pipeline or 1
-    return Stage(role, number, question.rank, held, beyond, None if beyond else _NOT_COUNTED, in_phases, chunks)
+    return PipelineStage(role, number, question.rank, held, beyond, None if beyond else _NOT_COUNTED, in_phases, chunks)
 
 
 def phases(
@@ -281,7 +281,7 @@ def inner_stages(megatron: MegatronConfig) -> list[int]:
 def ends(held: Mapping[int, object]) -> tuple[int, int]:
     """Return the first and the last of the inner stages that hold as much as the last one."""
     last = max(held)
-    return min(stage for stage, one in held.items() if one == held[last]), last
+    return min(stage for stage, memory in held.items() if memory == held[last]), last
 
 
 def interpolated(stage: int, ends: tuple[int, int], first: Activations, last: Activations) -> Activations:

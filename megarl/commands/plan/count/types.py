@@ -63,7 +63,7 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """One pipeline stage, represented by its rank with the largest share of the optimizer states."""
 
     role: str  # "actor" or "critic"
@@ -71,7 +71,7 @@ class Stage:
     rank: int
     held: RankMemory
     activations: Activations | None
-    not_counted: str | None  # the reason if there are no activations
+    not_counted: str | None  # the reason if `activations` is None
     phases: dict[str, Phase]
     chunks: int = 1  # model chunks of the stage: more than one under virtual pipeline stages
 
@@ -105,7 +105,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Place:
+class DeviceUses:
     """Devices with equal memory: of a pipeline stage, of an engine, or of both if they share devices in turn."""
 
     name: str
@@ -199,7 +199,7 @@ class Refusal:
     """A reason why the recipe cannot work: its key, the arithmetic and a remedy."""
 
     key: str
-    what: str
+    problem: str
     remedy: str
 
 
@@ -213,14 +213,14 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RecipePlan:
     """The plan of one recipe on one kind of device."""
 
     recipe: str  # its name
     device: Device | None
-    stages: list[Stage]
+    stages: list[PipelineStage]
     engine: EngineRank | None  # of the policy
-    places: list[Place]
+    places: list[DeviceUses]
     estimate: Estimate | None
     exchange: Links | None
     readers: dict[str, EngineRank] = field(default_factory=dict)  # engines of teacher and judge
@@ -236,7 +236,7 @@ class Plan:
     compared: list[str] = field(default_factory=list)  # names of the published runs behind `spread`
     own_runs: list[str] = field(default_factory=list)  # those in `compared` with the recipe's model
     without_own: Spread | None = None  # of the step, from the other runs; None: no other runs, or `own_runs` is empty
-    alike: str = ""  # "with experts" or "without experts": the kind of model of these runs and of the recipe
+    model_kind: str = ""  # "with experts" or "without experts": the kind of model of these runs and of the recipe
     environment: list[Variable] = field(default_factory=list)  # set by the recipe, or needed by its layout
 
     @property

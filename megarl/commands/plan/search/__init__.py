@@ -1,1 +1,1 @@
-"""Layouts that fit, the fastest first."""
+"""Search for layouts that fit, fastest first."""

@@ -1,4 +1,4 @@
-"""`plan --search`, and what `plan` proposes for a layout that does not divide."""
+"""`plan --search`, and suggestions for a layout that does not divide."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.commands.plan.search.fits import Subject
 from megarl.commands.plan.search.layouts import choice_of, chosen, engine_layouts, layouts, overrides, refusal
 from megarl.commands.plan.search.search import search
-from megarl.commands.plan.search.suggest import untried
+from megarl.commands.plan.search.suggest import uncounted_layouts
 from megarl.commands.plan.show.search_console import as_json as json_of
 from megarl.commands.plan.show.search_console import show
 from megarl.errors import InputError, RecipeError, as_input_error
@@ -31,22 +31,20 @@ def search_layouts(
     seconds: float,
     as_json: bool,
 ) -> int:
-    """Print the best. `models`: of `make_plan`. 1 where none was found."""
-    subject = subject_of(recipe, models, known(device), response)
+    """Print the best layouts. `models`: as in `make_plan`. Returns 1 if no layout was found, else 0."""
+    subject = subject_of(recipe, models, require_device(device), response)
     with as_input_error():
-        found = search(subject, seconds=seconds)
+        result = search(subject, seconds=seconds)
         if as_json:
-            print(json_of(subject, found))
+            print(json_of(subject, result))
         else:
-            show(subject, found)
-    return int(not found.best)
+            show(subject, result)
+    return int(not result.best)
 
 
-def known(device: Device | None) -> Device:
+def require_device(device: Device | None) -> Device:
     if device is None:
-        raise InputError(
-            "--search looks for what fits a device: give --device, e.g. 910B or H100 (the recipe's head names none)."
-        )
+        raise InputError("--search needs a device: give --device, e.g. 910B or H100 (the recipe's head names none).")
     return device
 
 
@@ -57,41 +55,41 @@ def subject_of(
     return Subject(recipe, models["rollout"], critic, device, response)
 
 
-def to_lay_out(path: Path, given: Sequence[str], model: str | None, device: Device) -> tuple[Recipe, Recipe]:
-    """The recipe, whose layout may be one that is refused; and the same in one that is not, to check all else of it."""
-    recipe = load_recipe(path, given, check=False)
+def load_for_search(path: Path, settings: Sequence[str], model: str | None, device: Device) -> tuple[Recipe, Recipe]:
+    """Return the recipe, even if its layout would be refused, and the recipe with a valid layout, to check the rest."""
+    recipe = load_recipe(path, settings, check=False)
     other = _laid_out(recipe, config_of(recipe.model.path, path, POLICY, model), device)
-    load_recipe(path, [*given, *overrides(recipe, other)])  # what else is wrong with it
+    load_recipe(path, [*settings, *overrides(recipe, other)])  # raises for every other fault
     return recipe, other
 
 
 @contextlib.contextmanager
-def proposing(path: Path, given: Sequence[str], model: str | None, device: Device | None) -> Iterator[None]:
-    """Adds layouts that divide to what is raised in here, where the recipe's layout is to blame."""
+def with_suggestions(path: Path, settings: Sequence[str], model: str | None, device: Device | None) -> Iterator[None]:
+    """Add layouts that divide to an error inside the block, if the recipe's layout caused it."""
     try:
         yield
     except (RecipeError, InputError) as error:
-        found = [] if device is None else _instead(path, given, model, device)
-        if not found:
+        suggestions = [] if device is None else _instead(path, settings, model, device)
+        if not suggestions:
             raise
-        lines = "".join(f"\n  divides   {line}" for line in found)
-        lines += "\n  Of these no memory was counted: plan them, or look for more with --search."
+        lines = "".join(f"\n  divides   {line}" for line in suggestions)
+        lines += "\n  Their memory was not counted: plan them, or search for more with --search."
         raise InputError(f"{error}{lines}") from error
 
 
-def _instead(path: Path, given: Sequence[str], model: str | None, device: Device) -> list[str]:
+def _instead(path: Path, settings: Sequence[str], model: str | None, device: Device) -> list[str]:
     try:
-        recipe = load_recipe(path, given, check=False)
+        recipe = load_recipe(path, settings, check=False)
         config = config_of(recipe.model.path, path, POLICY, model)
         to_blame = refusal(recipe, config) and not refusal(_laid_out(recipe, config, device), config)
-        return untried(subject_of(recipe, {"rollout": config}, device)) if to_blame else []
+        return uncounted_layouts(subject_of(recipe, {"rollout": config}, device)) if to_blame else []
     except ValueError:
-        return []  # something else is wrong as well, and the first error says what to do
+        return []  # there is another fault, and the original error names it
 
 
 def _laid_out(recipe: Recipe, model: dict[str, Any], device: Device) -> Recipe:
-    """In the first layout that divides, with its own engines where there can be such."""
-    own = choice_of(recipe)
-    layout = next(layouts(recipe, model, device.per_node), own.layout)
-    engines = next(engine_layouts(recipe, model, device.per_node), own.engines)
-    return chosen(recipe, replace(own, layout=layout, engines=engines))
+    """Return the recipe with the first layout that divides, and with its engines if they are valid."""
+    choice = choice_of(recipe)
+    layout = next(layouts(recipe, model, device.per_node), choice.layout)
+    engines = next(engine_layouts(recipe, model, device.per_node), choice.engines)
+    return chosen(recipe, replace(choice, layout=layout, engines=engines))

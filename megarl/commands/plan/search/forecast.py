@@ -1,6 +1,6 @@
-"""What a layout will probably need: counted of two and three layers, and carried over to as many as it has.
+"""Forecast of a layout's memory: counted with two and three layers, extrapolated to the full model.
 
-Only the order in which layouts are counted follows from it. That a layout fits is said of none that was not counted itself.
+It only decides the order in which layouts are counted. A layout is reported to fit only after it was counted itself.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ from typing import Any
 from megarl.commands.plan.count.rank_client import CannotCount, RankClient, RankRequest
 from megarl.commands.plan.count.types import Activations
 from megarl.commands.plan.count.workload import Workload, largest
-from megarl.commands.plan.search.lower_bound import Part, chunks_under_way, held_at_least, largest_parts
+from megarl.commands.plan.search.lower_bound import StagePart, chunks_under_way, largest_parts, min_held_bytes
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.shape import ModelShape
 from megarl.recipe.schema import Recipe
 
 _CONTEXT = 2
-"""The most of context parallel that samples have: what a token keeps with more of it differs by some percent."""
+"""Largest context parallel size of a sample: with larger ones the memory per token differs by a few percent."""
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Bytes a token of a micro batch, of layers under one setting."""
+class MemorySample:
+    """Bytes per token of a micro batch, for layers with one setting."""
 
-    layer: float  # that a layer keeps
-    inputs: tuple[float, float]  # that the first stage keeps beside its layers, and the last
-    beyond: tuple[float, float]  # that passes with gradients take beyond what is kept
-    forward: tuple[float, float]  # that a pass without gradients takes
-    step: int  # bytes that the optimizer takes
+    layer: float  # kept per layer
+    inputs: tuple[float, float]  # kept in addition by the first and by the last stage
+    beyond: tuple[float, float]  # peak of passes with gradients beyond kept memory
+    forward: tuple[float, float]  # peak of a pass without gradients
+    step: int  # bytes of the optimizer step
 
 
 class Forecast:
-    """Of layouts of one recipe; samples are counted as they are needed, each once. Any thread may ask.
+    """Forecasts layouts of one recipe. Each sample is counted once, on first use. Thread-safe.
 
-    `recipe`: of `stages.built_from`; `model`: its config.json; `directory`: an empty one.
+    `recipe`: from `stages.built_from`; `model`: its config.json; `directory`: an empty one.
     """
 
     def __init__(
         self, client: RankClient, recipe: Recipe, model: dict[str, Any], shape: ModelShape, directory: Path
     ) -> None:
         self._client, self._recipe, self._shape = client, recipe, shape
-        self._samples: dict[tuple[Any, ...], Sample | None] = {}
+        self._samples: dict[tuple[Any, ...], MemorySample | None] = {}
         self._lock, self._locks = threading.Lock(), dict[tuple[Any, ...], threading.Lock]()
         self._paths = [directory / f"of_{layers}" for layers in (2, 3)]
         for layers, path in zip((2, 3), self._paths, strict=True):
@@ -55,60 +55,60 @@ class Forecast:
             (path / "config.json").write_text(json.dumps(_small(model, layers)), encoding="utf-8")
 
     def peak(self, recipe: Recipe) -> float:
-        """Bytes of the rank of `recipe`, a layout of the forecast's own, that needs the most. 0: nothing is known."""
+        """Return the bytes of the fullest rank of `recipe`, a layout of this recipe. 0 if the sample cannot be counted."""
         sample = self._known(recipe)
         if sample is None:
             return 0.0
         return max(self._of_part(recipe, part, sample) for part in largest_parts(recipe, self._shape))
 
     def knows(self, recipe: Recipe) -> bool:
-        """Whether nothing is left to count for its peak."""
+        """Return True if `peak` needs no further counting."""
         return setting(recipe) in self._samples
 
-    def _known(self, recipe: Recipe) -> Sample | None:
-        """Of the setting of `recipe`: who asks for it first counts it, others wait for that."""
-        of = setting(recipe)
+    def _known(self, recipe: Recipe) -> MemorySample | None:
+        """Return the sample for the setting of `recipe`; the first caller counts it, others wait."""
+        key = setting(recipe)
         with self._lock:
-            of_setting = self._locks.setdefault(of, threading.Lock())
-        with of_setting:
-            if of not in self._samples:
-                self._samples[of] = self._sample(recipe)
-            return self._samples[of]
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            if key not in self._samples:
+                self._samples[key] = self._sample(recipe)
+            return self._samples[key]
 
-    def _of_part(self, recipe: Recipe, part: Part, sample: Sample) -> float:
+    def _of_part(self, recipe: Recipe, part: StagePart, sample: MemorySample) -> float:
         tokens = _tokens(recipe, part.number)
         end = int(part.last)
         times, chunks = chunks_under_way(recipe, part.number)
         kept = times * part.layers / chunks * sample.layer + times * sample.inputs[end] / chunks
         passes = max(kept + sample.beyond[end], sample.forward[end])
-        return held_at_least(recipe, self._shape, part) + max(passes * tokens, sample.step)
+        return min_held_bytes(recipe, self._shape, part) + max(passes * tokens, sample.step)
 
-    def _sample(self, recipe: Recipe) -> Sample | None:
-        """Two pipeline stages of a layer each, and the first again with two."""
-        one, two = (self._shrunk(recipe, layers) for layers in (2, 3))
-        lengths = largest(one, 0).lengths
-        last = one.cluster.trainers // 2
-        asked = [
-            RankRequest(one, 0, work=Workload(lengths, 2, 2)),
-            RankRequest(one, last, work=Workload(lengths, 2, 2)),
+    def _sample(self, recipe: Recipe) -> MemorySample | None:
+        """Count two pipeline stages of one layer each, and the first stage again with two layers."""
+        short, long = (self._shrunk(recipe, layers) for layers in (2, 3))
+        lengths = largest(short, 0).lengths
+        last = short.cluster.trainers // 2
+        requests = [
+            RankRequest(short, 0, work=Workload(lengths, 2, 2)),
+            RankRequest(short, last, work=Workload(lengths, 2, 2)),
         ]
-        asked.append(RankRequest(two, 0, work=Workload(lengths, 2, 2)))
+        requests.append(RankRequest(long, 0, work=Workload(lengths, 2, 2)))
         try:
-            answers = [future.result() for future in [self._client.submit(question) for question in asked]]
+            answers = [future.result() for future in [self._client.submit(question) for question in requests]]
         except CannotCount:
             return None
         if any("activations" not in answer for answer in answers):
             return None
         first, end, longer = (Activations(**answer["activations"]) for answer in answers)
-        layer = (longer.kept - first.kept) / 2  # the first of two stages has two micro batches under way
-        found = Sample(
+        layer = (longer.kept - first.kept) / 2  # the first of two stages has two micro batches in flight
+        sample = MemorySample(
             layer=layer,
             inputs=(max(0.0, first.kept / 2 - layer), max(0.0, end.kept - layer)),
             beyond=(first.update - first.kept, end.update - end.kept),
             forward=(first.forward, end.forward),
             step=max(first.optimizer, end.optimizer),
         )
-        return _a_token(found, _tokens(one, 0))
+        return _a_token(sample, _tokens(short, 0))
 
     def _shrunk(self, recipe: Recipe, layers: int) -> Recipe:
         megatron = recipe.megatron
@@ -132,7 +132,7 @@ class Forecast:
 
 
 def setting(recipe: Recipe) -> tuple[Any, ...]:
-    """What a token of a layer keeps depends on."""
+    """Return the settings that determine the memory per token of a layer."""
     megatron = recipe.megatron
     return (
         megatron.tensor_parallel,
@@ -144,24 +144,26 @@ def setting(recipe: Recipe) -> tuple[Any, ...]:
 
 
 def _tokens(recipe: Recipe, stage: int) -> float:
-    """Of a micro batch, a device's."""
+    """Return the tokens of a micro batch on one device."""
     return sum(largest(recipe, stage).lengths) / recipe.megatron.context_parallel
 
 
-def _a_token(sample: Sample, tokens: float) -> Sample:
+def _a_token(sample: MemorySample, tokens: float) -> MemorySample:
     def each(pair: tuple[float, float]) -> tuple[float, float]:
         return pair[0] / tokens, pair[1] / tokens
 
-    return Sample(sample.layer / tokens, each(sample.inputs), each(sample.beyond), each(sample.forward), sample.step)
+    return MemorySample(
+        sample.layer / tokens, each(sample.inputs), each(sample.beyond), each(sample.forward), sample.step
+    )
 
 
 def _small(model: dict[str, Any], layers: int) -> dict[str, Any]:
-    """`model` with so many layers, all alike, and few experts: as many tokens go to a rank's."""
+    """Return `model` with this many equal layers, and with few experts: a rank's experts still receive as many tokens."""
     text = text_fields(model)
     few: dict[str, Any] = {"num_hidden_layers": layers, "num_nextn_predict_layers": 0}
     if experts := number_of_experts(text):
-        wanted = min(experts, max(2 * text["num_experts_per_tok"], 4 * (text.get("n_group") or 1)))
-        few |= {name: wanted for name in _EXPERTS if text.get(name)}
+        count = min(experts, max(2 * text["num_experts_per_tok"], 4 * (text.get("n_group") or 1)))
+        few |= {name: count for name in _EXPERTS if text.get(name)}
         few |= {"first_k_dense_replace": 0} if "first_k_dense_replace" in text else {}
         few |= {"mlp_only_layers": []} if "mlp_only_layers" in text else {}
     return {**model, **few}

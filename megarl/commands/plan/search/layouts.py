@@ -1,6 +1,6 @@
-"""The layouts that a model, a number of devices and their machines allow: what `plan --search` chooses from. Pure.
+"""Layouts that a model, a number of devices and their machines allow: the candidates of `plan --search`. Pure.
 
-Nothing is decided here that is decided elsewhere: each layout has been asked of the checks that a run asks.
+No rule is repeated here: each layout passes the checks of a run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # from fast an
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How trainers are laid out, by the recipe's names."""
+class TrainerLayout:
+    """Parallel layout of the trainers, with the recipe's names."""
 
     tensor_parallel: int
     pipeline_parallel: int
@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What of it cannot be had by shifting layers between stages."""
+        """The parallel sizes, without the distribution of layers over stages."""
         return (
             self.tensor_parallel,
             self.pipeline_parallel,
@@ -53,8 +53,8 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Engines:
-    """How the policy's engines are laid out, by the recipe's names."""
+class EngineLayout:
+    """Parallel layout of the policy's engines, with the recipe's names."""
 
     engines: int
     tensor_parallel: int
@@ -64,13 +64,13 @@ class Engines:
 
 @dataclass(frozen=True)
 class Choice:
-    """All that a search varies of a recipe."""
+    """One candidate: everything that a search varies in a recipe."""
 
-    layout: Layout
+    layout: TrainerLayout
     recompute: Recompute
     offload: bool
     tokens: int  # actor.max_tokens_per_micro_batch
-    engines: Engines
+    engines: EngineLayout
 
 
 VARIED = (
@@ -91,12 +91,12 @@ VARIED = (
     "rollout.data_parallel",
     "rollout.expert_parallel",
 )
-"""The recipe's keys that a search may change."""
+"""Recipe keys that a search may change."""
 
 
 def choice_of(recipe: Recipe) -> Choice:
     megatron, rollout = recipe.megatron, recipe.rollout
-    layout = Layout(
+    layout = TrainerLayout(
         megatron.tensor_parallel,
         megatron.pipeline_parallel,
         megatron.context_parallel,
@@ -106,13 +106,13 @@ def choice_of(recipe: Recipe) -> Choice:
         megatron.first_stage_layers,
         megatron.last_stage_layers,
     )
-    engines = Engines(rollout.engines, rollout.tensor_parallel, rollout.data_parallel, rollout.expert_parallel)
+    engines = EngineLayout(rollout.engines, rollout.tensor_parallel, rollout.data_parallel, rollout.expert_parallel)
     return Choice(layout, megatron.recompute, offloads(recipe), recipe.actor.max_tokens_per_micro_batch, engines)
 
 
 def chosen(recipe: Recipe, choice: Choice) -> Recipe:
-    """`recipe`, laid out as `choice` says."""
-    # An unset key stays unset where its default is the choice.
+    """Return `recipe` with the layout of `choice`."""
+    # An unset key stays unset if its default equals the choice.
     offload = recipe.megatron.offload if choice.offload == offloads(recipe) else choice.offload
     megatron = replace(_laid_out(recipe.megatron, choice.layout), recompute=choice.recompute, offload=offload)
     return replace(
@@ -124,7 +124,7 @@ def chosen(recipe: Recipe, choice: Choice) -> Recipe:
 
 
 def overrides(recipe: Recipe, changed: Recipe) -> list[str]:
-    """What to write on the command line to make `changed` of `recipe`."""
+    """Return the command-line settings that turn `recipe` into `changed`."""
     return [
         f"{key}={plain(_value(changed, key))}".replace("'", "")
         for key in VARIED
@@ -133,7 +133,7 @@ def overrides(recipe: Recipe, changed: Recipe) -> list[str]:
 
 
 def refusal(recipe: Recipe, model: dict[str, Any]) -> str | None:
-    """Why a run would refuse how `recipe` is laid out; None: it would not. `model`: its config.json."""
+    """Return the error of a run with this layout, or None. `model`: config.json."""
     try:
         validate(recipe)
         check_layout(model, recipe.megatron, recipe.cluster.trainers)
@@ -149,22 +149,22 @@ def refusal(recipe: Recipe, model: dict[str, Any]) -> str | None:
 # --- trainers ------------------------------------------------------------------------------------
 
 
-def layouts(recipe: Recipe, model: dict[str, Any], per_node: int) -> Iterator[Layout]:
-    """Every layout of `recipe.cluster.trainers` processes that `model` (config.json) divides into. `per_node`: devices of
-    a machine, in which a tensor-parallel group lies.
+def layouts(recipe: Recipe, model: dict[str, Any], per_node: int) -> Iterator[TrainerLayout]:
+    """Yield every layout of `recipe.cluster.trainers` processes that divides `model` (config.json).
 
-    Pipeline stages are as even as they can be; where layers do not divide, the first and the last have fewer.
+    `per_node`: devices per machine; a tensor-parallel group stays in one machine. Pipeline stages are as even as possible;
+    if layers do not divide, the first and the last stage have fewer.
     """
     trainers, text = recipe.cluster.trainers, text_fields(model)
     layers = text["num_hidden_layers"]
     for tensor, pipeline, context in _three(trainers, per_node, layers):
         stage = trainers // pipeline
         cuts = list(_pipelines(recipe, layers, pipeline))
-        if not any(_divides(recipe, model, Layout(tensor, pipeline, context, 1, 1, *cut)) for cut in cuts):
+        if not any(_divides(recipe, model, TrainerLayout(tensor, pipeline, context, 1, 1, *cut)) for cut in cuts):
             continue
         for expert, expert_tensor in _experts(number_of_experts(text), stage):
             for cut in cuts:
-                layout = Layout(tensor, pipeline, context, expert, expert_tensor, *cut)
+                layout = TrainerLayout(tensor, pipeline, context, expert, expert_tensor, *cut)
                 if _divides(recipe, model, layout):
                     yield layout
 
@@ -179,24 +179,26 @@ def _three(trainers: int, per_node: int, layers: int) -> Iterator[tuple[int, int
 
 
 def _pipelines(recipe: Recipe, layers: int, stages: int) -> Iterator[tuple[int | None, int | None, int | None]]:
-    """(virtual_pipeline, first_stage_layers, last_stage_layers) of so many stages; the recipe's own among them."""
-    own = recipe.megatron.virtual_pipeline, recipe.megatron.first_stage_layers, recipe.megatron.last_stage_layers
-    found = [own] if stages == recipe.megatron.pipeline_parallel else []
+    """Yield (virtual_pipeline, first_stage_layers, last_stage_layers) for `stages` stages, the recipe's first."""
+    current = recipe.megatron.virtual_pipeline, recipe.megatron.first_stage_layers, recipe.megatron.last_stage_layers
+    cuts = [current] if stages == recipe.megatron.pipeline_parallel else []
     if stages == 1:
-        found.append((None, None, None))
+        cuts.append((None, None, None))
     else:
         for chunks in divisors(layers):
             if layers // chunks >= stages:
-                found += [
+                cuts += [
                     (chunks if chunks > 1 else None, first and first * chunks, last and last * chunks)
                     for first, last in _uneven(layers // chunks, stages)
                 ]
-    yield from dict.fromkeys(found)
+    yield from dict.fromkeys(cuts)
 
 
 def _uneven(units: int, stages: int) -> list[tuple[int | None, int | None]]:
-    """First and last of `stages` stages that together have `units`, where the others have equally many: those ways that
-    make the largest stage smallest. (None, None): all have equally many."""
+    """Split `units` over `stages` so that the inner stages are equal and the largest stage is smallest.
+
+    Returns (first, last) pairs. (None, None): all stages are equal.
+    """
     if units % stages == 0:
         return [(None, None)]
     ways = []
@@ -210,13 +212,13 @@ def _uneven(units: int, stages: int) -> list[tuple[int | None, int | None]]:
 
 
 def _experts(experts: int, stage: int) -> Iterator[tuple[int, int]]:
-    """(expert_parallel, expert_tensor_parallel) in a pipeline stage of so many processes."""
+    """Yield (expert_parallel, expert_tensor_parallel) for a pipeline stage of `stage` processes."""
     for expert in divisors(stage) if experts else [1]:
         for tensor in divisors(stage // expert) if experts else [1]:
             yield expert, tensor
 
 
-def _divides(recipe: Recipe, model: dict[str, Any], layout: Layout) -> bool:
+def _divides(recipe: Recipe, model: dict[str, Any], layout: TrainerLayout) -> bool:
     megatron = _laid_out(recipe.megatron, layout)
     try:
         check_parallel_sizes("cluster.trainers", recipe.cluster.trainers, "megatron", megatron)
@@ -226,7 +228,7 @@ def _divides(recipe: Recipe, model: dict[str, Any], layout: Layout) -> bool:
     return True
 
 
-def _laid_out(megatron: MegatronConfig, layout: Layout) -> MegatronConfig:
+def _laid_out(megatron: MegatronConfig, layout: TrainerLayout) -> MegatronConfig:
     alone = layout.tensor_parallel == 1
     experts = layout.expert_tensor_parallel
     return replace(
@@ -245,38 +247,38 @@ def _laid_out(megatron: MegatronConfig, layout: Layout) -> MegatronConfig:
     )
 
 
-def sizes_of_micro_batches(recipe: Recipe, layout: Layout) -> list[int]:
-    """Tokens of a micro batch that are worth looking at, a device's: the recipe's own, and one, two, four and eight
-    sequences of the longest length. Less than one changes nothing: a longer sequence goes alone."""
+def sizes_of_micro_batches(recipe: Recipe, layout: TrainerLayout) -> list[int]:
+    """Return the micro batch sizes to try, in tokens per device: the recipe's, and one, two, four and eight sequences of
+    the longest length. Smaller ones change nothing, since a longer sequence runs alone."""
     longest = recipe.data.max_prompt_length + recipe.rollout.max_response_length
     part = -(-longest // layout.context_parallel)
-    own = recipe.actor.max_tokens_per_micro_batch
-    return sorted({*(part << doubling for doubling in range(4)), *([own] if own >= part else [])})
+    current = recipe.actor.max_tokens_per_micro_batch
+    return sorted({*(part << doubling for doubling in range(4)), *([current] if current >= part else [])})
 
 
 # --- engines -------------------------------------------------------------------------------------
 
 
-def engine_layouts(recipe: Recipe, model: dict[str, Any], per_node: int) -> Iterator[Engines]:
-    """Every way to make engines of the devices that they have; the recipe's own alone where nothing is sampled."""
-    own = choice_of(recipe).engines
+def engine_layouts(recipe: Recipe, model: dict[str, Any], per_node: int) -> Iterator[EngineLayout]:
+    """Yield every engine layout of the engines' devices; only the recipe's if nothing is sampled."""
+    current = choice_of(recipe).engines
     if recipe.train.source != "rollout":
-        yield own
+        yield current
         return
     text = text_fields(model)
     colocated = recipe.cluster.placement == "colocated"
-    devices = recipe.cluster.trainers if colocated else own.engines * own.tensor_parallel
-    found = [own]
+    devices = recipe.cluster.trainers if colocated else current.engines * current.tensor_parallel
+    candidates = [current]
     for tensor in divisors(devices):
         if tensor > per_node:
             continue
         for group in divisors(devices // tensor):
             spread = (None, True) if group == 1 and number_of_experts(text) else (None,)
-            found += [Engines(devices // tensor, tensor, group, experts) for experts in spread]
-    yield from (one for one in dict.fromkeys(found) if _can_be(recipe, model, one))
+            candidates += [EngineLayout(devices // tensor, tensor, group, experts) for experts in spread]
+    yield from (engines for engines in dict.fromkeys(candidates) if _can_be(recipe, model, engines))
 
 
-def _can_be(recipe: Recipe, model: dict[str, Any], engines: Engines) -> bool:
+def _can_be(recipe: Recipe, model: dict[str, Any], engines: EngineLayout) -> bool:
     try:
         _check_engines(_with_engines(recipe, engines), model)
     except ValueError:
@@ -285,7 +287,7 @@ def _can_be(recipe: Recipe, model: dict[str, Any], engines: Engines) -> bool:
 
 
 def _check_engines(recipe: Recipe, model: dict[str, Any]) -> None:
-    """ValueError where a run would refuse the recipe's engines."""
+    """Raise ValueError if a run would refuse the recipe's engines."""
     rollout = recipe.rollout
     check_groups(rollout.engine, rollout.data_parallel)
     check_experts(rollout, model)
@@ -293,7 +295,7 @@ def _check_engines(recipe: Recipe, model: dict[str, Any]) -> None:
     Demand.of(recipe, trainers=True, engines=True).require_trainers_devices_suffice()
 
 
-def _with_engines(recipe: Recipe, engines: Engines) -> Recipe:
+def _with_engines(recipe: Recipe, engines: EngineLayout) -> Recipe:
     rollout = replace(
         recipe.rollout,
         engines=engines.engines,
@@ -306,7 +308,7 @@ def _with_engines(recipe: Recipe, engines: Engines) -> Recipe:
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    return tuple(one for one in range(1, number + 1) if number % one == 0)
+    return tuple(divisor for divisor in range(1, number + 1) if number % divisor == 0)
 
 
 def _value(recipe: Recipe, key: str) -> Any:

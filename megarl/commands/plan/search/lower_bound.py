@@ -1,7 +1,7 @@
-"""Bytes that a layout needs at least, by arithmetic: what does not fit by these is not worth counting. Pure.
+"""Lower bound of a layout's memory by arithmetic: layouts above the device's memory need not be counted. Pure.
 
-Of what a rank holds: matrices alone, as if tensor parallel cut all of them, without padding. Of activations: what layers
-keep of each micro batch under way, as far as it is certain. Everything else is left out, so it is less than what is counted.
+Held memory: matrices only, as if tensor parallelism cut all of them, without padding. Activations: the part that layers
+certainly keep per micro batch in flight. Everything else is left out, so the bound is below the counted memory.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megarl.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a pipeline stage has of the model."""
+class StagePart:
+    """Layers of the model in one pipeline stage."""
 
     number: int
     dense: int  # layers
@@ -30,9 +30,9 @@ class Part:
     def layers(self) -> int:
         return self.dense + self.sparse
 
-    def covers(self, later: Part) -> bool:
-        """Whether it needs as much as a later stage at least: it has all that the later one has, and no fewer micro
-        batches under way."""
+    def covers(self, later: StagePart) -> bool:
+        """Return True if this stage needs at least as much memory as a later stage: it has all its layers, and no fewer
+        micro batches in flight."""
         return (
             self.dense >= later.dense
             and self.sparse >= later.sparse
@@ -41,28 +41,28 @@ class Part:
         )
 
 
-def parts(recipe: Recipe, shape: ModelShape) -> list[Part]:
-    """Of each pipeline stage."""
+def parts(recipe: Recipe, shape: ModelShape) -> list[StagePart]:
+    """Return the part of each pipeline stage."""
     stages = recipe.megatron.pipeline_parallel
     chunks = layers_of_chunks(shape.layers, recipe.megatron)
-    found = []
+    result = []
     for stage in range(stages):
-        own = [shape.sparse[layer] for chunk in chunks[stage::stages] for layer in chunk]
-        found.append(Part(stage, own.count(False), own.count(True), stage == 0, stage == stages - 1))
-    return found
+        layers = [shape.sparse[layer] for chunk in chunks[stage::stages] for layer in chunk]
+        result.append(StagePart(stage, layers.count(False), layers.count(True), stage == 0, stage == stages - 1))
+    return result
 
 
-def largest_parts(recipe: Recipe, shape: ModelShape) -> list[Part]:
-    """Those of which one has the peak: no earlier one covers them."""
-    found: list[Part] = []
+def largest_parts(recipe: Recipe, shape: ModelShape) -> list[StagePart]:
+    """Return the pipeline stages that could hold the memory peak (covered by no earlier stage)."""
+    result: list[StagePart] = []
     for part in parts(recipe, shape):
-        if not any(earlier.covers(part) for earlier in found):
-            found.append(part)
-    return found
+        if not any(earlier.covers(part) for earlier in result):
+            result.append(part)
+    return result
 
 
 def chunks_under_way(recipe: Recipe, stage: int) -> tuple[int, int]:
-    """(n, v): n times the v-th part of a stage's layers keep their activations, when most do.
+    """Return (n, v): at the peak, n chunks of layers keep activations, each 1 / v of the stage's layers.
 
     1F1B: a micro batch for each stage from this one on. Interleaved: Megatron's warm-up, 2 (p - s - 1) + (v - 1) p
     chunks, and one more.
@@ -75,13 +75,13 @@ def chunks_under_way(recipe: Recipe, stage: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one rank."""
+    """Parameters of one rank, by number of replicas."""
 
-    every: float  # of what every data-parallel rank holds
-    routed: float  # of its experts
+    every: float  # shared by all data-parallel ranks
+    routed: float  # experts
 
 
-def parameters(recipe: Recipe, shape: ModelShape, part: Part) -> Parameters:
+def parameters(recipe: Recipe, shape: ModelShape, part: StagePart) -> Parameters:
     megatron = recipe.megatron
     plain = part.layers * shape.attention.weights + part.dense * shape.dense + part.sparse * shape.shared
     plain += shape.output * (part.first + (part.last and not (part.first and shape.tied)))
@@ -89,14 +89,14 @@ def parameters(recipe: Recipe, shape: ModelShape, part: Part) -> Parameters:
     return Parameters(plain / megatron.tensor_parallel, part.sparse * shape.experts * shape.expert / cut)
 
 
-def held_at_least(recipe: Recipe, shape: ModelShape, part: Part) -> float:
-    """Weights; and, but for adapters, gradients in float32, and the optimizer's states where they are not on the host."""
+def min_held_bytes(recipe: Recipe, shape: ModelShape, part: StagePart) -> float:
+    """Return bytes of weights and, without adapters, of float32 gradients and of optimizer states on the device."""
     megatron, narrow = recipe.megatron, recipe.model.dtype == "bfloat16"
-    own = parameters(recipe, shape, part)
-    weights = (own.every + own.routed) * (2 if narrow else 4)
+    counts = parameters(recipe, shape, part)
+    weights = (counts.every + counts.routed) * (2 if narrow else 4)
     if recipe.lora.rank:
         return weights
-    gradients = 4 * (own.every + own.routed)
+    gradients = 4 * (counts.every + counts.routed)
     if swapped_parts(megatron.extra):
         return weights + gradients
     stage = recipe.cluster.trainers // megatron.pipeline_parallel
@@ -104,28 +104,32 @@ def held_at_least(recipe: Recipe, shape: ModelShape, part: Part) -> float:
     copies, copies_of_experts = stage // megatron.tensor_parallel, stage // cut
     if not megatron.distributed_optimizer:
         copies = copies_of_experts = 1
-    states = (12 if narrow else 8) * (own.every / copies + own.routed / copies_of_experts)
+    states = (12 if narrow else 8) * (counts.every / copies + counts.routed / copies_of_experts)
     return weights + gradients + states * (1 - host_share(recipe.actor.optimizer))
 
 
-def kept_at_least(recipe: Recipe, shape: ModelShape, part: Part) -> float:
-    """What layers keep for the backward pass: with full recomputation, and with adapters, whose frozen linears keep
-    nothing, their inputs; else the inputs of norms and linears, keys and values, and what the MLPs are made of."""
+def min_kept_bytes(recipe: Recipe, shape: ModelShape, part: StagePart) -> float:
+    """Return bytes that layers keep for the backward pass.
+
+    With full recomputation, or adapters (frozen linears keep nothing): the layers' inputs. Else also the inputs of norms
+    and linears, keys and values, and the intermediate values of MLPs.
+    """
     megatron = recipe.megatron
     pieces = megatron.tensor_parallel if uses_sequence_parallel(megatron) else 1
     inputs = part.layers * shape.hidden / pieces
     if megatron.recompute != "full" and not recipe.lora.rank:
         inputs += 3 * part.layers * shape.hidden / pieces
-        made = part.layers * shape.attention.keys_and_values + part.dense * shape.dense / shape.hidden
-        made += part.sparse * shape.chosen * (shape.hidden + shape.expert / shape.hidden)
-        inputs += made / megatron.tensor_parallel
+        intermediate = part.layers * shape.attention.keys_and_values + part.dense * shape.dense / shape.hidden
+        intermediate += part.sparse * shape.chosen * (shape.hidden + shape.expert / shape.hidden)
+        inputs += intermediate / megatron.tensor_parallel
     tokens = sum(largest(recipe, part.number).lengths) / megatron.context_parallel
     times, chunks = chunks_under_way(recipe, part.number)
     return times / chunks * tokens * inputs * (2 if recipe.model.dtype == "bfloat16" else 4)
 
 
-def at_least(recipe: Recipe, shape: ModelShape) -> float:
-    """Bytes of the device of the rank that needs the most."""
+def min_peak_bytes(recipe: Recipe, shape: ModelShape) -> float:
+    """Return the bytes of the fullest rank's device."""
     return max(
-        held_at_least(recipe, shape, part) + kept_at_least(recipe, shape, part) for part in largest_parts(recipe, shape)
+        min_held_bytes(recipe, shape, part) + min_kept_bytes(recipe, shape, part)
+        for part in largest_parts(recipe, shape)
     )

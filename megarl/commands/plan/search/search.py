@@ -1,4 +1,4 @@
-"""`plan --search`: the fastest layouts that fit, by estimated seconds, each of them counted."""
+"""`plan --search`: the fastest layouts that fit, by estimated seconds; each of them is counted."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megarl.commands.plan.count.rank_client import CannotCount, RankClient
-from megarl.commands.plan.search.fits import HostTooSmallError, Judge, Subject
+from megarl.commands.plan.search.fits import FitChecker, HostTooSmallError, Subject
 from megarl.commands.plan.search.layouts import (
     RECOMPUTE,
     Choice,
-    Engines,
+    EngineLayout,
     choice_of,
     chosen,
     engine_layouts,
     layouts,
     sizes_of_micro_batches,
 )
-from megarl.commands.plan.search.step_time import Clock
+from megarl.commands.plan.search.step_time import StepTimes
 from megarl.errors import InputError
 from megarl.recipe.offload import offloads
 
 _ESTIMATING = 0.25
-"""Share of the time that goes into estimates at most; layouts that are left without one are not reached."""
+"""Largest share of the time for estimates; layouts without an estimate count as not reached."""
 
-_ENGINES = 5  # ways to lay them out that are counted
-_PROCESSES = 2  # that count
-_AT_A_TIME = 3  # layouts that are looked at: one of them may wait for what another is forecast from
+_ENGINES = 5  # engine layouts that are counted
+_PROCESSES = 2  # counting processes
+_AT_A_TIME = 3  # layouts under examination: one may wait for the sample of another's forecast
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """A layout that was counted, and fits."""
+class FittingLayout:
+    """A layout that was counted and fits."""
 
     choice: Choice
     seconds: float  # estimated
-    peak: int  # bytes of the rank that needs the most
+    peak: int  # bytes of the fullest rank
 
 
 @dataclass
-class Found:
-    """`best`: the fastest first, no two of the same shape. Each of the `possible` choices is in exactly one of the other
-    numbers, or in `best`."""
+class SearchResult:
+    """Outcome of a search. `best`: fastest first, all of different shape. Each of the `possible` choices is in `best` or in
+    exactly one of the other counts."""
 
     possible: int = 0
-    best: list[Fitting] = field(default_factory=list)
+    best: list[FittingLayout] = field(default_factory=list)
     too_large: int = 0  # by arithmetic
-    unlikely: int = 0  # by forecast, and not counted
+    unlikely: int = 0  # too large by forecast, not counted
     counted_too_large: int = 0
-    hosts_too_small: int = 0  # counted, and fitting the devices, whose hosts have too little memory
-    host_refusal: str | None = None  # why, of the fastest of them
-    refused: Counter[str] = field(default_factory=Counter)  # by what a run would say
-    slower: int = 0  # than another of the same shape that fits
+    hosts_too_small: int = 0  # counted: the devices suffice, the hosts do not
+    host_refusal: str | None = None  # of the fastest of them
+    refused: Counter[str] = field(default_factory=Counter)  # by error of a run
+    slower: int = 0  # than a fitting layout of the same shape
     not_reached: int = 0
     seconds: float = 0.0
-    not_counted: str | None = None  # of the engines, what `best` lies beside
+    not_counted: str | None = None  # unknown memory of the engines on the devices of `best`
 
 
 @dataclass(frozen=True)
 class _Family:
-    """Choices of one layout and micro batch, the fastest first. `doubted`: forecast to be too large, and counted yet."""
+    """Choices of one layout and micro batch, fastest first. `doubted`: counted although the forecast is too large."""
 
     choices: tuple[Choice, ...]
     doubted: bool = False
@@ -75,115 +75,116 @@ class _Family:
         return self.choices[0].layout.shape
 
     @property
-    def others(self) -> _Family:
+    def rest(self) -> _Family:
         return _Family(self.choices[1:])
 
 
 @dataclass(frozen=True)
 class _Unlikely:
-    """What is forecast to be too large: `excess` bytes."""
+    """A forecast above the device's memory by `excess` bytes."""
 
     excess: float
 
 
 _Verdict = int | str | _Unlikely | HostTooSmallError
-"""Bytes of the rank that needs the most, or why a run would refuse it, or that it is not worth counting now, or that its
-hosts have too little memory."""
+"""Bytes of the fullest rank, or the error of a run, or a forecast that is too large, or hosts that are too small."""
 
 
-def search(subject: Subject, *, seconds: float, wanted: int = 10) -> Found:
-    """The `wanted` fastest layouts that fit, or those that were found within `seconds`; the recipe's own among these,
-    where it fits, whatever else is found."""
+def search(subject: Subject, *, seconds: float, count: int = 10) -> SearchResult:
+    """Return the `count` fastest layouts that fit, or those counted within `seconds`. The recipe's layout is counted first,
+    so it is among them if it fits."""
     deadline = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as directory, RankClient(_PROCESSES) as client:
-        clock = Clock(subject.device, subject.shape, subject.critic_shape, subject.response)
-        judge = Judge(subject, client, Path(directory), fastest_engines(subject, clock), deadline)
-        return _Search(subject, judge, clock, deadline, wanted).run()
+        clock = StepTimes(subject.device, subject.shape, subject.critic_shape, subject.response)
+        checker = FitChecker(subject, client, Path(directory), fastest_engines(subject, clock), deadline)
+        return _Search(subject, checker, clock, deadline, count).run()
 
 
-def fastest_engines(subject: Subject, clock: Clock) -> list[Engines]:
-    """By their estimates, whatever the trainers' layout."""
-    recipe, own = subject.recipe, choice_of(subject.recipe)
-    found = list(engine_layouts(recipe, subject.model, subject.device.per_node))
-    own = replace(own, layout=next(layouts(recipe, subject.model, subject.device.per_node), own.layout))
-    found.sort(key=lambda engines: clock.seconds(chosen(recipe, replace(own, engines=engines))))
-    return found[:_ENGINES]
+def fastest_engines(subject: Subject, clock: StepTimes) -> list[EngineLayout]:
+    """Return the fastest engine layouts by estimate; the trainers' layout does not matter."""
+    recipe, choice = subject.recipe, choice_of(subject.recipe)
+    candidates = list(engine_layouts(recipe, subject.model, subject.device.per_node))
+    choice = replace(choice, layout=next(layouts(recipe, subject.model, subject.device.per_node), choice.layout))
+    candidates.sort(key=lambda engines: clock.seconds(chosen(recipe, replace(choice, engines=engines))))
+    return candidates[:_ENGINES]
 
 
 def families(subject: Subject) -> list[_Family]:
-    """All that a search chooses from."""
-    recipe, own = subject.recipe, choice_of(subject.recipe)
+    """Return all candidates of a search, by layout and micro batch."""
+    recipe, choice = subject.recipe, choice_of(subject.recipe)
     ways = [(recompute, offload) for recompute in RECOMPUTE for offload in _offloads(subject)]
     return [
-        _Family(tuple(replace(own, layout=layout, tokens=tokens, recompute=r, offload=offload) for r, offload in ways))
+        _Family(
+            tuple(replace(choice, layout=layout, tokens=tokens, recompute=r, offload=offload) for r, offload in ways)
+        )
         for layout in layouts(recipe, subject.model, subject.device.per_node)
         for tokens in sizes_of_micro_batches(recipe, layout)
     ]
 
 
 def _offloads(subject: Subject) -> tuple[bool, ...]:
-    """Trainers may leave the device to engines where these share it with them."""
+    """Return the offload settings to try: both if trainers and engines share devices."""
     recipe = subject.recipe
     shared = recipe.cluster.placement == "colocated" and recipe.train.source == "rollout"
     return (False, True) if shared else (offloads(recipe),)
 
 
 class _Search:
-    def __init__(self, subject: Subject, judge: Judge, clock: Clock, deadline: float, wanted: int) -> None:
-        self._subject, self._judge, self._clock = subject, judge, clock
-        self._deadline, self._wanted = deadline, wanted
+    def __init__(self, subject: Subject, checker: FitChecker, clock: StepTimes, deadline: float, count: int) -> None:
+        self._subject, self._checker, self._clock = subject, checker, clock
+        self._deadline, self._count = deadline, count
         self._began = time.monotonic()
         self._queue: list[tuple[float, int, _Family]] = []
         self._unlikely: list[tuple[float, int, Choice]] = []
         self._pushed = 0
-        self._found = Found()
+        self._found = SearchResult()
         self._own = choice_of(subject.recipe)
-        self._verdict_of_own: Future[_Verdict] | None = None  # None: before `run`
+        self._own_verdict: Future[_Verdict] | None = None  # None: before `run`
 
-    def run(self) -> Found:
-        found = self._found
+    def run(self) -> SearchResult:
+        result = self._found
         workers = ThreadPoolExecutor(_AT_A_TIME)
         try:
             self._count_own(workers)
             self._estimate_all()
             self._count_all(workers)
         finally:
-            workers.shutdown(wait=False, cancel_futures=True)  # what they wait for ends with the asker
-        found.not_reached += sum(len(family.choices) for _, _, family in self._queue)
-        found.unlikely = len(self._unlikely)
+            workers.shutdown(wait=False, cancel_futures=True)  # their requests end with the client
+        result.not_reached += sum(len(family.choices) for _, _, family in self._queue)
+        result.unlikely = len(self._unlikely)
         self._add_own()
-        if found.best:
-            found.not_counted = self._judge.not_counted
-        found.best.sort(key=lambda one: one.seconds)
-        found.seconds = time.monotonic() - self._began
-        return found
+        if result.best:
+            result.not_counted = self._checker.not_counted
+        result.best.sort(key=lambda fitting: fitting.seconds)
+        result.seconds = time.monotonic() - self._began
+        return result
 
     def _count_own(self, workers: ThreadPoolExecutor) -> None:
-        """Before all others: what is found is compared with it, and a recipe that fits is never told that nothing does."""
-        self._verdict_of_own = workers.submit(self._judged_own)
+        """Count the recipe's layout first: results are compared with it, and a recipe that fits is always found."""
+        self._own_verdict = workers.submit(self._examine_own)
 
-    def _judged_own(self) -> _Verdict:
-        refused = self._judge.refused(self._own)  # first of all: nothing can be said of what does not divide
+    def _examine_own(self) -> _Verdict:
+        refused = self._checker.refused(self._own)  # first: a layout that does not divide cannot be counted
         if refused is not None:
             return refused
-        if self._judge.too_large(self._own):
+        if self._checker.too_large(self._own):
             return _Unlikely(math.inf)
-        return self._judged(_Family((self._own,), doubted=True))
+        return self._examine(_Family((self._own,), doubted=True))
 
     def _add_own(self) -> None:
-        """To what was found before the time was over; where it was, the recipe's own was not reached among others."""
-        done, found = self._verdict_of_own, self._found
-        if done is None or not done.done() or len(found.best) >= self._wanted or not found.not_reached:
+        """Add the recipe's layout if it fits and the search did not reach it."""
+        done, result = self._own_verdict, self._found
+        if done is None or not done.done() or len(result.best) >= self._count or not result.not_reached:
             return
-        verdict, shapes = done.result(), {one.choice.layout.shape for one in found.best}
+        verdict, shapes = done.result(), {fitting.choice.layout.shape for fitting in result.best}
         if isinstance(verdict, int) and verdict <= self._subject.limit and self._own.layout.shape not in shapes:
-            found.not_reached -= 1
+            result.not_reached -= 1
             self._fits(self._own, verdict)
 
     def _estimate_all(self) -> None:
         until = self._began + _ESTIMATING * (self._deadline - self._began)
         for family in families(self._subject):
-            small = _Family(tuple(choice for choice in family.choices if not self._judge.too_large(choice)))
+            small = _Family(tuple(choice for choice in family.choices if not self._checker.too_large(choice)))
             self._found.possible += len(family.choices)
             self._found.too_large += len(family.choices) - len(small.choices)
             if time.monotonic() > until:
@@ -192,19 +193,19 @@ class _Search:
                 self._push(small)
 
     def _push(self, family: _Family) -> None:
-        """With the estimate of its fastest choice."""
+        """Queue a family by the estimate of its fastest choice."""
         if family.choices:
-            self._pushed += 1  # decides between equally fast ones
+            self._pushed += 1  # breaks ties
             heapq.heappush(self._queue, (self._seconds(family.choices[0]), self._pushed, family))
 
     def _count_all(self, workers: ThreadPoolExecutor) -> None:
-        """In the order of estimates, until enough fit or the time is over."""
+        """Count in the order of estimates, until enough layouts fit or the time is over."""
         running: dict[Future[_Verdict], _Family] = {}
-        while len(self._found.best) < self._wanted and time.monotonic() < self._deadline:
+        while len(self._found.best) < self._count and time.monotonic() < self._deadline:
             busy = {family.shape for family in running.values()}
-            while len(running) < min(_AT_A_TIME, self._wanted - len(self._found.best)) and (taken := self._next(busy)):
-                running[workers.submit(self._verdict, taken)] = taken
-                busy.add(taken.shape)
+            while len(running) < min(_AT_A_TIME, self._count - len(self._found.best)) and (family := self._next(busy)):
+                running[workers.submit(self._verdict, family)] = family
+                busy.add(family.shape)
             if not running:
                 return
             left = max(0.0, self._deadline - time.monotonic())
@@ -213,59 +214,59 @@ class _Search:
         self._found.not_reached += sum(len(family.choices) for family in running.values())
 
     def _next(self, busy: set[tuple[int, ...]]) -> _Family | None:
-        """The fastest that may fit, of a shape that is not `busy` being counted."""
+        """Return the fastest family that may fit, of a shape that is not being counted (`busy`)."""
         put_off = []
-        taken = None
-        fitting = {one.choice.layout.shape for one in self._found.best}
-        while self._queue and taken is None and time.monotonic() < self._deadline:
+        chosen_family = None
+        fitting = {entry.choice.layout.shape for entry in self._found.best}
+        while self._queue and chosen_family is None and time.monotonic() < self._deadline:
             seconds, number, family = heapq.heappop(self._queue)
             if family.shape in fitting:
                 self._found.slower += len(family.choices)
             elif family.shape in busy:
                 put_off.append((seconds, number, family))
             elif not self._doubts(family):
-                taken = family
+                chosen_family = family
         for item in put_off:
             heapq.heappush(self._queue, item)
-        if taken is None and not self._queue and time.monotonic() < self._deadline:
+        if chosen_family is None and not self._queue and time.monotonic() < self._deadline:
             return self._doubted(fitting | busy)
-        return taken
+        return chosen_family
 
     def _doubts(self, family: _Family) -> bool:
-        """Whether it is put off at once, by a forecast that there is already."""
+        """Return True after setting the family aside, if an existing forecast says that it is too large."""
         choice = family.choices[0]
-        excess = self._judge.excess(choice) if self._judge.is_forecast(choice) else 0.0
+        excess = self._checker.excess(choice) if self._checker.is_forecast(choice) else 0.0
         if excess:
             self._settle(family, _Unlikely(excess))
         return bool(excess)
 
     def _doubted(self, left_out: set[tuple[int, ...]]) -> _Family | None:
-        """What is the least too large by its forecast, but for those shapes."""
-        others = [item for item in self._unlikely if item[-1].layout.shape not in left_out]
-        if not others:
+        """Return the choice with the smallest excess by forecast, without these shapes."""
+        remaining = [item for item in self._unlikely if item[-1].layout.shape not in left_out]
+        if not remaining:
             return None
-        self._unlikely.remove(min(others))
-        return _Family((min(others)[-1],), doubted=True)
+        self._unlikely.remove(min(remaining))
+        return _Family((min(remaining)[-1],), doubted=True)
 
     def _verdict(self, family: _Family) -> _Verdict:
-        if family.choices[0] == self._own and self._verdict_of_own is not None:
-            return self._verdict_of_own.result()
-        return self._judged(family)
+        if family.choices[0] == self._own and self._own_verdict is not None:
+            return self._own_verdict.result()
+        return self._examine(family)
 
-    def _judged(self, family: _Family) -> _Verdict:
+    def _examine(self, family: _Family) -> _Verdict:
         choice = family.choices[0]
-        if not family.doubted and (excess := self._judge.excess(choice)):
+        if not family.doubted and (excess := self._checker.excess(choice)):
             return _Unlikely(excess)
-        refused = self._judge.refused(choice)
+        refused = self._checker.refused(choice)
         if refused is not None:
             return refused
         try:
-            return self._judge.peak(choice)
+            return self._checker.peak(choice)
         except InputError:
-            raise  # of every layout of the model
+            raise  # applies to every layout of the model
         except HostTooSmallError as error:
             return error
-        except ValueError as error:  # Megatron's own rules, asked as a rank is built
+        except ValueError as error:  # a rule of Megatron, checked while a rank is built
             return str(error)
         except CannotCount as error:
             return str(error).strip().splitlines()[-1]
@@ -275,24 +276,24 @@ class _Search:
         if isinstance(verdict, _Unlikely):
             self._pushed += 1
             self._unlikely.append((verdict.excess, self._pushed, choice))
-            self._push(family.others)
+            self._push(family.rest)
         elif isinstance(verdict, str):
             self._found.refused[verdict] += 1
-            self._push(family.others)
+            self._push(family.rest)
         elif isinstance(verdict, HostTooSmallError):
             self._found.hosts_too_small += 1
             self._found.host_refusal = self._found.host_refusal or str(verdict)
-            self._push(family.others)
+            self._push(family.rest)
         elif verdict > self._subject.limit:
             self._found.counted_too_large += 1
-            self._push(family.others)
+            self._push(family.rest)
         else:
             self._fits(choice, verdict)
-            self._found.slower += len(family.others.choices)
+            self._found.slower += len(family.rest.choices)
 
     def _fits(self, choice: Choice, peak: int) -> None:
-        choice = replace(choice, engines=self._judge.engines)
-        self._found.best.append(Fitting(choice, self._seconds(choice), peak))
+        choice = replace(choice, engines=self._checker.engines)
+        self._found.best.append(FittingLayout(choice, self._seconds(choice), peak))
 
     def _seconds(self, choice: Choice) -> float:
         return self._clock.seconds(chosen(self._subject.recipe, choice))

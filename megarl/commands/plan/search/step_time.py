@@ -1,4 +1,4 @@
-"""Estimated seconds of many layouts of one recipe: `estimate`, with what layouts share computed once. Pure."""
+"""Estimated step time of many layouts of one recipe: `estimate`, with shared parts computed once. Pure."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from megarl.recipe.schema import Recipe
 T = TypeVar("T")
 
 
-class Clock:
-    """Of recipes that differ in how they are laid out."""
+class StepTimes:
+    """Estimates steps of recipes that differ only in layout."""
 
     def __init__(self, device: Device, shape: ModelShape, critic: ModelShape | None, response: float | None) -> None:
         self._device, self._shape, self._critic, self._response = device, shape, critic, response
-        self._known: dict[Hashable, Any] = {}
+        self._cache: dict[Hashable, Any] = {}
 
     def seconds(self, recipe: Recipe) -> float:
-        """Of one step."""
+        """Return the estimated seconds of one step."""
         lengths = Lengths.of(recipe, self._response)
-        step = _Shared(recipe, self._device, lengths, self._shape, self._critic, known=self._known)
+        step = _Shared(recipe, self._device, lengths, self._shape, self._critic, cache=self._cache)
         return max(end for _, end in spans(step.phases()))
 
 
 @dataclass
 class _Shared(Step):
-    """A step that remembers what it has in common with others of the same recipe."""
+    """A step that shares equal parts with other layouts of the recipe. `cache`: their values."""
 
-    known: dict[Hashable, Any] = field(default_factory=dict)
+    cache: dict[Hashable, Any] = field(default_factory=dict)
 
     def _once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        if key not in self.known:
-            self.known[key] = compute()
-        found: T = self.known[key]
-        return found
+        if key not in self.cache:
+            self.cache[key] = compute()
+        value: T = self.cache[key]
+        return value
 
     def _generate(self) -> Cost:
         rollout = self.recipe.rollout

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from rich.console import Console, Group
 
-from megarl.commands.plan.count.types import EngineRank, HostUse, Place, Plan, Stage
+from megarl.commands.plan.count.types import DeviceUses, EngineRank, HostUse, PipelineStage, RecipePlan
 from megarl.commands.plan.show.estimate_table import TITLE, remarks, seconds, seconds_columns
 from megarl.commands.plan.show.tables import Columns, console_width, fitted, transposed, upright, width_of
 from megarl.commands.plan.show.units import GIB, Unit
 
-# Phases -> heads of columns.
+# Phases -> column heads.
 _SHORT = {
     "old_log_prob": "old",
     "reference": "ref",
@@ -21,11 +21,13 @@ _SHORT = {
 }
 
 
-def show(plan: Plan) -> None:
+def show(plan: RecipePlan) -> None:
     width, unit = console_width(), Unit.of(plan.most)
     console = Console(width=width)
     console.print(_stages(plan.stages, unit, width))
-    console.print(_places(plan.places, plan.memory, unit, width, known=all(stage.activations for stage in plan.stages)))
+    console.print(
+        _places(plan.places, plan.memory, unit, width, counted=all(stage.activations for stage in plan.stages))
+    )
     readers = [(section, rank) for section, rank in plan.readers.items()]
     for section, rank in ([("engine", plan.engine)] if plan.engine else []) + readers:
         console.print(_engine(section, rank, unit), highlight=False)
@@ -40,22 +42,24 @@ def show(plan: Plan) -> None:
         )
     for line in route_lines(plan):
         console.print(line, highlight=False)
-    for one in plan.environment:
-        console.print(f"environment of {one.role}: {one.name}={one.value} ({one.why})", highlight=False)
+    for variable in plan.environment:
+        console.print(
+            f"environment of {variable.role}: {variable.name}={variable.value} ({variable.why})", highlight=False
+        )
     show_seconds(plan, console)
     for refusal in plan.refusals:
-        console.print(f"REFUSED {refusal.key}: {refusal.what}. {refusal.remedy}", style="red", highlight=False)
+        console.print(f"REFUSED {refusal.key}: {refusal.problem}. {refusal.remedy}", style="red", highlight=False)
     for proposal in plan.proposals:
-        told = f"  fits, with {proposal.times:.2f} x the seconds of a step: {proposal.overrides}"
-        console.print(told, highlight=False, soft_wrap=True)  # to be copied
+        line = f"  fits, with {proposal.times:.2f} x the seconds of a step: {proposal.overrides}"
+        console.print(line, highlight=False, soft_wrap=True)  # users copy this line
     for line in plan.unchecked:
         console.print(f"- Not checked: {line}", style="dim", highlight=False)
     for line in plan.notes:
         console.print(f"- {line}", style="dim", highlight=False)
 
 
-def _stages(stages: list[Stage], unit: Unit, width: int) -> Group:
-    """What a rank holds, and what each pass takes beyond."""
+def _stages(stages: list[PipelineStage], unit: Unit, width: int) -> Group:
+    """Return the table of memory that a rank holds and that each pass adds."""
     parameters = Unit.of_parameters(max((stage.held.parameters for stage in stages), default=0))
     rows = [["stage", "params", "weights", "grads", "optim", "forward", "update", "logits", "Adam", "host"]]
     for stage in stages:
@@ -64,24 +68,24 @@ def _stages(stages: list[Stage], unit: Unit, width: int) -> Group:
         if beyond is not None:
             sizes = (beyond.forward, beyond.update, beyond.update_logits, beyond.optimizer)
             passes = [f"+{unit.tenths(size)}" for size in sizes]
-            passes[2] = unit.tenths(beyond.update_logits)  # of the update, not beside it
+            passes[2] = unit.tenths(beyond.update_logits)  # part of the update, not added to it
         rows.append(
             [
                 f"{stage.role} {stage.number}",
                 f"{held.parameters / parameters.size:.2f} {parameters.name}",
                 *(unit.tenths(size) for size in (held.weights, held.gradients, held.masters + held.moments)),
                 *passes,
-                unit.tenths(max((one.host for one in stage.phases.values()), default=0)),
+                unit.tenths(max((phase.host for phase in stage.phases.values()), default=0)),
             ]
         )
     return fitted(transposed(rows), f"{unit.name} of a rank, by pipeline stage", width)
 
 
-def _places(places: list[Place], memory: float | None, unit: Unit, width: int, *, known: bool) -> Group:
-    """The total of each phase on each kind of device: a phase a column, or, where these are too many for the console, a
-    row, and as many places beside each other as there is room for. `known`: activations are counted."""
+def _places(places: list[DeviceUses], memory: float | None, unit: Unit, width: int, *, counted: bool) -> Group:
+    """Return the table of memory by kind of device and phase: one phase per column, or per row if there are too many for the
+    console. `counted`: activations were counted."""
     phases = list(dict.fromkeys(use.phase for place in places for use in place.uses))
-    # Of a device's memory a tiny model leaves nearly all.
+    # A tiny model uses next to nothing of a device, so the device's memory has its own unit.
     whole = Unit.of(memory * GIB) if memory is not None else unit
     room = [] if memory is None else [f"of {whole.whole(memory * GIB)}" + (f" {whole.name}" if whole != unit else "")]
     rows = []
@@ -91,7 +95,7 @@ def _places(places: list[Place], memory: float | None, unit: Unit, width: int, *
         rows[-1] += [unit.tenths(totals[phase]) if phase in totals else "" for phase in phases]
         if memory is not None:
             left = memory * GIB - place.peak.total
-            enough = f"{whole.tenths(left)} left" if known and place.not_counted is None else "not known"
+            enough = f"{whole.tenths(left)} left" if counted and place.not_counted is None else "not known"
             rows[-1].append(enough if left >= 0 else f"{whole.tenths(-left)} short")
     title = f"{unit.name} of a device, by phase of a step"
     columns = transposed([["on it", "devices", *(_SHORT.get(phase, phase) for phase in phases), *room], *rows])
@@ -101,18 +105,20 @@ def _places(places: list[Place], memory: float | None, unit: Unit, width: int, *
 
 
 def host_table(hosts: list[HostUse], memory: float, width: int) -> Group:
-    """A row for each group of machines that hold the same, or a column, where parts are too many for the console."""
+    """Return a table with one row per group of equal machines, or one column if there are too many parts."""
     return upright(host_columns(hosts, memory), "GiB of host memory, by machine", width)
 
 
 def host_columns(hosts: list[HostUse], memory: float) -> Columns:
-    """The host of each group of machines, each part, their sum, and what is left of `memory` GiB."""
+    """Return columns: the machines, each part, the sum, and the rest of `memory` GiB."""
     names = list(dict.fromkeys(part for host in hosts for part in host.parts))
     first = ["host of", *(host.name for host in hosts)]
     columns = [first, *([name, *(f"{host.parts.get(name, 0) / GIB:,.1f}" for host in hosts)] for name in names)]
     columns.append(["all", *(f"{host.total / GIB:,.1f}" for host in hosts)])
     left = [memory - host.total / GIB for host in hosts]
-    columns.append([f"of {memory:,.10g}", *(f"{one:,.1f} left" if one >= 0 else f"{-one:,.1f} short" for one in left)])
+    columns.append(
+        [f"of {memory:,.10g}", *(f"{rest:,.1f} left" if rest >= 0 else f"{-rest:,.1f} short" for rest in left)]
+    )
     return columns
 
 
@@ -131,8 +137,8 @@ def _engine(section: str, rank: EngineRank, unit: Unit) -> str:
     return "; ".join(parts)
 
 
-def show_seconds(plan: Plan, console: Console) -> None:
-    """The estimate, its factors and range over published runs, and what all of them stand on."""
+def show_seconds(plan: RecipePlan, console: Console) -> None:
+    """Print the estimate, its factors, its range over published runs, and the assumptions."""
     if plan.estimate is None:
         return
     console.print(fitted(seconds_columns(plan), TITLE, console.width, left=("bound by",)), highlight=False)
@@ -141,11 +147,11 @@ def show_seconds(plan: Plan, console: Console) -> None:
     console.print()
 
 
-def route_lines(plan: Plan) -> list[str]:
-    """The expected route of the weights, what it costs beside the export, and other sets of versions with another route."""
+def route_lines(plan: RecipePlan) -> list[str]:
+    """Return lines on the weights' expected route, its seconds, and other version sets with another route."""
     if not plan.routes:
         return []
-    expected, *others = plan.routes
+    expected, *other_routes = plan.routes
     lines = [f"weight route: {expected}; no route was measured on a device yet"]
     if plan.estimate is not None and plan.estimate.weights:
         times = ", ".join(f"{name} {seconds(value)}" for name, value in sorted(plan.estimate.weights.items()))
@@ -153,5 +159,5 @@ def route_lines(plan: Plan) -> list[str]:
         lines.append(
             f"  an update of the engines: {times} (gloo over each host's interface, {where}, carries an export)"
         )
-    lines += [f"  elsewhere: {other}" for other in others if other.name != expected.name]
+    lines += [f"  elsewhere: {other}" for other in other_routes if other.name != expected.name]
     return lines

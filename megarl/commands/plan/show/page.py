@@ -1,4 +1,4 @@
-"""A plan as one HTML page that needs no network: what fits where, the pipeline's schedule, the phases of a step."""
+"""A plan as one HTML page that needs no network: memory, the pipeline's schedule, the phases of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.atomic_files import disk_errors, write_atomically
-from megarl.commands.plan.count.types import EngineRank, Place, Plan, Stage
+from megarl.commands.plan.count.types import DeviceUses, EngineRank, PipelineStage, RecipePlan
 from megarl.commands.plan.show import drawing
 from megarl.commands.plan.show.console import host_columns
 from megarl.commands.plan.show.estimate_table import STEP, remarks, seconds_columns
@@ -18,14 +18,14 @@ from megarl.observe.report.page import page
 from megarl.text import pluralize
 
 
-def write_page(plan: Plan, path: Path) -> None:
-    """Write the page; `path` is the old file or the new one, never a part of it."""
+def write_page(plan: RecipePlan, path: Path) -> None:
+    """Write the page atomically."""
     with disk_errors(path):
         write_atomically(path, render(plan).encode("utf-8", "backslashreplace"))
 
 
-def render(plan: Plan) -> str:
-    """The page, as text."""
+def render(plan: RecipePlan) -> str:
+    """Return the page's HTML."""
     unit = Unit.of(plan.most)
     text, kind = verdict(plan)
     return page(
@@ -52,34 +52,37 @@ def render(plan: Plan) -> str:
     )
 
 
-def verdict(plan: Plan) -> tuple[str, str]:
-    """(in words, good, bad or warn)."""
+def verdict(plan: RecipePlan) -> tuple[str, str]:
+    """Return the verdict and its kind: good, bad or warn."""
     if plan.refusals:
         return "cannot work", "bad"
     if plan.memory is None:
-        return "no device given: what fits is not known", "warn"
+        return "no device given: whether it fits is not known", "warn"
     if any(stage.not_counted for stage in plan.stages):
         return "not known: activations are not counted", "warn"
     if plan.not_counted:
-        return f"not known: what engines hold ({', '.join(plan.not_counted)})", "warn"
+        return f"not known: memory of engines ({', '.join(plan.not_counted)})", "warn"
     if any(place.uses and place.peak.total > plan.memory * GIB for place in plan.places):
         return "does not fit", "bad"
     return "fits", "good"
 
 
-def _facts(plan: Plan) -> list[tuple[str, str]]:
-    known = [plan.device.name if plan.device else None, f"{plan.memory:g} GiB" if plan.memory is not None else None]
-    facts = [("Device", ", ".join(word for word in known if word) or "none given")]
+def _facts(plan: RecipePlan) -> list[tuple[str, str]]:
+    device_facts = [
+        plan.device.name if plan.device else None,
+        f"{plan.memory:g} GiB" if plan.memory is not None else None,
+    ]
+    facts = [("Device", ", ".join(word for word in device_facts if word) or "none given")]
     for role in dict.fromkeys(stage.role for stage in plan.stages):
-        own = [stage for stage in plan.stages if stage.role == role]
-        stages = pluralize(len(own), "pipeline stage")
-        chunks = f" of {own[0].chunks} chunks" if own[0].chunks > 1 else ""
+        of_role = [stage for stage in plan.stages if stage.role == role]
+        stages = pluralize(len(of_role), "pipeline stage")
+        chunks = f" of {of_role[0].chunks} chunks" if of_role[0].chunks > 1 else ""
         facts.append((role.capitalize(), stages + chunks))
     return facts
 
 
-def _figures(plan: Plan, unit: Unit) -> list[dict[str, str]]:
-    """The few numbers one asks for first."""
+def _figures(plan: RecipePlan, unit: Unit) -> list[dict[str, str]]:
+    """Return the key figures at the top of the page."""
     figures = []
 
     def figure(label: str, value: str, detail: str) -> None:
@@ -94,7 +97,7 @@ def _figures(plan: Plan, unit: Unit) -> list[dict[str, str]]:
         figure("Fullest device", f"{unit.show(fullest.peak.total)} {unit.name}", detail)
     if estimate := plan.estimate:
         length = f"responses of {estimate.response:,.0f} tokens in the mean"
-        if (expected := next((one for one in plan.spread if one.name == STEP), None)) is not None:
+        if (expected := next((spread for spread in plan.spread if spread.name == STEP), None)) is not None:
             scaled = f"raw {clock(estimate.seconds)}; published runs: {clock(expected.low)} to {clock(expected.high)}"
             figure("Step, expected", clock(expected.typical), f"{scaled}; {length}")
             speed = short(estimate.tokens / expected.typical)
@@ -128,15 +131,15 @@ def _figures(plan: Plan, unit: Unit) -> list[dict[str, str]]:
 # ---- memory
 
 
-def _phase_names(places: list[Place]) -> list[str]:
+def _phase_names(places: list[DeviceUses]) -> list[str]:
     return list(dict.fromkeys(use.phase for place in places for use in place.uses))
 
 
-def _totals(plan: Plan, unit: Unit) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(place, (what it needs, how it is marked) in each of `_phase_names`)."""
+def _totals(plan: RecipePlan, unit: Unit) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return (place, cells (text, CSS class) for each of `_phase_names`)."""
     limit = plan.memory * GIB if plan.memory is not None else None
 
-    def cell(place: Place, phase: str) -> tuple[str, str]:
+    def cell(place: DeviceUses, phase: str) -> tuple[str, str]:
         total = next((use.total for use in place.uses if use.phase == phase), None)
         if total is None:
             return "–", ""
@@ -147,8 +150,8 @@ def _totals(plan: Plan, unit: Unit) -> list[tuple[str, list[tuple[str, str]]]]:
     return [(place.name, [cell(place, name) for name in names]) for place in plan.places if place.uses]
 
 
-def _hosts(plan: Plan) -> dict[str, Any] | None:
-    """The table of machines' hosts: its head, and rows of (machines, (size, how it is marked) of each part, sum and rest)."""
+def _hosts(plan: RecipePlan) -> dict[str, Any] | None:
+    """Return the table of hosts: its head, and rows (machines, cells (text, CSS class))."""
     if not plan.hosts or plan.device is None:
         return None
     head, *rows = transposed(host_columns(plan.hosts, plan.device.host_memory))
@@ -159,7 +162,7 @@ def _hosts(plan: Plan) -> dict[str, Any] | None:
     return {"head": head, "rows": marked}
 
 
-# ---- seconds and the weights' way
+# ---- seconds and weight sync
 
 
 def _rows(columns: list[list[str]]) -> dict[str, Any]:
@@ -167,24 +170,24 @@ def _rows(columns: list[list[str]]) -> dict[str, Any]:
     return {"head": head, "rows": rows}
 
 
-def _weights(plan: Plan) -> dict[str, Any] | None:
-    """The expected route, seconds of each one, and the routes on other versions."""
+def _weights(plan: RecipePlan) -> dict[str, Any] | None:
+    """Return the expected route, the seconds of each route, and the routes with other versions."""
     if not plan.routes:
         return None
-    expected, *others = plan.routes
+    expected, *other_routes = plan.routes
     each = plan.estimate.weights if plan.estimate else {}
     return {
         "expected": expected,
         "seconds": [(name, in_seconds(value)) for name, value in sorted(each.items())],
-        "others": [other for other in others if other.name != expected.name],
+        "others": [other for other in other_routes if other.name != expected.name],
         "network": f"{plan.device.host_network / 1e9:.3g} GB/s" if plan.device else "",
     }
 
 
-# ---- the stages and the engines
+# ---- stages and engines
 
 
-def _engines(plan: Plan) -> list[tuple[str, EngineRank]]:
+def _engines(plan: RecipePlan) -> list[tuple[str, EngineRank]]:
     return [*([("rollout", plan.engine)] if plan.engine else []), *plan.readers.items()]
 
 
@@ -203,8 +206,8 @@ def _engine(section: str, rank: EngineRank, unit: Unit) -> dict[str, Any]:
     }
 
 
-def _stage(stage: Stage, unit: Unit) -> dict[str, Any]:
-    """A row of the table: what the stage holds, what passes take beyond, what its host holds."""
+def _stage(stage: PipelineStage, unit: Unit) -> dict[str, Any]:
+    """Return a row of the table: memory of the stage, of its passes, and of its host."""
     held, beyond = stage.held, stage.activations
     host = max((phase.host for phase in stage.phases.values()), default=0)
     return {

@@ -1,4 +1,4 @@
-"""Tables of the console that are never wider than it."""
+"""Console tables that fit the console's width."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from rich.console import Group
 from rich.table import Table
 
 NARROWEST, WIDEST = 60, 120
-PIPED = 100  # columns where standard output is no terminal
+PIPED = 100  # columns if standard output is not a terminal
 
 Columns = list[list[str]]
-"""A table by columns; the first cell of each is its head."""
+"""A table by columns; the first cell of each column is its head."""
 
 
 def console_width() -> int:
-    """Columns of the terminal, from 60 to 120; 100 if standard output is no terminal."""
+    """Return the columns of the terminal, from 60 to 120; 100 if standard output is not a terminal."""
     if not sys.stdout.isatty():
         return PIPED
     return max(NARROWEST, min(WIDEST, shutil.get_terminal_size((PIPED, 24)).columns))
 
 
 def width_of(columns: Columns) -> int:
-    """Characters that a table of `columns` takes."""
+    """Return the width of a table in characters."""
     return sum(max(map(len, column)) + 2 for column in columns) + 1
 
 
 def transposed(columns: Columns) -> Columns:
-    """Rows as columns."""
+    """Swap rows and columns."""
     return [list(row) for row in zip(*columns, strict=True)]
 
 
 def fitted(columns: Columns, title: str, width: int, *, left: Sequence[str] = ()) -> Group:
-    """Tables of at most `width` columns: `columns` in as few as there is room for, each behind the first column.
+    """Return tables of at most `width` characters: the columns in as few tables as possible, each with the first column.
 
-    `left`: heads of columns that are aligned to the left, beside the first.
+    `left`: heads of further columns that are left-aligned.
     """
     first, rest = columns[0], columns[1:]
     tables = []
@@ -49,7 +49,7 @@ def fitted(columns: Columns, title: str, width: int, *, left: Sequence[str] = ()
 
 
 def upright(columns: Columns, title: str, width: int) -> Group:
-    """`fitted`, with rows as columns where `columns` do not fit beside each other and fewer rows than columns there are."""
+    """Return `fitted`, with rows and columns swapped if the columns are too wide and there are fewer rows than columns."""
     if width_of(columns) > width and len(columns[0]) < len(columns):
         columns = transposed(columns)
     return fitted(columns, title, width)

@@ -1,4 +1,4 @@
-"""In which units sizes are shown: what a tiny model needs is nothing in GiB. Pure."""
+"""Display units of sizes, so that a tiny model does not show as 0.0 GiB. Pure."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ TIB, GIB, MIB = 2**40, 2**30, 2**20
 
 
 class Unit(NamedTuple):
-    """One for all that stands together, so that its numbers can be compared."""
+    """One unit for all numbers of a table, so that they can be compared."""
 
     name: str
     size: int
 
     @classmethod
     def of(cls, most: float) -> Unit:
-        """Of a table whose largest number is `most` bytes, and of the sentences about it."""
+        """Return the unit of a table with `most` as its largest number of bytes, and of sentences about it."""
         return cls("GiB", GIB) if most >= GIB else cls("MiB", MIB)
 
     @classmethod
     def for_size(cls, size: float) -> Unit:
-        """Of a number that stands alone."""
+        """Return the unit of a single number."""
         return cls("TiB", TIB) if size >= TIB else cls.of(size)
 
     @classmethod
@@ -28,29 +28,29 @@ class Unit(NamedTuple):
         return cls("B", 10**9) if most >= 10**8 else cls("M", 10**6)
 
     def show(self, size: float | None) -> str:
-        """Digits that one reads: 0.04, 1.2, 53.1, 1,234."""
+        """Format with readable digits: 0.04, 1.2, 53.1, 1,234."""
         if size is None:
             return "–"
         value = size / self.size
         return f"{value:,.0f}" if value >= 1000 or value == 0 else f"{value:.2f}" if value < 1 else f"{value:.1f}"
 
     def whole(self, size: float) -> str:
-        """What somebody has chosen, as it was given: 64, 22.5."""
+        """Format a user's number without rounding: 64, 22.5."""
         return f"{size / self.size:,.10g}"
 
     def tenths(self, size: float) -> str:
-        """With one digit behind the point, as in a column: 0.0, 53.1, 1,234.0."""
+        """Format with one decimal, as in a column: 0.0, 53.1, 1,234.0."""
         return f"{size / self.size:,.1f}"
 
 
 def sized(size: float) -> str:
-    """``0.41 MiB``, ``57.6 GiB``, ``1.2 TiB``: a number that stands alone."""
+    """Format a single number: ``0.41 MiB``, ``57.6 GiB``, ``1.2 TiB``."""
     unit = Unit.for_size(size)
     return f"{unit.show(size)} {unit.name}"
 
 
 def decimal(count: int) -> str:
-    """Bytes as disks and links are sold: ``0.87 MB``, ``427 GB``."""
+    """Format bytes in decimal units, as disks and links are sold: ``0.87 MB``, ``427 GB``."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.3g} {unit}" if count < 100 * size else f"{count / size:.0f} {unit}"

@@ -1,1 +1,1 @@
-"""Seconds of a step."""
+"""Estimated seconds of a step."""

@@ -1,6 +1,6 @@
-"""`plan --calibrate RUN`: fits a device's shares and factors to the seconds that a run measured. Pure.
+"""`plan --calibrate RUN`: fits a device's shares and factors to the measured seconds of a run. Pure.
 
-A share is fitted to all phases that it decides together; what then remains of a phase becomes its factor.
+A share is fitted to the sum of all phases that it affects; the remaining deviation of a phase becomes its factor.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megarl.commands.plan.count.types import Estimate
-from megarl.commands.plan.time.calibration import Calibration, Entry
+from megarl.commands.plan.time.calibration import Calibration, CalibrationEntry
 from megarl.commands.plan.time.measured import Measured
 from megarl.platform.devices import Device
 from megarl.text import pluralize
 
 _TRAINED = ("old_log_prob", "reference", "values", "update_critic", "update_actor")
-_LEAST_LINK_SHARE = 0.05  # a smaller one says that something else than the links took the time
-_HALVINGS = 24  # of a range of 60, in logarithms: to 4e-6
+_LEAST_LINK_SHARE = 0.05  # a smaller share means that the links were not the bottleneck
+_HALVINGS = 24  # of a range of 60 in logarithms: precision 4e-6
 _COLUMNS = 100
-_TOLD = 0.0005  # seconds: shorter phases that are not estimated are left out of the table
-_NEAR = 0.01  # a factor this close to 1 is none
+_SHOWN = 0.0005  # seconds: shorter phases without an estimate are left out of the table
+_NEAR = 0.01  # a factor this close to 1 is left out
 
 
 @dataclass(frozen=True)
-class Row:
-    """A phase's seconds: as measured, and as estimated with the device as it was and as fitted. None: there are none."""
+class PhaseFit:
+    """Seconds of a phase: measured, and estimated before and after the fit. None: not available."""
 
     name: str
     measured: float | None
@@ -36,22 +36,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Fit:
-    """A device before and after fitting, and both estimates beside the measurements."""
+    """A device before and after fitting, with a table of measurements and estimates."""
 
     before: Device
     after: Device
-    rows: list[Row]
+    rows: list[PhaseFit]
     notes: list[str]
 
 
 def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], Estimate]) -> Fit:
-    """`estimate`: of the run's recipe, at its own lengths, with a device."""
+    """Fit `device` to a run. `estimate`: returns the estimate of the run's recipe, with the run's lengths, on a device."""
     seconds, notes = _comparable(measured, estimate(device)), []
 
     def fit(names: tuple[str, ...], now: Device, scaled: Callable[[Device, float], Device]) -> Device:
-        """`now` with its shares multiplied by what brings the sum of the phases to what was measured."""
+        """Scale shares of `now` so that the sum of the phases equals the measured sum."""
         goal = sum(seconds.get(name, 0.0) for name in names)
-        return _fitted(goal, now, scaled, lambda one: _sum(estimate(one), names, seconds)) if goal else now
+        return _fitted(goal, now, scaled, lambda device: _sum(estimate(device), names, seconds)) if goal else now
 
     fitted = replace(device, factors={})
     fitted = fit(("gen", "teacher"), fitted, _scale_engines)
@@ -61,8 +61,8 @@ def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], E
         fitted = fit(_TRAINED, linked, _scale_training)
     else:
         notes.append(
-            f"link_share is left as it was: the exchange would ask for {linked.link_share:.1g}, so it is not the links that "
-            "it waits for. It has a factor of its own."
+            f"link_share is unchanged: the exchange would need {linked.link_share:.1g}, so the links are not its bottleneck. "
+            "It gets a factor instead."
         )
     if "gen" in {phase.name for phase in estimate(fitted).phases} and "gen" not in seconds:
         notes.append("gen is not fitted: the trainers never waited for it, so no timing contains its seconds.")
@@ -72,12 +72,12 @@ def calibrate(measured: Measured, device: Device, estimate: Callable[[Device], E
 
 
 def calibration_of(fit: Fit, measured: Measured) -> Calibration:
-    """The calibration file's content: reached rates for the shares that were fitted, and factors."""
+    """Return a calibration with rates for the fitted shares, and with the factors."""
     before, after = fit.before, fit.after
     how = f"{pluralize(measured.steps, 'step')} of {measured.run.name}"
 
-    def entry(value: float) -> Entry:
-        return Entry(value, "fitted", how)
+    def entry(value: float) -> CalibrationEntry:
+        return CalibrationEntry(value, "fitted", how)
 
     rates = {
         name: entry(getattr(after, peak) * getattr(after, share))
@@ -94,7 +94,7 @@ def calibration_of(fit: Fit, measured: Measured) -> Calibration:
     }
     if "host_link" in rates and after.offload_link is not None:
         rates["offload_link"] = entry(after.offload_rate)
-    factors = {name: Entry(value, "measured", how) for name, value in after.factors.items()}
+    factors = {name: CalibrationEntry(value, "measured", how) for name, value in after.factors.items()}
     return Calibration(before.name, f"fitted to {how}", rates, factors)
 
 
@@ -102,7 +102,7 @@ _SHARES = ("train_share", "prefill_share", "decode_share", "link_share")
 
 
 def calibration_lines(calibration: Fit, measured: Measured) -> list[str]:
-    """The phases' seconds side by side, and what was fitted."""
+    """Format the table of phases, the fitted shares and the factors."""
     before, after = calibration.before, calibration.after
     lines = [
         str(measured.run),
@@ -112,29 +112,32 @@ def calibration_lines(calibration: Fit, measured: Measured) -> list[str]:
     ]
     for row in calibration.rows:
         lines.append(
-            f"  {row.name:<16} {_told(row.measured)} {_told(row.before)} {_off(row.before, row.measured)}   "
-            f"{_told(row.after)} {_off(row.after, row.measured)}"
+            f"  {row.name:<16} {_seconds(row.measured)} {_seconds(row.before)} {_off(row.before, row.measured)}   "
+            f"{_seconds(row.after)} {_off(row.after, row.measured)}"
         )
     changed = [f"{name} {getattr(before, name):.3g} -> {getattr(after, name):.3g}" for name in _SHARES]
-    said = [f"{after.name}: {', '.join(changed)}"]
+    sentences = [f"{after.name}: {', '.join(changed)}"]
     if after.factors:
-        said.append(f"factors: {', '.join(f'{name} {factor:.3g}' for name, factor in after.factors.items())}")
-    wrapped = [line for text in [*said, *calibration.notes] for line in textwrap.wrap(text, _COLUMNS - 2)]
+        sentences.append(f"factors: {', '.join(f'{name} {factor:.3g}' for name, factor in after.factors.items())}")
+    wrapped = [line for text in [*sentences, *calibration.notes] for line in textwrap.wrap(text, _COLUMNS - 2)]
     return [line.rstrip() for line in [*lines, "", *(f"  {line}" for line in wrapped)]]
 
 
 def _comparable(measured: Measured, estimate: Estimate) -> dict[str, float]:
-    """What was measured of phases that are estimated. Sampling that runs beside the trainers is known only where they
-    waited for it: it then took what they did and the wait, which lies in `drain`."""
+    """Return the measured seconds of the estimated phases.
+
+    Sampling that overlaps training is known only if trainers waited for it: then it took the trainers' time plus the wait,
+    which is in `drain`.
+    """
     names = {phase.name for phase in estimate.phases}
-    found = {name: value for name, value in measured.seconds.items() if name in names and value > 0}
+    seconds = {name: value for name, value in measured.seconds.items() if name in names and value > 0}
     if "gen" in names and len(estimate.phases) > 1 and estimate.phases[1].begin == 0.0:
-        beside = sum(value for name, value in found.items() if name not in ("gen", "weight_exchange"))
+        overlapped = sum(value for name, value in seconds.items() if name not in ("gen", "weight_exchange"))
         waited = measured.seconds.get("gen", 0.0) + measured.seconds.get("drain", 0.0)
-        found.pop("gen", None)
+        seconds.pop("gen", None)
         if waited > _NEAR * measured.step:
-            found["gen"] = beside + waited
-    return found
+            seconds["gen"] = overlapped + waited
+    return seconds
 
 
 def _sum(estimate: Estimate, names: tuple[str, ...], seconds: dict[str, float]) -> float:
@@ -144,7 +147,7 @@ def _sum(estimate: Estimate, names: tuple[str, ...], seconds: dict[str, float]) 
 def _fitted(
     goal: float, now: Device, scaled: Callable[[Device, float], Device], total: Callable[[Device], float]
 ) -> Device:
-    """Seconds fall where shares rise: halve the range of multiples, in logarithms, until it is a point."""
+    """Bisect the scale of the shares, in logarithms: seconds fall as shares rise."""
     low, high = -30.0, 30.0
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -169,26 +172,26 @@ def _scale_links(device: Device, times: float) -> Device:
 
 
 def _factors(estimate: Estimate, seconds: dict[str, float]) -> dict[str, float]:
-    found = {phase.name: seconds[phase.name] / phase.seconds for phase in estimate.phases if phase.name in seconds}
-    return {name: float(f"{factor:.4g}") for name, factor in found.items() if abs(factor - 1) > _NEAR}
+    ratios = {phase.name: seconds[phase.name] / phase.seconds for phase in estimate.phases if phase.name in seconds}
+    return {name: float(f"{factor:.4g}") for name, factor in ratios.items() if abs(factor - 1) > _NEAR}
 
 
-def _rows(measured: Measured, seconds: dict[str, float], before: Estimate, after: Estimate) -> list[Row]:
+def _rows(measured: Measured, seconds: dict[str, float], before: Estimate, after: Estimate) -> list[PhaseFit]:
     fitted = {phase.name: phase.seconds for phase in after.phases}
-    rows = [Row(phase.name, seconds.get(phase.name), phase.seconds, fitted[phase.name]) for phase in before.phases]
-    known = {row.name for row in rows}
-    told = {name: value for name, value in measured.seconds.items() if name not in known and value >= _TOLD}
-    others = [Row(name, value, None, None) for name, value in told.items()]
-    rest = Row("between phases", measured.rest, None, None)
+    rows = [PhaseFit(phase.name, seconds.get(phase.name), phase.seconds, fitted[phase.name]) for phase in before.phases]
+    estimated = {row.name for row in rows}
+    shown = {name: value for name, value in measured.seconds.items() if name not in estimated and value >= _SHOWN}
+    remaining = [PhaseFit(name, value, None, None) for name, value in shown.items()]
+    rest = PhaseFit("between phases", measured.rest, None, None)
     return [
         *rows,
-        *sorted(others, key=lambda row: row.name),
+        *sorted(remaining, key=lambda row: row.name),
         rest,
-        Row("step", measured.step, before.seconds, after.seconds),
+        PhaseFit("step", measured.step, before.seconds, after.seconds),
     ]
 
 
-def _told(value: float | None) -> str:
+def _seconds(value: float | None) -> str:
     return f"{value:>9.3f} s" if value is not None else f"{'-':>11}"
 
 

@@ -1,4 +1,4 @@
-"""`plan RECIPE --calibrate RUN [--out FILE]`: a device as a run found it, beside what was estimated of it."""
+"""`plan RECIPE --calibrate RUN [--out FILE]`: fits a device to a run and compares estimates with measurements."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from megarl.recipe.schema import Recipe
 def calibrate_run(
     recipe: Recipe, models: Mapping[str, dict[str, Any]], device: Device, run: Path, out: Path | None
 ) -> list[str]:
-    """Lines for the console; `out` is written. `models`: of `make_plan`. Raises InputError for a run of something else."""
+    """Return lines for the console, and write `out`. `models`: as in `make_plan`. Raises InputError for another recipe's run."""
     with as_input_error():
         if out is not None:
             check_new("--out", out)
         measured = read_run(run, recipe, model_shape(models["rollout"]))
         counted = make_plan(recipe, models, device, advise=False)
 
-    def of(one: Device) -> Estimate:
-        return estimate_of(counted, recipe, models, one, lengths=measured.lengths, tried=measured.tried)
+    def estimate_on(candidate: Device) -> Estimate:
+        return estimate_of(counted, recipe, models, candidate, lengths=measured.lengths, tried=measured.tried)
 
-    found = calibrate(measured, device, of)
-    lines = calibration_lines(found, measured)
+    fit = calibrate(measured, device, estimate_on)
+    lines = calibration_lines(fit, measured)
     if out is not None:
-        calibration_of(found, measured).write(out)
+        calibration_of(fit, measured).write(out)
         lines.append(f"  written to {out}: plan RECIPE --device {device.name} --calibration {out}")
     return lines

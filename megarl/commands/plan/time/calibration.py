@@ -1,4 +1,4 @@
-"""Calibration files: rates and factors that a device reached, which `plan --calibration FILE` applies to estimates.
+"""Calibration files: measured rates and factors of a device, which `plan --calibration FILE` applies to estimates.
 
 A file is YAML (`Calibration.to_yaml`, `read_calibration`):
 
@@ -14,9 +14,9 @@ A file is YAML (`Calibration.to_yaml`, `read_calibration`):
       - {name: "decode, 32 sequences", value: 1850, unit: tokens/s, how: "Qwen3-8B, TP 1, graphs"}
     versions: {torch: 2.10.0}
 
-All sections but `schema`, `device` and `source` may be absent. Rates are reached ones, not those of a data sheet. A factor
+All sections but `schema`, `device` and `source` may be absent. Rates are measured, not copied from a data sheet. A factor
 is measured seconds / estimated seconds of a phase of `timing_s/...`, after the rates have been applied. Observations are
-kept and shown; no estimate uses them.
+stored but no estimate uses them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megarl.registry import nearest
 
 SCHEMA = 1
 ORIGINS = ("measured", "fitted", "assumed")
-"""How an entry came about: timed by itself, fitted to the phases of whole steps, or neither."""
+"""Origin of an entry: measured directly, fitted to the phases of whole steps, or neither."""
 
 RATES: dict[str, tuple[str, str]] = {
     "matmul_flops": (
@@ -59,21 +59,21 @@ RATES: dict[str, tuple[str, str]] = {
     "host_network": ("bytes/s", "of a machine's host to another host, over the interface that gloo uses"),
     "layer_seconds": ("seconds", "a decoder layer takes at least, however few tokens there are"),
 }
-"""Names that `rates` may have: (unit, meaning)."""
+"""Names in `rates`: (unit, meaning)."""
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One rate or factor. `low` and `high` bound the values seen, where there were several."""
+class CalibrationEntry:
+    """A rate or factor. `low` and `high`: range of several measurements."""
 
     value: float
-    origin: str  # of ORIGINS
-    how: str  # workload, repetitions; for `assumed`, the reason
+    origin: str  # one of ORIGINS
+    how: str  # workload and repetitions; for `assumed`, the reason
     low: float | None = None
     high: float | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The entry as a file has it, without bounds that are absent."""
+        """Return the entry as in a file, without absent bounds."""
         bounds = {"low": self.low, "high": self.high}
         numbers = {"value": self.value, **{name: bound for name, bound in bounds.items() if bound is not None}}
         rounded = {name: float(f"{number:.4g}") for name, number in numbers.items()}
@@ -92,17 +92,17 @@ class Observation:
 
 @dataclass(frozen=True)
 class Calibration:
-    """One device's reached rates (names of `RATES`) and factors (phases of `timing_s/...`)."""
+    """Measured rates (names of `RATES`) and factors (phases of `timing_s/...`) of one device."""
 
     device: str  # name in the table of devices
     source: str
-    rates: Mapping[str, Entry] = field(default_factory=dict)
-    factors: Mapping[str, Entry] = field(default_factory=dict)
+    rates: Mapping[str, CalibrationEntry] = field(default_factory=dict)
+    factors: Mapping[str, CalibrationEntry] = field(default_factory=dict)
     observations: tuple[Observation, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise InputError with every fault."""
+        """Raise InputError that lists every fault."""
         faults = [f"{name}: {fault}" for name, value in self._texts() if (fault := _text_fault(value))]
         for section, entries in (("rates", self.rates), ("factors", self.factors)):
             for name, entry in entries.items():
@@ -111,9 +111,9 @@ class Calibration:
             if name not in RATES:
                 near = nearest(name, RATES)
                 faults.append(f"rates has no {name!r}. " + (f"Nearest: {near}." if near else f"There are {_NAMES}."))
-        for one in self.observations:
-            if not _is_number(one.value):
-                faults.append(f"observations: {one.name} is {one.value!r}; give a number.")
+        for observation in self.observations:
+            if not _is_number(observation.value):
+                faults.append(f"observations: {observation.name} is {observation.value!r}; give a number.")
         if faults:
             raise InputError("a calibration is wrong:\n  " + "\n  ".join(faults))
 
@@ -121,16 +121,16 @@ class Calibration:
         return [("device", self.device), ("source", self.source)]
 
     def apply(self, device: Device) -> Device:
-        """`device` with these rates and factors. Raises InputError for another device.
+        """Return `device` with these rates and factors. Raises InputError for another device.
 
-        Shares are reached rate / data sheet's rate, at most 1: a rate above the data sheet's raises that one instead. Bounds
-        (matmul_flops, memory_bandwidth) lower a share that was not measured itself, and never raise it. Factors replace
-        those of `device`, since they were measured against these rates.
+        A share is the measured rate / the data sheet's rate, at most 1: a higher rate raises the data sheet's instead.
+        Bounds (matmul_flops, memory_bandwidth) lower a share that was not measured, and never raise it. Factors replace
+        the factors of `device`, since they were measured against these rates.
         """
         if device.name.lower() != self.device.lower():
             raise InputError(
-                f"the calibration is of {self.device}, the plan for {device.name}. Give --device {self.device}, or a "
-                "calibration of this device."
+                f"the calibration is for {self.device}, the plan for {device.name}. Give --device {self.device}, or a "
+                "calibration for this device."
             )
         changed = device
         for bound, peak, shares in _BOUNDS:
@@ -154,25 +154,25 @@ class Calibration:
         return replace(changed, factors=factors, source=f"{device.source}; calibrated: {self.source}")
 
     def to_yaml(self) -> str:
-        """The file's text."""
+        """Return the text of the file."""
         plain: dict[str, Any] = {"schema": SCHEMA, "device": self.device, "source": self.source}
         plain["rates"] = {name: entry.plain() for name, entry in self.rates.items()}
         plain["factors"] = {name: entry.plain() for name, entry in self.factors.items()}
-        plain["observations"] = [vars(one) for one in self.observations]
+        plain["observations"] = [vars(observation) for observation in self.observations]
         plain["versions"] = dict(self.versions)
         return yaml.safe_dump(
             {key: value for key, value in plain.items() if value}, sort_keys=False, allow_unicode=True
         )
 
     def write(self, path: Path) -> None:
-        """Write the file; `path` is the old file or the whole new one."""
+        """Write the file atomically."""
         write_atomically(path, f"# `megarl plan RECIPE --calibration` reads this file.\n{self.to_yaml()}".encode())
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The calibration in a YAML file. Raises InputError, with the path, for anything that is not a whole one."""
+    """Read a calibration from a YAML file. Raises InputError, with the path, for an invalid file."""
     if not path.is_file():
-        raise InputError(f"{path}: there is no such file. `megarl accept` writes DIR/7-speed/calibration.yaml.")
+        raise InputError(f"{path}: no such file. `megarl accept` writes DIR/7-speed/calibration.yaml.")
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -197,14 +197,14 @@ def _parsed(content: dict[Any, Any]) -> Calibration:
         raise InputError(f"lacks {', '.join(missing)}.")
     observations = content.get("observations") or []
     if not isinstance(observations, list):
-        raise InputError("observations is no list.")
+        raise InputError("observations is not a list.")
     versions = _mapping(content, "versions")
     return Calibration(
         device=str(content["device"]),
         source=content["source"],
         rates={name: _entry("rates", name, value) for name, value in _mapping(content, "rates").items()},
         factors={name: _entry("factors", name, value) for name, value in _mapping(content, "factors").items()},
-        observations=tuple(_observation(one) for one in observations),
+        observations=tuple(_observation(value) for value in observations),
         versions={name: str(value) for name, value in versions.items()},
     )
 
@@ -216,15 +216,15 @@ def _mapping(content: dict[Any, Any], section: str) -> dict[str, Any]:
     return {str(name): entry for name, entry in value.items()}
 
 
-def _entry(section: str, name: str, value: Any) -> Entry:
+def _entry(section: str, name: str, value: Any) -> CalibrationEntry:
     keys = ("value", "origin", "how", "low", "high")
     if not isinstance(value, dict) or not set(value) <= set(keys) or not {"value", "origin", "how"} <= set(value):
         raise InputError(
             f"{section}.{name} is {value!r}. Give {{value: NUMBER, origin: {'|'.join(ORIGINS)}, how: TEXT}}, and low and high "
-            "where there were several measurements."
+            "for several measurements."
         )
     numbers = {key: _number(value.get(key)) for key in ("value", "low", "high")}
-    return Entry(origin=value["origin"], how=value["how"], **numbers)
+    return CalibrationEntry(origin=value["origin"], how=value["how"], **numbers)
 
 
 def _observation(value: Any) -> Observation:
@@ -234,14 +234,14 @@ def _observation(value: Any) -> Observation:
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads 1e12 as text; anything that is no number is returned as it is, for `_faults`."""
+    """Convert a number (YAML 1.1 reads 1e12 as text); return anything else unchanged, for `_faults`."""
     try:
         return float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else value
     except ValueError:
         return value
 
 
-def _faults(entry: Entry) -> list[str]:
+def _faults(entry: CalibrationEntry) -> list[str]:
     faults = []
     for name in ("value", "low", "high"):
         number = getattr(entry, name)
@@ -270,10 +270,10 @@ def _with(device: Device, name: str, value: float) -> Device:
 
 
 def _raised(device: Device, peak: str, rate: float) -> Device:
-    """`device` with a higher peak, whose other shares of it stay the same rates."""
+    """Return `device` with a higher peak; its other shares are scaled so that their rates stay equal."""
     times = rate / getattr(device, peak)
-    others: dict[str, Any] = {share: getattr(device, share) / times for _, of, share in _SHARES if of == peak}
-    return replace(device, **{peak: rate, **others})
+    shares: dict[str, Any] = {share: getattr(device, share) / times for _, of, share in _SHARES if of == peak}
+    return replace(device, **{peak: rate, **shares})
 
 
 _NAMES = ", ".join(RATES)

@@ -1,4 +1,4 @@
-"""Seconds of a piece of work by what they are spent on, and how fast devices exchange bytes. Pure."""
+"""Seconds of work by cause, and transfer times between devices and hosts. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds. Nothing is hidden behind something else: they add up."""
+    """Seconds by cause. The parts add up: nothing overlaps."""
 
     compute: float = 0.0
     memory: float = 0.0
@@ -28,14 +28,14 @@ class Cost:
     bubble: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return Cost(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(self)))
 
     def __mul__(self, times: float) -> Cost:
-        return Cost(*(getattr(self, one.name) * times for one in fields(self)))
+        return Cost(*(getattr(self, part.name) * times for part in fields(self)))
 
     @property
     def parts(self) -> dict[str, float]:
-        return {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name)}
+        return {part.name: getattr(self, part.name) for part in fields(self) if getattr(self, part.name)}
 
     @property
     def seconds(self) -> float:
@@ -43,16 +43,16 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """What takes the most of it."""
+        """The largest part."""
         parts = self.parts
         return WORDS[max(parts, key=lambda name: parts[name])] if parts else "nothing"
 
 
 def ring_seconds(device: Device, size: float, members: int, stride: int = 1) -> float:
-    """An all-gather or reduce-scatter of `size` bytes (gathered) over `members` devices, `stride` apart.
+    """Return the seconds of an all-gather or reduce-scatter of `size` bytes (gathered) over `members`, `stride` apart.
 
-    Each sends (n - 1) / n of it (Thakur et al. 2005, section 4.1). Where the group leaves the node, the network is what is
-    slow: as many of its ports as the group has members in a node carry it.
+    Each member sends (n - 1) / n of the bytes (Thakur et al. 2005, section 4.1). For a group over several nodes the network
+    is the bottleneck, with as many ports as the group has members per node.
     """
     if members <= 1:
         return 0.0
@@ -63,8 +63,10 @@ def ring_seconds(device: Device, size: float, members: int, stride: int = 1) -> 
 
 
 def all_to_all_seconds(device: Device, size: float, members: int) -> float:
-    """Each of `members` neighbours sends `size` bytes, as much to each, itself included: within the node over its links
-    and, at the same time, to other nodes over the network."""
+    """Return the seconds of an all-to-all in which each of `members` neighbours sends `size` bytes in total.
+
+    Traffic within the node and between nodes runs at the same time.
+    """
     if members <= 1:
         return 0.0
     near = min(members, device.per_node)
@@ -74,20 +76,20 @@ def all_to_all_seconds(device: Device, size: float, members: int) -> float:
 
 
 def send_seconds(device: Device, size: float, distance: int) -> float:
-    """`size` bytes to the device that is `distance` further."""
+    """Return the seconds of a transfer of `size` bytes to the device `distance` ranks away."""
     return size / ((device.link if distance < device.per_node else device.network) * device.link_share)
 
 
 def host_seconds(device: Device, size: float) -> float:
-    """`size` bytes between a device and its host."""
+    """Return the seconds of a transfer of `size` bytes between a device and its host."""
     return size / (device.host_link * device.link_share)
 
 
 def offload_seconds(device: Device, size: float) -> float:
-    """`size` bytes of trainers' states or weights between a device and its host."""
+    """Return the seconds of offloading `size` bytes of trainers' states or weights."""
     return size / device.offload_rate
 
 
 def host_network_seconds(device: Device, size: float) -> float:
-    """`size` bytes from one host to another over the interface that gloo uses."""
+    """Return the seconds of a transfer of `size` bytes between hosts over the interface that gloo uses."""
     return size / (device.host_network * device.link_share)

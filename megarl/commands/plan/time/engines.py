@@ -1,8 +1,8 @@
-"""Seconds of engines: prompts read, responses written, and a teacher's reading. Pure.
+"""Seconds of engines: prefill, decoding, and a teacher's prefill. Pure.
 
-Writing is counted step by step: a step reads the weights that its tokens meet and the KV cache of its sequences, at
-`decode_share` of the memory's bandwidth, or computes its products at `prefill_share` of the peak where that takes longer
-(the roofline; Williams et al. 2009). What tensor- and expert-parallel ranks exchange comes on top.
+Decoding is summed over steps. A step reads the weights that its tokens use and the KV cache of its sequences, at
+`decode_share` of the memory bandwidth, or computes its products at `prefill_share` of the peak if that takes longer (the
+roofline; Williams et al. 2009). Communication between tensor- and expert-parallel ranks is added.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from megarl.engines.base import EngineLimits
 from megarl.hf.shape import ModelShape
 from megarl.platform.devices import Device
 
-_WORKING = 4 * 2**30  # bytes of a device that neither weights nor cache get: assumed, where nothing was counted
-_POINTS = 16  # at which the end of a wave is looked at
+_WORKING = 4 * 2**30  # bytes per device for neither weights nor cache: assumed if nothing was counted
+_POINTS = 16  # samples of the last wave of responses
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Replicas of a model. `group`: how many of them share the experts; `spread`: whether a device has whole experts."""
+    """Engines of one model. `group`: engines that share the experts; `spread`: devices have whole experts."""
 
     shape: ModelShape
     device: Device
     count: int
     tensor: int
-    number: int = 2  # bytes of a weight and of a cached number
+    number: int = 2  # bytes of a weight and of a cached value
     group: int = 1
     spread: bool = False
-    sequences: float = math.inf  # that an engine writes at a time, at most
+    sequences: float = math.inf  # sequences that an engine decodes at a time, at most
     prefix: bool = True  # samples of a prompt share its cache
 
     @property
@@ -45,29 +45,31 @@ class Engines:
 
     @property
     def weights(self) -> float:
-        """Bytes on a device."""
+        """Bytes per device."""
         rest = self.shape.total - self.shape.routed
         return self.number * (rest / self.tensor + self.shape.routed / self.ranks_of_experts)
 
     @property
     def cache_per_token(self) -> float:
-        """Bytes on a device."""
+        """Bytes per device."""
         attention = self.shape.attention
         return self.shape.layers * attention.cached * self.number / min(self.tensor, attention.pieces)
 
 
 def room(engines: Engines, lengths: Lengths, limits: EngineLimits, counted: EngineRank | None = None) -> float:
-    """Sequences that an engine writes at a time: as many as a step may have, or as its KV cache has room for, of the mean
-    length. The cache is as `counted`; else as given outright; else it has what the engine's share of the device's memory
-    leaves beside the weights. An engine that finds its share out itself is taken to have room for a step."""
+    """Return the sequences of mean length that an engine decodes at a time: limited by its arguments and its KV cache.
+
+    The cache is the `counted` one, else the size in the arguments, else the engine's share of the device without the
+    weights. An engine that chooses its share at start is assumed to have enough room.
+    """
     if counted is not None and counted.cache is not None:
-        held = counted.cache / (counted.cache_per_token * lengths.tokens)
+        fitting = counted.cache / (counted.cache_per_token * lengths.tokens)
     elif limits.cache is not None or limits.share is not None:
         cache = limits.cache if limits.cache is not None else _left(engines, limits.share or 0.0)
-        held = cache / (engines.cache_per_token * lengths.tokens)
+        fitting = cache / (engines.cache_per_token * lengths.tokens)
     else:
-        held = math.inf
-    return max(1.0, min(float(limits.sequences), held))
+        fitting = math.inf
+    return max(1.0, min(float(limits.sequences), fitting))
 
 
 def _left(engines: Engines, share: float) -> float:
@@ -75,14 +77,14 @@ def _left(engines: Engines, share: float) -> float:
 
 
 def generate(engines: Engines, lengths: Lengths, prompts: float, samples: float) -> Cost:
-    """All engines write `samples` responses to each of `prompts`, the busiest of them as many as the others.
+    """Return the cost of `samples` responses to each of `prompts`, evenly distributed over the engines.
 
-    An engine is full, with new responses in the place of finished ones, until none is left to begin; its last ones then
-    end as if they had begun together, the longest last.
+    An engine is full, with new responses replacing finished ones, until no response is left to start. The last responses
+    then finish as if they had started together.
     """
-    own = prompts * samples / engines.count
-    width = min(own, engines.sequences)
-    full = (own - width) * lengths.response / width  # steps
+    responses = prompts * samples / engines.count
+    width = min(responses, engines.sequences)
+    full = (responses - width) * lengths.response / width  # steps
     cost = _step(engines, width, lengths.prompt + lengths.age) * full
     share = lengths.longest / _POINTS
     for point in range(_POINTS):
@@ -93,7 +95,7 @@ def generate(engines: Engines, lengths: Lengths, prompts: float, samples: float)
 
 
 def read(engines: Engines, tokens: float, sequences: float) -> Cost:
-    """All engines read `sequences` of so many tokens: matrix products at `prefill_share` of the peak."""
+    """Return the cost of a prefill of `sequences` with `tokens` each: matrix products at `prefill_share` of the peak."""
     shape, device = engines.shape, engines.device
     flops = ModelFlops(2 * (shape.active - shape.output), 2 * shape.layers * shape.attention.per_pair)
     each = float(flops.of(np.array([tokens]))[0]) * sequences / (engines.count * engines.tensor)
@@ -102,7 +104,7 @@ def read(engines: Engines, tokens: float, sequences: float) -> Cost:
 
 
 def _step(engines: Engines, sequences: float, cached: float) -> Cost:
-    """One token of each of an engine's `sequences`, whose caches hold `cached` tokens in the mean."""
+    """Return the cost of one token for each of `sequences`, with `cached` tokens in each cache on average."""
     if sequences <= 0:
         return Cost()
     shape, device, tensor = engines.shape, engines.device, engines.tensor
@@ -118,10 +120,13 @@ def _step(engines: Engines, sequences: float, cached: float) -> Cost:
 
 
 def _met_bytes(engines: Engines, sequences: float) -> float:
-    """Of weights, that a device reads in a step. Of each layer's experts those that some token is sent to: routing is even
-    and independent, so of n tokens that choose k of E experts, an expert is left out by all with (1 - k / E)^n."""
+    """Return the bytes of weights that a device reads in a step.
+
+    A layer's expert is read if a token is routed to it. With even, independent routing of n tokens to k of E experts, an
+    expert receives no token with probability (1 - k / E)^n.
+    """
     shape = engines.shape
-    rest = shape.total - shape.routed - (0 if shape.tied else shape.output)  # of the embedding, a row a token
+    rest = shape.total - shape.routed - (0 if shape.tied else shape.output)  # the embedding reads one row per token
     met = rest / engines.tensor
     if shape.experts:
         tokens = sequences * engines.group
@@ -130,8 +135,8 @@ def _met_bytes(engines: Engines, sequences: float) -> float:
 
 
 def _links(engines: Engines, tokens: float) -> float:
-    """Seconds in which an engine's ranks, or a group's, exchange what `tokens` of an engine leave in the layers: an
-    all-reduce behind attention and one behind the MLP; or, where experts are whole, tokens go to them and back."""
+    """Return the seconds of communication for `tokens` of an engine: an all-reduce after attention and after the MLP, or,
+    with whole experts, two all-to-alls in place of the latter."""
     shape, device, tensor = engines.shape, engines.device, engines.tensor
     activations = tokens * shape.hidden * engines.number
     reduced = 2 * ring_seconds(device, activations, tensor)

@@ -1,6 +1,6 @@
-"""What a step takes, phase by phase, from FLOPs, bytes and the table of devices. Pure: milliseconds, and no device.
+"""Estimated time of a step, phase by phase, from FLOPs, bytes and the table of devices. Pure, in milliseconds.
 
-Every number of it is estimated. What it stands on is said with each phase, and in docs/planner.md.
+Every number is an estimate. Each phase states its assumptions; docs/planner.md has the formulas.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megarl.algorithms.advantages import uses_critic
 from megarl.algorithms.catalogue import ADVANTAGES, LOSSES
 from megarl.algorithms.objective import needs_teacher, runs_old_log_prob_pass, runs_reference_pass
 from megarl.commands.plan.count.engines import limits_of_policy
-from megarl.commands.plan.count.types import EngineRank, Estimate, Links, PhaseTime, Plan
+from megarl.commands.plan.count.types import EngineRank, Estimate, Links, PhaseTime, RecipePlan
 from megarl.commands.plan.time import trainers as training
 from megarl.commands.plan.time.cost import Cost, host_seconds
 from megarl.commands.plan.time.engines import Engines, generate, read, room
@@ -29,9 +29,9 @@ from megarl.recipe.schema import Recipe
 from megarl.text import pluralize
 
 HAND_OVER = "hand_over"
-"""The phase in which trainers come back to the devices: no timing_s/... is its own, it is in timing_s/step alone."""
+"""The phase in which trainers return to the devices. No metric timing_s/... exists for it; timing_s/step contains it."""
 
-_VECTORS = "a few vectors of a number a token"
+_VECTORS = "a few vectors with one number per token"
 
 
 def estimate(
@@ -47,11 +47,12 @@ def estimate(
     teacher_model: dict[str, Any] | None = None,
     tried: float = 1.0,
 ) -> Estimate:
-    """Of one step of `recipe`, past the critic's warm-up, without evaluation and checkpoints.
+    """Estimate one step of `recipe` after the critic's warm-up, without evaluation and checkpoints.
 
-    `..._model`: config.json of each. `response`: mean tokens of one (`Lengths.of`); `lengths` in its place says all of
-    them. `engine`: what was counted of an engine's rank, `links`: of the weight exchange; None: formulas of their own.
-    `teacher_model`: None: as large as the policy. `tried`: prompts that are sampled for each that is trained on. Raises ValueError for a model whose FLOPs are not counted.
+    `..._model`: config.json. `response`: mean tokens of a response (`Lengths.of`); `lengths`: all lengths instead.
+    `engine`: counted memory of an engine rank; `links`: bytes of the weight sync; None: computed by formula.
+    `teacher_model`: None: as large as the policy. `tried`: prompts sampled per prompt that is trained on. Raises ValueError
+    for a model without a FLOP count.
     """
     step = Step(
         recipe,
@@ -64,11 +65,11 @@ def estimate(
         links,
         tried,
     )
-    found = step.phases()
+    phases = step.phases()
     batches = step.batches
     return Estimate(
-        phases=found,
-        seconds=max(end for _, end in spans(found)),
+        phases=phases,
+        seconds=max(end for _, end in spans(phases)),
         tokens=step.samples * step.lengths.tokens,
         micro_batches=batches.count,
         tokens_per_micro_batch=batches.tokens,
@@ -79,7 +80,7 @@ def estimate(
 
 
 def estimate_of(
-    plan: Plan,
+    plan: RecipePlan,
     recipe: Recipe,
     models: Mapping[str, dict[str, Any]],
     device: Device,
@@ -88,8 +89,10 @@ def estimate_of(
     lengths: Lengths | None = None,
     tried: float = 1.0,
 ) -> Estimate:
-    """Of `plan`, with what was counted in it: what the command prints, and what a run is held against. `models`: of
-    `make_plan`; all else as of `estimate`."""
+    """Estimate `plan` with its counted memory and bytes: the estimate of `megarl plan` and of a calibration.
+
+    `models`: as in `make_plan`; other arguments as in `estimate`.
+    """
     policy = models["rollout"]
     return estimate(
         recipe,
@@ -106,18 +109,18 @@ def estimate_of(
 
 
 def spans(phases: list[PhaseTime]) -> list[tuple[float, float]]:
-    """Begin and end of each, in seconds since the step began."""
-    found, now = [], 0.0
+    """Return begin and end of each phase in seconds since the begin of the step."""
+    result, now = [], 0.0
     for phase in phases:
         begin = now if phase.begin is None else phase.begin
         now = begin + phase.seconds
-        found.append((begin, now))
-    return found
+        result.append((begin, now))
+    return result
 
 
 @dataclass
 class Step:
-    """One step of a recipe, and what each of its phases costs."""
+    """One step of a recipe, and the cost of each phase."""
 
     recipe: Recipe
     device: Device
@@ -129,11 +132,11 @@ class Step:
     links: Links | None = None
     tried: float = 1.0
     _found: list[PhaseTime] = field(default_factory=list)
-    _begin: float | None = None  # when the next phase begins, where that is not at the end of the one before
+    _begin: float | None = None  # begin of the next phase, if it is not the end of the previous one
 
     @property
     def samples(self) -> int:
-        """That are trained on."""
+        """Samples that are trained on."""
         return self.recipe.data.prompts_per_step * self._siblings
 
     @property
@@ -175,14 +178,14 @@ class Step:
         return replace(engines, sequences=room(engines, self.lengths, limits_of_policy(self.recipe), self.engine))
 
     def phases(self) -> list[PhaseTime]:
-        """In the order of controller.py. Engines that may run ahead write beside what the trainers do."""
+        """Return the phases in the order of the training loop. Engines that may run ahead overlap with the trainers."""
         recipe, settings = self.recipe, self.recipe.algorithm
         rolls = recipe.train.source == "rollout"
-        beside = rolls and recipe.rollout.max_staleness > 0
+        overlaps = rolls and recipe.rollout.max_staleness > 0
         self._found, self._begin = [], None
         if rolls:
             self._add("gen", self._generate(), self._of_engines())
-            self._begin = 0.0 if beside else None
+            self._begin = 0.0 if overlaps else None
         if needs_teacher(settings):
             self._add("teacher", self._teach(), self._of_teacher())
         critic_first = uses_critic(settings) and not settings.kl_in_reward
@@ -201,7 +204,7 @@ class Step:
         learned = training.update(self.actor, self.batches, recipe.actor.mini_batches)
         self._add("update_actor", learned, self._of_trainers())
         if rolls:
-            if beside:
+            if overlaps:
                 self._begin = max(end for _, end in spans(self._found))
             planned = self._planned()
             sent = exchange(self.actor, self.engines, planned) + moved(self.actor)
@@ -209,18 +212,18 @@ class Step:
         return self._found
 
     def _add(self, name: str, cost: Cost, assumed: str) -> None:
-        """What costs nothing is no phase."""
+        """Add a phase, unless it costs nothing."""
         if not cost.seconds:
             return
         factor = self.device.factors.get(name, 1.0)
         if factor != 1:
-            assumed = f"{assumed}; times {factor:.3g}, as was measured"
+            assumed = f"{assumed}; times {factor:.3g}, the measured factor"
         cost *= factor
         self._found.append(PhaseTime(name, cost.seconds, cost.bound, assumed, self._begin, cost.parts))
         self._begin = None
 
     def _hand_over(self) -> Cost:
-        """The actor comes back to the devices, after the critic has come and gone."""
+        """Return the cost of moving the actor to the devices, after the critic has used them."""
         cost = moved(self.actor)
         return cost + moved(self.critic) * 2 if uses_critic(self.recipe.algorithm) else cost
 
@@ -249,11 +252,11 @@ class Step:
         self._add("update_critic", training.update(critic, batches, mini_batches), self._of_trainers())
 
     def _vectors(self) -> Cost:
-        """Three vectors of four bytes a token, from the host and back, of each data-parallel rank."""
+        """Return the cost of three vectors of four bytes per token, to the host and back, per data-parallel rank."""
         tokens = self.samples * self.lengths.tokens / self.actor.data_parallel
         return Cost(host=host_seconds(self.device, 24 * tokens))
 
-    # --- what the phases stand on --------------------------------------------------------------------------------
+    # --- assumptions of the phases -----------------------------------------------------------------------------------
 
     def _of_trainers(self) -> str:
         return f"{self.device.train_share:.0%} of {self.device.flops / 1e12:.0f} TFLOP/s; {self.lengths.assumed}"
@@ -264,7 +267,7 @@ class Step:
             f"{device.decode_share:.0%} of {device.bandwidth / 1e12:.2g} TB/s, {device.prefill_share:.0%} of "
             f"{device.flops / 1e12:.0f} TFLOP/s",
             f"{pluralize(round(engines.sequences), 'sequence')} at a time"
-            + (", experts met evenly" if self.shape.experts else ""),
+            + (", experts used evenly" if self.shape.experts else ""),
             self.lengths.assumed,
             f"responses spread evenly from {self.lengths.shortest:.0f} to {self.lengths.longest:.0f}",
             "scoring, tools and judges keep up",
@@ -281,14 +284,13 @@ class Step:
         )
 
     def _planned(self) -> Links | None:
-        """Bytes of planned copies, or of adapters alone; None: weights go by export."""
+        """Return the bytes of sharded copies, or of adapters only; None: full sync."""
         if self.links is None:
             return uncounted(self.actor, self.engines) if is_sharded(self.recipe) else None
         return self.links if self.links.route != "export" else None
 
     def seconds_by_route(self) -> dict[str, float]:
-        """Seconds of an update of the engines by each route that the recipe's engines could take, devices that change hands
-        included."""
+        """Return the seconds of a weight update by each possible route, with the trainers' offloading."""
         planned, whole = self._planned(), exchange(self.actor, self.engines, None)
         factor = self.device.factors.get("weight_exchange", 1.0)
         costs = {"export": whole} | ({planned.route: exchange(self.actor, self.engines, planned)} if planned else {})
@@ -300,7 +302,7 @@ class Step:
         routes = {
             "planned": f"planned copies, {way}",
             "adapters": "adapters alone, through the host's memory",
-            "export": "every trainer gathers every weight, rank 0 sends",
+            "export": "every trainer gathers all weights, rank 0 sends",
         }
         how = routes[planned.route if planned else "export"]
         return f"{self.device.link_share:.0%} of links; {how}"

@@ -1,4 +1,4 @@
-"""What a run measured, as far as an estimate can be held to it: read from its directory."""
+"""Measured step times of a run, read from its directory, for comparison with an estimate."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megarl.observe.run_dir import RunDirectory
 from megarl.recipe.load import flat_settings, to_yaml
 from megarl.recipe.schema import Recipe
 
-FIRST = 2  # steps at the start of a session that are left out: they compile, allocate and connect
+FIRST = 2  # steps at the begin of a session that are left out: they compile, allocate and connect
 _TIMING = "timing_s/"
-_SAME = 0.25  # FLOPs of a run may differ from the model's by this share: lengths are known by their means alone
+_SAME = 0.25  # tolerated relative difference of FLOPs: only mean lengths are known
 
-# Sections and keys that change no step's seconds.
+# Sections and keys that do not change the time of a step.
 _INDIFFERENT = (
     "name", "runs_dir", "evaluation.", "observe.", "judge.", "sandbox.", "reward.", "model.tokenizer", "data.train_files",
     "data.mix", "data.eval_files", "data.shuffle", "data.curriculum", "data.workers", "data.cache", "data.overlong",
@@ -40,19 +40,19 @@ class Measured:
     seconds: dict[str, float]  # of phases, by the names of timing_s/...
     step: float
     lengths: Lengths
-    tried: float  # prompts that were sampled for each that was trained on
+    tried: float  # prompts sampled per prompt that was trained on
 
     @property
     def rest(self) -> float:
-        """Of a step, what is in none of its phases."""
+        """Seconds of a step outside its phases."""
         return self.step - sum(self.seconds.values())
 
 
 def read_run(path: Path, recipe: Recipe, shape: ModelShape) -> Measured:
-    """Raises ValueError for a directory that is no run, a run of another recipe or model, and one too short to tell."""
+    """Read a run. Raises ValueError for a directory without a run, another recipe or model, and a run that is too short."""
     run_dir = RunDirectory(path)
     if not run_dir.metrics.is_file() or not run_dir.recipe.is_file():
-        raise ValueError(f"{path} is no run to learn from: it lacks metrics.jsonl or recipe.resolved.yaml.")
+        raise ValueError(f"{path} is not a training run: it lacks metrics.jsonl or recipe.resolved.yaml.")
     _check_recipe(run_dir, recipe)
     lines = [line for line in read_lines(run_dir.metrics)[0] if f"{_TIMING}update_actor" in line]
     lines = lines[FIRST:]
@@ -60,27 +60,29 @@ def read_run(path: Path, recipe: Recipe, shape: ModelShape) -> Measured:
         raise ValueError(f"{path} has no step past the first {FIRST}, which are slower than others: train for more.")
     _check_model(path, lines, recipe, shape)
     names = {name for line in lines for name in line if name.startswith(_TIMING)}
-    found = {name.removeprefix(_TIMING): median(line.get(name, 0.0) for line in lines) for name in names}
-    step = found.pop("step", sum(found.values()))
-    top_level = {name: value for name, value in found.items() if "/" not in name}
+    seconds = {name.removeprefix(_TIMING): median(line.get(name, 0.0) for line in lines) for name in names}
+    step = seconds.pop("step", sum(seconds.values()))
+    top_level = {name: value for name, value in seconds.items() if "/" not in name}
     return Measured(path, len(lines), top_level, step, _lengths(lines), _tried(lines, recipe))
 
 
 def _check_recipe(run_dir: RunDirectory, recipe: Recipe) -> None:
     theirs, ours = flat_settings(run_dir.recipe.read_text(encoding="utf-8")), flat_settings(to_yaml(recipe))
     keys = [key for key in sorted({*theirs, *ours}) if not key.startswith(_INDIFFERENT)]
-    others = [key for key in keys if theirs.get(key) != ours.get(key)]
-    if others:
-        said = "; ".join(f"{key} is {theirs.get(key)!r} in the run and {ours.get(key)!r} here" for key in others[:5])
-        more = f"; and {len(others) - 5} more" if len(others) > 5 else ""
+    different = [key for key in keys if theirs.get(key) != ours.get(key)]
+    if different:
+        differences = "; ".join(
+            f"{key} is {theirs.get(key)!r} in the run and {ours.get(key)!r} here" for key in different[:5]
+        )
+        more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
         raise ValueError(
-            f"{run_dir.path} is a run of another recipe: {said}{more}. Give the recipe that it ran, {run_dir.recipe}, or "
+            f"{run_dir.path} is a run of another recipe: {differences}{more}. Give the recipe that it ran, {run_dir.recipe}, or "
             "a run of this one."
         )
 
 
 def _check_model(path: Path, lines: list[dict[str, float]], recipe: Recipe, shape: ModelShape) -> None:
-    """By the FLOPs that the run counted of its own model."""
+    """Compare the FLOPs that the run counted with the FLOPs of this model."""
     name = "actor"
     speed = f"perf/tflops_per_device/{name}"
     devices = 1e12 * recipe.cluster.trainers
@@ -90,13 +92,13 @@ def _check_model(path: Path, lines: list[dict[str, float]], recipe: Recipe, shap
     lengths = _lengths(lines)
     tokens = fmean(line["perf/total_num_tokens"] for line in lines)
     flops = ModelFlops(2 * shape.active, 2 * shape.layers * shape.attention.per_pair)
-    own = lengths.samples(64)
-    expected = float(flops.of_update(own, frozen=recipe.lora.rank > 0).sum()) * tokens / float(own.sum())
+    samples = lengths.samples(64)
+    expected = float(flops.of_update(samples, frozen=recipe.lora.rank > 0).sum()) * tokens / float(samples.sum())
     ratio = fmean(counted) / expected
     if abs(ratio - 1) > _SAME:
         raise ValueError(
-            f"{path} is a run of another model: its updates had {fmean(counted):.3g} FLOPs a step, and with this model they "
-            f"would have {expected:.3g}. Give the run's model with --model or model.path."
+            f"{path} is a run of another model: its updates had {fmean(counted):.3g} FLOPs per step, this model would have "
+            f"{expected:.3g}. Give the run's model with --model or model.path."
         )
 
 
@@ -105,8 +107,8 @@ def _lengths(lines: list[dict[str, float]]) -> Lengths:
         return fmean(line[name] for line in lines)
 
     prompt, response = mean("prompt_length/mean"), mean("response_length/mean")
-    said = f"mean response {response:.4g} tokens and prompt {prompt:.4g}, as the run measured"
-    return Lengths.around(prompt, response, mean("response_length/max"), said)
+    origin = f"mean response {response:.4g} tokens and prompt {prompt:.4g}, as the run measured"
+    return Lengths.around(prompt, response, mean("response_length/max"), origin)
 
 
 def _tried(lines: list[dict[str, float]], recipe: Recipe) -> float:

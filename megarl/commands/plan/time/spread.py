@@ -1,7 +1,7 @@
-"""How many times as long as estimated published runs took, as a range for estimates that nothing was measured of. Pure.
+"""Range of an estimate from published runs: measured / estimated seconds of such runs, applied to its phases. Pure.
 
-Ratios are in published_ratios.yaml, which `python -m docs.generate.planner` writes from published.py; a test holds them to it.
-A run that was published by its step alone stands for each phase.
+The ratios are in published_ratios.yaml, which `python -m docs.generate.planner` writes from benchmarks/published.py; a test
+compares them. If only the step of a run was published, its ratio counts for each phase.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class Ratios:
-    """Measured / estimated seconds of one published run, by phase; `step` alone where no phases were published."""
+    """Measured / estimated seconds of one published run, by phase; only `step` if no phases were published."""
 
     run: str
     experts: bool  # a mixture of experts
@@ -32,44 +32,49 @@ class Ratios:
 
 @functools.cache
 def published_ratios() -> tuple[Ratios, ...]:
-    """Those of the package's file."""
+    """Read the ratios from the package's file."""
     content = yaml.safe_load(RATIOS.read_text(encoding="utf-8"))
-    return tuple(Ratios(str(one["run"]), bool(one["experts"]), one["ratios"], str(one["model"])) for one in content)
+    return tuple(
+        Ratios(str(entry["run"]), bool(entry["experts"]), entry["ratios"], str(entry["model"])) for entry in content
+    )
 
 
-def runs_alike(*, experts: bool, ratios: Iterable[Ratios], without: str = "") -> list[Ratios]:
-    """Published runs of models with experts, or of those without; `without`: a run that is left out."""
-    return [one for one in ratios if one.experts == experts and one.run != without]
+def runs_of_kind(*, experts: bool, ratios: Iterable[Ratios], without: str = "") -> list[Ratios]:
+    """Return published runs of models with or without experts, except the run `without`."""
+    return [entry for entry in ratios if entry.experts == experts and entry.run != without]
 
 
 def ratios_of(phase: str, *, experts: bool, ratios: Iterable[Ratios], without: str = "") -> list[float]:
-    """Ratios of a phase in runs of the same kind of model; `without`: a run that is left out."""
-    alike = runs_alike(experts=experts, ratios=ratios, without=without)
-    return [one.of.get(phase, one.of.get(STEP, 0.0)) for one in alike if phase in one.of or set(one.of) == {STEP}]
+    """Return the ratios of a phase in runs of this kind of model, except the run `without`."""
+    runs = runs_of_kind(experts=experts, ratios=ratios, without=without)
+    return [run.of.get(phase, run.of.get(STEP, 0.0)) for run in runs if phase in run.of or set(run.of) == {STEP}]
 
 
 def spreads(estimate: Estimate, *, experts: bool, ratios: Iterable[Ratios], without: str = "") -> list[Spread]:
-    """A spread for each phase that some run of the kind published, and for their step with all other phases as estimated."""
-    known, found = tuple(ratios), []
+    """Return the spread of each phase with published runs, and of the step, with all other phases as estimated."""
+    runs, result = tuple(ratios), []
     for phase in estimate.phases:
-        seen = ratios_of(phase.name, experts=experts, ratios=known, without=without)
+        seen = ratios_of(phase.name, experts=experts, ratios=runs, without=without)
         if seen:
             typical = math.exp(sum(map(math.log, seen)) / len(seen))
             low, typical, high = (phase.seconds * ratio for ratio in (min(seen), typical, max(seen)))
-            found.append(Spread(phase.name, low, typical, high, len(seen)))
-    if not found:
+            result.append(Spread(phase.name, low, typical, high, len(seen)))
+    if not result:
         return []
-    by_name = {one.name: one for one in found}
+    by_name = {spread.name: spread for spread in result}
 
     def step(bound: str) -> float:
-        return _end(estimate.phases, {name: getattr(one, bound) for name, one in by_name.items()})
+        return _end(estimate.phases, {name: getattr(spread, bound) for name, spread in by_name.items()})
 
-    return [*found, Spread(STEP, step("low"), step("typical"), step("high"), min(one.runs for one in found))]
+    return [*result, Spread(STEP, step("low"), step("typical"), step("high"), min(spread.runs for spread in result))]
 
 
 def _end(phases: list[PhaseTime], seconds: Mapping[str, float]) -> float:
-    """When a step ends whose phases take `seconds`, or what is estimated: a phase that begins at 0 runs beside those before it,
-    and one that began at the end of phases beside each other waits for them."""
+    """Return the end of a step with the given `seconds` of phases, else estimated ones.
+
+    A phase that begins at 0 overlaps with the phases before it; a phase that began at the end of overlapping phases waits
+    for all of them.
+    """
     now = last = 0.0
     for phase in phases:
         begin = now if phase.begin is None else 0.0 if phase.begin == 0.0 else last

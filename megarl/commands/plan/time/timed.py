@@ -1,4 +1,4 @@
-"""A plan with its seconds: raw, beside a calibration's, or beside the range of published runs."""
+"""Estimate of a plan: raw seconds, with a calibration's, or with the range of published runs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.commands.plan.count.types import Estimate, Plan
+from megarl.commands.plan.count.types import Estimate, RecipePlan
 from megarl.commands.plan.time.estimate import estimate_of
-from megarl.commands.plan.time.spread import published_ratios, runs_alike, spreads
+from megarl.commands.plan.time.spread import published_ratios, runs_of_kind, spreads
 from megarl.hf import published
 from megarl.hf.config import number_of_experts, text_fields
 from megarl.hf.shape import model_shape
@@ -17,39 +17,42 @@ from megarl.recipe.schema import Recipe
 
 
 def with_estimate(
-    made: Plan,
+    counted: RecipePlan,
     recipe: Recipe,
     models: Mapping[str, dict[str, Any]],
     device: Device,
     table: Device | None,
     response: float | None,
-) -> Plan:
-    """`made` with its seconds. With a calibrated `device`, those of the `table`'s device stand beside; without, the range over
-    published runs of such models."""
-    found = estimate_of(made, recipe, models, device, response=response)
+) -> RecipePlan:
+    """Return `counted` with its estimate.
+
+    With a calibrated `device` the estimate for the `table`'s device is added, else the range over published runs.
+    """
+    estimate = estimate_of(counted, recipe, models, device, response=response)
     if table is not None and table != device:
-        raw = estimate_of(made, recipe, models, table, response=response)
-        return replace(made, estimate=replace(found, uncalibrated=raw))
+        raw = estimate_of(counted, recipe, models, table, response=response)
+        return replace(counted, estimate=replace(estimate, uncalibrated=raw))
     if device.factors:
-        return replace(made, estimate=found)
-    return _with_spread(made, found, models["rollout"])
+        return replace(counted, estimate=estimate)
+    return _with_spread(counted, estimate, models["rollout"])
 
 
-def _with_spread(made: Plan, estimate: Estimate, model: dict[str, Any]) -> Plan:
-    """`made` with the range of `estimate` over published runs; of the step also without runs of the recipe's own model."""
+def _with_spread(counted: RecipePlan, estimate: Estimate, model: dict[str, Any]) -> RecipePlan:
+    """Add the range of `estimate` over published runs; for the step also without runs of the recipe's model."""
     experts, ratios = bool(number_of_experts(text_fields(model))), published_ratios()
     spread = spreads(estimate, experts=experts, ratios=ratios)
     if not spread:
-        return replace(made, estimate=estimate)
-    runs, shape = runs_alike(experts=experts, ratios=ratios), model_shape(model)
-    of_model = [one for one in runs if model_shape(published.read(one.model)) == shape]
-    others = spreads(estimate, experts=experts, ratios=[one for one in runs if one not in of_model]) if of_model else []
+        return replace(counted, estimate=estimate)
+    runs, shape = runs_of_kind(experts=experts, ratios=ratios), model_shape(model)
+    of_model = [run for run in runs if model_shape(published.read(run.model)) == shape]
+    other_runs = [run for run in runs if run not in of_model]
+    other_spreads = spreads(estimate, experts=experts, ratios=other_runs) if of_model else []
     return replace(
-        made,
+        counted,
         estimate=estimate,
         spread=spread,
-        compared=[one.run for one in runs],
-        alike="with experts" if experts else "without experts",
-        own_runs=[one.run for one in of_model] if others else [],
-        without_own=others[-1] if others else None,
+        compared=[run.run for run in runs],
+        model_kind="with experts" if experts else "without experts",
+        own_runs=[run.run for run in of_model] if other_spreads else [],
+        without_own=other_spreads[-1] if other_spreads else None,
     )

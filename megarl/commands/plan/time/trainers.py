@@ -1,8 +1,8 @@
-"""Seconds of trainers: forward passes and updates of the actor and of the critic. Pure.
+"""Seconds of trainers: forward passes and updates of actor and critic. Pure.
 
-A pipeline of p stages, with v chunks each, over m micro batches of t seconds a stage takes m t + (p - 1) t / v, the second
-part waiting (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). t is that of the slowest stage: its matrix products
-(megarl/batching/flops.py) at `train_share` of the device's peak, what its ranks exchange, and the start of its layers' kernels.
+A pipeline of p stages with v chunks each, over m micro batches of t seconds per stage, takes m t + (p - 1) t / v; the second
+part is the bubble (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). t belongs to the slowest stage: its matrix products
+(megarl/batching/flops.py) at `train_share` of the device's peak, communication, and the start of its layers' kernels.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from megarl.recipe.optimizer_extra import host_share
 from megarl.recipe.schema import Recipe
 
 _GRADIENT = 4  # bytes: gradients are summed in float32 (megatron/model.py)
-_STATES = 12  # bytes a parameter: master weight and Adam's two moments, in float32
+_STATES = 12  # bytes per parameter: float32 master weight and Adam's two moments
 
 
 @dataclass(frozen=True)
 class Passes:
-    """How many times the forward pass's work is done, recomputation included."""
+    """Work of an operation in multiples of the forward pass, with recomputation."""
 
     weights: int  # products with the layers' weights
-    pairs: int  # attention's
+    pairs: int  # attention
     output: int  # the output layer
-    links: int  # what is exchanged in a layer
-    kernels: int  # starting a layer's kernels
-    hops: int  # from stage to stage
+    links: int  # communication within a layer
+    kernels: int  # kernel starts of a layer
+    hops: int  # transfers between stages
 
 
 FORWARD = Passes(1, 1, 1, 1, 1, 1)
 
 
 def update_passes(recipe: Recipe) -> Passes:
-    """Forward, and backward of twice the work: one part for the weights' gradient, which frozen ones do not have.
+    """Return the work of an update: forward, and backward with twice the work (frozen weights: no weight gradient).
 
     `recompute: full` adds a forward pass of the layers, `selective` one of attention; without `keep_logits` the output
-    layer is computed again (recipes.md). What is exchanged comes once in each direction.
+    layer is computed again (recipes.md). Communication runs once in each direction.
     """
     backward = 1 if recipe.lora.rank else 2
     full, selective = recipe.megatron.recompute == "full", recipe.megatron.recompute == "selective"
@@ -58,7 +58,7 @@ def update_passes(recipe: Recipe) -> Passes:
 
 @dataclass(frozen=True)
 class Trainers:
-    """The actor's processes, or the critic's with `critic_view`'s recipe. `output`: whether there is an output layer."""
+    """The actor's processes, or the critic's with `critic_view`. `output`: the model has an output layer."""
 
     recipe: Recipe
     shape: ModelShape
@@ -80,44 +80,45 @@ class Trainers:
         return 4 if self.recipe.model.dtype == "float32" else 2
 
     def stages(self) -> list[list[int]]:
-        """The layers of each pipeline stage."""
+        """Return the layers of each pipeline stage."""
         chunks = layers_of_chunks(self.shape.layers, self.recipe.megatron)
         stages = self.recipe.megatron.pipeline_parallel
         return [[layer for chunk in chunks[stage::stages] for layer in chunk] for stage in range(stages)]
 
 
 def forward(trainers: Trainers, batches: MicroBatches, mini_batches: int) -> Cost:
-    """A pass without gradients over the whole batch, as one run of the pipeline."""
+    """Return the cost of a pass without gradients over the whole batch, as one run of the pipeline."""
     return _pipeline(trainers, batches, batches.count * mini_batches, FORWARD)
 
 
 def update(trainers: Trainers, batches: MicroBatches, mini_batches: int) -> Cost:
-    """Of each mini batch a run of the pipeline, gradients summed over data-parallel ranks, and Adam's step."""
+    """Return the cost of an update: per mini batch a run of the pipeline, the gradient reduction and Adam's step."""
     run = _pipeline(trainers, batches, batches.count, update_passes(trainers.recipe))
     return (run + _optimizer_step(trainers)) * mini_batches
 
 
 def bubble(trainers: Trainers, batches: MicroBatches) -> float:
-    """Share of an update's run in which a stage waits."""
+    """Return the share of an update's run in which a stage waits."""
     megatron = trainers.recipe.megatron
     return pipeline.bubble(megatron.pipeline_parallel, megatron.virtual_pipeline or 1, batches.count)
 
 
 def reference_swap(trainers: Trainers) -> Cost:
-    """The reference policy's weights come from the host and the policy's go there, and back after the pass: twice the
-    weights in each direction. Adapters are merely switched off."""
+    """Return the cost of exchanging policy and reference weights before and after a reference pass: twice the weights in
+    each direction. Adapters are only switched off."""
     if trainers.recipe.lora.rank:
         return Cost()
     return Cost(host=offload_seconds(trainers.device, 4 * weight_bytes(trainers)))
 
 
 def weight_bytes(trainers: Trainers) -> float:
-    """Of the rank that holds the most."""
+    """Return the bytes of weights on the rank that holds most."""
     return max(sum(_held(trainers, stage)) for stage in range(len(trainers.stages()))) * trainers.number
 
 
 def state_bytes(trainers: Trainers) -> float:
-    """Optimizer states of the rank that holds the most, which offloading moves; what is on the host anyway does not."""
+    """Return the bytes of optimizer states that offloading moves, on the rank that holds most; states that stay on the host
+    do not count."""
     if swapped_parts(trainers.recipe.megatron.extra) or trainers.recipe.lora.rank:
         return 0.0
     shares = [_shards(trainers, stage) for stage in range(len(trainers.stages()))]
@@ -134,7 +135,7 @@ def _pipeline(trainers: Trainers, batches: MicroBatches, count: int, passes: Pas
 
 
 def _stage(trainers: Trainers, stage: int, batches: MicroBatches, passes: Passes) -> Cost:
-    """One micro batch in one stage."""
+    """Return the cost of one micro batch in one stage."""
     shape, megatron, device = trainers.shape, trainers.recipe.megatron, trainers.device
     layers = trainers.stages()[stage]
     flops = 2.0 * sum(shape.active_in(layer) for layer in layers) * batches.tokens * passes.weights
@@ -151,12 +152,12 @@ def _stage(trainers: Trainers, stage: int, batches: MicroBatches, passes: Passes
 
 
 def _layer_links(trainers: Trainers, sparse: bool, tokens: float) -> float:
-    """Seconds in which the ranks of a layer exchange, in a forward pass over `tokens` of a micro batch.
+    """Return the seconds of communication of a layer in a forward pass over `tokens` of a micro batch.
 
     Tensor parallel: an all-gather and a reduce-scatter of the activations around attention and around a dense MLP (as many
     bytes as without sequence parallel; Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Context parallel: keys and
-    values of the other parts come by. A mixture of experts: tokens go to their experts and back, a copy for each; within an
-    expert cut by tensor parallel they are gathered and summed.
+    values of the other parts. Mixture of experts: tokens to their experts and back, one copy per expert; with expert tensor
+    parallelism they are gathered and summed.
     """
     shape, megatron, device = trainers.shape, trainers.recipe.megatron, trainers.device
     tensor, context, number = megatron.tensor_parallel, megatron.context_parallel, trainers.number
@@ -173,7 +174,7 @@ def _layer_links(trainers: Trainers, sparse: bool, tokens: float) -> float:
 
 
 def _hops(trainers: Trainers, tokens: float) -> float:
-    """Seconds in which a stage gives a micro batch's hidden states to the next, chunk by chunk."""
+    """Return the seconds of sending a micro batch's hidden states to the next stage, chunk by chunk."""
     megatron = trainers.recipe.megatron
     if megatron.pipeline_parallel == 1:
         return 0.0
@@ -183,7 +184,7 @@ def _hops(trainers: Trainers, tokens: float) -> float:
 
 
 def _held(trainers: Trainers, stage: int) -> tuple[float, float]:
-    """Parameters of a rank: those of experts, and all others."""
+    """Return the parameters of a rank: (experts, others)."""
     shape, megatron = trainers.shape, trainers.recipe.megatron
     layers = trainers.stages()[stage]
     sparse = sum(shape.sparse[layer] for layer in layers)
@@ -198,14 +199,14 @@ def _held(trainers: Trainers, stage: int) -> tuple[float, float]:
 
 
 def _replicas(trainers: Trainers) -> tuple[int, int]:
-    """How many ranks hold the same of experts, and of the rest."""
+    """Return the number of ranks with equal parameters: (experts, others)."""
     m = trainers.recipe.megatron
     each = trainers.world // m.pipeline_parallel
     return max(1, each // (m.expert_parallel * (m.expert_tensor_parallel or 1))), max(1, each // m.tensor_parallel)
 
 
 def _shards(trainers: Trainers, stage: int) -> float:
-    """Parameters whose optimizer states a rank has."""
+    """Return the parameters with optimizer states on a rank."""
     held, replicas = _held(trainers, stage), _replicas(trainers)
     if not trainers.recipe.megatron.distributed_optimizer:
         return sum(held)
@@ -213,8 +214,11 @@ def _shards(trainers: Trainers, stage: int) -> float:
 
 
 def _optimizer_step(trainers: Trainers) -> Cost:
-    """Gradients are summed over the ranks that hold the same, each updates its share, and weights are gathered. Adam reads
-    gradient, master weight and moments and writes all but the gradient, and the weight. Adapters are too few to count."""
+    """Return the cost of an optimizer step.
+
+    Gradients are reduced over ranks with equal parameters, each updates its share, and weights are gathered. Adam reads
+    gradient, master weight and moments, and writes master weight, moments and weight. Adapters are too small to count.
+    """
     if trainers.recipe.lora.rank:
         return Cost()
     device, megatron = trainers.device, trainers.recipe.megatron
@@ -222,18 +226,17 @@ def _optimizer_step(trainers: Trainers) -> Cost:
     experts, dense = max((_held(trainers, stage) for stage in stages), key=sum)
     copies_of_experts, copies = _replicas(trainers)
     stride = megatron.expert_parallel * (megatron.expert_tensor_parallel or 1)
-    back = (
-        trainers.number if megatron.distributed_optimizer else _GRADIENT
-    )  # weights, or the other half of an all-reduce
+    # Bytes per parameter on the way back: weights, or the second half of an all-reduce.
+    back = trainers.number if megatron.distributed_optimizer else _GRADIENT
     links = ring_seconds(device, experts * (_GRADIENT + back), copies_of_experts, stride)
     links += ring_seconds(device, dense * (_GRADIENT + back), copies, megatron.tensor_parallel)
-    own = max(_shards(trainers, stage) for stage in stages)
-    written = 2 if trainers.number == 2 else 0  # the weight, where it is not its own master
-    touched = own * (_GRADIENT + 2 * _STATES + written)
-    swapped = 2 * _STATES * own if swapped_parts(megatron.extra) else 0.0
-    # Gradients to the host and weights back; the host's own part of the update is not estimated.
+    share_of_rank = max(_shards(trainers, stage) for stage in stages)
+    written = 2 if trainers.number == 2 else 0  # the weight, if it is not its own master
+    touched = share_of_rank * (_GRADIENT + 2 * _STATES + written)
+    swapped = 2 * _STATES * share_of_rank if swapped_parts(megatron.extra) else 0.0
+    # Gradients to the host and weights back; the host's part of the update is not estimated.
     share = host_share(trainers.recipe.actor.optimizer)
-    swapped += share * own * (_GRADIENT + trainers.number)
+    swapped += share * share_of_rank * (_GRADIENT + trainers.number)
     return Cost(
         links=links,
         memory=(1 - share) * touched / device.adam_rate,

@@ -1,4 +1,4 @@
-"""Seconds of new weights on their way to the engines, and of devices that change hands. Pure."""
+"""Seconds of weight sync to the engines, and of moving trainers between device and host. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from megarl.weight_sync.session import SHARED_MEMORY_TRANSPORTS
 
 
 def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cost:
-    """Weights to all engines.
+    """Return the cost of sending the weights to all engines.
 
-    Planned: through the host's memory, out of the device that sends the most and into the one that receives the most; what
-    goes to another node, through the hosts' own interfaces, of which each carries an equal part. From device to device: over the
-    links between them and the devices' network, as much of it as of all bytes, and each side
-    reads what it has in the host, for fingerprints, meanwhile. Over IPC: over the links between devices, also for what stays on
-    a device, and through the hosts to other nodes. Else as mbridge exports: every trainer gathers every weight, rank 0
-    hands them over through the host's memory, and gloo brings them from node to node through the hosts' own network
-    interfaces (`export_host_seconds`); none of it at the same time.
+    Sharded (`planned`): through host memory, limited by the device that sends most and the one that receives most; bytes
+    between nodes use the hosts' interfaces evenly. Transport `device`: over the links between devices and the devices'
+    network, while both sides read their host copies for fingerprints. Transport `ipc`: over the links between devices, also
+    within a device, and through the hosts to other nodes.
+
+    Full (`planned` is None), as mbridge exports: every trainer gathers every weight, rank 0 copies them to host memory, and
+    gloo carries them from node to node over the hosts' interfaces (`export_host_seconds`); nothing overlaps.
     """
     device = trainers.device
     if planned is not None:
@@ -49,12 +49,12 @@ def exchange(trainers: Trainers, engines: Engines, planned: Links | None) -> Cos
 
 
 def export_host_seconds(recipe: Recipe, device: Device, size: float, first: int, count: int) -> float:
-    """Seconds in which an export of `size` bytes reaches `count` engine ranks, which lie on devices from number `first` on.
+    """Return the seconds in which an export of `size` bytes reaches `count` engine ranks, on devices from `first` on.
 
-    The first engine rank of each node beyond the first receives all of it and passes each bucket on to the next node, while
-    the others of its node read its memory (megarl/weight_sync/full/relay.py): one model into each node and out of it, on all links at
-    the same time. Every further node begins a bucket later. Without shared memory each rank receives its own, and the ranks
-    of a node share their host's interface.
+    The first engine rank of each further node receives all bytes and relays each bucket to the next node; the others of its
+    node read its memory (megarl/weight_sync/full/relay.py). So each node receives and sends one model, on all links at the
+    same time, and each further node starts a bucket later. Without shared memory each rank receives its own copy, and the
+    ranks of a node share their host's interface.
     """
     nodes = Counter((first + rank) // device.per_node for rank in range(count))
     del nodes[0]
@@ -65,20 +65,20 @@ def export_host_seconds(recipe: Recipe, device: Device, size: float, first: int,
 
 
 def _engine_ranks(trainers: Trainers) -> tuple[int, int]:
-    """The first engine rank's device, and how many there are: colocated, on the trainers' devices, else behind them."""
+    """Return the first engine rank's device, and the number of engine ranks. Engines that are not colocated come last."""
     demand = _demand(trainers.recipe)
     return (0 if demand.shared else demand.devices - demand.engine_devices), demand.engine_devices
 
 
 def _nodes(trainers: Trainers) -> int:
-    """Nodes with engines, whose interfaces share what goes between nodes: ranks pass on what others need too."""
+    """Return the number of nodes with engines; their interfaces share the bytes between nodes, since ranks relay."""
     first, count = _engine_ranks(trainers)
     return len({(first + rank) // trainers.device.per_node for rank in range(count)})
 
 
 def uncounted(trainers: Trainers, engines: Engines) -> Links:
-    """Of planned copies before a plan is made: every engine rank receives what it holds, and trainers share the sending of
-    one model. All of it goes over the network where any of it may."""
+    """Return the bytes of sharded copies before a plan exists: every engine rank receives its weights, and trainers share
+    the sending of one model. All of it counts as network traffic if any of it may be."""
     total = engines.count * engines.tensor * engines.weights
     sent = engines.number * trainers.shape.total / trainers.world
     outside = total if _reaches_another_node(trainers) else 0.0
@@ -86,14 +86,14 @@ def uncounted(trainers: Trainers, engines: Engines) -> Links:
 
 
 def moved(trainers: Trainers) -> Cost:
-    """Optimizer states and weights go to the host, or come back, where the recipe offloads."""
+    """Return the cost of offloading optimizer states and weights, or of loading them. 0 if the recipe does not offload."""
     if not trainers_offload(trainers.recipe):
         return Cost()
     return Cost(host=offload_seconds(trainers.device, weight_bytes(trainers) + state_bytes(trainers)))
 
 
 def _reaches_another_node(trainers: Trainers) -> bool:
-    """Whether engines lie beyond rank 0's node: colocated, on the first of the trainers' devices, else behind all of them."""
+    """Return True if engines are on another node than rank 0."""
     demand = _demand(trainers.recipe)
     return (demand.engine_devices if demand.shared else demand.devices) > trainers.device.per_node
 
