@@ -25,7 +25,7 @@ from megarl.weight_sync.store import StoreChannel
 
 
 @dataclass
-class _InFlight:
+class _OfferedBucket:
     """A bucket that some readers of the relay have not acknowledged yet."""
 
     number: int
@@ -49,7 +49,7 @@ class RelaySender:
         ]
         self._bucket_bytes = session.bucket_bytes
         self._group: BroadcastGroup | None = None
-        self._in_flight: deque[_InFlight] = deque()  # at most one per slot
+        self._in_flight: deque[_OfferedBucket] = deque()  # at most one per slot
         atexit.register(self.close)
 
     def connect(self) -> None:
@@ -72,7 +72,7 @@ class RelaySender:
         if self._relay.local:
             self._channel.publish(slot_key(number, self._relay.holder), [number % FULL_SLOTS, slot.name])
         broadcast = self._group.start(memory) if self._group is not None else None
-        self._in_flight.append(_InFlight(number, fingerprint, names, slot, broadcast))
+        self._in_flight.append(_OfferedBucket(number, fingerprint, names, slot, broadcast))
 
     def settle(self) -> None:
         """Wait until the relay's readers have every bucket."""

@@ -40,7 +40,7 @@ class BucketMemory:
 
 
 @dataclass
-class _InFlight:
+class _SentBucket:
     memory: BucketMemory
     count: int  # number among this holder's buckets, over all versions
     fingerprint: str
@@ -76,7 +76,7 @@ class OutgoingBuckets:
         copies = crosses and session.stays_on_devices
         self._copies = [PrivateSlot(select("cpu").device()) for _ in range(number if copies else 0)]
         self._free = list(range(len(slots)))
-        self._in_flight: list[_InFlight] = []  # oldest first
+        self._in_flight: list[_SentBucket] = []  # oldest first
         self._count = 0
         self._links: Mapping[Link, BroadcastGroup] = {}
         with contextlib.ExitStack() as undo:  # free the memory if a step fails
@@ -130,7 +130,7 @@ class OutgoingBuckets:
         if relay.remote is not None:
             self._mailboxes.post(relay.remote, {**notice, "local": False})
             broadcast = self._links[self._holder, relay.remote].start(memory.network)
-        self._in_flight.append(_InFlight(memory, self._count, header["fingerprint"], description, relay, broadcast))
+        self._in_flight.append(_SentBucket(memory, self._count, header["fingerprint"], description, relay, broadcast))
         self._count += 1
 
     def drain(self) -> None:

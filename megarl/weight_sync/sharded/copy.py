@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megarl.weight_sync.fingerprint import CHUNK_BYTES, Fingerprint, Fingerprinter
+from megarl.weight_sync.session import abbreviate_names
 from megarl.weight_sync.sharded.plan import COPY_COLUMNS, Stream
 from megarl.weight_sync.sharded.slices import ITEM_BYTES
 
@@ -108,6 +109,11 @@ class StreamCopier:
                     end = at + (min(row + max_rows, rows) - 1) * columns + min(column + max_columns, columns)
                     cut = slice(row, row + max_rows), slice(column, column + max_columns)
                     yield end * flat.itemsize, packed[cut], region[cut]
+
+    def describe(self, bucket: int, tensors: tuple[str, ...]) -> str:
+        """Return a bucket's description for messages. `tensors`: of this rank's slice table."""
+        names = abbreviate_names(self.names(bucket, tensors))
+        return f"bucket {bucket} of stream {self.stream.number} from trainer {self.stream.source} ({names})"
 
     def names(self, bucket: int, tensors: tuple[str, ...]) -> list[str]:
         """Return the checkpoint tensors with slices in `bucket`. `tensors`: of this rank's slice table."""

@@ -1,4 +1,4 @@
-"""Exchange the slice tables of all ranks through the session's store, and verify that all ranks plan from the same tables."""
+"""Exchange the slice tables of all ranks through the session's store, and make the same plan from them on every rank."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 
 from megarl.weight_sync.session import ShardedSession, WeightSyncError
+from megarl.weight_sync.sharded.plan import Hosts, TransferPlan, plan_transfers
 from megarl.weight_sync.sharded.slices import SliceTable
 from megarl.weight_sync.store import StoreChannel
 
@@ -37,17 +38,25 @@ def needed_key(receiver: str) -> str:
     return f"needs/{receiver}"
 
 
-def check_same_inputs(
-    channel: StoreChannel,
-    session: ShardedSession,
-    held: Sequence[SliceTable],
-    needed: Sequence[SliceTable],
-    *,
-    first: bool,
+def plan_update(
+    channel: StoreChannel, session: ShardedSession, held: Sequence[SliceTable], *, first: bool
+) -> tuple[TransferPlan, list[SliceTable]]:
+    """Wait for the engines' slice tables and plan the updates of a session. Returns the plan and these tables.
+
+    `held`: the trainers' slice tables. `first`: this is trainer rank 0. Raises WeightSyncError unless this rank plans from
+    the same inputs as trainer rank 0, and ValueError if no plan exists (see `plan_transfers`).
+    """
+    needed = collect(channel, [needed_key(name) for name in session.names], "the engines' slice tables")
+    _check_same_inputs(channel, session, [*held, *needed], first=first)
+    hosts = Hosts(session.senders, [host for _, host in session.receivers])
+    return plan_transfers(held, needed, hosts, session.bucket_bytes), needed
+
+
+def _check_same_inputs(
+    channel: StoreChannel, session: ShardedSession, tables: Sequence[SliceTable], *, first: bool
 ) -> None:
-    """Raise WeightSyncError unless this rank plans from the same inputs as trainer rank 0 (`first`)."""
     digest = hashlib.blake2b(json.dumps(dataclasses.asdict(session)).encode(), digest_size=16)
-    for table in (*held, *needed):
+    for table in tables:
         digest.update(table.digest.encode())
     if first:
         channel.publish("plan", digest.hexdigest())

@@ -20,14 +20,12 @@ from megarl.weight_sync.session import (
     ShardedReport,
     ShardedSession,
     WeightSyncError,
-    abbreviate_names,
     stream_key,
 )
 from megarl.weight_sync.sharded import manifest
 from megarl.weight_sync.sharded.buckets import BucketMemory, OutgoingBuckets, form_links, handles_key, mapped_key
 from megarl.weight_sync.sharded.copy import StreamCopier
 from megarl.weight_sync.sharded.mailbox import AckWriter, Mailbox
-from megarl.weight_sync.sharded.plan import Hosts, plan_transfers
 from megarl.weight_sync.sharded.slices import SliceTable
 from megarl.weight_sync.sharded.verify import SliceFingerprints
 from megarl.weight_sync.shared_memory import MappedSlots
@@ -107,12 +105,8 @@ class ShardedReceiver:
     def _plan(self) -> dict[int, StreamCopier]:
         """Plan and connect, once, after all engine ranks have published their slice tables."""
         session, channel = self._session, self._channel
-        needed = manifest.collect(
-            channel, [manifest.needed_key(name) for name in session.names], "the engines' slice tables"
-        )
-        manifest.check_same_inputs(channel, session, self._held, needed, first=False)
-        hosts = Hosts(session.senders, [host for _, host in session.receivers])
-        streams = plan_transfers(self._held, needed, hosts, session.bucket_bytes).streams_to(self.rank)
+        plan, _ = manifest.plan_update(channel, session, self._held, first=False)
+        streams = plan.streams_to(self.rank)
         copiers = {stream.number: StreamCopier(stream) for stream in streams}
         incoming = [
             relay for stream in streams for relay in stream_relays(stream, session) if self.rank in relay.readers
@@ -215,7 +209,7 @@ class ShardedReceiver:
         """Wait for a bucket, pass it on if others need it, copy its slices into `target`, and acknowledge it."""
         assert self._copiers is not None and self._needed is not None
         header, stream, number = bucket.header, bucket.header["stream"], bucket.header["bucket"]
-        description = self._describe(stream, number)
+        description = self._copiers[stream].describe(number, self._needed.tensors)
         times = [time.perf_counter()]
         if bucket.group is not None:
             bucket.group.finish(bucket.broadcast, f"{description} to reach {self.name}")
@@ -258,13 +252,6 @@ class ShardedReceiver:
                 f"receiver {self.name!r} got other bytes than {sender} sent in {description}: fingerprint {value}, sent {sent}"
             )
         return value
-
-    def _describe(self, stream: int, bucket: int) -> str:
-        """Return a bucket's description for messages."""
-        assert self._copiers is not None and self._needed is not None
-        copier = self._copiers[stream]
-        names = abbreviate_names(copier.names(bucket, self._needed.tensors))
-        return f"bucket {bucket} of stream {stream} from trainer {copier.stream.source} ({names})"
 
     def finish(self) -> ShardedReport:
         """Report to the senders that the version is loaded. Raises WeightSyncError if the trainers' export differs from it."""

@@ -24,7 +24,6 @@ from megarl.weight_sync.session import (
     ShardedReport,
     ShardedSession,
     WeightSyncError,
-    abbreviate_names,
     compare_sharded_reports,
     merge_reports,
     resolve_transports,
@@ -33,7 +32,6 @@ from megarl.weight_sync.session import (
 from megarl.weight_sync.sharded import manifest
 from megarl.weight_sync.sharded.buckets import BucketMemory, OutgoingBuckets, form_links
 from megarl.weight_sync.sharded.copy import StreamCopier
-from megarl.weight_sync.sharded.plan import Hosts, plan_transfers
 from megarl.weight_sync.sharded.slices import SliceTable
 from megarl.weight_sync.sharded.verify import differing_tensors, expected_fingerprints
 from megarl.weight_sync.shared_memory import remove_stale_files
@@ -201,10 +199,11 @@ class ShardedSender:
         """Send a packed bucket to its readers, once its fingerprint is computed."""
         if packed is None:
             return
-        assert self._outgoing is not None
+        assert self._outgoing is not None and self._copiers is not None
         number, bucket, value = packed.stream, packed.bucket, packed.fingerprint.result()
         header = {"version": version, "stream": number, "bucket": bucket, "fingerprint": value}
-        self._outgoing.send(packed.memory, self._relays[number], header, self._describe(number, bucket))
+        description = self._copiers[number].describe(bucket, self._held.tensors)
+        self._outgoing.send(packed.memory, self._relays[number], header, description)
         totals[number].add(str(bucket), value)
 
     def _plan(self) -> dict[int, StreamCopier]:
@@ -212,12 +211,8 @@ class ShardedSender:
         session, channel = self.session, self._channel
         ranks = range(len(session.senders))
         held = manifest.collect(channel, [manifest.held_key(rank) for rank in ranks], "the trainers' slice tables")
-        self._needed = manifest.collect(
-            channel, [manifest.needed_key(name) for name in session.names], "the engines' slice tables"
-        )
-        manifest.check_same_inputs(channel, session, held, self._needed, first=self._rank == 0)
-        hosts = Hosts(session.senders, [host for _, host in session.receivers])
-        streams = plan_transfers(held, self._needed, hosts, session.bucket_bytes).streams_from(self._rank)
+        plan, self._needed = manifest.plan_update(channel, session, held, first=self._rank == 0)
+        streams = plan.streams_from(self._rank)
         peer: Peer = ("trainer", self._rank)
         self._relays = relays_from(peer, streams, session)
         copiers = {stream.number: StreamCopier(stream) for stream in streams}
@@ -226,12 +221,6 @@ class ShardedSender:
         self._outgoing.connect(form_links(channel, session, peer, self._relays.values()))
         self._copiers = copiers
         return copiers
-
-    def _describe(self, stream: int, bucket: int) -> str:
-        """Return a bucket's description for messages."""
-        assert self._copiers is not None
-        names = abbreviate_names(self._copiers[stream].names(bucket, self._held.tensors))
-        return f"bucket {bucket} of stream {stream} from trainer {self._rank} ({names})"
 
     def _check(self, version: int, export: Export) -> int:
         """Compare the weights that engine ranks loaded with the export. Returns the number of slices compared here.
